@@ -12,7 +12,7 @@ from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options.commands import RecoverOptions
 from ckpt_prune.options.data import has_data
-from ckpt_prune.options.option import select_options
+from ckpt_prune.options.option import flags_of, select_options
 from ckpt_prune.options.training import LoraSettings, RecoverySettings
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.resuming import resumable
@@ -112,4 +112,4 @@ def _check_whole(options: RecoverOptions, settings: RecoverySettings) -> None:
 def _refuse_adapters(given: LoraSettings) -> None:
     for name, own in LoraSettings.model_fields.items():
         if getattr(given, name) != own.default:
-            raise UserError(f"--{name.replace('_', '-')} is for --method lora")
+            raise UserError(f"{flags_of(name, own)[-1]} is for --method lora")

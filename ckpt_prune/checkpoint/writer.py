@@ -221,7 +221,7 @@ class CheckpointWriter:
         return {name: stored[self._plan[name].name] for name in names}
 
     def write_json(self, name: str, value: object) -> None:
-        """Write `value` as JSON to the top-level file `name`."""
+        """Write `value` as JSON to a file, perhaps in a sub-folder."""
         self.write_text(name, pretty_json(value))
 
     def write_text(self, name: str, text: str) -> None:

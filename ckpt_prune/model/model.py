@@ -447,6 +447,11 @@ class Model:
         return widths
 
     @property
+    def widest_consumer(self) -> int:
+        """The width of the widest consumer of any block; 0 if there is none."""
+        return max((max([own] if isinstance(own, int) else own) for own in self.consumer_widths.values()), default=0)
+
+    @property
     def linear_widths(self) -> dict[str, int]:
         """`moments_name` with `{block}`, of the first linear that reads each input of hidden size → that size."""
         hidden = self.dimension("hidden")

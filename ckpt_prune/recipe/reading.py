@@ -57,7 +57,7 @@ def load_recipe(
         raise UserError(
             f"{option} {value}: recipe {file.name} has no mask; take one that has, such as --recipe sparsegpt or wanda"
         )
-    options = [*given, *["--set"][: len(overrides)]]
+    options = [*given, "--set"] if overrides else [*given]
     for override in (*(f"{key}={value}" for key, value in given.values()), *overrides):
         keys = _apply_override(values, override)
         values = FullRecipe.expand_names(values)

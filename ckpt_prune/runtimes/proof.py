@@ -1,6 +1,5 @@
 """Proving an output in a runtime: what it computes on held-out text, beside what PyTorch computes."""
 
-import itertools
 import shutil
 import subprocess
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.model_folder import check_output_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GENAI, GRAPH_FOLDER, GRAPH_RECORD, REPORT
-from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE
+from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE, is_own_code
 from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.onnx.card import read_genai_graph
 from ckpt_prune.onnx.proof import find_source
@@ -131,12 +130,11 @@ def _check_code(runtime: RuntimeName, folder: Path, *, trust: bool) -> None:
     """Refuse to run code of a folder that is not this package's, unless it is trusted."""
     if trust:
         return
-    package = Path(__file__).parents[1]
     ours = {f"{name}.py" for name in (REMOTE_MODULE, MLX_MODULE)}
     for name in sorted(_list_code(runtime, folder)):
         if name in ours and not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}, which its {CONFIG} names: download or restore it")
-        if name not in ours or (folder / name).read_bytes() != (package / name).read_bytes():
+        if name not in ours or not is_own_code(folder / name):
             shown = f"{folder}/{name[:100]!r}" if name not in ours else str(folder / name)
             raise UserError(f"{runtime} runs {shown}, which is not this package's: say --trust-remote-code")
 
@@ -149,11 +147,9 @@ def _list_code(runtime: RuntimeName, folder: Path) -> set[str]:
     # transformers runs this with every class that may bring code, whatever the config says.
     found = {_GENERATION} if (folder / _GENERATION).exists() else set()
     for path in folder.glob("*.json"):  # those of a tokenizer or a processor name classes, too
-        named = {} if path.name in _LISTS else read_json_object(path).get("auto_map")
-        targets = list(named.values()) if isinstance(named, dict) else [named] if named else []
-        for target in itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in targets):
-            if target is not None:
-                # REPO--MODULE.CLASS is in another repository.
-                name = str(target)
-                found.add(name if "--" in name else f"{name.partition('.')[0]}.py")
+        named = {} if path.name in _LISTS else read_json_object(path).get("auto_map") or {}
+        for classes in named.values() if isinstance(named, dict) else [named]:
+            names = [str(each) for each in (classes if isinstance(classes, list) else [classes]) if each is not None]
+            # REPO--MODULE.CLASS is in another repository.
+            found |= {name if "--" in name else f"{name.partition('.')[0]}.py" for name in names}
     return found

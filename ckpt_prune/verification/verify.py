@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.composites import composite_names, extract_part, known_composites, load_composite
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import stored_container
-from ckpt_prune.model.containers.remote import MLX_MODULE, REMOTE_MODULE, remote_class
+from ckpt_prune.model.containers.remote import MLX_MODULE, REMOTE_MODULE, is_own_code, remote_class
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, read_description
 from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.skeleton import quiet_transformers
@@ -226,7 +225,7 @@ def _check_digests(folder: Path, report: Report | None) -> tuple[bool | None, st
     for code, runtime in ((f"{REMOTE_MODULE}.py", "transformers"), (f"{MLX_MODULE}.py", "MLX-LM")):
         if not report.container.remote_code or not (folder / code).is_file():
             continue
-        if (folder / code).read_bytes() == (files("ckpt_prune") / code).read_bytes():
+        if is_own_code(folder / code):
             author += f", {code} is this package's"
         elif report.ckpt_prune == __version__:
             return False, f"{code} is not this package's, and {runtime} would run it with trust_remote_code"

@@ -67,12 +67,10 @@ class TokenWindows:
 
 
 @dataclass(frozen=True)
-class SampleRange:
-    """A run of samples, from `start` to before `stop`. It has the fingerprint of the whole set."""
+class _Part:
+    """A part of samples. It has the fingerprint of the whole set."""
 
     samples: Samples
-    start: int
-    stop: int
 
     @property
     def tokens(self) -> int:
@@ -83,6 +81,14 @@ class SampleRange:
     def fingerprint(self) -> str:
         """Fingerprint of the whole set."""
         return self.samples.fingerprint
+
+
+@dataclass(frozen=True)
+class SampleRange(_Part):
+    """A run of samples, from `start` to before `stop`."""
+
+    start: int
+    stop: int
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -94,21 +100,10 @@ class SampleRange:
 
 
 @dataclass(frozen=True)
-class SpreadSamples:
-    """So many of the samples, as far apart as can be. It has the fingerprint of the whole set."""
+class SpreadSamples(_Part):
+    """So many of the samples, as far apart as can be."""
 
-    samples: Samples
     count: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one sample inside the model."""
-        return self.samples.tokens
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the whole set."""
-        return self.samples.fingerprint
 
     def __len__(self) -> int:
         return self.count
@@ -121,23 +116,22 @@ class SpreadSamples:
 
 
 @dataclass(frozen=True)
-class ShortWindows:
+class ShortWindows(_Part):
     """The first tokens of windows of text, for a causal model: what it computes there is the same as in the whole."""
 
-    samples: Samples
-    tokens: int
+    length: int
 
     @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the whole windows."""
-        return self.samples.fingerprint
+    def tokens(self) -> int:
+        """Tokens of one sample inside the model."""
+        return self.length
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def batch(self, rows: slice) -> dict[str, Tensor]:
         """Return what the model is called with."""
-        return {name: values[:, : self.tokens] for name, values in self.samples.batch(rows).items()}
+        return {name: values[:, : self.length] for name, values in self.samples.batch(rows).items()}
 
 
 def split_batches(samples: Samples, tokens: int) -> list[slice]:

@@ -1,5 +1,6 @@
 """Remote code: what this tool writes, and what of it a config asks for."""
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ RANKS_KEY = "ckpt_prune_ranks"
 """Config key of the ranks of linear modules that two thin ones stand in for."""
 BLOCKS_KEY = "ckpt_prune_blocks"
 """Config key of the family's facts about its blocks that remote code needs."""
+
+
+def is_own_code(path: Path) -> bool:
+    """Return True if a file of code has the bytes of this package's file of its name."""
+    return path.read_bytes() == (files("ckpt_prune") / path.name).read_bytes()
 
 
 def remote_class(config: dict[str, Any], folder: Path) -> str | None:

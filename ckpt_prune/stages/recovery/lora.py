@@ -157,8 +157,9 @@ def train_adapters(
                 waited = 0 if better else waited + 1
                 if better:
                     best, kept = loss_now, {name: weight.clone() for name, weight in merged.items()}
-                    saved = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-                    factors = {name: matrix.detach().clone() for name, matrix in saved.items()}
+                    if lora.keep_adapter:
+                        saved = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+                        factors = {name: matrix.detach().clone() for name, matrix in saved.items()}
             progress(epoch, loss_now)
             if over() >= 1 or waited >= settings.patience:
                 break

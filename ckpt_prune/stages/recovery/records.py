@@ -156,7 +156,7 @@ class Trained(Generic[Kept]):
         seconds: of training, held-out losses included.
         parameters: that were trained.
         rate: the highest learning rate.
-        factors: of LoRA, the matrices of that epoch by the names that peft gives them in files.
+        factors: of LoRA that is kept by itself, that epoch's matrices by the names that peft gives them in files.
     """
 
     kept: dict[str, Kept]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.adapters import ADAPTER_WEIGHTS
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
-from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ADAPTER_FOLDER, ADAPTER_PLACE, ROTATIONS
@@ -107,7 +106,7 @@ def write_adapter(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
     modules = list(adapted_modules(recovery, prepared.model))
     config = adapter_config(modules, recovery.lora, text=text) | base_of(pruned.path)
     writer.copy(factors, f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}")
-    writer.write_text(ADAPTER_PLACE, pretty_json(config))
+    writer.write_json(ADAPTER_PLACE, config)
 
 
 def base_of(folder: Path) -> dict[str, str]:

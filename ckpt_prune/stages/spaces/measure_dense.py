@@ -51,9 +51,8 @@ def choose_samples(prepared: Prepared, live: LiveSamples) -> LiveSamples:
     only_widths = prepared.sequential and prepared.recipe.weighed_by_effect and not prepared.recipe.changes_model
     if not only_widths:
         return live
-    model, samples = prepared.model, live.samples
-    widths = [width for own in model.consumer_widths.values() for width in ([own] if isinstance(own, int) else own)]
-    count = max(LEAST_WINDOWS, math.ceil(TOKENS_PER_INPUT * max(widths, default=0) / samples.tokens))
+    samples = live.samples
+    count = max(LEAST_WINDOWS, math.ceil(TOKENS_PER_INPUT * prepared.model.widest_consumer / samples.tokens))
     return replace(live, samples=SpreadSamples(samples, count)) if count < len(samples) else live
 
 

@@ -38,8 +38,7 @@ short of what tiny ones lose (measure/README.md, section 5).
 
 def is_shallow(model: Model) -> bool:
     """Return True if a model has so few blocks, and so few inputs of each site, that measuring all sites is cheap."""
-    widths = [width for own in model.consumer_widths.values() for width in ([own] if isinstance(own, int) else own)]
-    return model.blocks <= SHALLOW and max(widths, default=0) <= WIDE
+    return model.blocks <= SHALLOW and model.widest_consumer <= WIDE
 
 
 def measured_singly(model: Model) -> bool:
