@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.function import takes
 from ckpt_prune.api.latency import with_latencies
 from ckpt_prune.common.progress import Notices
-from ckpt_prune.job.sizes import asked_size
+from ckpt_prune.job.sizes import asked_size, small_share_line
 from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options.commands import PlanOptions
@@ -133,10 +133,13 @@ def plan(options: PlanOptions) -> Planned:
     from ckpt_prune.runner.read_job import check_plan_place, read_plan_job
     from ckpt_prune.runner.runtimes import check_stored
 
-    job = with_latencies(read_plan_job(options, file, wanted), Notices(), trust=options.trust_remote_code)
+    say = Notices()
+    job = with_latencies(read_plan_job(options, file, wanted), say, trust=options.trust_remote_code)
     settled = prepare_plan(job)
     check_stored(settled)
     job.model.checkpoint.check_finite()
+    if (warning := small_share_line(options.sizes)) is not None:
+        say(warning)
     shifting = None if options.test is None else Shifting(settled, Statistics(options.test))
     made = make_plan(settled, shifting)
     if options.output is not None:

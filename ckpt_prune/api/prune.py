@@ -15,7 +15,7 @@ from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.short_repr import short_repr
-from ckpt_prune.job.sizes import asked_size
+from ckpt_prune.job.sizes import asked_size, small_share_line
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
@@ -204,6 +204,8 @@ def _prune(options: PruneOptions, tell: Tell) -> Pruned:
         _check_before_measuring(preview, step, out)
     if job.samples is not None:
         check_forward(job.model, job.samples, say)
+    if (warning := small_share_line(options.sizes)) is not None:
+        say(warning)
     if options.dry_run:
         return Pruned(out, settled, None, None, tuple(say.lines))
     if not options.resume:

@@ -1,11 +1,13 @@
 """Single files of repositories on the Hub, from the local cache if it has them; and what the Hub's client says."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Notices
 
 
 def is_offline() -> bool:
@@ -41,6 +43,39 @@ def show_hub_bars(shown: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
+class _OneWarning(logging.Handler):
+    """Says once that the Hub does not answer, in place of two lines for every try."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print our line for the first record that comes."""
+        if not self._said:
+            self._said = True
+            Notices()("the Hub does not answer: trying again for half a minute (HF_HUB_OFFLINE=1 does not ask it)")
+
+
+@contextmanager
+def _warn_once() -> Iterator[None]:
+    """Let the Hub's client print one line of ours about its tries, unless HF_HUB_VERBOSITY asks for more than warnings.
+
+    What makes it fail in the end is in the error that it raises.
+    """
+    from huggingface_hub.utils import logging as hub_logging
+
+    logger = hub_logging.get_logger("huggingface_hub")
+    if logger.getEffectiveLevel() < logging.WARNING:
+        yield
+        return
+    handlers, logger.handlers = logger.handlers, [_OneWarning()]
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
+
+
 @contextmanager
 def hub_failures(
     repo: str,
@@ -60,7 +95,8 @@ def hub_failures(
 
     folder = given == "folder"
     try:
-        yield
+        with _warn_once():
+            yield
     except UserError:
         raise
     except errors.GatedRepoError as error:
@@ -102,7 +138,11 @@ def fetch_hub_file(
     import huggingface_hub
 
     what = f"{repo}/{name}" if revision is None else f"{repo}/{name}@{revision}"
-    remedy = "fetch it once while connected, or give a file"
+    kind, at = (
+        "" if repo_type == "model" else f" --repo-type {repo_type}",
+        f" --revision {revision}" if revision else "",
+    )
+    remedy = f"run `hf download {repo} {name}{kind}{at}` while connected, or give a file"
     with hub_failures(repo, what, revision=revision, given="file", remedy=remedy), show_hub_bars(False):
         if not is_offline():
             plan = huggingface_hub.hf_hub_download(repo, name, revision=revision, repo_type=repo_type, dry_run=True)

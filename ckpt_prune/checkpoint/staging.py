@@ -204,7 +204,7 @@ class Staging:
             return
         written = self._kind.list_written(self.out)
         if not self.journal.replace:
-            raise UserError(f"{self.out} exists; --overwrite replaces it")
+            raise UserError(f"{self.out} exists; --overwrite replaces it, or give another -o")
         refuse_lost(self.out, find_foreign(self.out, written), wants)
 
     def _continue(self) -> None:

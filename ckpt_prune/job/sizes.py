@@ -274,3 +274,22 @@ def asked_size(given: Mapping[str, str | None], ratio: float | None) -> dict[str
         except ValueError as error:
             raise UserError(f"--target-{kind} {text}: {error}") from error
     return asked or None
+
+
+def small_share_line(sizes: Mapping[str, str | None]) -> str | None:
+    """Say what a share of less than half keeps, as who asks for 30% may mean 30% smaller; else return None.
+
+    Args:
+        sizes: kind → size, as options have them; each can be read.
+    """
+    for kind, text in sizes.items():
+        size = None if text is None else parse_size(cast(SizeKind, kind), text)
+        if text is not None and size is not None and size.share is not None and size.share < Fraction(1, 2):
+            amount, at, work = text.partition("@")
+            less = "shorter" if kind == "latency" else "smaller"
+            other = f"{float(100 * (1 - size.share)):g}%{at}{work}"
+            return (
+                f"--target-{kind} {text} keeps {amount} of the {_UNITS[cast(SizeKind, kind)].what}; to make it "
+                f"{amount} {less} say {other}"
+            )
+    return None

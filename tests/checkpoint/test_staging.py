@@ -44,7 +44,7 @@ def kill(found: Staging) -> None:
 def test_a_folder_with_its_record_is_replaced(tmp_path, kind):
     out = folder(tmp_path / "out", kind.record, ["a", "b"])
     for resume in (False, True):
-        assert refusal(out, kind=kind, resume=resume) == f"{out} exists; --overwrite replaces it"
+        assert refusal(out, kind=kind, resume=resume) == f"{out} exists; --overwrite replaces it, or give another -o"
     with staging(out, overwrite=True, kind=kind) as found:
         (found.path / "new").write_text("new")
         assert {path.name for path in out.iterdir()} == {"a", "b", kind.record}
@@ -115,7 +115,7 @@ def test_a_new_folder_is_checked_again_before_it_is_filled(tmp_path):
     folder(tmp_path / "out", EXPORT_KIND.record, ["model.onnx"])
     with pytest.raises(UserError) as error:
         found.__enter__()
-    assert str(error.value) == f"{tmp_path / 'out'} exists; --overwrite replaces it"
+    assert str(error.value) == f"{tmp_path / 'out'} exists; --overwrite replaces it, or give another -o"
     assert not (tmp_path / "out.partial").exists()
 
 

@@ -236,7 +236,7 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
         ["prune", "dense", "--ratio", "20", "-o", "out"],
         "--ratio 20: a ratio is in [0, 1): did you mean 20% or 0.2?",
     ),
-    (["prune", "dense", "-o", "pruned"], "{here}/pruned exists; --overwrite replaces it"),
+    (["prune", "dense", "-o", "pruned"], "{here}/pruned exists; --overwrite replaces it, or give another -o"),
     (["recover", "pruned", "--dense", "dense", "-o", "pruned"], "output pruned overlaps the source pruned"),
     (["prune", "dense", "-o", "dense/out"], "output dense/out overlaps the source dense"),
     (

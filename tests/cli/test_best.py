@@ -179,6 +179,21 @@ def test_sizes_that_are_refused(here, command):
     )
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("plan", "llama", "--recipe", "magnitude"),
+        ("prune", "llama", "--recipe", "magnitude", "-o", "out", "--dry-run"),
+        ("prune", "llama", "--recipe", "magnitude", "-o", "out"),
+    ],
+    ids=lambda job: f"{job[0]} {len(job)}",
+)
+def test_who_asks_for_a_small_share_is_told_what_it_keeps(here, job):
+    line = "--target-params 45% keeps 45% of the parameters; to make it 45% smaller say 55%\n"
+    assert run(*job, "--target-params", "45%").stderr == line
+    assert run(*job, *(["--overwrite"] if "-o" in job else []), "--target-params", "55%").stderr == ""
+
+
 # ---- the curve -----------------------------------------------------------------------------------------------------
 
 SWEEP = ("plan", "llama", "--recipe", "magnitude", "--sweep")

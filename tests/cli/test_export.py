@@ -129,7 +129,10 @@ def test_a_graph_of_other_weights_is_not_written(vision):
 def test_overwrite_keeps_the_old_graph_until_the_new_one_passes(vision):
     ok("export", "vision", "-o", "out", "--no-validate")
     Path("out/note.txt").write_text("mine")
-    assert refused("export", "vision", "-o", "out") == f"{Path.cwd() / 'out'} exists; --overwrite replaces it"
+    assert (
+        refused("export", "vision", "-o", "out")
+        == f"{Path.cwd() / 'out'} exists; --overwrite replaces it, or give another -o"
+    )
     before = listing()
     # A graph that fails does not cost the one that is there.
     assert run("export", "vision", "-o", "out", "--overwrite", "--tolerance", "1e-12").exit_code == 1

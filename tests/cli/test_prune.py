@@ -200,7 +200,7 @@ def test_what_is_never_replaced(place, out, reason, option):
 
 def test_an_existing_output_stays_unless_told(place):
     args = ["prune", "dense", "--recipe", "magnitude", "-o", "pruned"]
-    message = f"{Path('pruned').absolute()} exists; --overwrite replaces it"
+    message = f"{Path('pruned').absolute()} exists; --overwrite replaces it, or give another -o"
     assert refused(*args) == message
     assert refused(*args, "--resume") == message
     ok(*args, "--overwrite")

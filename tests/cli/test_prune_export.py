@@ -219,7 +219,7 @@ def test_resumed_with_the_graph_alone(again, monkeypatch):
 
 def test_another_recipe_is_not_resumed(again, monkeypatch):
     leave_without_graph(monkeypatch)
-    exists = f"{Path.cwd() / 'out'} exists; --overwrite replaces it"
+    exists = f"{Path.cwd() / 'out'} exists; --overwrite replaces it, or give another -o"
     for other in (("--set", "name=other"), ("--set", "export.dtype=fp16"), ("--set", "spaces.mlp.multiple_of=2")):
         assert refused(*PRUNE, *EXPORT, *other, "-o", "out", "--resume") == exists
     edit_weights("dense", poison("model.norm.weight", 0.5))

@@ -48,8 +48,8 @@ def test_what_was_fetched_is_there_without_the_hub(place: Path, hub: Hub, recipe
     assert ok("recipe", "show", "org/recipes/mine.yaml").startswith(MINE)
     assert ok("recipe", "show", f"org/recipes/mine.yaml@{recipes.head}").startswith(MINE)
     assert refused("prune", "dense", "--recipe", "org/recipes/deep/er/mine.yaml", "-o", "out") == (
-        "org/recipes/deep/er/mine.yaml is not in the Hub cache, and HF_HUB_OFFLINE is set; fetch it once while "
-        "connected, or give a file"
+        "org/recipes/deep/er/mine.yaml is not in the Hub cache, and HF_HUB_OFFLINE is set; run `hf download "
+        "org/recipes deep/er/mine.yaml` while connected, or give a file"
     )
     assert hub.asked == []
 

@@ -51,7 +51,7 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
 
 
 def test_a_dry_run_refuses_what_a_run_would(place):
-    assert refused(*DRY[:-1], "stats") == f"{place / 'stats'} exists; --overwrite replaces it"
+    assert refused(*DRY[:-1], "stats") == f"{place / 'stats'} exists; --overwrite replaces it, or give another -o"
     assert refused(*DRY, "--folds", "9") == "9 folds of 8 samples: every fold needs at least one"
 
 
@@ -83,7 +83,7 @@ def test_what_counts_as_active_is_said_and_kept(place):
 
 def test_an_existing_folder_stays_unless_told(place):
     assert refused("calibrate", "dense", *TEXT, "-o", "stats") == (
-        f"{Path('stats').absolute()} exists; --overwrite replaces it"
+        f"{Path('stats').absolute()} exists; --overwrite replaces it, or give another -o"
     )
     ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite")
     assert Statistics(Path("stats")).index.seed == 1
@@ -192,7 +192,9 @@ def test_add(place):
     name = "model.layers.1.mlp.down_proj.weight"
     assert both[name][0].count == 256
     assert (both[name][0].square == a[name][0].square + b[name][0].square).all()
-    assert refused("statistics", "add", "stats", "more", "-o", "sum").endswith("sum exists; --overwrite replaces it")
+    assert refused("statistics", "add", "stats", "more", "-o", "sum").endswith(
+        "sum exists; --overwrite replaces it, or give another -o"
+    )
     ok("statistics", "add", "stats", "more", "-o", "sum", "--overwrite")
     # A sum is statistics like any other.
     ok("prune", "dense", "--recipe", "rcpu", "--statistics", "sum", "-o", "out")

@@ -90,7 +90,7 @@ def test_a_report_of_a_former_version_is_no_finished_job(place):
     assert {"tokenizer.json", "README.md", "ckpt_prune.json"} <= set(report["side_files"])
     former = {key: value for key, value in report.items() if key not in ("job", "side_files")}
     path.write_text(json.dumps(former))
-    assert refused(*FLAP, "--resume") == f"{Path('out').absolute()} exists; --overwrite replaces it"
+    assert refused(*FLAP, "--resume") == f"{Path('out').absolute()} exists; --overwrite replaces it, or give another -o"
     ok("verify", "out", "--against", "dense")
     ok("report", "out")
     # Its tokenizer is not listed, and is the same as the new one's: nothing is lost.
@@ -159,7 +159,9 @@ def test_a_folder_that_appears_while_calibrating_is_kept(place, monkeypatch):
     monkeypatch.setattr(measuring, "write_block", appear)
     result = run("calibrate", "dense", *TEXT, "--seed", "1", "-o", "late")
     assert result.exit_code == 2
-    assert result.stderr.endswith(f"Error: {Path('late').absolute()} exists; --overwrite replaces it\n")
+    assert result.stderr.endswith(
+        f"Error: {Path('late').absolute()} exists; --overwrite replaces it, or give another -o\n"
+    )
     assert same_files("late", "stats")
 
 

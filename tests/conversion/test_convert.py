@@ -167,7 +167,7 @@ def test_an_existing_output_is_replaced_when_asked_to() -> None:
     timm(Path("timm"))
     ok("convert", "timm", "-o", "out")
     before = Path("out/model.safetensors").read_bytes()
-    assert refused("convert", "timm", "-o", "out").endswith("out exists; --overwrite replaces it")
+    assert refused("convert", "timm", "-o", "out").endswith("out exists; --overwrite replaces it, or give another -o")
     ok("convert", "timm", "-o", "out", "--overwrite")
     assert Path("out/model.safetensors").read_bytes() == before
     found = json.loads(ok("convert", "timm", "-o", "out", "--overwrite", "--json"))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ckpt_prune.datasets.texts import NamedText, parse_text_name
 from ckpt_prune.measure.samples.text import read_text
 from ckpt_prune.options.data import CalibrationOptions, EvaluationOptions
 from ckpt_prune.options.option import check_options
-from tests.cli.running import ok, refused
+from tests.cli.running import ok, refused, run
 from tests.hub_server import Hub, Repo
 from tests.shared_data import shared_data
 
@@ -126,9 +127,27 @@ def test_commands_take_names(place, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert refused("prune", "dense", "--text", "wikitext2", "-o", "out") == (
         f"wikitext2:train: no local copy ({place / 'copies'}), and Salesforce/wikitext/wikitext-2-raw-v1/"
-        "train-00000-of-00001.parquet is not in the Hub cache, and HF_HUB_OFFLINE is set; fetch it once while "
-        "connected, or give a file"
+        "train-00000-of-00001.parquet is not in the Hub cache, and HF_HUB_OFFLINE is set; run `hf download "
+        "Salesforce/wikitext wikitext-2-raw-v1/train-00000-of-00001.parquet --repo-type dataset` while connected, or "
+        "give a file"
     )
+
+
+def test_a_hub_that_does_not_answer_is_one_line_and_one_error(place, hub: Hub, monkeypatch):
+    """Its client tries six times and prints two lines each time, through a handler of its own."""
+    waits: list[float] = []
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", waits.append)
+    dead = "http://127.0.0.1:1"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", dead)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", dead + "/{repo_id}/{filename}")
+    handlers = list(logging.getLogger("huggingface_hub").handlers)
+    result = run("prune", "dense", "--text", "wikitext2", "-o", "out")
+    assert (result.exit_code, len(waits)) == (2, 5)
+    first, error = result.stderr.splitlines()
+    assert first == "the Hub does not answer: trying again for half a minute (HF_HUB_OFFLINE=1 does not ask it)"
+    assert "and the Hub cannot be reached; run `hf download Salesforce/wikitext " in error
+    assert logging.getLogger("huggingface_hub").handlers == handlers
 
 
 def test_the_hub_has_what_no_folder_has(hub: Hub, monkeypatch):

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from ckpt_prune.common.yaml12 import Yaml12Loader
 from ckpt_prune.job.records import Cost
-from ckpt_prune.job.sizes import Size, TargetSize, cost_in, parse_size
+from ckpt_prune.job.sizes import Size, TargetSize, cost_in, parse_size, small_share_line
 
 NONE = "Value error, a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}"
 COST = Cost(parameters=6_738_415_616, bytes=13_476_831_232, flops=28_000_000_000_001, tokens=2048)
@@ -176,3 +176,19 @@ def test_a_target_that_is_none_is_refused(values, place, message):
         TargetSize.model_validate(values)
     (first,) = caught.value.errors()
     assert (first["loc"], first["msg"]) == (place, message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("params", "30%", "keeps 30% of the parameters; to make it 30% smaller say 70%"),
+        ("bytes", "33.5 %", "keeps 33.5 % of the bytes; to make it 33.5 % smaller say 66.5%"),
+        ("latency", "20%@512", "keeps 20% of the latency; to make it 20% shorter say 80%@512"),
+        ("params", "50%", None),
+        ("params", "5M", None),
+        ("params", None, None),
+    ],
+)
+def test_a_share_of_less_than_half_may_have_been_meant_as_what_goes(kind, text, said):
+    sizes = {"flops": None, kind: text}
+    assert small_share_line(sizes) == (said and f"--target-{kind} {text} {said}")

@@ -228,7 +228,7 @@ def test_weights_go_to_a_file_of_their_own_above_a_size(vit, exported, spare, ex
 def test_an_output_is_replaced_with_overwrite_alone(vit):
     writer(vit).write()
     before = everything()
-    assert refusal(vit) == f"{Path.cwd() / 'out'} exists; --overwrite replaces it"
+    assert refusal(vit) == f"{Path.cwd() / 'out'} exists; --overwrite replaces it, or give another -o"
     Path("out/note.txt").write_text("mine")
     Path("out/model.onnx").write_bytes(b"damaged")
     writer(vit, overwrite=True).write()

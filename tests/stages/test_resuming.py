@@ -148,7 +148,7 @@ def test_a_finished_output_of_another_job_is_refused(sources, tmp_path):
     out = tmp_path / "out"
     prune(job(sources, "dense"), out)
     for other in (job(sources, "best"), job(sources, "dense", diagnostics=True)):
-        with pytest.raises(UserError, match="out exists; --overwrite replaces it"):
+        with pytest.raises(UserError, match="out exists; --overwrite replaces it, or give another -o"):
             prune(other, out, resume=True)
 
 
