@@ -114,7 +114,7 @@ def _content(tokenizer: Mapping[str, Any], rows: int, where: Path) -> dict[str, 
     types = {index: _piece_type(token, model) if has_pieces else NORMAL for index, token in vocabulary.items()}
     for index, each in added.items():
         special = each["special"] or _looks_special(each["content"])
-        types[index] = UNKNOWN if types.get(index) == UNKNOWN else CONTROL if special else USER_DEFINED
+        types[index] = CONTROL if special else USER_DEFINED
     tokens = [
         added[index]["content"] if index in added else vocabulary.get(index, f"[PAD{index}]") for index in range(rows)
     ]
@@ -122,13 +122,13 @@ def _content(tokenizer: Mapping[str, Any], rows: int, where: Path) -> dict[str, 
         tokens = [
             token.replace(_SPACE, " ") if types.get(i) == USER_DEFINED else token for i, token in enumerate(tokens)
         ]
-        scores = _scores(model, merges)
-        normal = [index in types and index not in added for index in range(rows)]
+        own_text = {vocabulary[index] for index, kind in types.items() if kind == NORMAL}
+        scores = _scores(sorted(own_text, key=model["vocab"].__getitem__), merges)
         own = {
             "model": "llama",
             "pre": "default",
             "add_space_prefix": _puts_space_first(tokenizer, where),
-            "scores": [scores.get(vocabulary[i], 0.0) if normal[i] else _ADDED_SCORE for i in range(rows)],
+            "scores": [_score(types.get(i), scores.get(token, 0.0)) for i, token in enumerate(tokens)],
         }
     else:
         own = {"model": "gpt2", "pre": _pre_tokenizer(tokenizer, where), "add_space_prefix": False, "merges": merges}
@@ -189,15 +189,23 @@ def _piece_type(token: str, model: Mapping[str, Any]) -> int:
     return BYTE if len(token) == 6 and token.startswith("<0x") and token.endswith(">") else NORMAL
 
 
-def _scores(model: Mapping[str, Any], merges: Iterable[str]) -> dict[str, float]:
-    """Scores that merge pieces in the order of `merges`: a piece has that of the first merge that makes it."""
-    scores: dict[str, float] = {}
+def _score(kind: int | None, own: float) -> float:
+    return own if kind in (NORMAL, UNKNOWN, BYTE) else _ADDED_SCORE
+
+
+def _scores(pieces: list[str], merges: Iterable[str]) -> dict[str, float]:
+    """Scores with which llama.cpp merges in the order of `merges`: minus the place of each piece.
+
+    SentencePiece numbers pieces in the order in which it made them, and scores them by that. Where the pieces stand in
+    the order of their merges, those are the scores; else pieces that no merge makes come last.
+    """
+    first: dict[str, int] = {}
     for merge in merges:
-        scores.setdefault("".join(_cut(merge)), -float(len(scores)))
-    for token in model["vocab"]:
-        if token not in scores and _piece_type(token, model) == NORMAL:
-            scores[token] = -float(len(scores))
-    return scores
+        first.setdefault("".join(_cut(merge)), len(first))
+    places = [first[piece] for piece in pieces if piece in first]
+    if places != sorted(places):
+        pieces = sorted(pieces, key=lambda piece: first.get(piece, len(first)))
+    return {piece: -float(place) for place, piece in enumerate(pieces)}
 
 
 def _cut(merge: str) -> tuple[str, str]:
@@ -253,7 +261,10 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> PreTrainedTokenizerF
         tokenizer.pre_tokenizer = _splitting(pre, where)
         tokenizer.decoder = decoders.ByteLevel()
     else:
-        merges, unknown = _merges(vocabulary, listed("scores", float)), names["unknown"]
+        scores = listed("scores", float)
+        if len(scores) != len(tokens):
+            raise UserError(f"{where}: {len(tokens)} tokens have {len(scores)} scores; download it again")
+        merges, unknown = _merges(vocabulary, types, scores, where), names["unknown"]
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
         prefix = given.get("add_space_prefix", True)
         start, strip = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
@@ -286,12 +297,28 @@ def _splitting(pre: Any, where: Path) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the pieces of the highest score first."""
+def _merges(vocabulary: Mapping[str, int], types: list[int], scores: list[float], where: Path) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, the pieces of the highest score first.
+
+    Only of pieces of text: other tokens are cut out of a text before it is merged.
+    """
+    pieces = {token: index for token, index in vocabulary.items() if types[index] == NORMAL}
     pairs = []
-    for token, index in vocabulary.items():
+    made: dict[float, str] = {}
+    for token, index in pieces.items():
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
-            if left in vocabulary and right in vocabulary:
-                pairs.append((-scores[index], vocabulary[left], vocabulary[right], left, right))
+            if left in pieces and right in pieces:
+                pairs.append((-scores[index], pieces[left], pieces[right], left, right))
+                if made.setdefault(scores[index], token) != token:
+                    raise UserError(
+                        f"{where}: {made[scores[index]][:40]!r} and {token[:40]!r} have the same score; llama.cpp then "
+                        "merges from the left, which tokenizers of transformers do not: convert the model's checkpoint"
+                    )
+            for one, other in ((left, right), (right, left)):
+                if len(one) == 1 and one not in vocabulary and (other in pieces or len(other) == 1):
+                    raise UserError(
+                        f"{where}: {token[:40]!r} has a character that is no token; llama.cpp makes it all the same, "
+                        "which tokenizers of transformers do not: convert the model's checkpoint"
+                    )
     return [(left, right) for *_, left, right in sorted(pairs)]

@@ -1,6 +1,8 @@
 """Tokenizers: llama.cpp splits text as they do, or they are refused by what it lacks."""
 
+import itertools
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.reading import open_gguf
-from ckpt_prune.gguf.tokenizer import NORMAL, PRE_TOKENIZERS, tokenizer_values
+from ckpt_prune.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_of, tokenizer_values
 from tests.gguf_files.tiny import DEMO, TEXT, WINDOWED, proving, save
 
 ROWS = 2048
@@ -139,7 +141,7 @@ def test_llama_cpp_splits_text_into_the_same_pieces(tmp_path, prefix):
     assert values["tokenizer.ggml.model"] == "llama"
     assert values["tokenizer.ggml.add_bos_token"]
     assert values["tokenizer.ggml.add_space_prefix"] == prefix
-    assert values["tokenizer.ggml.token_type"][:5] == [2, 3, 3, 6, 6]
+    assert values["tokenizer.ggml.token_type"][:5] == [3, 3, 3, 6, 6]
     assert export_gguf(str(folder), tmp_path / "m.gguf", proving(folder)).passed
 
 
@@ -169,12 +171,7 @@ def test_a_tokenizer_comes_back_from_a_file_key_by_key(tmp_path, make, pre, own)
     assert first.get("tokenizer.ggml.pre") == (pre or first.get("tokenizer.ggml.pre"))
     assert first["tokenizer.chat_template"] == TEMPLATE
     for key in first.keys() | second.keys():
-        ours, theirs = second.get(key), first.get(key)
-        if key.endswith(".scores"):
-            # Spaces are tokens of their own in a file, which no merge makes: only the order of the others stays.
-            pieces_of = [index for index, kind in enumerate(first["tokenizer.ggml.token_type"]) if kind == NORMAL]
-            ours, theirs = (sorted(pieces_of, key=scores.__getitem__) for scores in (ours, theirs))
-        assert ours == theirs, key
+        assert second.get(key) == first.get(key), key
     ours, theirs = (AutoTokenizer.from_pretrained(each) for each in (tmp_path / "back", folder))
     for text in (
         TEXT[:400].replace("    ", "  "),
@@ -187,6 +184,124 @@ def test_a_tokenizer_comes_back_from_a_file_key_by_key(tmp_path, make, pre, own)
     chat = [{"role": "user", "content": "Hi"}]
     options = {"tokenize": False, "add_generation_prompt": True}
     assert ours.apply_chat_template(chat, **options) == theirs.apply_chat_template(chat, **options)
+
+
+PUBLISHED = [
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    "<h1>",
+    "\n\n",
+    "  ",
+    "   ",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+]
+MADE = [
+    "th",
+    "▁th",
+    "▁the",
+    "an",
+    "▁an",
+    "in",
+    "▁▁a",
+    "the",
+    "aa",
+    "ana",
+    "aaa",
+    "a▁",
+    "én",
+    "x\n",
+    "\nx",
+    "▁in",
+    "ban",
+]
+LETTERS = [*"▁ \nthenaibxé.,<1>", "\u4f60"]
+
+
+def published() -> dict[str, object]:
+    """Keys of a file made from SentencePiece: a piece of text has the score of a token that is no piece of text, and
+    the scores have a gap, as in the published file of Gemma 3."""
+    tokens = [*PUBLISHED, *MADE, *(letter for letter in LETTERS if letter != " ")]
+    types = [3, 3, 3, 3, 4, 4, 4, 4, *[6] * 256, *[1] * (len(tokens) - len(PUBLISHED))]
+    made = [-5.0 - place for place in range(len(MADE))]
+    letters = [-40.0 - place for place in range(len(LETTERS) - 1)]
+    own = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "token_type": types,
+        "scores": [-7.0] * 8 + [0.0] * 256 + made + letters,
+        **{f"{name}_token_id": place for place, name in enumerate(("padding", "eos", "bos", "unknown"))},
+        "add_space_prefix": False,
+        "add_bos_token": True,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
+
+
+def by_scores(values: dict[str, object], text: str) -> list[int]:
+    """What llama.cpp does: cut out whole tokens, the longest first; then merge the two neighbours whose piece has the
+    highest score, the leftmost if several have; then bytes."""
+    given = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
+    ids = {token: index for index, token in enumerate(given["tokens"])}
+    parts: list[str | int] = [text]
+    whole = [token for token, kind in zip(given["tokens"], given["token_type"], strict=True) if kind in (3, 4)]
+    for token in sorted(whole, key=len, reverse=True):
+        cut: list[str | int] = []
+        for part in parts:
+            pieces = [part] if isinstance(part, int) else part.split(token)
+            cut += [each for piece in pieces for each in (ids[token], piece)][1:]
+        parts = cut
+    found = [given["bos_token_id"]]
+    for part in parts:
+        if isinstance(part, int):
+            found.append(part)
+            continue
+        symbols = list(part.replace(" ", "▁"))
+        while True:
+            pairs = [(ids.get("".join(pair)), at) for at, pair in enumerate(itertools.pairwise(symbols))]
+            known = [(-given["scores"][index], at) for index, at in pairs if index is not None]
+            if not known:
+                break
+            at = min(known)[1]
+            symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
+        for symbol in symbols:
+            fallback = [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+            found += [ids[symbol]] if symbol in ids else fallback
+    return found
+
+
+def test_pieces_of_a_file_are_merged_by_their_scores(tmp_path):
+    values = published()
+    tokenizer = tokenizer_of(values, Path("m.gguf"))
+    rng = random.Random(0)
+    alphabet = [*LETTERS, "\u00df", "\U0001f600", "<h1>", "<eos>", "banana", "\n\n\n", "    "]
+    for _ in range(400):
+        text = "".join(rng.choices(alphabet, k=rng.randint(0, 30)))
+        assert tokenizer(text)["input_ids"] == by_scores(values, text), text
+    tokenizer.save_pretrained(tmp_path)
+    back = tokenizer_values(tmp_path, len(values["tokenizer.ggml.tokens"]))
+    scores, own = (each.pop("tokenizer.ggml.scores") for each in (back, values))
+    pieces = [index for index, kind in enumerate(values["tokenizer.ggml.token_type"]) if kind == 1]
+    assert sorted(pieces, key=scores.__getitem__) == sorted(pieces, key=own.__getitem__)
+    assert len({scores[index] for index in pieces}) == len(pieces)
+    assert [scores[index] for index in pieces[: len(MADE)]] == [-float(place) for place in range(len(MADE))]
+    assert back == values | {"tokenizer.ggml.add_eos_token": False}
+
+
+def test_scores_that_no_merges_follow_are_refused():
+    values = published()
+    tokens = values["tokenizer.ggml.tokens"]
+    for without in ("x", "é"):  # llama.cpp would merge the two halves of a piece, though one is no token
+        fewer = [f"<{index}>" if token == without else token for index, token in enumerate(tokens)]
+        with pytest.raises(UserError, match=r"m\.gguf: .* has a character that is no token"):
+            tokenizer_of(values | {"tokenizer.ggml.tokens": fewer}, Path("m.gguf"))
+    scores = values["tokenizer.ggml.scores"]
+    scores[len(PUBLISHED) + 1] = scores[len(PUBLISHED)]
+    with pytest.raises(UserError, match=r"m\.gguf: 'th' and '▁th' have the same score"):
+        tokenizer_of(values, Path("m.gguf"))
+    with pytest.raises(UserError, match=f"{len(scores)} tokens have {len(scores) - 1} scores"):
+        tokenizer_of(values | {"tokenizer.ggml.scores": scores[:-1]}, Path("m.gguf"))
 
 
 def test_special_tokens_templates_and_rows_without_a_token_are_written(tmp_path):
