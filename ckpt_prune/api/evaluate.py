@@ -1,5 +1,6 @@
 """`ckpt_prune.evaluate`."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.function import takes
 from ckpt_prune.checkpoint.model_folder import find_graph
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.text_encoding import has_row_suffix
 from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.measure.samples.text_files import check_texts
@@ -58,12 +60,22 @@ def evaluate(options: EvaluateOptions) -> "Result":
     (OUT/onnx/model_q4.onnx), or a folder with one graph; onnxruntime runs them on the CPU. Otherwise the whole model is
     loaded, and both with --against. --device-map auto spreads them over GPUs, memory and disk.
 
+    If MODEL is a folder that `prune` wrote, and MODEL2 the model that it was made from, the perplexity or accuracy of
+    both, and the text or images, are also noted in its model card and ckpt_prune.json, in place of what was noted
+    before; not in a read-only folder.
+
     Returns one of `ckpt_prune.evaluation.results`, or a `CombinedResult` of several.
     """
     if not options.dry_run:
         _check(options)
     check_texts(options.text)
+    result = _measure(options)
+    if options.against is not None and not options.dry_run:
+        _note_loss(options, result)
+    return result
 
+
+def _measure(options: EvaluateOptions) -> "Result":
     from ckpt_prune.evaluation.answers import measure_choices, measure_generation
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.evaluation.images import measure_images
@@ -108,6 +120,34 @@ def evaluate(options: EvaluateOptions) -> "Result":
         if results:
             return next(iter(results.values()))
         return measure_images(pair, options)
+
+
+def _note_loss(options: EvaluateOptions, result: "Result") -> None:
+    """Put what was measured into card and report of an output, if the reference is what it was made from."""
+    from ckpt_prune.checkpoint.checkpoint import CONFIG
+    from ckpt_prune.checkpoint.json_files import read_json_object
+    from ckpt_prune.model.descriptions import OUTSIDE_KEY
+    from ckpt_prune.runner.publish import replace_record
+    from ckpt_prune.stages.report import find_report
+    from ckpt_prune.verification.verify import open_dense
+
+    out, dense, loss = Path(options.model), Path(str(options.against)), result.loss()
+    if loss is None or not (out.is_dir() and os.access(out, os.W_OK)) or find_graph(options.model) is not None:
+        return  # in the Hub's cache, too, nothing is changed
+    try:
+        report = find_report(out)
+        if report is None:
+            return
+        open_dense(out, report, dense, read_json_object(out / CONFIG).get(OUTSIDE_KEY))
+    except UserError:  # an output that is damaged, or of another model: what was measured is of use without it
+        return
+    # Names without folders: a card is shown to others.
+    read = [Path(text).name for text in options.text] or [Path(str(options.images)).name]
+    loss = loss.model_copy(update={"data": ", ".join([*read, loss.data])})
+    try:
+        replace_record(out, report.model_copy(update={"loss": loss}))
+    except UserError as error:
+        Notices()(f"the model card of {out} does not say what was measured: {error}")
 
 
 def _lm_eval(options: EvaluateOptions, names: Sequence[str], pair: "Pair") -> "TaskResult":

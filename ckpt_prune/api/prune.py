@@ -228,7 +228,7 @@ def _evaluate(options: PruneOptions, pruned: Pruned) -> Pruned:
     """Measure the output and the dense model on held-out data."""
     from ckpt_prune.api.evaluate import evaluate
     from ckpt_prune.model.containers.opening import Opening, open_model
-    from ckpt_prune.runner.publish import replace_record
+    from ckpt_prune.stages.report import find_report
 
     given: dict[str, Any] = {"images": options.evaluate[0]}
     if not Path(options.evaluate[0]).is_dir():
@@ -240,11 +240,7 @@ def _evaluate(options: PruneOptions, pruned: Pruned) -> Pruned:
     except UserError as error:
         again = f"`ckpt-prune evaluate {pruned.path} --against {options.model}`"
         raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
-    report, loss = pruned.report, result.loss()
-    if report is not None and loss is not None:
-        report = report.model_copy(update={"loss": loss})
-        replace_record(pruned.path, report)
-    return replace(pruned, evaluation=result, report=report)
+    return replace(pruned, evaluation=result, report=pruned.report and find_report(pruned.path))
 
 
 def _check_together(options: PruneOptions) -> None:

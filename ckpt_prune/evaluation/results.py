@@ -419,5 +419,8 @@ class CombinedResult(Result):
         """Return what `--json` prints: the results under their names."""
         return {name: result.data() for name, result in self.results.items()}
 
+    def loss(self) -> Loss | None:
+        return self.results["text"].loss() if "text" in self.results else None
+
     def paragraphs(self) -> list[Table | str]:
         return [part for result in self.results.values() for part in result.paragraphs()]

@@ -125,7 +125,7 @@ class Loss(FixedRecord):
         before, after: of the dense model and of the output.
         kl: mean KL(dense ‖ output) over tokens or images, nats.
         agreement: share of them for which both put the same token or class first.
-        data: how much was measured on, in words.
+        data: the text or images, and how much of them, in words.
     """
 
     of: str
@@ -163,7 +163,7 @@ class CommonReport(FixedRecord):
             to them has the same values.
         part: of a source that is made of several models; all other figures are about this part.
         asked: what the recipe was changed for.
-        loss: measured after pruning (`prune --evaluate`); None if it was not.
+        loss: measured after pruning (`evaluate`, `prune --evaluate`); None if it was not.
         warnings: that should be read with the figures, such as of too few calibration tokens.
         calibration: where the moments came from; empty if another tool pruned.
         plan: digest of the plan that was applied.

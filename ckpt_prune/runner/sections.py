@@ -86,7 +86,8 @@ def size_section(report: Report) -> Section:
         old, new = report.before.parameters, report.after.parameters - zeros
         rows.insert(1, ["not zero", human_count(old), human_count(new), f"{new / old:.1%}"])
     if loss is None:
-        explanations = ["The cost in quality was not measured: ckpt-prune evaluate OUT --against MODEL does that."]
+        how = "ckpt-prune evaluate OUT --against MODEL measures it, and notes it here."
+        explanations = [f"What it costs in quality was not measured. {how}"]
     else:
         if loss.before is not None and loss.after is not None:
             style = ".2%" if loss.of.endswith("accuracy") else ".3f"

@@ -101,7 +101,7 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
     description = checkpoint.config.get(OUTSIDE_KEY)
     if family is not None:
         description = parse_json_object(read_description(family).encode())
-    dense = None if against is None else _open_dense(folder, report, against, description)
+    dense = None if against is None else open_dense(folder, report, against, description)
     part = checkpoint if report is None or report.part is None else extract_part(checkpoint, report.part)
     checks = [
         run_check("tensors", lambda: _check_tensors(checkpoint)),
@@ -161,9 +161,15 @@ def _read_report(folder: Path) -> Report | None:
     return report
 
 
-def _open_dense(
-    folder: Path, report: Report | None, against: Path, description: Mapping[str, Any] | None
-) -> Checkpoint:
+def open_dense(folder: Path, report: Report | None, against: Path, description: Mapping[str, Any] | None) -> Checkpoint:
+    """Open the model that an output was made from; UserError if `against` is another.
+
+    Args:
+        folder: of the output.
+        report: its own.
+        against: folder of the dense model.
+        description: of the model's family, if the output carries one.
+    """
     dense = Checkpoint.open(against)
     if description is not None:
         dense = replace(dense, config=attach_description(dense.config, description))

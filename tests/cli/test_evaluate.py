@@ -2,13 +2,15 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
-from tests.cli.running import edit_weights, ok, poison, refused, set_config
+from tests.cli.running import edit_weights, ok, poison, read_json, refused, run, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 
 TEXT = ("--text", "calib.txt", "--window", "16")
@@ -38,6 +40,41 @@ def test_against(place):
         "",
         f"KL divergence {said['kl']:.4f} nats per token, top-1 agreement {said['top1_agreement']:.1%}",
     ]
+
+
+def test_what_was_measured_against_the_dense_model_is_noted_in_the_output(place, monkeypatch):
+    ok("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out")
+    card = Path("out/README.md").read_text()
+    assert "What it costs in quality was not measured." in card
+    job = ("evaluate", "out", "--text", "calib.txt", "--window", "16", "--samples", "3")
+    ok(*job)
+    ok("evaluate", "out", "--against", "out", *job[2:])  # not what it was made from
+    allowed = os.access
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode, **more: path != Path("out") and allowed(path, mode, **more))
+        ok(*job, "--against", "dense")
+    assert Path("out/README.md").read_text() == card
+    found = json.loads(ok(*job, "--against", "dense", "--json"))
+    loss = read_json("out/ckpt_prune.json")["loss"]
+    assert loss == {
+        "of": "perplexity",
+        "before": found["against"]["perplexity"],
+        "after": found["perplexity"],
+        "kl": found["kl"],
+        "agreement": found["top1_agreement"],
+        "data": "calib.txt, window 16, tokens 45",
+    }
+    card = Path("out/README.md").read_text()
+    assert "What it costs in quality was not measured." not in card
+    assert "On held-out data (calib.txt, window 16, tokens 45): KL divergence" in card
+    ok("verify", "out", "--against", "dense")
+    monkeypatch.setattr("ckpt_prune.runner.publish.write_atomically", full_disk)
+    result = run(*job, "--against", "dense")
+    assert (result.exit_code, result.stderr) == (0, "the model card of out does not say what was measured: full\n")
+
+
+def full_disk(*_: object) -> None:
+    raise UserError("full")
 
 
 def test_what_evaluate_needs(place):

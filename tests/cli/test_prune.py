@@ -398,6 +398,7 @@ def test_evaluate_ends_with_what_evaluate_prints(place):
         *("perplexity", evaluation["against"]["perplexity"], evaluation["perplexity"], evaluation["kl"]),
     )
     assert found["loss"] == loss
+    assert loss["data"].startswith("held_out.txt, window 16, tokens ")
     assert "| perplexity | " in Path("out/README.md").read_text()
     ok("verify", "out", "--against", "dense")
 

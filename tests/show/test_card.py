@@ -33,7 +33,7 @@ Made by ckpt_prune 0.1.0 from `org/tiny`.
 | bytes | 8.00 MiB | 6.00 MiB | 75.0% |
 | FLOPs / 1024 tokens | 4.00B | 3.00B | 75.0% |
 
-The cost in quality was not measured: ckpt-prune evaluate OUT --against MODEL does that.
+What it costs in quality was not measured. ckpt-prune evaluate OUT --against MODEL measures it, and notes it here.
 
 ## How to load it
 
