@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.similar_names import similar_names
 from ckpt_prune.model.blocks import one_block_config
 from ckpt_prune.model.descriptions import (
     FUNCTION_KEYS,
@@ -42,6 +43,10 @@ _DEPENDS = {
     "variants": ("Attention", "DecoderLayer", "Model"),
 }
 """Key of a description → ends of the names of the classes that decide it."""
+_PAGES = (
+    "ckpt_prune/model/FAMILIES.md lists those that can be pruned, and recipes/guides/add-a-family.md says how to "
+    "describe another"
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class FamilyComparison:
 @quiet_transformers()
 def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
     """Compare a model of an unknown family, by its config.json, with the known ones; UserError if it is like none."""
+    _check_transformers_has(str(config.get("model_type")))
     parsed = parse_config(config)
     architecture = _architecture(config, parsed)
     names = Names(build_skeleton(parsed, architecture))
@@ -90,7 +96,7 @@ def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
         raise UserError(
             f"model_type {parsed.model_type!r} is like none of the families that this version knows: {best} is "
             f"nearest, and of {len(tensors)} kinds of tensors {len(tensors & known)} have the names of one of its "
-            f"{len(known)}"
+            f"{len(known)}; {_PAGES}"
         )
     family = load_family(best)
     known_code = _code(family.architecture)
@@ -109,6 +115,16 @@ def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
     )
 
 
+def _check_transformers_has(model_type: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        near = similar_names(model_type, known_families())
+        meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise UserError(
+            f"model_type {model_type!r} is known neither here nor to transformers {transformers.__version__}{meant}; a "
+            f"newer transformers may have it; {_PAGES}"
+        )
+
+
 def _architecture(config: Mapping[str, Any], parsed: PreTrainedConfig) -> str:
     for name in config.get("architectures") or []:
         if isinstance(getattr(transformers, name, None), type):
@@ -117,7 +133,7 @@ def _architecture(config: Mapping[str, Any], parsed: PreTrainedConfig) -> str:
         found = getattr(transformers, auto)._model_mapping.get(type(parsed), None)
         if found is not None:
             return str((found[0] if isinstance(found, tuple) else found).__name__)
-    raise UserError(f"transformers has no model for config.json of type {parsed.model_type}")
+    raise UserError(f"transformers has no model for config.json of type {parsed.model_type}; {_PAGES}")
 
 
 # ---- names of tensors --------------------------------------------------------------------------------------------

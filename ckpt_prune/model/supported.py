@@ -20,6 +20,10 @@ from ckpt_prune.model.descriptions import (
 )
 from ckpt_prune.model.family import REMOTE_PREFIX, Family
 
+NO_MODEL_TYPE = (
+    "config.json has no model_type, so the family of this checkpoint is unknown: give a folder that transformers has "
+    "written, or add the key"
+)
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -84,7 +88,7 @@ def check_model_type(config: Mapping[str, Any]) -> None:
             "transformers if one computes the same"
         )
     if not isinstance(model_type, str):
-        raise UserError("config.json has no model_type, so the family of this checkpoint is unknown")
+        raise UserError(NO_MODEL_TYPE)
     if model_type in known_composites() and not (model_type in known_families() or OUTSIDE_KEY in config):
         raise UserError(load_composite(model_type).advice)
     refuse_unsupported(model_type)

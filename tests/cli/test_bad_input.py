@@ -14,6 +14,7 @@ import ckpt_prune as cp
 from ckpt_prune.common.text_encoding import ENCODINGS, TEXT_FILE
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.model.descriptions import families_with_experts, known_families
+from ckpt_prune.model.supported import NO_MODEL_TYPE
 from ckpt_prune.runner.estimate import Estimate
 from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, set_config
 from tests.evaluation.tiny import tiny_tokenizer
@@ -208,7 +209,7 @@ def test_a_mixture_of_experts(place, command, model_type):
 @pytest.mark.parametrize("changes", [{"model_type": None}, {"model_type": 5}])
 def test_no_family(place, command, changes):
     set_config("dense", **changes)
-    assert refusal(command, "dense") == ("config.json has no model_type, so the family of this checkpoint is unknown")
+    assert refusal(command, "dense") == NO_MODEL_TYPE
 
 
 @every_command

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import ArceeConfig, ArceeForCausalLM
 
 import ckpt_prune
@@ -126,6 +127,17 @@ def test_a_description_that_is_no_file_or_for_another_model(arcee):
 
 def test_a_family_like_none(arcee):
     set_config("arcee", model_type="rwkv", architectures=["RwkvForCausalLM"])
-    assert refused("inspect", "arcee").startswith(
-        "model_type 'rwkv' is like none of the families that this version knows: "
+    pages = (
+        "ckpt_prune/model/FAMILIES.md lists those that can be pruned, and recipes/guides/add-a-family.md says how to "
+        "describe another"
     )
+    said = refused("inspect", "arcee")
+    assert said.startswith("model_type 'rwkv' is like none of the families that this version knows: ")
+    assert said.endswith(pages)
+    set_config("arcee", model_type="arce")
+    assert refused("inspect", "arcee") == (
+        f"model_type 'arce' is known neither here nor to transformers {transformers.__version__}; a newer transformers "
+        f"may have it; {pages}"
+    )
+    set_config("arcee", model_type="lama")
+    assert " (did you mean llama?); a newer " in refused("inspect", "arcee")

@@ -23,7 +23,7 @@ from ckpt_prune.model.skeleton import (
     find_ties,
     parse_config,
 )
-from ckpt_prune.model.supported import declared_family
+from ckpt_prune.model.supported import NO_MODEL_TYPE, declared_family
 from tests.families import SIZES, VARIANTS, make
 
 FAMILIES = sorted({variant.model_type for variant in VARIANTS.values()})
@@ -114,7 +114,7 @@ def test_a_folder_of_timm(wrapped):
 
 @pytest.mark.parametrize("config", [{}, {"model_type": 3}])
 def test_no_model_type(config):
-    assert refusal(config) == "config.json has no model_type, so the family of this checkpoint is unknown"
+    assert refusal(config) == NO_MODEL_TYPE
 
 
 @pytest.mark.parametrize(("model_type", "key"), [("jamba", "num_experts"), ("llama", "moe_intermediate_size")])
