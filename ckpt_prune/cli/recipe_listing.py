@@ -13,8 +13,8 @@ from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
 
 _LEGEND = (
-    "time: of pruning, as a multiple of ridge. stock: classes of transformers; own code:\nckpt_prune.load, or "
-    "trust_remote_code=True. data: any one of those named is enough."
+    "time: of pruning, as a multiple of ridge. stock: classes of transformers;\nown code: ckpt_prune.load, or "
+    "trust_remote_code=True. data: of several\none is enough; any: text, images or statistics."
 )
 
 
@@ -27,8 +27,8 @@ def first_list(groups: Mapping[Goal, Sequence[Entry]]) -> list[str]:
     ]
     return [
         _table(["you want", "recipe", "time", "loads with", "data"], rows),
-        f"\n{DEFAULT_RECIPE} is the default. {_LEGEND}",
-        "More: `ckpt-prune recipe show NAME`; `ckpt-prune recipe list --papers`, or --all.",
+        f"\n{DEFAULT_RECIPE} is the default.\n{_LEGEND}",
+        "More: `ckpt-prune recipe show NAME`, `recipe list --papers` or `--all`.",
     ]
 
 

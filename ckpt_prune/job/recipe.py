@@ -154,8 +154,8 @@ class Recipe(Strict):
     source: str = Field("", description="Paper and equations.")
     goal: Goal | None = Field(
         None,
-        description="The group of `recipe list` that it stands in. Default: recovery or zeros, where there is recovery "
-        "or a mask, else paper.",
+        description="The group of `recipe list` that it stands in. Default: by what the recipe does: "
+        "recovery, depth, hidden, low-rank or zeros, else paper.",
     )
     time: float | None = Field(
         None, gt=0, description="What pruning takes, as a multiple of recipe ridge (tools/time_recipes.py)."
@@ -165,7 +165,8 @@ class Recipe(Strict):
     )
     target: Literal["dense", "sequential", "drift"] = Field(
         "dense",
-        description="dense: moments of the unpruned model; sequential: measured block by block on the pruned prefix; "
+        description="What is measured, and what outputs are fitted to. dense: moments of the unpruned model; "
+        "sequential: measured block by block on the pruned prefix; "
         "drift: the same, and outputs are fitted to what the residual stream lacks of the dense model's "
         "(the last two need text or images; given statistics instead, the dense cache is used).",
     )
@@ -191,7 +192,9 @@ class Recipe(Strict):
         "own output (Fisher metric); energy: as shares of each output's energy. Default: effect.",
     )
     widths: Literal["uniform", "per_layer"] = Field(
-        "uniform", description="per_layer: blocks may differ in width; the output then carries remote code."
+        "uniform",
+        description="uniform: as many units of a space stay in every block; per_layer: blocks may differ in width, and "
+        "the output then carries code of its own.",
     )
     layers: str | None = Field(
         None,
@@ -210,7 +213,7 @@ class Recipe(Strict):
         "there is refused, and widths are multiples of what the type behind the colon wants.",
     )
     spaces: dict[SpaceName, SpaceRecipe] = Field(
-        default_factory=dict, description="Spaces to prune; others stay whole."
+        default_factory=dict, description="Spaces to prune, such as heads and mlp; others stay whole."
     )
 
     @model_validator(mode="before")

@@ -20,7 +20,8 @@ class Compensation(Strict):
 
     method: MethodName = Field(
         "none",
-        description="Closed form that the consumer absorbs; logit and low-rank: that q and k do; factors: that q does.",
+        description="Closed form that makes up for what goes; the weights that read the space absorb it (logit and "
+        "low-rank: q and k do; factors: q does). auto: for each site the one of least error on held-out folds.",
     )
     lam: float | None = Field(
         None,
@@ -120,7 +121,10 @@ class Compensation(Strict):
 
 
 class SpaceRecipe(Strict):
-    score: ScoreName = Field(description="Which units to keep: those with the highest score.")
+    score: ScoreName = Field(
+        description="How units are ranked: those with the highest score stay (ckpt_prune/scoring/README.md). auto: of "
+        "several scores the one whose units lose least."
+    )
     ratio: Ratio | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
     rounding: Rounding | None = Field(
         None,
@@ -137,5 +141,6 @@ class SpaceRecipe(Strict):
         None, description="true: left out where a model has no such space, or none of its units can go."
     )
     compensation: Compensation = Field(
-        default_factory=lambda: Compensation.model_validate({}), description="none by default."
+        default_factory=lambda: Compensation.model_validate({}),
+        description="How the weights that stay make up for what goes; none by default.",
     )

@@ -66,6 +66,9 @@ class Entry:
 
     @property
     def needs(self) -> str:
+        """The kinds of data in a few words; any stands for all of them."""
+        if self.data == get_args(Data):
+            return "any"
         return " or ".join(filter(None, [", ".join(self.data[:-1]), *self.data[-1:]])) or "none"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def test_the_first_list_is_one_table():
     assert ["stock classes", "magnitude", "0.03", "stock", "none"] in rows
     assert [row[1] for row in rows[1:]] == list(list_recipes())
     assert legend.startswith("best-uniform is the default.")
+    lines = f"{table}\n\n{legend}".splitlines()
+    assert (len(lines) <= 24, max(map(len, lines)) <= 80) == (True, True)
 
 
 @pytest.mark.parametrize("option", ["--papers", "--all"])
@@ -66,6 +69,24 @@ def test_show_keeps_comments_and_explains_every_key():
     assert yaml.safe_load(shown) == yaml.safe_load(text)
     explained = re.findall(r"^#   ([\w.*]+): \S", shown[len(text) :], re.MULTILINE)
     assert {"target", "spaces.*.score", "spaces.*.compensation.method"} <= set(explained)
+
+
+def keys_in(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Every key path of a recipe; names of spaces are not keys."""
+    for key, value in values.items():
+        if prefix != "spaces.":
+            yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from keys_in(value, "spaces.*." if prefix == "spaces." else f"{prefix}{key}.")
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_key_of_a_shipped_recipe_is_explained_in_a_sentence(name):
+    text = recipe_text(shipped_recipes()[name])
+    comment = ok("recipe", "show", name).removeprefix(text)
+    sentences = dict(re.findall(r"^#   ([\w.*]+): (\S.*(?:\n#     .*)*)", comment, re.MULTILINE))
+    assert sentences.keys() == set(keys_in(yaml.safe_load(text)))
+    assert all(len(sentence.split()) >= 3 for sentence in sentences.values())
 
 
 def test_keys_of_a_named_rotation_can_be_changed():

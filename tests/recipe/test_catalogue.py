@@ -56,7 +56,7 @@ BY_PERPLEXITY = {"score": "rcpu", "compensation": {"method": "ridge", "lambda_gr
 @pytest.mark.parametrize(
     ("top", "needs", "calibration"),
     [
-        ({}, "text, images or statistics", "ckpt-prune calibrate"),
+        ({}, "any", "ckpt-prune calibrate"),
         ({"spaces": {"mlp": {"score": "magnitude"}}}, "none", None),
         ({"spaces": {"mlp": {"score": "magnitude"}}, "recovery": {}}, "text or images", None),
         (BY_GRADIENTS, "text or statistics", "ckpt-prune calibrate --collect moments,taylor"),

@@ -115,7 +115,8 @@ class Depth(Stage):
         None, ge=1, description="Runs of consecutive blocks at most, with choose: cosine or divergence. Default: 1."
     )
     compensation: DepthCompensation = Field(
-        default_factory=lambda: DepthCompensation.model_validate({}), description="none by default."
+        default_factory=lambda: DepthCompensation.model_validate({}),
+        description="What makes up for blocks that go; none by default.",
     )
 
     @field_validator("blocks")

@@ -22,7 +22,7 @@ class Spaces(Stage):
     """Units of spaces go; shapes get smaller."""
 
     key = "spaces"
-    summary = "Spaces to prune; others stay whole."
+    summary = "Spaces to prune, such as heads and mlp; others stay whole."
 
     @classmethod
     def pick(cls, recipe: Recipe) -> "Spaces | None":
