@@ -21,8 +21,8 @@ from tests.images import CLASSES, write_csv, write_images, write_vit
 
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
 GUIDES = sorted((Path(__file__).parents[1] / "recipes" / "guides").glob("*.md"))
-SMALLER = {"--window": "16", "--generate": "2"}
-"""The tiny models read short texts."""
+SMALLER = {"--window": "16", "--generate": "2", "--layers": "0:1"}
+"""The tiny models read short texts, and have two blocks."""
 
 
 def commands(guide: Path) -> list[list[str]]:
@@ -44,6 +44,11 @@ def smaller(words: list[str]) -> list[str]:
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    write_things()
+
+
+def write_things() -> None:
+    """Write a language model, a vision model and their data into the working folder."""
     rng = random.Random(0)
     for name in ("calib.txt", "held_out.txt"):
         Path(name).write_text(" ".join(rng.choice(WORDS) for _ in range(400)))
