@@ -263,6 +263,13 @@ def lay_out(model: Model, kind: GgufType | None = None) -> Layout:
     Raises:
         CannotMapError: none computes what the checkpoint computes; the reason of each is named.
     """
+    try:
+        return _choose(model, kind)
+    except CannotMapError as error:
+        raise CannotMapError(f"{model.checkpoint.path}: {error}") from None
+
+
+def _choose(model: Model, kind: GgufType | None) -> Layout:
     source = Source.of(model)
     model_type = str(model.checkpoint.config["model_type"])
     candidates = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type]
@@ -311,7 +318,20 @@ def _lay_out(source: Source, architecture: Architecture, kind: GgufType | None) 
     if context < int(source.value("max_position_embeddings")):
         notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")
     tensors = dict(_tensors(source, architecture)) | factors
-    return Layout(architecture, _values(source, architecture, context) | rotary, tensors, tuple(notes))
+    values = _values(source, architecture, context) | rotary
+    for key, value in values.items():
+        if not _fits(value):
+            raise CannotMapError(f"a GGUF file cannot hold its {key} {str(value)[:40]}")
+    return Layout(architecture, values, tensors, tuple(notes))
+
+
+def _fits(value: Any) -> bool:
+    """Whether a value is one of 32 bits."""
+    if isinstance(value, list):
+        return all(map(_fits, value))
+    if isinstance(value, float):
+        return abs(value) <= torch.finfo(torch.float32).max
+    return not isinstance(value, int) or 0 <= value < 2**32
 
 
 def _check_config(source: Source, architecture: Architecture) -> None:
@@ -363,17 +383,18 @@ def _values(source: Source, architecture: Architecture, context: int) -> dict[st
 
 def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any], dict[str, Weight], int]:
     """Return keys and tensors of the rotary embedding, and how many tokens both compute alike."""
-    parameters: Mapping[str, Any] = source.model.config.rope_parameters or {}
+    parameters = _mapping(source.model.config.rope_parameters or {})
     context = int(source.value("max_position_embeddings"))
     values: dict[str, Any] = {}
     if "full_attention" in parameters:
-        values["rope.freq_base_swa"] = float(parameters["sliding_attention"]["rope_theta"])
-        parameters = parameters["full_attention"]
+        values["rope.freq_base_swa"] = _number(_mapping(parameters.get("sliding_attention")), "rope_theta")
+        parameters = _mapping(parameters["full_attention"])
     elif architecture.name == "gemma2":
-        values["rope.freq_base_swa"] = float(parameters["rope_theta"])
-    share = parameters.get("partial_rotary_factor") or source.value("partial_rotary_factor") or 1
+        values["rope.freq_base_swa"] = _number(parameters, "rope_theta")
+    key = "partial_rotary_factor"
+    share = _number({key: parameters.get(key) or source.value(key) or 1}, key)
     rotated = int(source.head_dim * share)
-    values |= {"rope.dimension_count": rotated, "rope.freq_base": float(parameters["rope_theta"])}
+    values |= {"rope.dimension_count": rotated, "rope.freq_base": _number(parameters, "rope_theta")}
     if architecture.differs and rotated != source.head_dim:
         raise CannotMapError(f"it rotates whole heads, and here {rotated} of {source.head_dim} rows are rotated")
     window = source.value("sliding_window") if source.value("use_sliding_window") is not False else None
@@ -381,14 +402,14 @@ def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any],
         context = min(context, int(window))
     kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
     if kind == "linear":
-        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(parameters["factor"])}
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(parameters, "factor")}
     elif kind == "yarn" and not parameters.keys() - {"rope_type", "rope_theta", "factor", _ORIGINAL}:
-        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(parameters["factor"])}
-        values["rope.scaling.original_context_length"] = int(parameters[_ORIGINAL])
+        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": _number(parameters, "factor")}
+        values["rope.scaling.original_context_length"] = int(_number(parameters, _ORIGINAL))
     elif kind == "llama3" and architecture.name in ("llama", "deci", "granite", "smollm3"):
         tables["rope_freqs"] = llama3_divisors(parameters, rotated)
     elif kind == "longrope" and architecture.name == "phi3":
-        original = int(parameters.get(_ORIGINAL) or source.value(_ORIGINAL))
+        original = int(_number({_ORIGINAL: parameters.get(_ORIGINAL) or source.value(_ORIGINAL)}, _ORIGINAL))
         scale = max(1.0, int(source.value("max_position_embeddings")) / original)
         values["rope.scaling.original_context_length"] = original
         values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
@@ -399,11 +420,27 @@ def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any],
     return values, tensors, context
 
 
+def _mapping(parameters: Any) -> Mapping[str, Any]:
+    if not isinstance(parameters, Mapping):
+        raise CannotMapError(f"rope_parameters of config.json has {str(parameters)[:40]!r} in place of keys and values")
+    return parameters
+
+
+def _number(parameters: Mapping[str, Any], key: str) -> float:
+    """Return a rotary setting: transformers takes whatever stands there."""
+    value = parameters.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CannotMapError(f"rope_parameters of config.json has {key} {str(value)[:40]!r}: it is a number above 0")
+    return float(value)
+
+
 def llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
     """Return what each rotary frequency is divided by: 1 if it turns often, the factor if rarely, between: a mix."""
-    frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    turns = parameters[_ORIGINAL] * frequencies / (2 * math.pi)
-    low, high, factor = (float(parameters[key]) for key in ("low_freq_factor", "high_freq_factor", "factor"))
+    frequencies = 1.0 / _number(parameters, "rope_theta") ** (
+        torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+    )
+    turns = _number(parameters, _ORIGINAL) * frequencies / (2 * math.pi)
+    low, high, factor = (_number(parameters, key) for key in ("low_freq_factor", "high_freq_factor", "factor"))
     share = ((turns - low) / (high - low)).clamp(0, 1)
     divisors: Tensor = 1 / (share + (1 - share) / factor)
     return divisors

@@ -74,7 +74,7 @@ def tokenizer_values(folder: Path, rows: int) -> dict[str, Any]:
     ends = generation.get("eos_token_id")
     ids["eot"] = next((end for end in ends if end != ids["eos"]), None) if isinstance(ends, list) else None
     for key, index in ids.items():
-        if index is not None and index < rows:
+        if index is not None and 0 <= index < rows:
             values[f"tokenizer.ggml.{key}_token_id"] = int(index)
         elif index is not None and key in ("bos", "eos"):
             raise UserError(f"{folder}: {key}_token_id is {index}, and the embedding has {rows} rows")

@@ -4,7 +4,7 @@ import copy
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -73,9 +73,14 @@ def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
 
     RefusedConfigError if transformers cannot build it from this config.
     """
+    return build_on_meta(lambda: stock_class(architecture, config)(config))
+
+
+def build_on_meta(build: Callable[[], Any]) -> nn.Module:
+    """Build a model of transformers, or one that derives from it, on the meta device, and finish it."""
     try:
         with on_meta_device(), warnings.catch_warnings(action="ignore"):
-            model: Any = stock_class(architecture, config)(config)
+            model: Any = build()
     except Exception as error:  # whatever a wrong value runs into first
         raise _refusal(error) from error
     return finish_skeleton(model)

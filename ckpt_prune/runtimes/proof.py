@@ -143,7 +143,7 @@ def _list_code(runtime: RuntimeName, folder: Path) -> set[str]:
     """Return the files of a folder that a runtime would run, by the names that its JSON files give them."""
     if runtime == "mlx":
         named = read_json_object(folder / CONFIG).get(MLX_KEY)
-        return {str(named)} if named else set()
+        return set() if named is None else {str(named)}
     # transformers runs this with every class that may bring code, whatever the config says.
     found = {_GENERATION} if (folder / _GENERATION).exists() else set()
     for path in folder.glob("*.json"):  # those of a tokenizer or a processor name classes, too

@@ -1,5 +1,6 @@
 """Commands on changed files, in copies of this process, and what must hold whatever is in a file."""
 
+import io
 import json
 import os
 import random
@@ -10,14 +11,19 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.runtimes import in_transformers, proof
+from ckpt_prune.runtimes.task import RuntimeAnswer, RuntimeTask
 from tests.cli.running import listing
 from tests.forked import begin
 from tests.fuzz.mutate import CANARY, mutated
@@ -27,9 +33,12 @@ SECONDS = 20
 """Of the processor, the longest that a command may take."""
 MOST = 2**31
 """Bytes of memory that it may take beside what the process has."""
-WORDS = ("model_type", "the recipe", "the plan", "the text", "calibration data")
+WORDS = ("model_type", "the recipe", "the plan", "the text", "the tokenizer", "the model's context", "calibration data")
 """What stands for the one file of its kind that a command is given."""
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+_OWN_CODE = {name: (files("ckpt_prune") / name).read_bytes() for name in ("modeling_pruned.py", "mlx_pruned.py")}
+_COPIES = "transformers_modules"
+"""In the paths to which transformers copies the code of a folder before it runs it."""
 _FORBIDDEN = ("pickle.find_class", "socket.connect", "os.system", "os.exec", "os.posix_spawn")
 
 
@@ -107,8 +116,12 @@ def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path,
             seen.append(f"{event} {given[:1]}")
         elif event == "compile" and str(watched) in str(given[1]):
             seen.append(f"compiles {given[1]}")
+        elif event == "compile" and _COPIES in str(given[1]) and given[0] not in (None, b"", *_OWN_CODE.values()):
+            seen.append(f"runs {given[1]}")
 
+    sys.dont_write_bytecode = True  # what is run is compiled each time, and seen
     sys.addaudithook(audit)
+    vars(proof).update(require_runtime=lambda _runtime: None, run_isolated=partial(_reach, seen))
     own = TARGETS[target]
     path = Path(own.file)
     whole = path.read_bytes()
@@ -131,6 +144,29 @@ def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path,
                 tell(failure=Failure(target, number, " ".join(command), f"wrote {changed[:3]}").__dict__)
         path.write_bytes(whole)
         tell(done=True)
+
+
+def _reach(seen: list[str], runtime: str, task: RuntimeTask) -> tuple[RuntimeAnswer, int]:
+    """Stand in for the process of a runtime, and see what code the runtime would run there."""
+    folder = Path(task.folder)
+    if runtime == "transformers":
+        try:
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                return in_transformers.run(task), 0
+        except Exception as error:  # whatever it is, `run_isolated` passes on its last line
+            raise UserError(f"{runtime} does not run {task.folder}: {str(error)[:300]!r}") from None
+    if runtime == "mlx":
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_file")
+        if named is not None and (folder / named).read_bytes() != _OWN_CODE["mlx_pruned.py"]:
+            seen.append(f"MLX-LM runs {named}")
+    if runtime == "genai":
+        config = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
+        options = json.dumps(config["model"]["decoder"].get("session_options"))
+        if config.keys() - {"model", "search"} or "path" in options or "library" in options:
+            seen.append(f"onnxruntime-genai reads {sorted(config)} and {options}")
+        if not (folder / config["model"]["decoder"]["filename"]).resolve().is_relative_to(folder.resolve()):
+            seen.append("onnxruntime-genai leaves the folder")
+    raise UserError(f"{runtime} does not run {task.folder}: it is not here")
 
 
 def _clear() -> None:

@@ -14,6 +14,7 @@ from tests.faults.jobs import make_inputs
 from tests.images import write_csv, write_images, write_processor, write_vit
 
 TEXT = ("--text", "calib.txt", "--samples", "4", "--window", "16")
+_COMPARE = ("--text", "calib.txt", "--samples", "1", "--window", "8")
 _MOMENTS = ("--collect", "moments", "-o", "out")
 _MAGNITUDE = ("--recipe", "magnitude", "--ratio", "0.5")
 _IMAGES = ("calibrate", "vit", "--images", "flat", "--samples", "3", *_MOMENTS)
@@ -95,10 +96,33 @@ TARGETS = {
     "gguf": Target("model.gguf", "gguf", (("convert", "model.gguf", "-o", "out"),)),
     "gguf tokenizer": Target("to-gguf/tokenizer.json", "json", (_TO_GGUF,)),
     "gguf tokenizer settings": Target("to-gguf/tokenizer_config.json", "json", (_TO_GGUF,)),
+    "own code config": Target(
+        "own/config.json",
+        "json",
+        (
+            *(("validate", "own", "--runtime", runtime, *_COMPARE) for runtime in ("transformers", "mlx", "vllm")),
+            ("inspect", "own"),
+            ("export", "own", *_TO_GGUF[2:]),
+            ("verify", "own"),
+        ),
+    ),
+    "own code tokenizer settings": Target(
+        "own/tokenizer_config.json", "json", (("validate", "own", "--runtime", "transformers", *_COMPARE),)
+    ),
+    "own code generation": Target(
+        "own/generation_config.json", "json", (("validate", "own", "--runtime", "transformers", *_COMPARE),)
+    ),
+    "own code": Target(
+        "own/modeling_pruned.py",
+        "bytes",
+        (("validate", "own", "--runtime", "transformers", *_COMPARE), ("inspect", "own"), ("verify", "own")),
+    ),
+    "MLX code": Target("own/mlx_pruned.py", "bytes", (("validate", "own", "--runtime", "mlx", *_COMPARE),)),
+    "genai config": Target("onnx/genai_config.json", "json", (("validate", "onnx", "--runtime", "genai", *_COMPARE),)),
     "graph record": Target("onnx/ckpt_prune_onnx.json", "json", (("verify", "onnx"),)),
     "graph": Target("onnx/model.onnx", "bytes", (("verify", "onnx"),)),
 }
-GRAPHS = {"graph record", "graph"}
+GRAPHS = {"graph record", "graph", "genai config"}
 """Targets that take a traced model."""
 RECIPE = {
     "version": 1,
@@ -136,6 +160,8 @@ def make_place(folder: Path, *, graphs: bool = True) -> Path:
     (place / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
+        uneven = ("--set", "widths=per_layer", "--set", "allocation=across-layers", "--set", "container=remote")
+        ok("prune", "to-gguf", *_MAGNITUDE, *uneven, "-o", "own")
         wanted = ("--recipe", "cayley-rotator-wanda-2-4", "--set", "rotation.steps=1")
         ok("prune", "dense", *wanted, *TEXT, "-o", "rotated")
     return place

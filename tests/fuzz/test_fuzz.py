@@ -6,12 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.checkpoint.shard import read_header
+from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages import FullRecipe
 from tests.cli.running import refused
@@ -50,6 +52,41 @@ def test_a_large_ratio_in_quotes_is_a_line(place: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(place)
     (place / "quoted.json").write_text(json.dumps(RECIPE | {"ratio": "20"}))
     assert refused("recipe", "validate", "quoted.json").endswith("less than 1, got '20': did you mean 20% or 0.2?")
+
+
+@posix
+@pytest.mark.parametrize(
+    ("change", "command", "said"),
+    [
+        ({"ckpt_prune_blocks": {"layers": "model.layodel"}}, "verify", "transformers refuses this config.json: "),
+        ({"hidden_act": "sihu"}, "verify", "transformers refuses this config.json: "),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": [1]}},
+            "export",
+            "rope_theta '[1]': it is a number",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e300}},
+            "export",
+            "hold its rope.freq_base 1e+300",
+        ),
+        ({"max_position_embeddings": 2**40}, "export", "a GGUF file cannot hold its context_length 1099511627776"),
+    ],
+)
+def test_a_config_of_own_code_that_cannot_be_is_a_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], command: str, said: str
+) -> None:
+    monkeypatch.chdir(place)
+    whole = (place / "own" / "config.json").read_text()
+    (place / "own" / "config.json").write_text(json.dumps(json.loads(whole) | change))
+    try:
+        given = ("own", "--format", "gguf", "--no-validate", "-o", "out.gguf") if command == "export" else ("own",)
+        result = CliRunner().invoke(main, [command, *given])
+        assert result.exit_code == (1 if command == "verify" else 2)
+        assert said in result.output
+        assert not (place / "out.gguf").exists()
+    finally:
+        (place / "own" / "config.json").write_text(whole)
 
 
 def test_the_same_seed_makes_the_same_file(place: Path) -> None:

@@ -194,6 +194,17 @@ def test_no_file_of_a_folder_brings_other_code_into_a_runtime(
     assert said.endswith("which is not this package's: say --trust-remote-code\n")
 
 
+@pytest.mark.parametrize("named", ["", {}, [], "../mlx_pruned.py", "sub/../mlx_pruned.py", {"mlx_pruned.py": 1}])
+def test_a_model_file_that_is_no_file_of_ours_does_not_reach_mlx(output, text, tmp_path, monkeypatch, named):
+    monkeypatch.setattr(proof, "require_runtime", lambda _runtime: None)
+    monkeypatch.setattr(proof, "run_isolated", lambda *_: pytest.fail("it was run"))
+    copy = copy_of(output, tmp_path)
+    plant(copy, "config.json", model_file=named)
+    code, said = run("validate", copy, "--runtime", "mlx", "--text", text)
+    assert code == 2
+    assert said.endswith("which is not this package's: say --trust-remote-code\n")
+
+
 def test_code_that_is_missing_is_said(output, text, tmp_path):
     copy = copy_of(output, tmp_path)
     (copy / "modeling_pruned.py").unlink()

@@ -11,7 +11,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.model.containers.remote import RANKS_KEY, remote_class, remote_model_class, with_block_facts
 from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.skeleton import Names, build_skeleton, finish_skeleton, on_meta_device, parse_config, stock_names
+from ckpt_prune.model.skeleton import Names, build_on_meta, build_skeleton, parse_config, stock_names
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.model.supported import declared_family
 
@@ -86,6 +86,8 @@ def container_of(model: Model) -> Container:
 
 
 def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
-    """Build a model of `modeling_pruned` on the meta device."""
-    with on_meta_device():
-        return finish_skeleton(remote_model_class(remote_class)(with_block_facts(config, remote_class)))
+    """Build a model of `modeling_pruned` on the meta device.
+
+    RefusedConfigError if the class cannot build it from this config.
+    """
+    return build_on_meta(lambda: remote_model_class(remote_class)(with_block_facts(config, remote_class)))
