@@ -64,8 +64,20 @@ def test_what_was_not_measured_has_a_dash_and_accuracies_are_percentages():
     assert "| perplexity, or accuracy |" in table
 
 
+def contrast(colour: str, page: str) -> float:
+    """The ratio of luminances as WCAG 2 has it: 4.5 is wanted of text, 3 of large text and of drawings."""
+
+    def luminance(text: str) -> float:
+        shares = [int(text[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    dark, light = sorted(map(luminance, (colour, page)))
+    return (light + 0.05) / (dark + 0.05)
+
+
 def test_the_chart_can_be_read_anywhere(figures):
-    """It is one file without outside links, with colours for light and dark pages and no background."""
+    """It is one file without outside links, with colours that light and dark pages show, and no background."""
     drawing = results.CHART.read_text(encoding="utf-8")
     root = ET.fromstring(drawing)
     assert root.tag == f"{SVG}svg"
@@ -75,7 +87,8 @@ def test_the_chart_can_be_read_anywhere(figures):
         assert each.tag.removeprefix(SVG) in {"svg", "title", "style", "text", "rect"}
     outside = re.findall(r"url\(|@import|https?://\S+", drawing)
     assert outside == ['http://www.w3.org/2000/svg"']
-    assert "prefers-color-scheme:dark" in drawing
+    for colour in re.findall(r"#[0-9a-f]{6}(?!;fill-opacity)", drawing):
+        assert min(contrast(colour, "#ffffff"), contrast(colour, "#0d1117")) >= 4, colour
     for bar in root.iter(f"{SVG}rect"):
         x, y, wide, high = (float(bar.attrib[key]) for key in ("x", "y", "width", "height"))
         assert 0 <= x < x + wide <= width

@@ -95,7 +95,7 @@ def size_section(report: Report) -> Section:
             rows.append([loss.of, format(loss.before, style), format(loss.after, style), share])
         apart = [] if loss.kl is None else [f"KL divergence from the dense model {loss.kl:.4f} nats"]
         apart += [] if loss.agreement is None else [f"the same first choice in {loss.agreement:.1%}"]
-        sentences.append(f"On held-out data ({loss.data}): {', '.join(apart) or loss.of}.")
+        sentences.append(f"Measured on {loss.data}: {', '.join(apart) or loss.of}.")
     sentences += [f"{line[0].upper()}{line[1:]}." for line in report.warnings]
     title = "Size" if loss is None else "Size and loss"
     return Section(title, sentences, explanations, tables=[Table(table.columns, rows, bars=True)])

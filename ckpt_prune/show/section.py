@@ -220,7 +220,7 @@ def list_entries(entries: Mapping[str, Any]) -> str:
     for key, value in entries.items():
         if value is None or isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):
             continue
-        words = key.replace("_", " ")
+        words = {"data": "digest of the data", "windows": "windows:"}.get(key, key.replace("_", " "))
         if key in {"samples", "tokens", "folds", "epochs"} and isinstance(value, int):
             parts.append(f"{value:,} {words.removesuffix('s') if value == 1 else words}")
         else:

@@ -66,7 +66,7 @@ def test_what_was_measured_against_the_dense_model_is_noted_in_the_output(place,
     }
     card = Path("out/README.md").read_text()
     assert "What it costs in quality was not measured." not in card
-    assert "On held-out data (calib.txt, window 16, tokens 45): KL divergence" in card
+    assert "Measured on calib.txt, window 16, tokens 45: KL divergence" in card
     ok("verify", "out", "--against", "dense")
     monkeypatch.setattr("ckpt_prune.runner.publish.write_atomically", full_disk)
     result = run(*job, "--against", "dense")

@@ -138,7 +138,7 @@ def test_errors_of_a_language_model_have_a_yardstick_unless_they_hold_earlier_on
     honest = units(site(0), before=cost).sentences[1]
     assert honest.endswith("0.18 (heads) and 0.09 (mlp) came with 1.5 times the perplexity on a small llama.")
     drift, honest = units(site(0, share=0.5), before=cost).sentences[1:3]
-    assert drift.endswith("(target drift), all that came before included.")
+    assert drift.endswith("errors of earlier blocks included (target drift).")
     assert honest == "It is not perplexity or accuracy."
     assert "These errors are from before recovery." in units(site(0), adapters={"modules": 1}).sentences
 
@@ -210,7 +210,7 @@ def test_what_a_mask_zeroes_and_what_was_lost_stand_beside_the_size():
     assert tables(found)[""][2] == ["not zero", "2.00M", "1.50M", f"{(1_500_000 - zeros) / 2_000_000:.1%}"]
     assert tables(found)[""][-1] == ["perplexity", "10.000", "12.500", "125.0%"]
     assert found.sentences[-1] == (
-        "On held-out data (window 64): KL divergence from the dense model 0.2500 nats, the same first choice in 75.0%."
+        "Measured on window 64: KL divergence from the dense model 0.2500 nats, the same first choice in 75.0%."
     )
 
 
@@ -377,7 +377,7 @@ def test_recovery_of_blocks():
     assert [point.value for point in line.points] == pytest.approx([1.0, 0.375])
     assert tables(found)["Data and settings"][1:] == [
         ["dense model", "dense, fingerprint fade"],
-        ["data", "modality text, data da7a, 128 samples, held out 13, window 256, 32,768 tokens"],
+        ["data", "modality text, digest of the data da7a, 128 samples, held out 13, window 256, 32,768 tokens"],
         [
             "settings",
             "10 epochs, lr 0.001, batch 8, accumulate 1, schedule cosine, held out 0.1, patience 3, seed 0",
