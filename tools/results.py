@@ -177,7 +177,7 @@ def table(results: dict[str, Row]) -> str:
         *(f"| {' | '.join(cells(run, row))} |" for run, row in rows),
         "",
         f"Dense → pruned, on two CPU cores. Perplexity: 32 held-out windows of 512 tokens.{of_images} Tokens a second: "
-        "generated behind 128 others; –: not measured. Took: processor time and memory. Each row is one command with "
+        "generated after a prompt of 128; –: not measured. Took: processor time and memory. Each row is one command with "
         "its RECIPE:",
         "",
         "```bash",
