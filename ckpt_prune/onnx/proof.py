@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
@@ -432,10 +435,10 @@ class Proof:
 
     def _check_interface(self) -> tuple[bool, str]:
         feed = self._small_feed()
-        cache = list(self.reference.fill_cache(feed)) if self.manifest.cached else []
+        outputs, cache = self.reference.run_with_cache(feed) if self.manifest.cached else (self.reference.run(feed), {})
         names = {port.name for port in self.manifest.inputs}
         missing = [name for name in self.reference.needs if name not in names and self.reference.depends_on(name)]
-        return check_interface(self.folder, self.manifest, list(self.reference.run(feed)), cache, missing)
+        return check_interface(self.folder, self.manifest, list(outputs), list(cache), missing)
 
     def _load(self, provider: Provider) -> tuple[bool, str]:
         try:
@@ -453,9 +456,15 @@ class Proof:
         assert self.graph is not None
         if self.samples.images is None and self.samples.windows is None:
             return None, f"not measured on noise: give {'--text' if self.image is None else '--images'}"
-        measure = _measure_for(self.graph, self.manifest.full_task, self.samples, self.folder)
-        self.metrics, passed, detail = _judge_metric(measure, self.reference, self.allowance, self.others)
+        graph, reference = self._reuse_outputs()
+        measure = _measure_for(graph, self.manifest.full_task, self.samples, self.folder)
+        self.metrics, passed, detail = _judge_metric(measure, reference, self.allowance, self.others)
         return passed, detail
+
+    def _reuse_outputs(self) -> tuple[OnnxModel, Reference]:
+        """Return the graph and its reference, which need not run again on what they have read."""
+        assert self.graph is not None
+        return self.graph, self.reference
 
     def _run(self, feed: dict[str, Tensor]) -> dict[str, Tensor] | str:
         """Return the outputs of the graph, or say why there are none."""
@@ -563,6 +572,21 @@ class Proof:
         return True, f"{len(cases)} {what} within {tolerance:g}: at most {most:.1e} of the largest output"
 
 
+class _KnownLogits:
+    """A language model that has read some windows: its logits for them are known, (N, T, vocabulary)."""
+
+    def __init__(self, model: OnnxModel | PreTrainedModel, windows: Tensor, logits: Tensor) -> None:
+        self._model, self._windows, self._logits = model, windows, logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        if torch.equal(inputs["input_ids"], self._windows):
+            return ModelOutput(logits=self._logits)
+        return self._model(**inputs)
+
+
 class ImageProof(Proof):
     """The checks of a graph that reads images."""
 
@@ -594,6 +618,7 @@ class TextProof(Proof):
     """The checks of a graph that reads text."""
 
     def _prepare(self) -> None:
+        self._whole_window: tuple[Tensor, Tensor] | None = None
         config = self.reference.model.config.get_text_config()
         self.context: int | None = context_length(config)
         if self.samples.windows is None:
@@ -614,6 +639,8 @@ class TextProof(Proof):
         for case in make_text_cases(self.windows, pad=self.pad, left=left, segments=self.reference.segments > 1):
             expected = self.reference.run(_feed(case))
             given = self._run(_feed(case) | self._empty_cache(case))
+            if self._is_measured(case.ids) and not isinstance(given, str):
+                self._whole_window = given["logits"], expected["logits"]
             two = case.segments is not None
             cases += self._compare(given, expected, padding=case.padding, keep=case.keep, segments=two)
         if self.manifest.cached:
@@ -621,10 +648,24 @@ class TextProof(Proof):
                 cases += self._compare_chunks(case)
         return self._conclude(cases, "outputs")
 
+    def _is_measured(self, ids: Tensor) -> bool:
+        """Return True if the metric is that of a language model on these very tokens."""
+        measured = self.samples.windows
+        return measured is not None and self.manifest.task == "text-generation" and torch.equal(ids, measured)
+
+    def _reuse_outputs(self) -> tuple[OnnxModel, Reference]:
+        graph, reference = super()._reuse_outputs()
+        if self._whole_window is None:
+            return graph, reference
+        ours, theirs = self._whole_window
+        self._whole_window = None  # logits of a long window are large
+        known = copy(reference)
+        known.model = cast(PreTrainedModel, _KnownLogits(reference.model, self.windows, theirs))
+        return cast(OnnxModel, _KnownLogits(graph, self.windows, ours)), known
+
     def _compare_chunks(self, case: TextCase) -> list[Case]:
         """A text through the cache in pieces, against one pass in PyTorch: outputs, and the keys and values kept."""
-        expected = self.reference.run(_feed(case))
-        kept = self.reference.fill_cache(_feed(case))
+        expected, kept = self.reference.run_with_cache(_feed(case))
         given = self._run_chunks(case, expected)
         cases = self._compare(given, expected, padding=case.padding, keep=case.keep, cache="chunks")
         if isinstance(given, str):

@@ -62,22 +62,25 @@ class Reference:
 
     def run(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every tensor that it returns for whole texts or images, by name; no cache is made."""
-        output = self._call(feed, {"use_cache": False})
+        return self._tensors(self._call(feed, {"use_cache": False}))
+
+    def run_with_cache(self, feed: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Every tensor that it returns for whole texts, and the keys and values that it keeps of them.
+
+        Those are `present.i.key` and `present.i.value`, (B, heads, T, head_dim), of every token, also where attention
+        looks at a window only, as a graph has them.
+        """
+        cache = DynamicCache()
+        tensors = self._tensors(self._call(feed, {"use_cache": True, self._past: cache}))
+        kept: dict[str, Tensor] = {}
+        for index, layer in enumerate(cache.layers):
+            kept |= {f"{PRESENT}{index}.key": layer.keys, f"{PRESENT}{index}.value": layer.values}
+        return tensors, kept
+
+    def _tensors(self, output: Any) -> dict[str, Tensor]:
         tensors = {name: value for name, value in output.items() if isinstance(value, Tensor)}
         if not tensors:
             raise UserError(f"{type(self.module).__name__} returns no tensors with names: there is nothing to compare")
-        return tensors
-
-    def fill_cache(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The keys and values it keeps of whole texts: `present.i.key`, `present.i.value`, (B, heads, T, head_dim).
-
-        Those of every token, also if attention looks at a window only, as a graph has them.
-        """
-        cache = DynamicCache()
-        self._call(feed, {"use_cache": True, self._past: cache})
-        tensors: dict[str, Tensor] = {}
-        for index, layer in enumerate(cache.layers):
-            tensors |= {f"{PRESENT}{index}.key": layer.keys, f"{PRESENT}{index}.value": layer.values}
         return tensors
 
     def generate(self, ids: Tensor, mask: Tensor, steps: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:

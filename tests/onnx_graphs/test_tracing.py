@@ -111,7 +111,7 @@ def test_either_name_of_the_cache(renamed, name, tmp_path):
     assert [each.name for each in graph.inputs][3:] == [f"past_key_values.{each}" for each in held]
     assert [each.name for each in graph.outputs][1:] == [f"present.{each}" for each in held]
     reference, ids = Reference(model, GENERATION, set()), torch.arange(8).view(2, 4)
-    assert list(reference.fill_cache({"input_ids": ids})) == [f"present.{each}" for each in held]
+    assert list(reference.run_with_cache({"input_ids": ids})[1]) == [f"present.{each}" for each in held]
     steps = reference.generate(ids, torch.ones_like(ids), 3)
     lengths = []
     model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda _, read, __: lengths.append(read[0].shape[1]))
