@@ -177,8 +177,8 @@ def table(results: dict[str, Row]) -> str:
         *(f"| {' | '.join(cells(run, row))} |" for run, row in rows),
         "",
         f"Dense → pruned, on two CPU cores. Perplexity: 32 held-out windows of 512 tokens.{of_images} Tokens a second: "
-        "generated after a prompt of 128; –: not measured. Took: processor time and memory. Each row is one command with "
-        "its RECIPE:",
+        "generated after a prompt of 128; –: not measured. Took: processor time and memory. Each row is one command "
+        "with its RECIPE:",
         "",
         "```bash",
         *dict.fromkeys(run.command.replace(f"--recipe {run.recipe} ", "--recipe RECIPE ") for run, _ in rows),
@@ -206,7 +206,10 @@ def with_table(page: str, results: dict[str, Row]) -> str:
 # ---- the chart -------------------------------------------------------------------------------------------------------
 
 _WIDTH, _LEFT, _RIGHT, _LINE, _HEAD = 640, 118, 66, 17, 34
-_STYLE = "text{fill:#737c87}.strong{font-weight:600}.track{fill:#8b949e;fill-opacity:.25}.bar{fill:#3b7adb}.more{fill:#c8601f}"
+_STYLE = (
+    "text{fill:#737c87}.strong{font-weight:600}.track{fill:#8b949e;fill-opacity:.25}"
+    ".bar{fill:#3b7adb}.more{fill:#c8601f}"
+)
 """There is no background, and the colours can be read on white and on black: a dark page may stand in a browser that
 prefers light ones."""
 
