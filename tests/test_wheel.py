@@ -35,14 +35,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DEMO = """
+from importlib.metadata import entry_points
+
 import ckpt_prune.demo.run as demo
-from ckpt_prune.cli.main import main
+
+(script,) = entry_points(group="console_scripts", name="ckpt-prune")  # what the shell's command would call
+main = script.load()
 
 print(demo.__file__)
 read_corpus = demo.corpus.read_corpus
 demo.corpus.read_corpus = lambda **part: read_corpus(**part)[:40_000]
 demo.CALIBRATION_WINDOWS = demo.EVALUATION_WINDOWS = 4
 demo.RATIOS = (0.2,)
+main(["--version"], standalone_mode=False)
 main(["recipe", "list"], standalone_mode=False)
 main(["demo", "--recipe", "magnitude"])
 """
@@ -53,5 +58,6 @@ def test_the_wheel_runs_the_demo(site, tmp_path):
     said = python("-c", DEMO, cwd=tmp_path, PYTHONPATH=str(site), HF_HUB_OFFLINE="1")
     where, _, rest = said.partition("\n")
     assert Path(where).is_relative_to(site)
+    assert rest.startswith("ckpt-prune ")
     _, _, table = rest.partition("best-uniform is the default.")
     assert [line.split()[0] for line in table.splitlines() if line.strip()][-4:-1] == ["recipe", "dense", "magnitude"]
