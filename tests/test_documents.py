@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from ckpt_prune.cli.command import Command
 from ckpt_prune.model import family_keys
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.spaces import ConsumerSpace, Incidence, RotarySpace, Space, StrictModel
 from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
+from tests.cli.test_help import EVERY
 from tools import families, runtimes
 from tools.lowest import constraints
 
@@ -28,9 +30,12 @@ DOCUMENTS = sorted(
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         RECIPES,
+        ROOT / "CHANGELOG.md",
+        *ROOT.glob("recipes/guides/*.md"),
         *ROOT.glob("tools/*.md"),
         *PACKAGE.rglob("README.md"),
         families.PAGE,
+        runtimes.PAGE,
     )
 )
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
@@ -71,6 +76,24 @@ def dangling(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_to_files_and_headings_that_exist(name: str):
     assert list(dangling(ROOT / name)) == []
+
+
+def inline_commands(path: Path) -> Iterator[tuple[Command, list[str]]]:
+    """Commands of ckpt-prune in the sentences and tables of a document, each with what is given to it."""
+    for code in re.findall(r"`([^`\n]+)`", prose(path)):
+        words = code.partition(", then ")[0].removeprefix("ckpt-prune ").split()
+        for length in (2, 1):
+            if (command := EVERY.get(" ".join(words[:length]))) is not None:
+                yield command, words[length:]
+                break
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_in_sentences_have_options_that_there_are(name: str):
+    for command, given in inline_commands(ROOT / name):
+        flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+        options = {word.partition("=")[0].strip("[]") for word in given if re.match(r"\[?-[-a-z]", word)}
+        assert options <= flags | {"--help", "-h"}, (command.name, given)
 
 
 def test_the_page_of_families_is_that_of_the_descriptions() -> None:

@@ -110,9 +110,9 @@ def prune(options: PruneOptions) -> Pruned:
     that do the least harm as measured, with the same widths in every block. Recipe best does the same with widths per
     block: it loses less, and OUT then carries its own code to load it with.
 
-    Moments come from --statistics or are measured on --text, or on --images for a vision model. A sequential recipe
-    measures each block behind the already pruned ones, as its paper does; a dense recipe measures the unpruned model
-    first. A recipe whose scores and compensation look at no activations (magnitude) needs neither.
+    What layers read is known from --statistics or measured on --text, or on --images for a vision model. A sequential
+    recipe measures each block behind the already pruned ones, as its paper does; a dense recipe measures the unpruned
+    model first. A recipe that looks at weights alone (magnitude) needs neither.
 
     If a recipe has `recovery`, what stays is trained as `ckpt-prune recover` does it. Each block is trained right after
     it is pruned (for any recipe with --set recovery.epochs=10), or scales of all blocks at the end (--set

@@ -26,7 +26,7 @@ class Command(click.Command):
     """The command of a function.
 
     Args:
-        function: made by `api.function.takes`; its docstring is the text of `--help`.
+        function: made by `api.function.takes`. Its docstring is the text of `--help`, without returns and raises.
         show: prints the function's result. It is given the result and the options that were given.
         examples: command lines for `--help`, without `ckpt-prune`.
         tables: title → rows that `--help` has before the examples.
@@ -56,7 +56,7 @@ class Command(click.Command):
         params: list[click.Parameter] = [_parameter(name, self.options.model_fields[name]) for name in names]
         if data is not None:
             params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object, not text."))
-        super().__init__(name or function.__name__, params=params, callback=self._run, help=described.text)
+        super().__init__(name or function.__name__, params=params, callback=self._run, help=_for_shell(described.text))
 
     def _run(self, *, as_json: bool = False, **given: Any) -> None:
         options = {name: value for name, value in given.items() if value is not None and value != ()}
@@ -97,6 +97,11 @@ class _Choice(click.Choice[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return next((choice for choice in self.choices if str(choice) == value), value)
+
+
+def _for_shell(text: str) -> str:
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(each for each in paragraphs if not each.startswith(("Returns ", "Raises ")))
 
 
 def _parameter(name: str, field: FieldInfo) -> click.Parameter:

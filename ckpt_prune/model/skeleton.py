@@ -48,8 +48,8 @@ class RefusedConfigError(UserError):
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"transformers refuses this config.json: {reason}")
         self.rule = re.sub(r"^Class validation error for validator '\w+': \w+: ", "", reason)
+        super().__init__(f"transformers refuses this config.json: {self.rule.rstrip('.')}; take it as it was published")
 
 
 def _refusal(error: Exception) -> RefusedConfigError:

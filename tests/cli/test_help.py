@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from ckpt_prune import __version__
 from ckpt_prune.api.function import group_of
+from ckpt_prune.api.prune import prune
 from ckpt_prune.cli.command import Command
 from ckpt_prune.cli.main import main
 from ckpt_prune.options.option import check_options, flags_of, shell_of
@@ -43,6 +44,13 @@ def test_help_explains_every_option_in_its_group(name):
         if field.kw_only is not False:
             assert flags_of(option, field)[-1] in page
             assert f"\n{group_of(EVERY[name].options, option)}:\n" in page
+
+
+@every_command
+def test_help_leaves_out_what_only_python_gets(name):
+    page = ok(*name.split(), "-h")
+    assert not re.search(r"^  (Returns|Raises) ", page, re.MULTILINE)
+    assert "Raises" in str(prune.__doc__)
 
 
 @every_command
