@@ -5,6 +5,9 @@ See compensation/README.md, section 2.
 Strengths are absolute here: λ is added to Gram *sums*. `methods.absolute_strength` converts a relative one.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,8 @@ RELATIVE_CUTOFF = 1e-12
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
     """Return `right` times the inverse of a symmetric positive semi-definite `matrix`, or times its pseudo-inverse.
 
+    One more matrix is held, its factor.
+
     Args:
         matrix: (n, n) float64; only one triangle need be exact.
         right: (m, n) float64.
@@ -25,7 +30,9 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
     pivots = factor.diagonal().square()
     # Rounding lets some singular matrices through the factorisation: their last pivots give them away.
     if int(failed) == 0 and bool(pivots.amin() > RELATIVE_CUTOFF * pivots.amax()):
-        solution: Tensor = torch.cholesky_solve(right.T, factor).T
+        # The two steps of `torch.cholesky_solve`, which would copy the factor.
+        half = torch.linalg.solve_triangular(factor, right.T, upper=False)
+        solution: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True).T
     else:
         values, vectors = torch.linalg.eigh(matrix)
         solution = ((right @ vectors) * reciprocals(values)) @ vectors.T
@@ -52,9 +59,21 @@ def shrink(base: Tensor | None, fit: Fit, strength: float) -> Tensor:
     also at λ = 0 with a singular G, and it loses no digits at a large λ.
     """
     gram, cross, _ = fit.second_moments()
-    penalised = gram.clone()
-    penalised.diagonal().add_(strength)
-    return solve(penalised, cross) if base is None else base + solve(penalised, cross - base @ gram)
+    right = cross if base is None else cross - base @ gram
+    with _penalise(gram, strength):
+        solution = solve(gram, right)
+    return solution if base is None else base + solution
+
+
+@contextmanager
+def _penalise(gram: Tensor, strength: float) -> Iterator[None]:
+    """Add λ to the diagonal of a Gram for a while: a copy of it takes 4 GB at 23,000 kept columns."""
+    diagonal = gram.diagonal().clone()
+    try:
+        gram.diagonal().add_(strength)
+        yield
+    finally:
+        gram.diagonal().copy_(diagonal)
 
 
 def ridge(weight_kept: Tensor, fit: Fit, strength: float) -> Solution:

@@ -14,6 +14,7 @@ from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.choice import choose_form
 from ckpt_prune.compensation.diagnostics import diagnose
 from ckpt_prune.compensation.fit import (
+    CHUNK,
     Blend,
     Fit,
     Solution,
@@ -183,11 +184,12 @@ class ColumnSolver(Solver):
         if by_folds and len(moments) < 2:
             raise UserError(NO_FOLDS)
         wide = whole.gram is not None and len(columns) > WIDE
+        # Before there are float64 copies of Grams, since this makes a matrix of the same size.
+        energies = _energies(weight, moments) if wide else []
         blends = _Blends(weight, moments, columns, wide)
         # The sum of folds only if something is chosen on them: diagnostics must not change a bit of the result.
         summed = compensation.by_folds and len(moments) > 1 and not wide
         blend = reduce(add, blends) if summed else blends.of(whole)
-        energies = _energies(weight, moments) if wide else []
         if by_folds:
             shares, units = compensation.drift_shares, compensation.lambda_units
             how = (weight_kept, blends, methods, compensation.grid, shares, units)
@@ -304,7 +306,8 @@ def _energies(weight: Tensor, folds: Sequence[Moments]) -> list[float]:
     energies = []
     for fold in folds:
         assert fold.gram is not None
-        energy = float((outer * fold.gram).sum(dtype=torch.float64))
+        parts = zip(torch.split(outer, CHUNK), torch.split(fold.gram, CHUNK), strict=True)
+        energy = sum(float((one * other).sum(dtype=torch.float64)) for one, other in parts)
         if fold.drift is not None:
             energy += 2 * float((fold.drift.cross * weight).sum(dtype=torch.float64)) + fold.drift.energy
         energies.append(energy)
