@@ -5,7 +5,7 @@ own figures are `reference` or `references`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -23,7 +23,7 @@ from ckpt_prune.evaluation.image_classes import Classification
 from ckpt_prune.evaluation.perplexity import PerplexityScore
 from ckpt_prune.evaluation.sentences import SentenceComparison
 from ckpt_prune.job.report import Loss
-from ckpt_prune.show.section import Table
+from ckpt_prune.show.section import MISSING, Table
 
 _NAMED_IMAGES = 10
 """So many images that do not decode are named in text; JSON names all."""
@@ -74,20 +74,34 @@ class ScoredResult(Result, Generic[S]):
         if self.reference is None:
             return None
         of, key, _ = self.score.columns[0]
-        amount = ", ".join(
+        of = "top-1 accuracy" if of == "top-1" else of
+        before, after = getattr(self.reference, key), getattr(self.score, key)
+        return Loss(of=of, before=before, after=after, kl=self.kl, agreement=self.agreement, data=self._amount())
+
+    def paragraphs(self) -> list[Table | str]:
+        remarks = [*self.score.remarks(self.against), *self._sentences()]
+        if self.reference is None:
+            return [Table(["model", *self.score.headings()], [[str(self.model), *self.score.cells()]]), *remarks]
+        both = f"before: {self.against}, after: {self.model}; {self._amount()}"
+        return [Table(["", "before", "after", "share"], list(self._compare())), both, *remarks]
+
+    def _compare(self) -> Iterator[list[str]]:
+        """Yield a row for each figure that both models have, as `prune` and `plan` print sizes."""
+        assert self.reference is not None
+        for (heading, key, _), old, new in zip(
+            self.score.columns, self.reference.cells(), self.score.cells(), strict=True
+        ):
+            before, after = getattr(self.reference, key), getattr(self.score, key)
+            if not isinstance(after, int):
+                yield [heading, old, new, f"{after / before:.1%}" if before and after is not None else MISSING]
+
+    def _amount(self) -> str:
+        """Say how much was measured on: window 256, tokens 30,600."""
+        return ", ".join(
             f"{heading} {cell}"
             for (heading, name, _), cell in zip(self.score.columns, self.score.cells(), strict=True)
             if isinstance(getattr(self.score, name), int)
         )
-        of = "top-1 accuracy" if of == "top-1" else of
-        before, after = getattr(self.reference, key), getattr(self.score, key)
-        return Loss(of=of, before=before, after=after, kl=self.kl, agreement=self.agreement, data=amount)
-
-    def paragraphs(self) -> list[Table | str]:
-        rows = [[str(self.model), *self.score.cells()]]
-        if self.reference is not None:
-            rows.append([str(self.against), *self.reference.cells()])
-        return [Table(["model", *self.score.headings()], rows), *self.score.remarks(self.against), *self._sentences()]
 
     def _data_of(self, model: Path | None, score: Any) -> dict[str, Any]:
         return {"model": str(model), **score.data()}

@@ -35,8 +35,12 @@ def test_against(place):
     assert said["against"] == json.loads(ok("evaluate", "dense", *TEXT, "--json"))
     assert said["kl"] > 0.01
     lines = ok("evaluate", "pruned", "--against", "dense", *TEXT).splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["model", "pruned", "dense"]
-    assert lines[3:] == [
+    assert lines[0].split() == ["before", "after", "share"]
+    before, after = said["against"]["perplexity"], said["perplexity"]
+    assert lines[1].split() == ["perplexity", f"{before:.3f}", f"{after:.3f}", f"{after / before:.1%}"]
+    assert lines[2:] == [
+        "",
+        "before: dense, after: pruned; window 16, tokens 1,470",
         "",
         f"KL divergence {said['kl']:.4f} nats per token, top-1 agreement {said['top1_agreement']:.1%}",
     ]

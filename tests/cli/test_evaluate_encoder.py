@@ -121,7 +121,8 @@ class TestMasked:
         }
         assert found.kl > 0.01
         lines = ok("evaluate", "bert-mlm-2", "--against", "bert-mlm", *DATA).splitlines()
-        assert [line.split()[0] for line in lines[:3]] == ["model", "bert-mlm-2", "bert-mlm"]
+        assert [line.split()[0] for line in lines[:3]] == ["before", "masked", "accuracy"]
+        assert lines[4].startswith("before: bert-mlm, after: bert-mlm-2; window ")
         assert lines[-1] == (f"KL divergence {found.kl:.4f} nats per token, top-1 agreement {found.top1_agreement:.1%}")
 
     def test_a_perplexity_too_large_for_json(self, encoders):

@@ -87,8 +87,10 @@ def test_against(pictures):
     }
     assert said["kl"] > 0.01
     lines = ok("evaluate", "other", "--against", "vit", "--images", "listed").splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["model", "other", "vit"]
+    assert [line.split()[0] for line in lines[:3]] == ["before", "top-1", "top-5"]
     assert lines[3:] == [
+        "",
+        "before: vit, after: other; images 12",
         "",
         f"KL divergence {found.kl:.4f} nats per image, top-1 agreement {found.agreement:.1%}",
     ]

@@ -95,7 +95,7 @@ def test_report_and_card_say_which_texts_the_windows_are_of(place):
     ok(*how)
     told = f"3 of {TEXT[1]}, 3 of chats.jsonl (9 by the chat template)"
     assert calibration("mixed")["windows"] == told
-    assert f"windows {told}" in Path("mixed/README.md").read_text()
+    assert f"windows: {told}" in Path("mixed/README.md").read_text()
 
 
 def test_a_strength_searched_by_perplexity_is_told(place):
