@@ -20,8 +20,12 @@ models: every runtime that has the family takes them. The table is about the oth
 """
 
 
-def _families(names: tuple[str, ...] | None) -> str:
-    return "all" if names is None else ", ".join(f"`{name}`" for name in sorted(names))
+def _all(runtime: Runtime, what: str = "all") -> str:
+    return f"{what} that generate text" if runtime.generates else what
+
+
+def _families(names: tuple[str, ...] | None, every: str = "all") -> str:
+    return every if names is None else ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def _multiples(runtime: Runtime) -> str:
@@ -40,11 +44,12 @@ def page() -> str:
     text += "\n| runtime | run it | options, and multiples | only text generation |\n|---|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
         only = "yes" if runtime.generates else "no"
-        text += f"| {name} | `{runtime.command}` | {_multiples(runtime)} | {only} |\n"
+        steps = [each.replace("AUTO", "AutoModel…") for each in (runtime.export, runtime.command) if each]
+        text += f"| {name} | {', then '.join(f'`{step}`' for step in steps)} | {_multiples(runtime)} | {only} |\n"
     text += "\n| runtime | families | families whose blocks may differ |\n|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
         own = "all of these" if runtime.own_shapes is None else _families(runtime.own_shapes)
-        text += f"| {name} | {_families(runtime.families)} | {own} |\n"
+        text += f"| {name} | {_families(runtime.families, _all(runtime))} | {own} |\n"
     text += "\n"
     for name, runtime in RUNTIMES.items():
         beside = f" For `validate`: {runtime.beside}." if runtime.beside else ""
@@ -59,16 +64,10 @@ def front_table() -> str:
     for name, runtime in RUNTIMES.items():
         if not runtime.tried:
             continue
-        families = "all families" if runtime.families is None else f"{len(runtime.families)} families"
+        families = _all(runtime, "all families") if runtime.families is None else f"{len(runtime.families)} families"
         own = families if runtime.own_shapes is None else f"{len(runtime.own_shapes)} families"
-        exported = "ckpt-prune export" in runtime.command
-        by = (
-            "`export --format gguf`"
-            if "--format gguf" in runtime.command
-            else "`export`"
-            if exported
-            else "the checkpoint"
-        )
+        graph = "`export`" if runtime.graphs else "`export --format gguf`"
+        by = graph if runtime.export else "the checkpoint"
         text += f"| {name} | {by} | {families} | {own} |\n"
     return text
 

@@ -43,10 +43,10 @@ def verify(options: VerifyOptions) -> Verification:
         raise UserError("--statistics needs --against MODEL: blocks are computed again from both")
     place = check_output_folder(Path(options.folder))
 
+    from ckpt_prune.common.graph_types import GRAPH_FILES
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.onnx.checks import verify_graph
     from ckpt_prune.onnx.isolation import isolate_sessions
-    from ckpt_prune.onnx.session import FILES
     from ckpt_prune.verification import verify as checking
     from ckpt_prune.verification.verify_quantized import is_quantized, verify_quantized
 
@@ -54,7 +54,9 @@ def verify(options: VerifyOptions) -> Verification:
         dense = None if options.against is None else resolve_model(options.against)
         if is_quantized(place):
             return Verification(tuple(verify_quantized(place, dense)))
-        holds_graph = any((place / file).is_file() for file in FILES.values()) and not any(place.glob("*.safetensors"))
+        holds_graph = any((place / file).is_file() for file in GRAPH_FILES.values()) and not any(
+            place.glob("*.safetensors")
+        )
         if holds_graph or (place / GRAPH_RECORD).is_file():
             return Verification(tuple(verify_graph(place, dense)))
         checks = list(checking.verify(place, dense, options.family))

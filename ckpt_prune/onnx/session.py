@@ -16,21 +16,13 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.common.errors import UserError, one_line
-from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.graph_types import GRAPH_FILES
 from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.onnx.isolation import create_session
 from ckpt_prune.onnx.tasks import PAST, PRESENT
 
 T = TypeVar("T")
 
-FILES: dict[GraphType, str] = {
-    "fp32": "model.onnx",
-    "fp16": "model_fp16.onnx",
-    "int8": "model_int8.onnx",
-    "int4": "model_q4.onnx",
-    "q4f16": "model_q4f16.onnx",
-}
-"""Type → file, by the names that the Hub's ONNX models have."""
 DATA = "_data"
 """Ending of external data: the weights, if the graph's file would come near protobuf's limit of 2 GB with them."""
 
@@ -109,7 +101,7 @@ class OnnxModel:
     def __init__(
         self,
         folder: Path,
-        file: str = FILES["fp32"],
+        file: str = GRAPH_FILES["fp32"],
         *,
         provider: Provider = "cpu",
         threads: int | None = None,

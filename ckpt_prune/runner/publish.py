@@ -22,7 +22,7 @@ from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE
 from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_rope
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
-from ckpt_prune.model.runtimes import MLX_FAMILIES, places
+from ckpt_prune.model.runtimes import MLX_FAMILIES, places, types_exported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.report import report_of
@@ -184,6 +184,14 @@ def _running(report: Report, config: Mapping[str, Any] | None) -> list[str]:
     if report.part is not None or config is None:
         return []
     generates = report.container.auto_class == "AutoModelForCausalLM"
-    commands = places(config, masked=report.mask is not None, generates=generates)
-    rows = [f"| {name} | `{command.replace('OUT', 'PATH')}` |" for name, command in commands.items()]
+    export = getattr(report.recipe, "export", None)
+    commands = places(
+        config,
+        masked=report.mask is not None,
+        generates=generates,
+        auto_class=report.container.auto_class,
+        exported=types_exported(config, export),
+    )
+    shown = {name: [as_code(step.replace("OUT", "PATH")) for step in steps] for name, steps in commands.items()}
+    rows = [f"| {name} | {', then '.join(steps)} |" for name, steps in shown.items()]
     return ["## Where it runs", "", "| runtime | command |", "|---|---|", *rows, ""]

@@ -10,7 +10,7 @@ from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_count
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT
-from ckpt_prune.model.runtimes import RUNTIMES, changes_of_config, read_target, refusal
+from ckpt_prune.model.runtimes import RUNTIMES, changes_of_config, places, read_target, refusal, types_exported
 from tests.contract.models import Case
 
 
@@ -29,6 +29,50 @@ def test_the_help_of_prune_says_what_runs_where():
     said = " ".join(run("prune", "--help").split())
     assert "two thin matrices in place of one all but llama.cpp" in said
     assert "rotary pairs all but genai, llama.cpp, vllm, mlx" in said
+
+
+def commands(exported=(), **config):
+    llama = {"model_type": "llama"} | config
+    return places(llama, masked=False, generates=True, auto_class="AutoModelForCausalLM", exported=exported)
+
+
+def test_each_runtime_has_the_commands_that_make_and_run_what_it_takes():
+    found = commands()
+    assert found["transformers"] == ['AutoModelForCausalLM.from_pretrained("OUT")']
+    assert found["llama.cpp"] == ["ckpt-prune export OUT --format gguf -o OUT.gguf", "llama-cli -m OUT.gguf"]
+    made = "ckpt-prune export OUT -o OUT/onnx"
+    assert found["openvino"] == [made, 'openvino.Core().compile_model("OUT/onnx/model.onnx")']
+    assert found["transformers.js"][1].endswith(
+        'AutoModelForCausalLM.from_pretrained("onnx", {subfolder: "", dtype: "fp32"})'
+    )
+
+
+def test_what_the_recipe_has_exported_is_run_as_it_is():
+    found = commands(("int4",))
+    assert found["onnxruntime"] == ['onnxruntime.InferenceSession("OUT/onnx/model_q4.onnx")']
+    assert found["genai"] == ['onnxruntime_genai.Model("OUT/onnx")']
+    assert 'dtype: "q4"' in found["transformers.js"][0]
+    assert found["llama.cpp"][0].startswith("ckpt-prune export")
+    # OpenVINO takes float32 alone, and a folder that is there is not written again.
+    made = "ckpt-prune export OUT -o OUT-onnx"
+    assert found["openvino"] == [made, 'openvino.Core().compile_model("OUT-onnx/model.onnx")']
+    assert commands(("q4_k_m",))["llama.cpp"] == ["llama-cli -m OUT/model-q4_k_m.gguf"]
+    assert len(commands(("q4_k_m",))["genai"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("export", "types"),
+    [
+        (None, ()),
+        ({"format": "onnx"}, ("fp32",)),
+        ({"format": "onnx", "dtype": "int8"}, ("int8",)),
+        ({"format": "onnx", "dtype": ["fp16", "int4"]}, ("fp16", "int4")),
+        ({"format": "gguf", "dtype": []}, ("bf16",)),
+        ({"format": "gguf", "dtype": "q4_0"}, ("q4_0",)),
+    ],
+)
+def test_types_that_a_recipe_exports(export, types):
+    assert types_exported({"dtype": "bfloat16"}, export) == types
 
 
 @pytest.mark.parametrize("text", ["ollama", "vllm:q4_0", "llama.cpp:", "exllamav3:", "transformers:int4", ""])
