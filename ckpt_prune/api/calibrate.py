@@ -46,11 +46,11 @@ class ForeseenStatistics:
     def summary(self) -> dict[str, Any]:
         """Return what `--json` prints: the keys of `Statistics.summary` that are known, and the estimate."""
         names = ("modality", "samples", "window", "folds", "collect", "blocks", "bytes")
-        known = {name: getattr(self, name) for name in names}
+        figures = {name: getattr(self, name) for name in names}
         tokens = self.samples * self.window
         return {
             "written": False,
-            **known,
+            **figures,
             "collect": list(self.collect),
             "tokens": tokens,
             "estimate": self.estimate.data(),
@@ -100,14 +100,14 @@ def calibrate(options: CalibrateOptions) -> "Statistics | ForeseenStatistics":
     target = resolve_device(options.device)
     source = open_model(options.model, Opening.of(options))
     checkpoint, described = source.checkpoint, source.family
-    known = list_collectable(source)
+    collectable = list_collectable(source)
     again = source.has_remote_code
     inside = [space for space in described.columns if space not in described.consumers and not again]
     usual = [*list_collected_by_default(source), *([EFFECTS] if measured_singly(source) else [])]
     effects = [] if described.experts is not None or again else [EFFECTS]
     what = f"{described.model_type}{' with code of its own' if again else ''}"
-    asked = _kinds(options.collect, (*known, *effects), inside, usual, what)
-    kinds = tuple(kind for kind in known if kind in asked)
+    chosen_kinds = _kinds(options.collect, (*collectable, *effects), inside, usual, what)
+    kinds = tuple(kind for kind in collectable if kind in chosen_kinds)
     check_source(source)
     check_one_basis(source)
     refuse_overlap(checkpoint.path, out)
@@ -141,7 +141,7 @@ def calibrate(options: CalibrateOptions) -> "Statistics | ForeseenStatistics":
             chosen.tokens,
             source.blocks,
             folds,
-            (*kinds, *((EFFECTS,) if EFFECTS in asked else ())),
+            (*kinds, *((EFFECTS,) if EFFECTS in chosen_kinds else ())),
             size,
             estimate,
         )
@@ -149,11 +149,11 @@ def calibrate(options: CalibrateOptions) -> "Statistics | ForeseenStatistics":
         say(estimate.warning)
 
     def finish(found: "Statistics") -> None:
-        wanted = {*described.consumers, *asked, *(described.logits if "logits" in kinds else ())}
+        wanted = {*described.consumers, *chosen_kinds, *(described.logits if "logits" in kinds else ())}
         held = [space for space in described.spaces if space in wanted]
         if "fisher" in kinds:
             found = add_gradients(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
-        if EFFECTS in asked:
+        if EFFECTS in chosen_kinds:
             effects = measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
             process_group().on_first(lambda: record_effects(found, effects))
 
@@ -185,12 +185,12 @@ def _kinds(text: str | None, kinds: Sequence[str], inside: Sequence[str], usual:
     """
     if text is None:
         return usual
-    known = (*kinds, *inside)
-    asked = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [part for part in asked if part not in known]
-    if unknown or not asked:
-        raise UserError(f"--collect {text}: choose from {','.join(known)} ({family})")
+    collectable = (*kinds, *inside)
+    named_kinds = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [part for part in named_kinds if part not in collectable]
+    if unknown or not named_kinds:
+        raise UserError(f"--collect {text}: choose from {','.join(collectable)} ({family})")
     for kind, (needed, why) in (dict.fromkeys(inside, ("fisher", "are tried out with the metric")) | NEEDS).items():
-        if kind in asked and needed not in asked:
+        if kind in named_kinds and needed not in named_kinds:
             raise UserError(f"--collect {text}: {kind} {why}, add {needed}")
-    return [kind for kind in known if kind in asked or kind == "moments"]
+    return [kind for kind in collectable if kind in named_kinds or kind == "moments"]

@@ -69,7 +69,7 @@ def compare(options: CompareOptions) -> "Comparison":
         source.checkpoint.check_finite()
     container = container_of(ours).unfactored
     rotated = rotated_as(ours, theirs, target, report)
-    found = block_comparison.compare(
+    comparison = block_comparison.compare(
         ModelView(beside, target, rotated, None if rotated is None else container, leaps),
         ModelView(ours, target, container=container),
         chosen,
@@ -78,6 +78,6 @@ def compare(options: CompareOptions) -> "Comparison":
         lens=options.lens,
     )
     if options.plot is not None:
-        title = f"{found.model.name} beside {found.reference.name}"
-        write_atomically(options.plot, print_page(title, [show_comparison(found)]))
-    return found
+        title = f"{comparison.model.name} beside {comparison.reference.name}"
+        write_atomically(options.plot, print_page(title, [show_comparison(comparison)]))
+    return comparison

@@ -203,17 +203,17 @@ def _check(options: EvaluateOptions) -> None:
         "--tasks": options.tasks is not None,
         "--generate": bool(options.generate),
     }
-    asked = [name for name, there in given.items() if there]
-    if len(asked) > 1 and options.images is not None:
-        raise UserError(f"{' and '.join(asked)}: a model reads either images or text; measure each by itself")
-    if not asked:
+    given_flags = [name for name, there in given.items() if there]
+    if len(given_flags) > 1 and options.images is not None:
+        raise UserError(f"{' and '.join(given_flags)}: a model reads either images or text; measure each by itself")
+    if not given_flags:
         raise UserError("evaluate needs --text FILE, --images DIR for a vision model, --tasks, or --generate PROMPT")
     if options.text and options.window is None:
         raise UserError(
             "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
         )
     if not options.text and options.window is not None:
-        raise UserError(f"--window goes with --text, not with {asked[0]}")
+        raise UserError(f"--window goes with --text, not with {given_flags[0]}")
     if options.tasks is not None:
         _check_tasks(options)
 

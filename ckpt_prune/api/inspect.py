@@ -23,7 +23,7 @@ def inspect(options: InspectOptions) -> "Description":
     nothing but a config.json is enough. If MODEL's family has no description, the output says which family it is like,
     what differs, and which description to start from.
     """
-    wanted = _numbers(options.ratios)
+    ratios = _numbers(options.ratios)
     if options.recipe is not None:
         check_recipe(options.recipe)
     check_supported(options.model, options.family, options.part, unknown=True)
@@ -51,12 +51,12 @@ def inspect(options: InspectOptions) -> "Description":
             check_model_type(checkpoint.config)
             return describe_unknown(checkpoint.path, checkpoint.config)
     return describe(
-        checkpoint, weights=not config_only, recipe=options.recipe, ratios=wanted, sparsity=options.sparsity
+        checkpoint, weights=not config_only, recipe=options.recipe, ratios=ratios, sparsity=options.sparsity
     )
 
 
 def _numbers(text: str | None) -> list[float]:
-    found = []
+    ratios = []
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         try:
             value = float(parse_ratio(part))
@@ -64,5 +64,5 @@ def _numbers(text: str | None) -> list[float]:
             raise UserError(f"--ratio {part}: expected numbers, for example 0.1,0.2,0.3") from None
         if not 0 <= value < 1:
             raise UserError(f"--ratio {part}: a ratio is in [0, 1){suggest_percentage(value)}")
-        found.append(value)
-    return found
+        ratios.append(value)
+    return ratios

@@ -59,10 +59,10 @@ def time_output(report: "Report", job: "Job", out: Path, say: Notices, *, trust:
             for each in (folder, out)
         ]
         dense, ours = time_fastest(timers, choose_timed_workload(folder, size.timed, trust=trust), "timing the output")
-        found = latency.model_copy(update={"measured_dense": dense / 1e6, "measured": ours / 1e6})
-        whole = report.model_copy(update={"latency": found})
-        replace_record(out, whole)
-        return whole
+        timed = latency.model_copy(update={"measured_dense": dense / 1e6, "measured": ours / 1e6})
+        timed_report = report.model_copy(update={"latency": timed})
+        replace_record(out, timed_report)
+        return timed_report
 
     try:
         return process_group().once(measure)

@@ -74,27 +74,27 @@ class ComparedPlan:
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints; the size of the dense model stands there once for all."""
         names = ("container", "errors", "held_out", "divergence", "messages")
-        rest = {name: getattr(self, name) for name in names}
-        return {"recipe": self.recipe, "after": self.after.model_dump(), **rest}
+        figures = {name: getattr(self, name) for name in names}
+        return {"recipe": self.recipe, "after": self.after.model_dump(), **figures}
 
 
 def compared_plan(planned: Planned) -> ComparedPlan:
     from ckpt_prune.model.spaces import first_expert_spaces
     from ckpt_prune.stages.spaces.show import mean_errors, mean_held_out
 
-    made = planned.plan
+    plan = planned.plan
     spaces = {
-        space: [site for site in made.sites if site.space == space] for space in first_expert_spaces(made.recipe.spaces)
+        space: [site for site in plan.sites if site.space == space] for space in first_expert_spaces(plan.recipe.spaces)
     }
     errors = {space: None if (pair := mean_errors(sites)) is None else pair[1] for space, sites in spaces.items()}
     return ComparedPlan(
-        made.recipe.name,
-        made.before,
-        made.after,
-        "remote code" if made.container == "remote" else made.container,
+        plan.recipe.name,
+        plan.before,
+        plan.after,
+        "remote code" if plan.container == "remote" else plan.container,
         errors,
         {space: mean_held_out(sites) for space, sites in spaces.items()},
-        made.divergence,
+        plan.divergence,
         planned.messages,
     )
 
@@ -141,8 +141,8 @@ def plan(options: PlanOptions) -> Planned:
     if (warning := small_share_line(options.sizes)) is not None:
         say(warning)
     shifting = None if options.test is None else Shifting(settled, Statistics(options.test))
-    made = make_plan(settled, shifting)
+    new_plan = make_plan(settled, shifting)
     if options.output is not None:
         check_plan_place(options.output, overwrite=options.overwrite)  # planning takes time
-        write_atomically(options.output, made.to_json())
-    return Planned(made, settled, options.output, shifting)
+        write_atomically(options.output, new_plan.to_json())
+    return Planned(new_plan, settled, options.output, shifting)

@@ -57,17 +57,17 @@ def push(options: PushOptions) -> Pushed:
     from ckpt_prune.hub.outputs import find_output_files, find_removed, make_card
     from ckpt_prune.hub.repository import find_repository
 
-    own = find_output_files(Path(options.folder))
+    output = find_output_files(Path(options.folder))
     place = find_repository(options.repo, public=options.public)
-    removed = find_removed(place, own, overwrite=options.overwrite)
-    card = make_card(own, place.repo, options)
-    found = verify(own.folder, progress=options.progress)
-    failed = next((check for check in found.checks if check.passed is False), None)
+    removed = find_removed(place, output, overwrite=options.overwrite)
+    card = make_card(output, place.repo, options)
+    verification = verify(output.folder, progress=options.progress)
+    failed = next((check for check in verification.checks if check.passed is False), None)
     if failed is not None:
-        raise UserError(f"{own.folder} is not whole ({failed.name}: {failed.detail}), so nothing was pushed")
-    sizes = {name: len(card) if name == CARD else own.bytes(name) for name in own.files}
-    pushed = Pushed(place.repo, options.public, sizes, removed, own.left_out)
-    return pushed if options.dry_run else _sent(pushed, place, own, card)
+        raise UserError(f"{output.folder} is not whole ({failed.name}: {failed.detail}), so nothing was pushed")
+    sizes = {name: len(card) if name == CARD else output.bytes(name) for name in output.files}
+    pushed = Pushed(place.repo, options.public, sizes, removed, output.left_out)
+    return pushed if options.dry_run else _sent(pushed, place, output, card)
 
 
 def _sent(pushed: Pushed, place: "Repository", own: "OutputFiles", card: bytes) -> Pushed:
@@ -79,6 +79,6 @@ def _sent(pushed: Pushed, place: "Repository", own: "OutputFiles", card: bytes) 
         name: card if name == CARD else own.folder / name if size > _READ else (own.folder / name).read_bytes()
         for name, size in pushed.files.items()
     }
-    said = f"Made by ckpt_prune {__version__}"
-    done = commit(place, files, remove=pushed.removed, message=said, unchanged=own.check_unchanged)
+    message = f"Made by ckpt_prune {__version__}"
+    done = commit(place, files, remove=pushed.removed, message=message, unchanged=own.check_unchanged)
     return replace(pushed, url=done.url, commit=done.oid)

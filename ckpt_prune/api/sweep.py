@@ -75,9 +75,9 @@ class Sweep:
             {"ratio": own.ratio, "gone": own.gone, **own.after.model_dump(), "divergence": own.divergence}
             for own in self.depth
         ]
-        found = {"recipe": self.recipe, "before": self.before.model_dump(), "points": rows, "depth": blocks}
-        found |= {"messages": list(self.notes)} if self.notes else {}
-        return found if self.measured is None else found | {"measured": self.measured}
+        values = {"recipe": self.recipe, "before": self.before.model_dump(), "points": rows, "depth": blocks}
+        values |= {"messages": list(self.notes)} if self.notes else {}
+        return values if self.measured is None else values | {"measured": self.measured}
 
 
 @takes(SweepOptions)
@@ -123,8 +123,8 @@ def _recipe_at(given: str, options: dict[str, Any]) -> "Recipe":
     from ckpt_prune.runner.read_recipe import recipe_of
 
     try:
-        own = {name: value for name, value in options.items() if name not in OF_DATA}
-        return recipe_of(check_options(PlanOptions, own))[1]
+        plan_options = {name: value for name, value in options.items() if name not in OF_DATA}
+        return recipe_of(check_options(PlanOptions, plan_options))[1]
     except UserError as error:
         raise UserError(f"--sweep {given}: {re.sub('^--(set|ratio [^:]*): ', '', str(error))}") from error
 

@@ -68,9 +68,9 @@ class PointMeasurer:
             raise UserError(f"--evaluate-samples {self.samples}: at least one is needed")
         if self.images is not None:
             return
-        asked = check_options(EvaluationOptions, {"text": self.data, "window": self.window})
-        check_texts(asked.text)
-        if asked.window is None:
+        evaluation = check_options(EvaluationOptions, {"text": self.data, "window": self.window})
+        check_texts(evaluation.text)
+        if evaluation.window is None:
             raise UserError("--evaluate needs --window: perplexities of different windows cannot be compared")
 
     def foresee(self, values: Sequence[float | str]) -> None:
@@ -79,9 +79,9 @@ class PointMeasurer:
         from ckpt_prune.runner.run_job import check_job
 
         for value in values:
-            told = prune(**self.at(value) | {"progress": False}, dry_run=True)
-            assert told.settled is not None
-            check_job(told.settled.job)  # a dry run needs no data
+            dry_run = prune(**self.at(value) | {"progress": False}, dry_run=True)
+            assert dry_run.settled is not None
+            check_job(dry_run.settled.job)  # a dry run needs no data
 
     def each(self, key: str, values: Sequence[float | str]) -> Iterator[tuple["Pruned", Scores]]:
         """Yield the result at every value, and print the value before."""
@@ -113,8 +113,8 @@ def _scores(result: "Result") -> Scores:
     assert result.reference is not None
     if isinstance(result, AccuracyResult):
         metric, on, own = "top1", f"{result.score.images} images", result.score.top1
-        known = result.reference.top1
-        dense = "top-1 (no labels)" if known is None else f"top-1 (dense: {known:.1%})"
+        dense_top1 = result.reference.top1
+        dense = "top-1 (no labels)" if dense_top1 is None else f"top-1 (dense: {dense_top1:.1%})"
     else:
         metric, on = "masked_perplexity", f"{result.score.tokens} masked tokens"
         if isinstance(result, PerplexityResult):

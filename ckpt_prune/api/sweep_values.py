@@ -27,18 +27,18 @@ def asked_values(text: str) -> tuple[str, list[float | str]]:
         return RATIO, [*_ratios(values)]
     if not key or not values:
         raise UserError(f"--sweep {text}: expected FROM:TO:STEP, or KEY=A,B,C or KEY=FROM:TO:STEP of a recipe's key")
-    found: list[float | str] = []
+    points: list[float | str] = []
     if values.count(":") == 2:
-        found += _steps(text, values, f"--sweep {text}: values go up, in at most {MOST} steps")
+        points += _steps(text, values, f"--sweep {text}: values go up, in at most {MOST} steps")
     else:
-        found += [_number(part.strip()) for part in values.split(",")]
+        points += [_number(part.strip()) for part in values.split(",")]
     if key in OF_DATA:
-        found = [int(each) if isinstance(each, float) and each.is_integer() else each for each in found]
-    if len(set(found)) < len(found):
+        points = [int(each) if isinstance(each, float) and each.is_integer() else each for each in points]
+    if len(set(points)) < len(points):
         raise UserError(f"--sweep {text}: one value is given twice")
-    if key == RATIO and not all(isinstance(value, float) for value in found):
+    if key == RATIO and not all(isinstance(value, float) for value in points):
         raise UserError(f"--sweep {text}: ratios are numbers")
-    return key, found
+    return key, points
 
 
 def _number(text: str) -> float | str:
@@ -64,7 +64,7 @@ def _steps(text: str, values: str, refusal: str) -> list[float]:
 
 def _ratios(text: str) -> list[float]:
     refusal = f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most {MOST} steps"
-    found = _steps(text, text, refusal)
-    if not (found[0] >= 0 and found[-1] < 1):
+    ratios = _steps(text, text, refusal)
+    if not (ratios[0] >= 0 and ratios[-1] < 1):
         raise UserError(refusal)
-    return found
+    return ratios

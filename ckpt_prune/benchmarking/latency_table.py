@@ -191,8 +191,8 @@ def _measure_table(
         narrow = _split_rest_and_block(whole, part, blocks, few)
         stream = _time_stream(width, width - kept, (rest, block), narrow)
     table = LatencyTable(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=least, told=0.0)
-    told = table.latencies.narrow(kept).at(model.units, [everything] * few)
-    return table.model_copy(update={"told": float(told)})
+    foretold = table.latencies.narrow(kept).at(model.units, [everything] * few)
+    return table.model_copy(update={"told": float(foretold)})
 
 
 def _split_rest_and_block(whole: float, part: float, blocks: int, few: int) -> tuple[float, float]:
@@ -222,9 +222,13 @@ def _bound_units(units: dict[str, float], block: float, counts: dict[str, int]) 
 
 def _count_timed_blocks(model: Model) -> int:
     """All blocks, or as many as fit, but two if there are two."""
-    whole = 4 * cost_of(model).parameters
-    one = whole - 4 * cost_of(shorten_model(model, range(1, model.blocks))).parameters if model.blocks > 1 else whole
-    fit = int((MOST_BYTES - (whole - model.blocks * one)) // max(one, 1))
+    model_bytes = 4 * cost_of(model).parameters
+    one = (
+        model_bytes - 4 * cost_of(shorten_model(model, range(1, model.blocks))).parameters
+        if model.blocks > 1
+        else model_bytes
+    )
+    fit = int((MOST_BYTES - (model_bytes - model.blocks * one)) // max(one, 1))
     return max(min(2, model.blocks), min(model.blocks, fit))
 
 
@@ -242,12 +246,12 @@ def build_variant(model: Model, variant: Variant, half: HalfStream | None = None
     config = parse_config(container.config)
     with skip_initialisation():
         if container.remote_class is not None:
-            made: Any = remote_model_class(container.remote_class)(with_block_facts(config, container.remote_class))
+            built: Any = remote_model_class(container.remote_class)(with_block_facts(config, container.remote_class))
         else:
-            made = getattr(transformers, container.architecture or short.family.architecture)(config)
-    made.tie_weights()
+            built = getattr(transformers, container.architecture or short.family.architecture)(config)
+    built.tie_weights()
     generator = torch.Generator().manual_seed(0)
-    module: nn.Module = made.float().eval()
+    module: nn.Module = built.float().eval()
     for parameter in module.parameters():
         parameter.data.uniform_(-0.02, 0.02, generator=generator)
     return module

@@ -169,13 +169,13 @@ def _list_participants(
     for model in models:
         name = (model.label, model.name)
         if model.checkpoint is not None:
-            own = Participant(
+            participant = Participant(
                 *name, "PyTorch", str(model.folder), device, threads, dtype, options.trust_remote_code, spread
             )
-            in_torch.append(own)
+            in_torch.append(participant)
             if options.two_four:
                 if (reason := why_not_two_four(model.checkpoint, device, options.dtype)) is None:
-                    packed.append(replace(own, runtime="PyTorch 2:4"))
+                    packed.append(replace(participant, runtime="PyTorch 2:4"))
                 else:
                     say(f"{model.name} is not timed with 2:4: {reason}")
         if uses_onnx and model.manifest is not None:

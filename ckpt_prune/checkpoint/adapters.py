@@ -45,8 +45,8 @@ def base_of_adapter(folder: Path) -> str:
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{folder / ADAPTER_CONFIG} names no base model: put its folder into base_model_name_or_path")
-    beside = folder / base
-    return str(beside) if not Path(base).exists() and (beside / "config.json").is_file() else base
+    sibling = folder / base
+    return str(sibling) if not Path(base).exists() and (sibling / "config.json").is_file() else base
 
 
 def attach_adapter(folder: Path, base: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -97,9 +97,9 @@ def attach_adapter(folder: Path, base: Path, tensors: Mapping[str, TensorInfo]) 
 def _find_weight(module: str, tensors: Mapping[str, TensorInfo]) -> str | None:
     """Return the weight of a module. A file may leave out the prefix that the class with a head adds, or have it."""
     name = f"{module}.weight"
-    found = [each for each in tensors if each == name or name.endswith(f".{each}") or each.endswith(f".{name}")]
-    found = [name] if name in found else found
-    return found[0] if len(found) == 1 and len(tensors[found[0]].shape) == 2 else None
+    matches = [each for each in tensors if each == name or name.endswith(f".{each}") or each.endswith(f".{name}")]
+    matches = [name] if name in matches else matches
+    return matches[0] if len(matches) == 1 and len(tensors[matches[0]].shape) == 2 else None
 
 
 def _number(config: Mapping[str, Any], key: str, module: str, folder: Path) -> int | float:

@@ -323,9 +323,9 @@ class Checkpoint:
         absent = {key for key, value in self.stated.items() if value is None}
         config = {key: value for key, value in {**self.config, **self.stated}.items() if key not in absent}
         tensors = [info for name, info in self.stored.items() if name not in self.copies]
-        rest = () if self.within is None else self.within.rest.values()
+        other_parts = () if self.within is None else self.within.rest.values()
         left_out = (*self.ignored.values(), *self.shadowed.values())
-        return checkpoint_fingerprint(self.path, config, [*tensors, *left_out, *rest])
+        return checkpoint_fingerprint(self.path, config, [*tensors, *left_out, *other_parts])
 
 
 def read_tensors(folder: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:

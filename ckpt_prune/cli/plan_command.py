@@ -55,11 +55,11 @@ def _refuse_data(recipes: Sequence[str], options: dict[str, Any]) -> None:
     """Say what a plan is made from, to a user who comes from `prune --text`; or that the recipe has no plan."""
     from ckpt_prune.runner.read_recipe import recipe_of
 
-    wanted = [recipe_of(check_options(PlanOptions, options | {"recipe": each})) for each in recipes or (None,)]
+    recipe_pairs = [recipe_of(check_options(PlanOptions, options | {"recipe": each})) for each in recipes or (None,)]
 
     from ckpt_prune.runner.plan import check_plannable
 
-    for _, recipe in wanted:
+    for _, recipe in recipe_pairs:
         check_plannable(recipe)
     raise UserError(
         "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) "

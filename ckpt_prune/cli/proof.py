@@ -11,21 +11,21 @@ from ckpt_prune.show.terminal import print_table
 
 def exported_lines(exported: Exported) -> list[str]:
     """Return the lines about an export. Those of a table come as one element."""
-    found = [] if exported.validation is None else proof_lines(exported.validation)
+    lines = [] if exported.validation is None else proof_lines(exported.validation)
     if exported.manifest is None:
         wrong = [each for each in exported.validation.graphs if not each.passed] if exported.validation else []
         lost = all(each.max_loss is not None for each in wrong)
         why = "loses more than is allowed" if lost else "does not compute what the model does"
-        return [*found, f"the graph {why}: nothing is written to {exported.path}"]
+        return [*lines, f"the graph {why}: nothing is written to {exported.path}"]
     what = exported.manifest
     cache = ", with cache" if what.cached else ""
     if exported.validation is None:
-        found.append("not compared with PyTorch: `ckpt-prune validate` does it")
+        lines.append("not compared with PyTorch: `ckpt-prune validate` does it")
     for each in what.graphs:
         size = human_bytes(exported.bytes[each.dtype])
-        found += [] if each.quantization is None else rounding_lines(each.quantization)
-        found.append(f"{what.task}{cache}, {each.dtype}, opset {each.opset}, {size}: written to {exported.path}")
-    return found
+        lines += [] if each.quantization is None else rounding_lines(each.quantization)
+        lines.append(f"{what.task}{cache}, {each.dtype}, opset {each.opset}, {size}: written to {exported.path}")
+    return lines
 
 
 def rounding_lines(record: Quantization) -> list[str]:
@@ -73,8 +73,8 @@ def graph_lines(validation: Validation) -> list[str]:
         where = "" if metric.against is None else f" of {metric.against}"
         rounded = _alike(metric) if validation.max_loss is not None or metric.against is not None else ""
         if metric.name in ("agreement", "cosine"):
-            beside = f" with PyTorch{where}" if where else ""
-            lines.append(f"{metric.name}{beside} {show(metric.onnxruntime)} ({metric.of}){rounded}{failed}")
+            place = f" with PyTorch{where}" if where else ""
+            lines.append(f"{metric.name}{place} {show(metric.onnxruntime)} ({metric.of}){rounded}{failed}")
         else:
             ours, theirs = show(metric.onnxruntime), show(metric.pytorch)
             lines.append(
@@ -87,12 +87,12 @@ def graph_lines(validation: Validation) -> list[str]:
     lines.append(f"compared on: {validation.data.get('what', 'noise')}")
     verdict = "agrees" if validation.passed else "does NOT agree"
     kind = "of another tool" if validation.dtype is None else validation.dtype
-    held = (
+    verdict_words = (
         f"tolerance {validation.tolerance:g} of the largest output"
         if validation.max_loss is None
         else f"{100 * validation.max_loss:.4g}% of the metric may be lost"
     )
-    lines.append(f"the graph {verdict} with {validation.against.name} ({kind}, {validation.provider}, {held})")
+    lines.append(f"the graph {verdict} with {validation.against.name} ({kind}, {validation.provider}, {verdict_words})")
     return lines
 
 

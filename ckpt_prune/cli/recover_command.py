@@ -12,10 +12,10 @@ def _show(recovered: Recovered, options: dict[str, Any]) -> None:
     from ckpt_prune.show.terminal import print_table, section_lines
     from ckpt_prune.stages.recovery.show import sections
 
-    found = sections(recovered.report)
+    shown_sections = sections(recovered.report)
     if options.get("method", "laco") == "laco":
-        click.echo(print_table(found[0].details[0]))
-    for line in (*section_lines(found), f"written to {recovered.path}"):
+        click.echo(print_table(shown_sections[0].details[0]))
+    for line in (*section_lines(shown_sections), f"written to {recovered.path}"):
         click.echo(line)
 
 

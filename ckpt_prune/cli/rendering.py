@@ -131,8 +131,12 @@ def container_line(prepared: Prepared) -> str:
 
 def plan_legend(model: Model, sites: Sequence[SiteRecord], *, language: bool) -> Iterable[str]:
     """Explain the columns of a plan that hold a number; for a language model, say what errors mean for perplexity."""
-    known = first_expert_spaces(model.family.spaces)
-    named = {site.space: model.family.spaces[known[site.space]].unit for site in sites if site.space in known}
+    spaces_by_name = first_expert_spaces(model.family.spaces)
+    named = {
+        site.space: model.family.spaces[spaces_by_name[site.space]].unit
+        for site in sites
+        if site.space in spaces_by_name
+    }
     units = ", ".join(f"{space}: {unit}s" for space, unit in named.items())
     yield f"kept: units that stay, of those there are ({units})"
     if any(site.error_uncompensated is not None for site in sites):

@@ -49,8 +49,8 @@ def _vit_of_mae(checkpoint: Checkpoint) -> StockCheckpoint:
 
     The autoencoder orders patches differently, which makes no difference to a transformer without a mask.
     """
-    known = set(ViTConfig().to_dict()) - {"transformers_version", "architectures", "model_type"}
-    config: dict[str, Any] = {key: value for key, value in checkpoint.config.items() if key in known}
+    vit_keys = set(ViTConfig().to_dict()) - {"transformers_version", "architectures", "model_type"}
+    config: dict[str, Any] = {key: value for key, value in checkpoint.config.items() if key in vit_keys}
     config |= {"model_type": "vit", "architectures": ["ViTModel"]}
     tensors, left_out = {}, 0
     for name, info in checkpoint.tensors.items():

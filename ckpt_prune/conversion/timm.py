@@ -86,8 +86,8 @@ class _Source:
             if pool not in (None, "token"):
                 raise UserError(f"{path} pools its tokens by global_pool {pool!r}, where ViT reads the class token")
         data = config.get("pretrained_cfg")
-        known = isinstance(data, dict) and all(_is_three(data.get(key)) for key in ("input_size", "mean", "std"))
-        if not isinstance(data, dict) or not known:
+        is_complete = isinstance(data, dict) and all(_is_three(data.get(key)) for key in ("input_size", "mean", "std"))
+        if not isinstance(data, dict) or not is_complete:
             raise UserError(
                 f"{path}: config.json has no pretrained_cfg with input_size, mean and std, three numbers each"
             )
@@ -267,8 +267,8 @@ class _Renamer:
             rows, *rest = source.shape(fused)
             for place, name in enumerate(("query", "key", "value")):
                 part = slice(place * rows // 3, (place + 1) * rows // 3)
-                made = self._new([fused], (rows // 3, *rest), lambda own, part=part: own[part])
-                self._put(f"{new}attention.attention.{name}.{kind}", fused, made)
+                projection = self._new([fused], (rows // 3, *rest), lambda own, part=part: own[part])
+                self._put(f"{new}attention.attention.{name}.{kind}", fused, projection)
 
     def _absorb_scale(self, block: str, module: str, kind: str) -> NewTensor | None:
         """A projection with its layer scale absorbed; None if it has none."""

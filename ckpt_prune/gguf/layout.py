@@ -162,8 +162,8 @@ class Source:
 
     def check_heads(self) -> None:
         """Refuse blocks whose heads are not as many as config.json says: they have other rows."""
-        own = (self.model.checkpoint.config.get("per_layer_config") or {}).items()
-        stated = {int(name): values for name, values in own if name.isdigit()}
+        block_configs = (self.model.checkpoint.config.get("per_layer_config") or {}).items()
+        stated = {int(name): values for name, values in block_configs if name.isdigit()}
         for index, shape in enumerate(self.shapes):
             values: Mapping[str, Any] = stated.get(index, {})
             if shape.heads != values.get("num_attention_heads", self.value("num_attention_heads")):
@@ -274,8 +274,8 @@ def _choose(model: Model, kind: GgufType | None) -> Layout:
     model_type = str(model.checkpoint.config["model_type"])
     candidates = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type]
     if not candidates:
-        known = ", ".join(sorted({each.model_type for each in ARCHITECTURES}))
-        raise CannotMapError(f"{model_type} is not written as GGUF; these are: {known}")
+        supported = ", ".join(sorted({each.model_type for each in ARCHITECTURES}))
+        raise CannotMapError(f"{model_type} is not written as GGUF; these are: {supported}")
     reasons: list[str] = []
     alike = len(set(source.shapes)) == 1
     # Rather an architecture that takes blocks as they are than one that needs zeros.

@@ -140,14 +140,14 @@ def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
     ids, logs, actual = [], [], []
     for window in task.windows:
         for position in task.positions:
-            found = _predict(server, window[:position], TOP, plain)
-            ids.append([each["id"] for each in found])
-            logs.append([each["logprob"] for each in found])
-            known = dict(zip(ids[-1], logs[-1], strict=True))
-            if window[position] not in known:
+            predictions = _predict(server, window[:position], TOP, plain)
+            ids.append([each["id"] for each in predictions])
+            logs.append([each["logprob"] for each in predictions])
+            log_probabilities = dict(zip(ids[-1], logs[-1], strict=True))
+            if window[position] not in log_probabilities:
                 every = _predict(server, window[:position], 2**30, plain)
-                known = {each["id"]: each["logprob"] for each in every}
-            actual.append(known[window[position]])
+                log_probabilities = {each["id"]: each["logprob"] for each in every}
+            actual.append(log_probabilities[window[position]])
     speeds = {"prompt_per_second": 0.0, "predicted_per_second": 0.0}
     if task.generate:
         prompt = task.windows[0][: task.context - task.generate]

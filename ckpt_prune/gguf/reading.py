@@ -52,12 +52,12 @@ class GgufFile:
 
     def value(self, key: str, kind: type) -> Any:
         """A value that the file must have."""
-        found = self.values.get(key)
-        if kind is float and isinstance(found, int) and not isinstance(found, bool):
-            found = float(found)
-        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-            raise UserError(f"{self.path}: {key} is {str(found)[:60]!r}, not {kind.__name__}")
-        return found
+        entry = self.values.get(key)
+        if kind is float and isinstance(entry, int) and not isinstance(entry, bool):
+            entry = float(entry)
+        if not isinstance(entry, kind) or (kind is int and isinstance(entry, bool)):
+            raise UserError(f"{self.path}: {key} is {str(entry)[:60]!r}, not {kind.__name__}")
+        return entry
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in float32."""

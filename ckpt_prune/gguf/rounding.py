@@ -55,8 +55,8 @@ def run_program(plain: Path, rounded: Path, chosen: GgufType) -> None:
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         telling = [line for line in lines if re.search(r"error|failed|assert|invalid", line, re.IGNORECASE)]
-        said = (telling or lines or ["it said nothing"])[-1]
-        raise UserError(f"{_PROGRAM} cannot write {chosen}: {said[:300]} (exit code {done.returncode})")
+        last_line = (telling or lines or ["it said nothing"])[-1]
+        raise UserError(f"{_PROGRAM} cannot write {chosen}: {last_line[:300]} (exit code {done.returncode})")
 
 
 def encode(name: str, tensor: Tensor, kind: Kind) -> Iterator[Array]:
@@ -92,10 +92,10 @@ def _keep_steps(rows: Array) -> Array | None:
 
     gguf-py would find the steps again only in blocks that reach code -8.
     """
-    found = find_steps(rows.reshape(-1, 32))
-    if found is None:
+    grid = find_steps(rows.reshape(-1, 32))
+    if grid is None:
         return None
-    steps, codes = found
+    steps, codes = grid
     fields = (codes + 8).astype(np.uint8)
     packed = [steps[:, None].astype(np.float16).view(np.uint8), fields[:, :16] | (fields[:, 16:] << 4)]
     return np.concatenate(packed, axis=1).reshape(len(rows), -1)
@@ -114,11 +114,11 @@ def _by_llama_cpp(rows: Array, kind: Kind) -> Array:
 @cache
 def _rounder() -> Callable[..., int] | None:
     """Return ggml's function of xllamacpp's library; None if it is not installed, or keeps it to itself."""
-    found = find_spec("xllamacpp.xllamacpp") if find_spec("xllamacpp") is not None else None
-    if found is None or found.origin is None:
+    library = find_spec("xllamacpp.xllamacpp") if find_spec("xllamacpp") is not None else None
+    if library is None or library.origin is None:
         return None
     try:
-        function = ctypes.CDLL(found.origin).ggml_quantize_chunk
+        function = ctypes.CDLL(library.origin).ggml_quantize_chunk
     except (OSError, AttributeError):
         return None
     number, data = ctypes.c_int64, ctypes.c_void_p

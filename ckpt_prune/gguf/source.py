@@ -87,13 +87,13 @@ def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _architecture(file: GgufFile) -> Architecture:
     name = file.value("general.architecture", str)
-    found = next((each for each in (*ARCHITECTURES, *DIFFERENT) if each.name == name), None)
-    if found is None:
-        known = ", ".join(sorted({each.name for each in (*ARCHITECTURES, *DIFFERENT)}))
-        raise UserError(f"{file.path}: GGUF files of {name[:60]} are not converted; of these they are: {known}")
+    architecture = next((each for each in (*ARCHITECTURES, *DIFFERENT) if each.name == name), None)
+    if architecture is None:
+        convertible = ", ".join(sorted({each.name for each in (*ARCHITECTURES, *DIFFERENT)}))
+        raise UserError(f"{file.path}: GGUF files of {name[:60]} are not converted; of these they are: {convertible}")
     if name == "openelm":
         raise UserError(f"{file.path}: openelm is not converted: prune the checkpoint that the file was made from")
-    return found
+    return architecture
 
 
 def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:

@@ -124,16 +124,21 @@ def _content(tokenizer: Mapping[str, Any], rows: int, where: Path) -> dict[str, 
         ]
         own_text = {vocabulary[index] for index, kind in types.items() if kind == NORMAL}
         scores = _scores(sorted(own_text, key=model["vocab"].__getitem__), merges)
-        own = {
+        content = {
             "model": "llama",
             "pre": "default",
             "add_space_prefix": _puts_space_first(tokenizer, where),
             "scores": [_score(types.get(i), scores.get(token, 0.0)) for i, token in enumerate(tokens)],
         }
     else:
-        own = {"model": "gpt2", "pre": _pre_tokenizer(tokenizer, where), "add_space_prefix": False, "merges": merges}
-    own |= {"tokens": tokens, "token_type": [types.get(index, UNUSED) for index in range(rows)]}
-    return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
+        content = {
+            "model": "gpt2",
+            "pre": _pre_tokenizer(tokenizer, where),
+            "add_space_prefix": False,
+            "merges": merges,
+        }
+    content |= {"tokens": tokens, "token_type": [types.get(index, UNUSED) for index in range(rows)]}
+    return {f"tokenizer.ggml.{key}": value for key, value in content.items()}
 
 
 def _steps(step: Mapping[str, Any] | None, many: str) -> list[Mapping[str, Any]]:
@@ -236,10 +241,10 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> PreTrainedTokenizerF
     given = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
 
     def listed(key: str, kind: type) -> list[Any]:
-        found = given.get(key)
-        if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+        entries = given.get(key)
+        if not isinstance(entries, list) or not all(isinstance(each, kind) for each in entries):
             raise UserError(f"{where}: tokenizer.ggml.{key} is no list of {kind.__name__}; download it again")
-        return found
+        return entries
 
     model, pre = given.get("model"), given.get("pre")
     tokens, types = listed("tokens", str), listed("token_type", int)

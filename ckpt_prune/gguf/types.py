@@ -76,13 +76,13 @@ def kinds_of(layout: Layout, chosen: GgufType) -> tuple[dict[str, Kind], tuple[s
         if len(weight.shape) == 1 or "_norm." in name:
             kinds[name] = Kind.F32
             continue
-        wanted = kind = _wanted(layout, name, chosen)
-        for other in (_ELSE.get(wanted, wanted), Kind.F16):
+        chosen_kind = kind = _wanted(layout, name, chosen)
+        for other in (_ELSE.get(chosen_kind, chosen_kind), Kind.F16):
             if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
                 kind = other
         kinds[name] = kind
-        if kind != wanted:
-            changed[kind.name.lower(), wanted.name.lower()] += 1
+        if kind != chosen_kind:
+            changed[kind.name.lower(), chosen_kind.name.lower()] += 1
             rows.add(weight.shape[-1])
     if not changed:
         return kinds, ()
