@@ -9,6 +9,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.conversion.stock_checkpoint import NewTensor, StockCheckpoint
 from ckpt_prune.conversion.timm import vit_of_timm
 from ckpt_prune.model.containers.checking import check_shapes
+from ckpt_prune.model.containers.remote import carried_code
 from ckpt_prune.model.skeleton import stock_names
 from ckpt_prune.model.supported import is_timm
 
@@ -20,7 +21,8 @@ def stock_of_checkpoint(checkpoint: Checkpoint) -> StockCheckpoint:
             name: NewTensor.of(checkpoint, [name], info.stored_shape) for name, info in checkpoint.tensors.items()
         }
         notes = (f"{checkpoint.path} with the adapter merged",)
-        return StockCheckpoint.of(checkpoint, checkpoint.config, tensors, notes=notes)
+        code = carried_code(checkpoint.config, checkpoint.path)
+        return StockCheckpoint.of(checkpoint, checkpoint.config, tensors, texts=code, notes=notes)
     if is_timm(checkpoint.config):
         stock = vit_of_timm(checkpoint)
     elif checkpoint.config.get("model_type") == "vit_mae":

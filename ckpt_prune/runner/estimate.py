@@ -25,6 +25,7 @@ from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindows
 from ckpt_prune.measure.statistics.measurement import count_statistics_bytes
 from ckpt_prune.measure.streams.hidden_stream import TOKENS_PER_BATCH
+from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
@@ -137,7 +138,8 @@ def time_run(model: Model, device: torch.device, dtype: torch.dtype, samples: Sa
     if samples is None and family.modality != "text":
         return None
     one: Samples = TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long)) if samples is None else samples
-    view, block = ModelView(model, device), model.spaced_blocks.start
+    view = ModelView(model, device, container=container_of(model) if model.has_remote_code else None)
+    block = model.spaced_blocks.start
     count = min(len(one), max(1, TOKENS_PER_BATCH // one.tokens))
     stream, tensors = view.stream(SampleRange(one, 0, count), dtype), view.block(block)
     grams = dict.fromkeys(family.inputs, True)

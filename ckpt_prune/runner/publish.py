@@ -1,7 +1,6 @@
 """Write everything of an output but its tensors: config, record, model card, remote code, side files."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
-from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE
+from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE, read_code
 from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_rope
 from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.model.runtimes import MLX_FAMILIES, places, types_exported
@@ -64,9 +63,8 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
             if source.within is None and config["model_type"] in MLX_FAMILIES:
                 config, modules = config | {MLX_KEY: f"{MLX_MODULE}.py"}, [REMOTE_MODULE, MLX_MODULE]
         writer.write_json(CONFIG, config)
-        for module in modules:
-            code = files("ckpt_prune") / f"{module}.py"
-            writer.write_text(code.name, code.read_text(encoding="utf-8"))
+        for name, code in read_code(modules).items():
+            writer.write_text(name, code)
         for name in output.copied:
             writer.copy(source.path / name)
         for name, path in carried_files(source).items():

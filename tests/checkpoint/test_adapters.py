@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
 
 import ckpt_prune
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
@@ -167,3 +168,8 @@ def test_an_output_with_code_of_its_own_takes_adapters(tmp_path):
     ckpt_prune.convert(tmp_path / "adapter", output=tmp_path / "merged")
     assert torch.allclose(logits(tmp_path / "merged", ids), expected, atol=1e-5)
     assert not torch.allclose(logits(tmp_path / "out", ids), expected, atol=1e-2)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(theirs(ids).logits, expected, atol=1e-5)
+    for name in ("modeling_pruned.py", "mlx_pruned.py"):
+        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()

@@ -1,5 +1,6 @@
 """Remote code: what this tool writes, and what of it a config asks for."""
 
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,23 @@ BLOCKS_KEY = "ckpt_prune_blocks"
 def is_own_code(path: Path) -> bool:
     """Return True if a file of code has the bytes of this package's file of its name."""
     return path.read_bytes() == (files("ckpt_prune") / path.name).read_bytes()
+
+
+def carried_code(config: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Return the files of code that an output's config.json names, with their text; none of a stock output.
+
+    UserError if it asks for code that is not this tool's.
+    """
+    named = [REMOTE_MODULE] if remote_class(config, folder) else []
+    if named and config.get(MLX_KEY) == f"{MLX_MODULE}.py":
+        named.append(MLX_MODULE)
+    return read_code(named)
+
+
+def read_code(modules: Iterable[str]) -> dict[str, str]:
+    """Return the files of modules that outputs carry, with their text."""
+    code = [files("ckpt_prune") / f"{module}.py" for module in modules]
+    return {file.name: file.read_text(encoding="utf-8") for file in code}
 
 
 def remote_class(config: dict[str, Any], folder: Path) -> str | None:
