@@ -159,13 +159,13 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
 
 def _recipe(name: str, ratio: float | None) -> Recipe:
     file = locate_recipe(name)
-    found = load_recipe(file)
-    if found.has("mask"):
+    shown_recipe = load_recipe(file)
+    if shown_recipe.has("mask"):
         raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")
-    if found.changes_model:
-        what = "drops whole blocks" if found.has("depth") else "slices the residual stream"
+    if shown_recipe.changes_model:
+        what = "drops whole blocks" if shown_recipe.has("depth") else "slices the residual stream"
         raise UserError(f"recipe {name} {what}: `ckpt-prune prune --recipe {name} --dry-run` tells the size")
-    if found.size is not None and ratio is None:
+    if shown_recipe.size is not None and ratio is None:
         raise UserError(f"recipe {name} has a size, which `plan` finds the widths of: say --ratio")
     # In any container: the answer is a size, not a refusal.
     return load_recipe(file, ("container=any",), ratio)

@@ -42,15 +42,20 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
         flops += 2 * tokens * prod(shapes[embedding][1])
     cache = 0
     for block in range(model.blocks):
-        own = family.attention
-        if own.latent:
-            keys, mixed = _whole(shapes, model.tensor(block, own.key)), _whole(shapes, model.tensor(block, own.output))
+        attention = family.attention
+        if attention.latent:
+            keys, mixed = (
+                _whole(shapes, model.tensor(block, attention.key)),
+                _whole(shapes, model.tensor(block, attention.output)),
+            )
             flops += 2 * tokens**2 * (model.dimension("query_heads") * model.dimension("logits") + mixed[1][1])
             cache += keys[1][0] * keys[0].itemsize
             continue
-        queries, keys, values = (_whole(shapes, model.tensor(block, each)) for each in (own.query, own.key, own.value))
-        columns = _whole(shapes, model.tensor(block, own.output))[1][1]
-        fused = own.query == own.value
+        queries, keys, values = (
+            _whole(shapes, model.tensor(block, each)) for each in (attention.query, attention.key, attention.value)
+        )
+        columns = _whole(shapes, model.tensor(block, attention.output))[1][1]
+        fused = attention.query == attention.value
         # Two products of (T, T): scores over every query head's dimensions, and their product with the values.
         flops += 2 * tokens**2 * (columns if fused else queries[1][0]) + 2 * tokens**2 * columns
         kept = queries[1][0] - columns if fused else keys[1][0] + values[1][0]

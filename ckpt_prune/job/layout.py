@@ -102,8 +102,8 @@ def with_rest(checkpoint: Checkpoint, layout: Layout) -> tuple[Layout, dict[str,
     whole: Layout = {file: dict(tensors) for file, tensors in layout.items()}
     for name, info in within.rest.items():
         whole[info.file][OUTER + name] = (info.dtype, info.shape)
-    own = {name: within.on_disk(name) for tensors in layout.values() for name in tensors}
-    return whole, own | {OUTER + name: name for name in within.rest}
+    disk_names = {name: within.on_disk(name) for tensors in layout.values() for name in tensors}
+    return whole, disk_names | {OUTER + name: name for name in within.rest}
 
 
 def count_bytes(layout: Layout) -> int:

@@ -65,9 +65,9 @@ class ModelView:
     def stream(self, samples: Samples, dtype: torch.dtype, **options: Any) -> HiddenStream:
         """Return hidden states of samples at the first block; `options` as `HiddenStream` takes them."""
         if self.leaps is not None:
-            whole = self.leaps.whole
-            factory = BlockFactory(whole, device=self.device, dtype=dtype)
-            names, read = list(whole.checkpoint.tensors), whole.checkpoint.read
+            dense_model = self.leaps.whole
+            factory = BlockFactory(dense_model, device=self.device, dtype=dtype)
+            names, read = list(dense_model.checkpoint.tensors), dense_model.checkpoint.read
             return KeptBlockStream(factory, self.leaps, names, read, samples, **options)
         skeleton = None if self.container is None else self.container.skeleton()
         factory = BlockFactory(self.model, device=self.device, dtype=dtype, skeleton=skeleton)

@@ -101,10 +101,10 @@ class Prepared:
         recipe = self.recipe.at(self.model.family)
         if recipe.shares_stock and not self.model.has_remote_code:
             insisted = {name for name, own in recipe.spaces.items() if own.ratio is not None}
-            left = recipe.without(unprunable_spaces(self.model).keys() - insisted)
-            if left is not recipe:
-                object.__setattr__(self, "left_whole", tuple(recipe.spaces.keys() - left.spaces.keys()))
-                recipe = left
+            prunable = recipe.without(unprunable_spaces(self.model).keys() - insisted)
+            if prunable is not recipe:
+                object.__setattr__(self, "left_whole", tuple(recipe.spaces.keys() - prunable.spaces.keys()))
+                recipe = prunable
         object.__setattr__(self, "recipe", recipe)
 
     def __repr__(self) -> str:
@@ -168,9 +168,9 @@ class Prepared:
         """True if widths are known before anything is measured."""
         if self.recipe.changes_model:
             return False
-        known = self.statistics is not None or self.plan is not None or self.ranked is not None
-        known = known or not self.recipe.needs_moments
-        return known or (self.recipe.allocation == "uniform" and not self.recipe.decides_widths)
+        has_moments = self.statistics is not None or self.plan is not None or self.ranked is not None
+        has_moments = has_moments or not self.recipe.needs_moments
+        return has_moments or (self.recipe.allocation == "uniform" and not self.recipe.decides_widths)
 
     # ---- the output ------------------------------------------------------------------------------------------
 

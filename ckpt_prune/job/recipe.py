@@ -431,8 +431,8 @@ class Recipe(Strict):
 
     def ratio_of(self, space: SpaceName) -> float:
         """Return the share of units to drop in a space."""
-        own = self.spaces[space].ratio
-        return self.ratio if own is None else own
+        space_ratio = self.spaces[space].ratio
+        return self.ratio if space_ratio is None else space_ratio
 
     @property
     def digest(self) -> str:
@@ -467,9 +467,9 @@ class Recipe(Strict):
 
     def settings_of(self, space: SpaceName) -> SpaceSettings:
         """Return what the recipe says about a space, in the form that `SpaceKind` is asked in."""
-        own = self.spaces[space]
-        method, centred = own.compensation.method, bool(own.compensation.centre_keys)
-        return SpaceSettings(own.score, method, self.target, self.allocation == "least-error", centred)
+        settings = self.spaces[space]
+        method, centred = settings.compensation.method, bool(settings.compensation.centre_keys)
+        return SpaceSettings(settings.score, method, self.target, self.allocation == "least-error", centred)
 
     def measures_more(self, space: SpaceName) -> bool:
         return kind_of(space).measures_more(self.settings_of(space))

@@ -80,11 +80,11 @@ class Run:
         note = process_group().once(lambda: None if self.journal is None else self.journal.notes.get(entry))
         if note is not None:
             return kind.model_validate(note)
-        made = make()
+        record = make()
         if self.journal is not None:
             with disk_failures(self.journal.folder):
-                self.journal.record(entry, note=made.model_dump(mode="json"))
-        return made
+                self.journal.record(entry, note=record.model_dump(mode="json"))
+        return record
 
     def open_store(self, prepared: Prepared) -> BlockStore:
         """Lay out the files of the output in the staging folder."""

@@ -264,16 +264,16 @@ def asked_size(given: Mapping[str, str | None], ratio: float | None) -> dict[str
         given: kind → size, as options have them.
         ratio: of --ratio.
     """
-    asked = {kind: text for kind, text in given.items() if text is not None}
-    named = [*(f"--target-{kind}" for kind in asked), *(["--ratio"] if ratio is not None else [])]
-    if asked and len(named) > 1:
+    sizes = {kind: text for kind, text in given.items() if text is not None}
+    named = [*(f"--target-{kind}" for kind in sizes), *(["--ratio"] if ratio is not None else [])]
+    if sizes and len(named) > 1:
         raise UserError(f"{named[0]} and {named[1]} both say how much goes: give one")
-    for kind, text in asked.items():
+    for kind, text in sizes.items():
         try:
             parse_size(kind, text)  # type: ignore[arg-type]
         except ValueError as error:
             raise UserError(f"--target-{kind} {text}: {error}") from error
-    return asked or None
+    return sizes or None
 
 
 def small_share_line(sizes: Mapping[str, str | None]) -> str | None:

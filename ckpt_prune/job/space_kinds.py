@@ -154,5 +154,5 @@ FITS_LOGITS: tuple[str, ...] = tuple(name for name in LOGIT_METHODS if name != "
 
 
 def kind_of(space: SpaceName) -> SpaceKind:
-    known = recipe_space(space)
-    return _BESIDE if known in BESIDE and ENDS[known] == "columns" else KINDS[ENDS[known]]
+    space_name = recipe_space(space)
+    return _BESIDE if space_name in BESIDE and ENDS[space_name] == "columns" else KINDS[ENDS[space_name]]

@@ -101,8 +101,8 @@ def known_composites() -> tuple[str, ...]:
 def load_composite(model_type: str) -> Composite:
     """Return the description of a composite; UserError if there is none."""
     if model_type not in known_composites():
-        known = ", ".join(known_composites())
-        raise UserError(f"--part is for models that are made of several ({known}), which a {model_type} is not")
+        model_types = ", ".join(known_composites())
+        raise UserError(f"--part is for models that are made of several ({model_types}), which a {model_type} is not")
     return Composite.model_validate_json((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
 
 
@@ -216,6 +216,6 @@ def _inner_name(part: Part, parameter: str) -> str | None:
     """The name in the part's stock class of a parameter of the whole; None if the part does not have it."""
     for outer, inner in part.modules.items():
         if parameter.startswith(f"{outer}."):
-            rest = parameter.removeprefix(f"{outer}.")
-            return f"{inner}.{rest}" if inner else rest
+            path = parameter.removeprefix(f"{outer}.")
+            return f"{inner}.{path}" if inner else path
     return None

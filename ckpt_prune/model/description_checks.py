@@ -79,15 +79,15 @@ def _split_experts(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]
 
 
 def _check_dimension_names(family: Family) -> None:
-    known = {*family.dimensions, *family.derived, *family.multiples, "group", "pairs"}
+    dimensions = {*family.dimensions, *family.derived, *family.multiples, "group", "pairs"}
     for name, space in family.spaces.items():
         factors: list[Any] = [space.units, space.per, *(factor for each in space.config.values() for factor in each)]
         for _, incidence in space.incidences:
             factors += [*incidence.each, *incidence.times, *incidence.run]
             factors += [factor for products in (*incidence.after, *incidence.stride) for factor in products]
         for factor in factors:
-            if isinstance(factor, str) and factor not in known:
-                raise UserError(f"spaces.{name}: {factor!r} is none of the dimensions {', '.join(sorted(known))}")
+            if isinstance(factor, str) and factor not in dimensions:
+                raise UserError(f"spaces.{name}: {factor!r} is none of the dimensions {', '.join(sorted(dimensions))}")
 
 
 def _check_modules(family: Family, modules: Mapping[str, Any], names: Names, blocks: int) -> None:

@@ -98,12 +98,12 @@ def _check_inheritance(
             f"{'is' if len(unsaid) == 1 else 'are'} the same: compare the two modeling files of transformers, then "
             f'write "inherits": {json.dumps([*inherits, *unsaid])}, or state those that differ'
         )
-    known = (*FUNCTION_KEYS, *UNINHERITED_KEYS)
-    wrong = [key for key in inherits if key in stated or key not in known or key not in taken]
+    inheritable = (*FUNCTION_KEYS, *UNINHERITED_KEYS)
+    wrong = [key for key in inherits if key in stated or key not in inheritable or key not in taken]
     if wrong:
         raise UserError(
             f'{model_type}.json has {wrong[0]} in "inherits", which takes only keys that its parent states and it '
-            f"does not, of {', '.join(known)}"
+            f"does not, of {', '.join(inheritable)}"
         )
 
 

@@ -339,8 +339,8 @@ class Family(StrictModel):
 
         Paths lose the base prefix if the class is the base model.
         """
-        known = self.architectures if architecture in self.architectures else self.classes
-        classes = self.architectures | {architecture: known[architecture]}
+        all_classes = self.architectures if architecture in self.architectures else self.classes
+        classes = self.architectures | {architecture: all_classes[architecture]}
         family = self.model_copy(update={"architecture": architecture, "architectures": classes})
         if family.auto_class != "AutoModel":
             return family

@@ -91,12 +91,12 @@ def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
         return _overlap(tensors, near[model_type]), alike, -len(_new_keys(parsed, model_type))
 
     best = max(near, key=nearness)
-    known = near[best]
-    if _overlap(tensors, known) < _LEAST:
+    nearest_tensors = near[best]
+    if _overlap(tensors, nearest_tensors) < _LEAST:
         raise UserError(
             f"model_type {parsed.model_type!r} is like none of the families that this version knows: {best} is "
-            f"nearest, and of {len(tensors)} kinds of tensors {len(tensors & known)} have the names of one of its "
-            f"{len(known)}; {_PAGES}"
+            f"nearest, and of {len(tensors)} kinds of tensors {len(tensors & nearest_tensors)} have the names of one "
+            f"of its {len(nearest_tensors)}; {_PAGES}"
         )
     family = load_family(best)
     known_code = _code(family.architecture)
@@ -106,8 +106,8 @@ def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
         model_type=parsed.model_type,
         architecture=architecture,
         like=best,
-        lacking=tuple(sorted(known - tensors)),
-        extra=tuple(sorted(tensors - known)),
+        lacking=tuple(sorted(nearest_tensors - tensors)),
+        extra=tuple(sorted(tensors - nearest_tensors)),
         keys=_new_keys(parsed, best),
         code=different,
         undecided=undecided,
@@ -130,9 +130,9 @@ def _architecture(config: Mapping[str, Any], parsed: PreTrainedConfig) -> str:
         if isinstance(getattr(transformers, name, None), type):
             return str(name)
     for auto in ("AutoModelForCausalLM", "AutoModel"):
-        found = getattr(transformers, auto)._model_mapping.get(type(parsed), None)
-        if found is not None:
-            return str((found[0] if isinstance(found, tuple) else found).__name__)
+        stock = getattr(transformers, auto)._model_mapping.get(type(parsed), None)
+        if stock is not None:
+            return str((stock[0] if isinstance(stock, tuple) else stock).__name__)
     raise UserError(f"transformers has no model for config.json of type {parsed.model_type}; {_PAGES}")
 
 

@@ -225,8 +225,8 @@ def read_target(text: str) -> Target:
         raise UserError(f"{text.strip()!r} is no runtime: {hint}choose from {', '.join(RUNTIMES)}")
     options = [each for each in (*RUNTIMES[name].rows, *RUNTIMES[name].units) if each]
     if ":" in text and option not in options:
-        known = f"choose from {', '.join(f'{name}:{each}' for each in options)}" if options else "it takes no option"
-        raise UserError(f"{text.strip()!r} is no option of {name}: {known}")
+        choices = f"choose from {', '.join(f'{name}:{each}' for each in options)}" if options else "it takes no option"
+        raise UserError(f"{text.strip()!r} is no option of {name}: {choices}")
     return Target(name, option)
 
 
@@ -293,8 +293,8 @@ def types_exported(config: Mapping[str, Any], export: Mapping[str, Any] | None) 
     """
     if export is None:
         return ()
-    asked = export.get("dtype") or ()
-    types = (asked,) if isinstance(asked, str) else tuple(asked)
+    dtypes = export.get("dtype") or ()
+    types = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     if export.get("format") == "gguf":
         stored = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
         return types or tuple(stored[dtype] for dtype in [config.get("dtype")] if dtype in stored)
@@ -316,15 +316,15 @@ def places(
     if masked:
         changes.add("zeros")
     model_type, stock = str(config.get("model_type")), not config.get("auto_map")
-    found = {}
+    commands = {}
     for name, runtime in RUNTIMES.items():
         if not runtime.tried or refusal(name, model_type, changes, generates=generates) is not None:
             continue
         command = runtime.command.replace("AUTO", auto_class)
         if stock:
             command = command.replace(" --trust-remote-code", "").replace(", trust_remote_code=True", "")
-        found[name] = _steps(runtime, command, exported)
-    return found
+        commands[name] = _steps(runtime, command, exported)
+    return commands
 
 
 def _steps(runtime: Runtime, command: str, exported: tuple[str, ...]) -> list[str]:

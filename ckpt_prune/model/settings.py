@@ -36,9 +36,9 @@ def unknown_settings(named: Set[str], config: Any) -> dict[str, Any]:
     config_class = type(config)
     if not is_dataclass(config_class):
         return {}
-    known = HARMLESS | named | {field.name for field in fields(PreTrainedConfig)}
+    known_keys = HARMLESS | named | {field.name for field in fields(PreTrainedConfig)}
     return {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in fields(config_class)
-        if field.name not in known
+        if field.name not in known_keys
     }

@@ -223,9 +223,9 @@ class Names:
         A parameter that another is tied to is held by that one: transformers then ties them the other way round.
         """
         given = set(disk)
-        held = {parameter for name in given for parameter in self.parameters(name)}
-        held |= {source for parameter, source in self.ties.items() if parameter in held}
-        lacking = {self.saved_as(parameter) for parameter in self._parameters if parameter not in held}
+        stored = {parameter for name in given for parameter in self.parameters(name)}
+        stored |= {source for parameter, source in self.ties.items() if parameter in stored}
+        lacking = {self.saved_as(parameter) for parameter in self._parameters if parameter not in stored}
         in_memory = {parameter for parameter in self._parameters if parameter in given}
         stacked = (name for name in self.shapes if name not in given and self._is_stacked(name))
         return sorted(lacking | {name for name in stacked if not in_memory.issuperset(self.parameters(name))})

@@ -47,8 +47,8 @@ def first_expert_spaces(names: Iterable[str]) -> dict[str, str]:
 def _check_name(name: str) -> str:
     space, dot, number = name.partition(".")
     if space not in SPACES or number.isdecimal() != bool(dot):
-        known = {"name": name, "spaces": ", ".join(SPACES)}
-        raise PydanticCustomError("space", "{name} is not a space; spaces are {spaces}", known)
+        facts = {"name": name, "spaces": ", ".join(SPACES)}
+        raise PydanticCustomError("space", "{name} is not a space; spaces are {spaces}", facts)
     return name
 
 
@@ -143,16 +143,16 @@ class Incidence(StrictModel):
         """
         import torch  # here, so that families are read without it
 
-        each = product(self.each, dimension)
+        width = product(self.each, dimension)
         start, stride = (sum(product(factors, dimension) for factors in sums) for sums in (self.after, self.stride))
-        stride, times = stride or each, product(self.times, dimension)
-        if (each, start, stride, times, self.copies) == (1, 0, 1, 1, 1):
+        stride, times = stride or width, product(self.times, dimension)
+        if (width, start, stride, times, self.copies) == (1, 0, 1, 1, 1):
             return units
         run = product(self.run, dimension) if self.run else count
         repeats = torch.arange(times, device=units.device) * run
         places = (units // run * run * times + units % run)[:, None] + repeats
         places = places.flatten().sort().values if times > 1 else units
-        lines = (places[:, None] * stride + torch.arange(each, device=units.device)).flatten()
+        lines = (places[:, None] * stride + torch.arange(width, device=units.device)).flatten()
         return torch.cat([lines + start + copy * stride * times * count for copy in range(self.copies)])
 
     def per_unit(self, dimension: Dimension) -> int:

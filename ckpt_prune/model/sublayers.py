@@ -27,10 +27,10 @@ def list_sublayers(model: Model) -> tuple[Sublayer, ...]:
     """
     residual, attention = model.family.residual, model.family.attention
     assert residual is not None
-    beside = residual.beside
-    if isinstance(beside, str):
-        beside = bool(getattr(model.config, beside))
-    if beside or len(residual.reads) == 1:
+    is_parallel = residual.beside
+    if isinstance(is_parallel, str):
+        is_parallel = bool(getattr(model.config, is_parallel))
+    if is_parallel or len(residual.reads) == 1:
         reads = tuple(module for modules in residual.reads.values() for module in modules)
         return (Sublayer(tuple(residual.reads), reads, tuple(residual.writes)),)
     first = next(norm for norm, modules in residual.reads.items() if attention.query in modules)

@@ -94,8 +94,8 @@ def check_model_type(config: Mapping[str, Any]) -> None:
     refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if experts and (model_type not in known_families() or load_family(model_type).experts is None):
-        known = ", ".join(families_with_experts())
+        expert_families = ", ".join(families_with_experts())
         raise UserError(
             f"model_type {model_type!r} is a mixture of experts ({experts} in config.json) that this version does not "
-            f"know; it knows {known}: `ckpt-prune inspect MODEL` says which family it is like"
+            f"know; it knows {expert_families}: `ckpt-prune inspect MODEL` says which family it is like"
         )

@@ -54,12 +54,12 @@ class BlockKinds:
     def traced(self) -> list[int]:
         """The first two blocks of every kind: one to copy, and one to prove that copying makes it of the other."""
         seen: Counter[int] = Counter()
-        found = []
+        indices = []
         for index, kind in enumerate(self.kinds):
             seen[kind] += 1
             if seen[kind] <= 2:
-                found.append(index)
-        return found
+                indices.append(index)
+        return indices
 
 
 @dataclass
@@ -219,15 +219,15 @@ def name_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _list_settings(block: nn.Module) -> list[Any]:
     """Every module in a block with its class and plain attributes, which may matter only to longer inputs."""
-    found = []
+    settings = []
     for name, module in block.named_modules():
         plain = {
             key: value
             for key, value in vars(module).items()
             if not key.startswith("_") and key not in _OWN_PLACE | _WIDTHS and _is_plain(value)
         }
-        found.append((name, type(module).__qualname__, sorted(plain.items())))
-    return found
+        settings.append((name, type(module).__qualname__, sorted(plain.items())))
+    return settings
 
 
 def _is_plain(value: Any) -> bool:

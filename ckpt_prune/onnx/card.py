@@ -158,14 +158,14 @@ def make_snippet(manifest: Manifest) -> str:
 
 def _write_feed(manifest: Manifest, ids: str) -> str:
     """The graph's inputs of tokens without padding, as the inside of a dict."""
-    known = {
+    feeds = {
         "input_ids": ids,
         "attention_mask": "np.ones((1, ids.shape[1]), np.int64)",
         "position_ids": f"np.arange(ids.shape[1])[None, -{ids}.shape[1]:]",
         "token_type_ids": f"np.zeros_like({ids})",
     }
     names = [port.name for port in manifest.inputs]
-    return ", ".join(f'"{name}": {value}' for name, value in known.items() if name in names)
+    return ", ".join(f'"{name}": {value}' for name, value in feeds.items() if name in names)
 
 
 def read_genai_graph(path: Path, *, trust: bool) -> str:

@@ -33,9 +33,11 @@ def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
     manifest = read_manifest(folder)
     checks: list[Check] = []
     for graph in manifest.split():
-        own = _verify_one(folder, graph)
+        graph_checks = _verify_one(folder, graph)
         several = len(manifest.graphs) > 1
-        checks += [replace(check, name=f"{graph.file}: {check.name}") for check in own] if several else own
+        checks += (
+            [replace(check, name=f"{graph.file}: {check.name}") for check in graph_checks] if several else graph_checks
+        )
     if source is not None:
         checks.append(run_check("source", lambda: _verify_source(manifest, source)))
     return checks
@@ -111,10 +113,10 @@ def check_files(folder: Path, graph: Manifest, present: Mapping[str, str]) -> tu
     changed = [name for name, digest in present.items() if digest != graph.files[name]]
     if not changed:
         return True, f"{len(graph.files)} files as written"
-    own = [name for name in changed if name in (graph.file, f"{graph.file}{DATA}")]
-    others = [name for name in changed if name not in own]
-    faults = [f"{', '.join(names)} changed since it was written" for names in (others, own) if names]
-    if own:
+    graph_files = [name for name in changed if name in (graph.file, f"{graph.file}{DATA}")]
+    others = [name for name in changed if name not in graph_files]
+    faults = [f"{', '.join(names)} changed since it was written" for names in (others, graph_files) if names]
+    if graph_files:
         faults[-1] += f": {_name_changed_weights(folder, graph)}"
     return False, "; ".join(faults)
 
@@ -214,8 +216,8 @@ def check_interface(
         if cached != expected:
             layers = f"keys and values of {len(cached) / 2:g} layers are an {what}"
             faults.append(f"{layers}, the model has {len(expected) // 2} layers")
-    known = past | set(INPUTS)
-    faults += [f"nothing is known to feed the input {port.name} with" for port in inputs if port.name not in known]
+    fed = past | set(INPUTS)
+    faults += [f"nothing is known to feed the input {port.name} with" for port in inputs if port.name not in fed]
     if faults:
         return False, faults[0] + (f"; and {len(faults) - 1} more" if len(faults) > 1 else "")
     layers = f", keys and values of {len(cache) // 2} layers" if cache else ""

@@ -232,12 +232,12 @@ def _judge_metric(
         return [], None, metric
     metrics, sentences = [metric], [_describe_metric(metric)]
     for other in others:
-        beside = measure(other.reference, Allowance(0.0, math.inf if other.max_loss is None else other.max_loss))
-        if isinstance(beside, Metric):
-            passed = other.max_loss is None or beside.passed
-            beside = beside.model_copy(update={"against": other.name, "tolerance": other.max_loss, "passed": passed})
-            metrics.append(beside)
-            sentences.append(f"{_describe_metric(beside)} of {other.name}")
+        judged = measure(other.reference, Allowance(0.0, math.inf if other.max_loss is None else other.max_loss))
+        if isinstance(judged, Metric):
+            passed = other.max_loss is None or judged.passed
+            judged = judged.model_copy(update={"against": other.name, "tolerance": other.max_loss, "passed": passed})
+            metrics.append(judged)
+            sentences.append(f"{_describe_metric(judged)} of {other.name}")
     return metrics, all(each.passed for each in metrics), "; ".join(sentences)
 
 
@@ -635,8 +635,8 @@ class TextProof(Proof):
 
     def _check_outputs(self) -> tuple[bool, str]:
         cases: list[Case] = []
-        left = self.manifest.task == "text-generation" or reads_causally(self.reference.model.config.to_dict())
-        for case in make_text_cases(self.windows, pad=self.pad, left=left, segments=self.reference.segments > 1):
+        pads_left = self.manifest.task == "text-generation" or reads_causally(self.reference.model.config.to_dict())
+        for case in make_text_cases(self.windows, pad=self.pad, left=pads_left, segments=self.reference.segments > 1):
             expected = self.reference.run(_feed(case))
             given = self._run(_feed(case) | self._empty_cache(case))
             if self._is_measured(case.ids) and not isinstance(given, str):
@@ -659,9 +659,9 @@ class TextProof(Proof):
             return graph, reference
         ours, theirs = self._whole_window
         self._whole_window = None  # logits of a long window are large
-        known = copy(reference)
-        known.model = cast(PreTrainedModel, _KnownLogits(reference.model, self.windows, theirs))
-        return cast(OnnxModel, _KnownLogits(graph, self.windows, ours)), known
+        replayed = copy(reference)
+        replayed.model = cast(PreTrainedModel, _KnownLogits(reference.model, self.windows, theirs))
+        return cast(OnnxModel, _KnownLogits(graph, self.windows, ours)), replayed
 
     def _compare_chunks(self, case: TextCase) -> list[Case]:
         """A text through the cache in pieces, against one pass in PyTorch: outputs, and the keys and values kept."""

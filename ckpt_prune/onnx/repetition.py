@@ -174,17 +174,17 @@ class _Repetition:
     def _find_left(self, block: _Block, following: _Block | None) -> onnx_ir.Value:
         """The one value of a block that is read behind it: by the next traced block alone, if there is one."""
         ends = set(self._graph.outputs[: self._first_present])
-        found = set()
+        values = set()
         for value in block.data:
             users = [use.node for use in value.uses() if use.node.op_type not in _SIZES]
             places = {self._place.get(node) for node in users}
             if places - {block.index} or value in ends:
-                found.add(value)
+                values.add(value)
                 if following is not None and (places != {following.index} or value in ends):
                     raise NotAlikeError(f"block {block.index} is read elsewhere than in the next")
-        if len(found) != 1:
-            raise NotAlikeError(f"{len(found)} values leave block {block.index}")
-        return found.pop()
+        if len(values) != 1:
+            raise NotAlikeError(f"{len(values)} values leave block {block.index}")
+        return values.pop()
 
     def _find_templates(self) -> dict[int, _Block]:
         """For each kind with blocks to copy, its second block, which was compared with the first."""
@@ -217,10 +217,10 @@ class _Repetition:
             for value in node.inputs
             if value is not None and (node_before := value.producer()) is not None and node_before not in self._place
         }
-        found = [value for value in outside if uses(value, first) == expected]
-        if len(found) != 1:
-            raise NotAlikeError(f"{len(found)} values may be what block {first.index} reads")
-        return found[0]
+        candidates = [value for value in outside if uses(value, first) == expected]
+        if len(candidates) != 1:
+            raise NotAlikeError(f"{len(candidates)} values may be what block {first.index} reads")
+        return candidates[0]
 
     def _compare(self, first: _Block, second: _Block) -> None:
         """Check node by node that both compute the same of what they read."""
@@ -237,18 +237,18 @@ class _Repetition:
         """The nodes to copy: all that depend on what is replaced, up to what leaves the block."""
         read = {template.entered, *template.past, *template.readings.values}
         made: set[onnx_ir.Value | None] = set()
-        found = []
+        nodes = []
         for node in self._graph:
             of_size = node.op_type in _SIZES and not made.intersection(node.inputs)
             if not of_size and not (read | made).isdisjoint(node.inputs):
-                found.append(node)
+                nodes.append(node)
                 made |= set(node.outputs) - {template.left}
-        inside = set(found)
+        inside = set(nodes)
         if template.left.producer() not in inside or any(
             use.node not in inside for value in made if value is not None for use in value.uses()
         ):
             raise NotAlikeError(f"the optimizer joined block {template.index} with others")
-        return found
+        return nodes
 
     def _copy(self, template: _Block, block: _Block, entered: onnx_ir.Value) -> onnx_ir.Value:
         """Insert a block behind what it reads; what leaves it."""

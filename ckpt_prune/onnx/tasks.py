@@ -39,16 +39,16 @@ def choose_task(
     """
     purpose = purpose_of(config, folder)
     if purpose is None or purpose == "image-text-to-text":
-        known = ", ".join(get_args(TaskName))
-        raise UserError(f"a model of class {auto_class(config)} cannot be exported: there are graphs for {known}")
+        tasks = ", ".join(get_args(TaskName))
+        raise UserError(f"a model of class {auto_class(config)} cannot be exported: there are graphs for {tasks}")
     # Rerankers by logits read a pair of texts once: there is nothing to keep.
     cache = False if purpose == "text-ranking" and cache is None else cache
-    own = _TASKS.get(purpose) or cast(TaskName, purpose)
-    if task not in ("auto", own, "feature-extraction"):
-        more = "" if own == "feature-extraction" else " or feature-extraction"
+    own_task = _TASKS.get(purpose) or cast(TaskName, purpose)
+    if task not in ("auto", own_task, "feature-extraction"):
+        more = "" if own_task == "feature-extraction" else " or feature-extraction"
         why = f"is for {purpose}, not for" if purpose in _TASKS else "has no head for"
-        raise UserError(f"this model {why} {task}: it can be exported for {own}{more}")
-    name = own if task == "auto" else task
+        raise UserError(f"this model {why} {task}: it can be exported for {own_task}{more}")
+    name = own_task if task == "auto" else task
     if cache and name != "text-generation":
         raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")
     return Task(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)

@@ -48,11 +48,11 @@ class Readings:
                 known or self._is_constant(value) for value, known in zip(inputs, of_weights, strict=True)
             ):
                 self._made |= dict.fromkeys(node.outputs, node)
-        made = set(self._made.values())
+        computed = set(self._made.values())
         self._read = [
             value
             for value in (*self._names, *self._made)
-            if any(use.node not in made for use in value.uses()) and not value.is_graph_output()
+            if any(use.node not in computed for use in value.uses()) and not value.is_graph_output()
         ]
         self._sources = [self._find_source(value) for value in self._read]
         self.values: list[onnx_ir.Value] = []

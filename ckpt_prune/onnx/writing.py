@@ -41,8 +41,8 @@ def write_graph(model: onnx_ir.Model, path: Path) -> None:
 
 def _start(number: int, size: int) -> bytes:
     """The key of a field of bytes, and their number as a varint."""
-    found = bytearray([number << 3 | 2])
+    prefix = bytearray([number << 3 | 2])
     while size > 127:
-        found.append(size & 127 | 128)
+        prefix.append(size & 127 | 128)
         size >>= 7
-    return bytes([*found, size])
+    return bytes([*prefix, size])

@@ -501,9 +501,9 @@ class ExportOptions(
     @model_validator(mode="after")
     def _check_onnx_alone(self) -> "ExportOptions":
         names = (*DenseOptions.model_fields, "provider")
-        asked = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-        if self.format == "gguf" and asked:
-            raise ValueError(f"--{asked[0].replace('_', '-')} does not go with --format gguf")
+        changed = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        if self.format == "gguf" and changed:
+            raise ValueError(f"--{changed[0].replace('_', '-')} does not go with --format gguf")
         return self
 
 

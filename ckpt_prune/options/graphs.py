@@ -109,19 +109,19 @@ class GraphSettings(Strict):
 
     @model_validator(mode="after")
     def _check_format(self) -> "GraphSettings":
-        known = get_args(GraphType if self.format == "onnx" else GgufType)
-        if wrong := [each for each in self.dtype if each not in known]:
+        types = get_args(GraphType if self.format == "onnx" else GgufType)
+        if wrong := [each for each in self.dtype if each not in types]:
             if self.format == "onnx":
                 raise ValueError(
-                    f"--dtype {wrong[0]} is a type of GGUF files: add --format gguf, or take {', '.join(known)}"
+                    f"--dtype {wrong[0]} is a type of GGUF files: add --format gguf, or take {', '.join(types)}"
                 )
-            raise ValueError(f"--dtype {wrong[0]} does not go with --format {self.format}: take {', '.join(known)}")
+            raise ValueError(f"--dtype {wrong[0]} does not go with --format {self.format}: take {', '.join(types)}")
         if self.format == "onnx":
             return self
         fields = GraphSettings.model_fields
-        asked = [name for name in fields.keys() - {"format", "dtype"} if getattr(self, name) != fields[name].default]
-        if asked:
-            raise ValueError(f"--{min(asked).replace('_', '-')} does not go with --format gguf")
+        changed = [name for name in fields.keys() - {"format", "dtype"} if getattr(self, name) != fields[name].default]
+        if changed:
+            raise ValueError(f"--{min(changed).replace('_', '-')} does not go with --format gguf")
         if len(self.dtype) > 1:
             raise ValueError("a GGUF file has one --dtype")
         return self
@@ -129,8 +129,8 @@ class GraphSettings(Strict):
     @model_validator(mode="after")
     def _check_rounded(self) -> "GraphSettings":
         plain = {"max_loss": None, "block_size": None, "rounding": "nearest"}
-        asked = [name for name, value in plain.items() if getattr(self, name) != value]
-        if asked and not self.is_rounded:
-            option = asked[0].replace("_", "-")
+        changed = [name for name, value in plain.items() if getattr(self, name) != value]
+        if changed and not self.is_rounded:
+            option = changed[0].replace("_", "-")
             raise ValueError(f"--{option} goes with --dtype int8, int4 or q4f16")
         return self

@@ -141,9 +141,11 @@ T = TypeVar("T", bound=BaseModel)
 def check_options(kind: type[T], given: Mapping[str, Any]) -> T:
     """Make options from values, by name. UserError names the option as the command line does."""
     fields = kind.model_fields
-    made = {name for name, field in fields.items() if field.default_factory is not None and given.get(name) is None}
+    defaulted = {
+        name for name, field in fields.items() if field.default_factory is not None and given.get(name) is None
+    }
     try:
-        return kind(**{name: value for name, value in given.items() if name not in made})
+        return kind(**{name: value for name, value in given.items() if name not in defaulted})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if not first["loc"]:  # a check of several options, which names them

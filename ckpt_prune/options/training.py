@@ -78,8 +78,8 @@ class RecoverySettings(Strict):
 
     def of_all(self) -> dict[str, Any]:
         """Return as JSON the settings that matter if all blocks are trained at once."""
-        own = {"method", "lr", "samples", "seed", "lora"}
-        return self.model_dump(mode="json", exclude={*own, "norms", "teacher"})
+        other_fields = {"method", "lr", "samples", "seed", "lora"}
+        return self.model_dump(mode="json", exclude={*other_fields, "norms", "teacher"})
 
     def rate(self, hidden: int) -> float:
         return self.lr if self.lr is not None else _PAPER_RATE * _PAPER_HIDDEN / hidden

@@ -156,8 +156,8 @@ class BlockMemory:
         return value
 
     def _see_input(self, path: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        known = self._kept.get((path, self.batch))
-        if known is None or known.value is not args[0]:
+        remembered = self._kept.get((path, self.batch))
+        if remembered is None or remembered.value is not args[0]:
             self._keep(path, args[0])
 
     def _keep(self, path: str, value: Any) -> bool:
@@ -180,10 +180,10 @@ class BlockMemory:
         paths = {path for name in changed for path in find_paths(name) or [name]}
         if all(any(piece.holds(path) for piece in structure.pieces) for path in paths):
             for piece in structure.pieces:
-                own = {path.rpartition(".")[0] for path in paths if piece.holds(path)}
-                if piece.last is not None and own <= {piece.last}:
+                parents = {path.rpartition(".")[0] for path in paths if piece.holds(path)}
+                if piece.last is not None and parents <= {piece.last}:
                     kept.add(piece.last)
-                if own:
+                if parents:
                     break
                 kept.add(piece.path)
         self._kept = {key: value for key, value in self._kept.items() if key[0] in kept}

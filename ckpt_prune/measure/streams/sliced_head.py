@@ -35,8 +35,8 @@ class LabelDraw:
         """
         share = mass / total
         taken = self._among_slices >= 1 - share
-        rest = torch.where(taken, self._among_slices - (1 - share), self._among_slices)
-        self._among_slices = rest / torch.where(taken, share, 1 - share)  # uniform again
+        chances = torch.where(taken, self._among_slices - (1 - share), self._among_slices)
+        self._among_slices = chances / torch.where(taken, share, 1 - share)  # uniform again
         rows = taken.nonzero().squeeze(1)
         sums = weights[rows].cumsum(1)
         reached = (self._within[rows].to(sums.dtype) * sums[:, -1]).unsqueeze(1)

@@ -135,8 +135,8 @@ def spaces_without_stock_class(model: Model, widths: Widths, candidate: Family |
             elif space.units in family.multiples and stock_multiple(model, space.units, units[name]) is None:
                 multiple, hidden = family.multiples[space.units], model.dimension("hidden")
                 dense = getattr(model.config, multiple.key)
-                known = ", ".join(str(multiple.width(hidden, ratio)) for ratio in range(1, dense))
-                reasons[name] = f"{family.model_type} knows only {name} widths of {known}, not {units[name]}"
+                stock_widths = ", ".join(str(multiple.width(hidden, ratio)) for ratio in range(1, dense))
+                reasons[name] = f"{family.model_type} knows only {name} widths of {stock_widths}, not {units[name]}"
     return reasons
 
 
@@ -237,8 +237,8 @@ def _candidates(family: Family, requested: str) -> tuple[list[Family], list[str]
     names = [family.model_type, *family.stand_ins]
     if requested not in ("auto", ANY, REMOTE, PADDED):
         if requested not in names:
-            known = ", ".join([*names, REMOTE, ANY])
-            raise UserError(f"container {requested!r} cannot hold a {family.model_type}: {known} or {PADDED} can")
+            containers = ", ".join([*names, REMOTE, ANY])
+            raise UserError(f"container {requested!r} cannot hold a {family.model_type}: {containers} or {PADDED} can")
         names = [requested]
     candidates, reasons = [], []
     for name in names:
@@ -426,8 +426,8 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
 
 def _relabel(candidate: Family, model: Model) -> dict[str, Any]:
     """The source's config under another stock type: every shared key with its value, none left to a default."""
-    known = set(AutoConfig.for_model(candidate.model_type).to_dict()) | _BASE_KEYS
-    values = {key: value for key, value in model.config.to_dict().items() if key in known}
+    config_keys = set(AutoConfig.for_model(candidate.model_type).to_dict()) | _BASE_KEYS
+    values = {key: value for key, value in model.config.to_dict().items() if key in config_keys}
     values |= {"model_type": candidate.model_type, "architectures": [candidate.architecture]}
     values["head_dim"] = model.dimension("head_dim")
     values["num_key_value_heads"] = model.dimension("kv_heads")

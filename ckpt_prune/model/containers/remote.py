@@ -56,9 +56,9 @@ def remote_class(config: dict[str, Any], folder: Path) -> str | None:
         return None
     targets = {str(target) for target in auto_map.values()} if isinstance(auto_map, dict) else set()
     classes = family_for_config(config).classes if has_description(config) else {}
-    known = {f"{REMOTE_MODULE}.{REMOTE_PREFIX}{name}" for name in classes}
+    own_classes = {f"{REMOTE_MODULE}.{REMOTE_PREFIX}{name}" for name in classes}
     named = {f"{REMOTE_MODULE}.{name}" for name in config.get("architectures") or []}
-    if targets and targets <= known and (len(targets) == 1 or targets & named):
+    if targets and targets <= own_classes and (len(targets) == 1 or targets & named):
         return min(targets & named or targets).removeprefix(f"{REMOTE_MODULE}.")
     raise UserError(f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run")
 

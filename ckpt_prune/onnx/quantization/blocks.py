@@ -85,13 +85,13 @@ def _keep_steps(matrix: Array, grid: Grid) -> Blocks | None:
         return None
     blocks = np.ascontiguousarray(matrix.T, np.float32).reshape(-1, grid.block)
     # Nearly every matrix is told by its first blocks.
-    found = find_steps(blocks) if find_steps(blocks[:64]) is not None else None
-    if found is None:
+    steps_and_codes = find_steps(blocks) if find_steps(blocks[:64]) is not None else None
+    if steps_and_codes is None:
         return None
     shape = matrix.shape[1], len(matrix) // grid.block
-    codes = (found[1] + 8).astype(np.uint8).reshape(*shape, grid.block)
+    codes = (steps_and_codes[1] + 8).astype(np.uint8).reshape(*shape, grid.block)
     zeros = None if grid.symmetric else np.full((shape[0], -(-shape[1] // 2)), 0x88, np.uint8)
-    return Blocks(grid, len(matrix), _pack(codes, 4), found[0].reshape(shape).astype(matrix.dtype), zeros)
+    return Blocks(grid, len(matrix), _pack(codes, 4), steps_and_codes[0].reshape(shape).astype(matrix.dtype), zeros)
 
 
 def round_by_gptq(matrix: Array, gram: Tensor, grid: Grid, *, damp: float = DAMP) -> Blocks:

@@ -143,10 +143,10 @@ def make_measuring(
         vocabulary: of a model of text.
         size: (C, H, W) of a model of images.
     """
-    own = samples.for_rounding
+    own_data = samples.for_rounding
     source = str((samples.description or {}).get("what", "noise"))
-    if isinstance(own, Tensor) or (own is None and task.modality == "text"):
-        windows = make_noise_windows(vocabulary, HARM_TOKENS, samples.seed) if own is None else own
+    if isinstance(own_data, Tensor) or (own_data is None and task.modality == "text"):
+        windows = make_noise_windows(vocabulary, HARM_TOKENS, samples.seed) if own_data is None else own_data
         others = windows[HARM_WINDOWS:] if len(windows) > HARM_WINDOWS else windows
         long = others[:CHECKED_WINDOWS, :CHECKED_TOKENS]
         feeds: Sequence[Feed] = [_feed_text(model, windows[:HARM_WINDOWS, :HARM_TOKENS])]
@@ -155,7 +155,9 @@ def make_measuring(
         what = f"{source}: {plural(len(long), 'window')} of {plural(long.shape[1], 'token')}"
     else:
         everything = slice(None)
-        pixels = make_noise_pixels(size, samples.seed) if own is None else own.batch(everything)["pixel_values"]
+        pixels = (
+            make_noise_pixels(size, samples.seed) if own_data is None else own_data.batch(everything)["pixel_values"]
+        )
         others = pixels[HARM_IMAGES:] if len(pixels) > HARM_IMAGES else pixels
         feeds = [{"pixel_values": pixels[:HARM_IMAGES].numpy()}]
         checked, calibration = (
