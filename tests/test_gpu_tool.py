@@ -117,11 +117,11 @@ def test_both_devices_get_the_same_work(steps):
 
 
 def test_steps_that_are_asked_for_bring_what_they_need(steps):
-    assert [each.label for each in gpu.only("vit-tiny-imagenet: corp, cuda", steps)] == [
+    assert [each.label for each in gpu.choose_steps("vit-tiny-imagenet: corp, cuda", steps)] == [
         "vit-tiny-imagenet: calibrate, cuda",
         "vit-tiny-imagenet: corp, cuda",
     ]
-    assert gpu.only(None, steps) == steps
+    assert gpu.choose_steps(None, steps) == steps
 
 
 def test_without_a_gpu_or_data_the_rest_is_skipped_for_that_reason(tmp_path):

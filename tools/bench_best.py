@@ -83,8 +83,8 @@ class Bench:
 def of_text(subject: Subject, evaluated: int) -> Bench:
     def score(folder: Path) -> dict[str, float]:
         _, held_out = windows_of(subject, 2, evaluated, "random")
-        found = perplexity(load_model(folder, device="cpu"), held_out)
-        return {"perplexity": found.perplexity}
+        result = perplexity(load_model(folder, device="cpu"), held_out)
+        return {"perplexity": result.perplexity}
 
     def samples(count: int) -> Samples:
         return TokenWindows(windows_of(subject, count, evaluated, "random")[0])
@@ -103,11 +103,11 @@ def of_images(folder: Path, place: Path) -> Bench:
     labels = (both[0].labels or ()) + (both[1].labels or ())
     order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
     pool = ImageFiles(tuple(paths[i] for i in order[:500]), None)
-    rest = ImageFiles(tuple(paths[i] for i in order[500:]), tuple(labels[i] for i in order[500:]))
+    held_out_files = ImageFiles(tuple(paths[i] for i in order[500:]), tuple(labels[i] for i in order[500:]))
 
     @cache
     def held_out() -> Pixels:
-        return images(folder, rest)
+        return images(folder, held_out_files)
 
     @cache
     def dense() -> torch.Tensor:
@@ -127,12 +127,12 @@ def of_images(folder: Path, place: Path) -> Bench:
 
 
 def benches(evaluated: int) -> dict[str, Bench]:
-    found = {name: of_text(subject, evaluated) for name, subject in subjects().items()}
+    benches_by_name = {name: of_text(subject, evaluated) for name, subject in subjects().items()}
     texts = [f"{SHARED}/text-tinyshakespeare/{part}" for part in ("calib_first90.txt", "eval_last10.txt")]
     opt = Subject("opt-shakespeare-char-0.8m", 64, SHARED / "opt-shakespeare-char-0.8m", *texts)
-    found[opt.name] = of_text(opt, 4 * evaluated)
-    found["vit-tiny-imagenet"] = of_images(SHARED / "vit-tiny-imagenet", SHARED / "imagenet-1per-class")
-    return found
+    benches_by_name[opt.name] = of_text(opt, 4 * evaluated)
+    benches_by_name["vit-tiny-imagenet"] = of_images(SHARED / "vit-tiny-imagenet", SHARED / "imagenet-1per-class")
+    return benches_by_name
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Entrants:
         if self._statistics is None:
             start = time.monotonic()
             run = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
-            found = measure_statistics(
+            statistics = measure_statistics(
                 self.model,
                 self.samples,
                 self.scratch / f"statistics-{self.count}",
@@ -165,12 +165,12 @@ class Entrants:
                 collect=list_collected_by_default(self.model),
                 **run,  # type: ignore[arg-type]
             )
-            found = add_gradients(self.model, found, self.samples, **run)  # type: ignore[arg-type]
+            statistics = add_gradients(self.model, statistics, self.samples, **run)  # type: ignore[arg-type]
             if self.model.blocks <= SHALLOW:
                 spaces = list(load_recipe("best").at(self.model.family).spaces)
-                effects = measure_effects(self.model, found, self.samples, spaces=spaces, **run)  # type: ignore[arg-type]
-                found = record_effects(found, effects)
-            self._statistics = found
+                effects = measure_effects(self.model, statistics, self.samples, spaces=spaces, **run)  # type: ignore[arg-type]
+                statistics = record_effects(statistics, effects)
+            self._statistics = statistics
             self.seconds = time.monotonic() - start
         return self._statistics
 
@@ -277,23 +277,27 @@ def compare_predictions(bench: Bench, args: argparse.Namespace) -> None:
                     dense, new = checkpoint.read([name])[name], written.read([name])[name].double()
                     shift = None
                     if bias in written.tensors:
-                        own = written.read([bias])[bias].double()
-                        shift = own - checkpoint.read([bias])[bias].double() if bias in checkpoint.tensors else own
+                        new_bias = written.read([bias])[bias].double()
+                        shift = (
+                            new_bias - checkpoint.read([bias])[bias].double()
+                            if bias in checkpoint.tensors
+                            else new_bias
+                        )
                     kept = model.consumer_columns(site["space"], torch.tensor(site["kept"]))
                     fit = fit_from_moments(dense, moments, kept)
                     assert fit.target_energy is not None
-                    found = squared_error(Solution(new, shift), fit) / fit.target_energy
-                    pairs.append((site["error_held_out"], site["error_compensated"], found))
-            said, fitted, found_ = (torch.tensor(column).log() for column in zip(*pairs, strict=True))
-            correlation = torch.corrcoef(torch.stack([said, found_]))[0, 1].item()
-            naive = torch.corrcoef(torch.stack([fitted, found_]))[0, 1].item()
+                    fresh_error = squared_error(Solution(new, shift), fit) / fit.target_energy
+                    pairs.append((site["error_held_out"], site["error_compensated"], fresh_error))
+            predicted, fitted, measured = (torch.tensor(column).log() for column in zip(*pairs, strict=True))
+            correlation = torch.corrcoef(torch.stack([predicted, measured]))[0, 1].item()
+            naive = torch.corrcoef(torch.stack([fitted, measured]))[0, 1].item()
             line = {
                 "key": f"{bench.name} | {count} | predicted",
                 "sites": len(pairs),
                 "correlation": correlation,
-                "measured / held out": (found_ - said).mean().exp().item(),
+                "measured / held out": (measured - predicted).mean().exp().item(),
                 "correlation of the fit's own error": naive,
-                "measured / fit's own": (found_ - fitted).mean().exp().item(),
+                "measured / fit's own": (measured - fitted).mean().exp().item(),
             }
             add_line(args.out, line)
             print(line, flush=True)
@@ -303,13 +307,13 @@ def table(lines: dict[str, dict[str, Any]], ablation: bool) -> None:
     """Markdown: per model and number of samples, a row for each recipe and a column for each ratio."""
     measured = [line for line in lines.values() if "model" in line]
     for model in dict.fromkeys(line["model"] for line in measured):
-        own = [line for line in measured if line["model"] == model]
-        metric = "perplexity" if "perplexity" in own[0] else "top1"
+        model_lines = [line for line in measured if line["model"] == model]
+        metric = "perplexity" if "perplexity" in model_lines[0] else "top1"
         form = (lambda v: f"{v:.3f}") if metric == "perplexity" else (lambda v: f"{v:.1%}")
-        dense = next(line[metric] for line in own if line["recipe"] == "dense")
+        dense = next(line[metric] for line in model_lines if line["recipe"] == "dense")
         print(f"\n## {model}\n\nDense {form(dense)}.")
-        for count in sorted({line["samples"] for line in own if "samples" in line}):
-            rows = [line for line in own if line.get("samples") == count]
+        for count in sorted({line["samples"] for line in model_lines if "samples" in line}):
+            rows = [line for line in model_lines if line.get("samples") == count]
             ratios = sorted({line["ratio"] for line in rows})
             names = [n for n in dict.fromkeys(x["recipe"] for x in rows) if (n in ABLATION) == ablation]
             if not names:
@@ -324,11 +328,11 @@ def table(lines: dict[str, dict[str, Any]], ablation: bool) -> None:
                 continue
             shown = []
             for ratio in ratios:
-                known = [value[n, ratio] for n in PUBLISHED if (n, ratio) in value]
-                if not known or ("best", ratio) not in value:
+                scores = [value[n, ratio] for n in PUBLISHED if (n, ratio) in value]
+                if not scores or ("best", ratio) not in value:
                     shown.append("-")
                     continue
-                published = min(known) if metric == "perplexity" else max(known)
+                published = min(scores) if metric == "perplexity" else max(scores)
                 gap = published - dense
                 shown.append(f"{(value['best', ratio] - dense) / gap:.2f}" if gap else "-")
             print("| gap of best / gap of the best published | " + " | ".join(shown) + " |")
@@ -349,12 +353,12 @@ def main() -> None:
     args = parser.parse_args()
     lines = by_key(args.out)
     if not args.table:
-        found = benches(args.evaluated)
-        for name in args.models or list(found):
+        benches_by_name = benches(args.evaluated)
+        for name in args.models or list(benches_by_name):
             if args.predicted:
-                compare_predictions(found[name], args)
+                compare_predictions(benches_by_name[name], args)
             else:
-                run_bench(found[name], args, lines)
+                run_bench(benches_by_name[name], args, lines)
     if args.predicted:
         return
     table(lines, args.ablation)

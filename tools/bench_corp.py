@@ -1,6 +1,6 @@
 """CORP on the ViT and the OPT model of shared/data: accuracy and perplexity over ratios and data sizes, and speed.
 
-    PYTHONPATH=. python tools/bench_corp.py WHAT [--data ../shared/data]      # WHAT: see main, or --help
+    PYTHONPATH=. python tools/bench_corp.py WHAT [--data ../shared/data]      # WHAT: see TABLES, or --help
 
 Prints markdown. Every cell of a table comes from one run on the same machine, the same images and the same statistics.
 """
@@ -69,21 +69,21 @@ def logits(folder: Path, pixels: Pixels, batch: int = 32) -> torch.Tensor:
     return torch.cat(parts).float()
 
 
-def compare(found: torch.Tensor, dense: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, float]:
-    """Top-1, agreement with the dense model, and KL(dense || found)."""
-    top = (found.argmax(1) == labels).double().mean().item()
-    same = (found.argmax(1) == dense.argmax(1)).double().mean().item()
-    p, q = dense.double().log_softmax(1), found.double().log_softmax(1)
+def compare(pruned: torch.Tensor, dense: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, float]:
+    """Top-1, agreement with the dense model, and KL(dense || pruned)."""
+    top = (pruned.argmax(1) == labels).double().mean().item()
+    same = (pruned.argmax(1) == dense.argmax(1)).double().mean().item()
+    p, q = dense.double().log_softmax(1), pruned.double().log_softmax(1)
     return top, same, (p.exp() * (p - q)).sum(1).mean().item()
 
 
 def make_recipe(target: str, ratio: float, *, compensate: bool, container: str = "any") -> FullRecipe:
-    whole = load_recipe("corp", (f"container={container}",), ratio).model_dump(by_alias=True)
-    whole["spaces"] = {space: whole["spaces"][space] for space in TARGETS[target]}
+    settings = load_recipe("corp", (f"container={container}",), ratio).model_dump(by_alias=True)
+    settings["spaces"] = {space: settings["spaces"][space] for space in TARGETS[target]}
     if not compensate:
-        for space in whole["spaces"].values():
+        for space in settings["spaces"].values():
             space["compensation"] = {"method": "none"}
-    return FullRecipe.model_validate(whole)
+    return FullRecipe.model_validate(settings)
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def splits(data: Path) -> tuple[Path, Pixels, Pixels]:
     )
 
 
-def accuracy(data: Path) -> None:
+def print_accuracy(data: Path) -> None:
     folder, calib, held_out = splits(data)
     assert held_out.labels is not None
     dense = logits(folder, held_out)
@@ -143,7 +143,7 @@ def accuracy(data: Path) -> None:
                 )
 
 
-def sequential(data: Path) -> None:
+def print_sequential(data: Path) -> None:
     """Joint pruning with statistics of the dense model, CORP's way, and measured on the pruned prefix site by site."""
     folder, calib, held_out = splits(data)
     assert held_out.labels is not None
@@ -164,19 +164,22 @@ def sequential(data: Path) -> None:
             print(f"| {ratio:.0%} | {t0:.1%} | {t1:.1%} | {k0:.2f} | {k1:.2f} |", flush=True)
 
 
-def calibration(data: Path) -> None:
+def print_calibration(data: Path) -> None:
     folder, _, _ = splits(data)
     place = data / "imagenet-1per-class"
     names = {int(k): v for k, v in Checkpoint.open(folder).config["id2label"].items()}
     calib = find_images(place, split="calib", id2label=names)
-    rest = find_images(place, split="eval", id2label=names)
+    eval_files = find_images(place, split="eval", id2label=names)
+    paths, labels = eval_files.paths, eval_files.labels
+    assert labels is not None
     # 244 of the evaluation images join the calibration ones, so that the curve reaches 500; the other 500 are measured.
-    order = torch.randperm(len(rest.paths), generator=torch.Generator().manual_seed(0)).tolist()
-    more, held = sorted(order[:244]), sorted(order[244:])
-    assert rest.labels is not None
-    held_out = images(folder, ImageFiles(tuple(rest.paths[i] for i in held), tuple(rest.labels[i] for i in held)))
+    order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
+    calib_rows, held_out_rows = sorted(order[:244]), sorted(order[244:])
+    held_out = images(
+        folder, ImageFiles(tuple(paths[i] for i in held_out_rows), tuple(labels[i] for i in held_out_rows))
+    )
     assert held_out.labels is not None
-    pool = ImageFiles(calib.paths + tuple(rest.paths[i] for i in more), None)
+    pool = ImageFiles(calib.paths + tuple(paths[i] for i in calib_rows), None)
     dense = logits(folder, held_out)
     top, _, _ = compare(dense, dense, held_out.labels)
     print(f"top-1 on {len(held_out)} images never calibrated on; dense {top:.1%}\n")
@@ -193,7 +196,7 @@ def calibration(data: Path) -> None:
         print(f"| {count} | {' | '.join(cells)} |", flush=True)
 
 
-def reference(data: Path) -> None:
+def print_reference(data: Path) -> None:
     """The reference points of shared/data/README.md: 500 images to calibrate on, the other 500 to measure."""
     folder, place = data / "vit-tiny-imagenet", data / "imagenet-1per-class"
     names = {int(k): v for k, v in Checkpoint.open(folder).config["id2label"].items()}
@@ -217,13 +220,13 @@ def reference(data: Path) -> None:
                     print(target, ratio, "compensated" if compensate else "bare", f"{top:.1%}", flush=True)
 
 
-def opt(data: Path) -> None:
+def print_opt(data: Path) -> None:
     folder, text = data / "opt-shakespeare-char-0.8m", data / "text-tinyshakespeare"
     tokenizer = load_tokenizer(folder)
     calib = tokenise_text(tokenizer, read_text([text / "calib_first90.txt"]))
-    held = cut_windows(tokenise_text(tokenizer, read_text([text / "eval_last10.txt"])), window=64, limit=512)
+    held_out = cut_windows(tokenise_text(tokenizer, read_text([text / "eval_last10.txt"])), window=64, limit=512)
     windows = choose_windows(calib, samples=512, window=64, seed=0)
-    score = perplexity(load_model(folder, device="cpu"), held).perplexity
+    score = perplexity(load_model(folder, device="cpu"), held_out).perplexity
     print(f"opt-shakespeare-char-0.8m: 512 calibration and 512 evaluation windows of 64 tokens: dense {score:.3f}\n")
     print("| pruned | ratio | bare | compensated |")
     print("|---|---|---|---|")
@@ -241,12 +244,12 @@ def opt(data: Path) -> None:
                     else:
                         chosen = make_recipe(target, ratio, compensate=compensate)
                     with open_output(folder, chosen, statistics) as out:
-                        cells.append(f"{perplexity(load_model(out, device='cpu'), held).perplexity:.3f}")
+                        cells.append(f"{perplexity(load_model(out, device='cpu'), held_out).perplexity:.3f}")
                 print(f"| {target} | {ratio:.0%} | {cells[0]} | {cells[1]} |", flush=True)
 
 
 @torch.inference_mode()
-def speed(data: Path) -> None:
+def print_speed(data: Path) -> None:
     """Dense and pruned models take turns, so that a busy moment of the machine hits all of them."""
     folder = data / "vit-tiny-imagenet"
     few = images(folder, choose_images(find_images(data / "imagenet-1per-class", split="calib"), samples=16, seed=0))
@@ -278,7 +281,7 @@ def speed(data: Path) -> None:
         )
 
 
-def seconds(data: Path) -> None:
+def print_seconds(data: Path) -> None:
     """Print the seconds of calibration, ranking and compensation (CORP's Table 6): the phases of whole runs."""
     vit, opt_folder = data / "vit-tiny-imagenet", data / "opt-shakespeare-char-0.8m"
     stream = tokenise_text(load_tokenizer(opt_folder), read_text([data / "text-tinyshakespeare" / "calib_first90.txt"]))
@@ -299,18 +302,28 @@ def seconds(data: Path) -> None:
                     "stages"
                 ]
             taken = [sum(s["phases"].get(p, 0) for s in stages) for p in ("calibration", "ranking", "compensation")]
-            whole = sum(stage["seconds"] for stage in stages)
-            cells = " | ".join(f"{value:.3f}" for value in (*taken, whole))
+            total = sum(stage["seconds"] for stage in stages)
+            cells = " | ".join(f"{value:.3f}" for value in (*taken, total))
             print(f"| {folder.name} | {len(samples)} | {target} | {cells} |", flush=True)
 
 
+TABLES = {
+    "accuracy": print_accuracy,
+    "sequential": print_sequential,
+    "calibration": print_calibration,
+    "opt": print_opt,
+    "speed": print_speed,
+    "seconds": print_seconds,
+    "reference": print_reference,
+}
+
+
 def main() -> None:
-    table = {f.__name__: f for f in (accuracy, sequential, calibration, opt, speed, seconds, reference)}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=list(table))
+    parser.add_argument("what", choices=list(TABLES))
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     arguments = parser.parse_args()
-    table[arguments.what](arguments.data)
+    TABLES[arguments.what](arguments.data)
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ BUDGET = {"depth.under": None}
 
 def entrants() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name → recipe and changes of it; of depth recipes how many blocks go is added."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    recipes: dict[str, tuple[str, dict[str, Any]]] = {}
     for choice in CHOICES:
         for name, compensation in MAPS.items():
-            own = {"depth.choose": choice, "depth.compensation": compensation}
-            found[f"depth-{choice}-{name}"] = ("depth", own)
-    found |= {f"width-{recipe}": (recipe, {}) for recipe in WIDTHS}
-    return found | {"joint-best": ("best", BUDGET)}
+            changes = {"depth.choose": choice, "depth.compensation": compensation}
+            recipes[f"depth-{choice}-{name}"] = ("depth", changes)
+    recipes |= {f"width-{recipe}": (recipe, {}) for recipe in WIDTHS}
+    return recipes | {"joint-best": ("best", BUDGET)}
 
 
 def data_of(args: argparse.Namespace, model: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
@@ -67,17 +67,17 @@ def data_of(args: argparse.Namespace, model: str) -> tuple[Path, dict[str, Any],
 
 
 def score(folder: Path, held_out: dict[str, Any]) -> dict[str, float]:
-    found = ckpt_prune.evaluate(folder, **held_out, progress=False).data()
-    key = "top1" if "top1" in found else "perplexity"
-    return {key: found[key]}
+    figures = ckpt_prune.evaluate(folder, **held_out, progress=False).data()
+    key = "top1" if "top1" in figures else "perplexity"
+    return {key: figures[key]}
 
 
 def timings(dense: Path, out: Path, rounds: int) -> dict[str, float]:
     """Share of the dense model's median time, by runtime and phase."""
-    found = ckpt_prune.benchmark(dense, out, onnx=True, rounds=rounds, progress=False)
+    comparison = ckpt_prune.benchmark(dense, out, onnx=True, rounds=rounds, progress=False)
     return {
         f"{row.runtime} {block.phase}": round(row.p50_ratio, 4)
-        for block in found.blocks
+        for block in comparison.blocks
         for row in block.rows
         if row.label == "B" and row.p50_ratio is not None
     }
@@ -149,9 +149,9 @@ def main() -> None:
                 key = f"{Path(model).name} {share:g} {name} {args.samples} {args.latency}"
                 if key in lines:
                     continue
-                own = {"key": key, "model": Path(model).name, "share": share, "entrant": name}
+                point = {"key": key, "model": Path(model).name, "share": share, "entrant": name}
                 try:
-                    lines[key] = own | measure_point(args, model, share, name)
+                    lines[key] = point | measure_point(args, model, share, name)
                 except UserError as error:
                     print(f"{key}: {error}", flush=True)
                     continue

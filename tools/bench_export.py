@@ -44,7 +44,7 @@ class Model:
 
 
 def models() -> list[Model]:
-    found = []
+    entries = []
     for subject in subjects().values():
         if subject.calibration:
             data = ("--text", subject.calibration, "--window", str(subject.window), "--samples", "32")
@@ -53,9 +53,9 @@ def models() -> list[Model]:
             text = sorted(str(p) for p in (SHARED / "text-pystdlib").glob("*.txt"))
             data = ("--text", text[0], "--window", str(subject.window), "--samples", "32")
             proof = ("--window", str(subject.window), "--samples", "16")
-        found.append(Model(subject.name, subject.folder, TEXT, data, proof))
+        entries.append(Model(subject.name, subject.folder, TEXT, data, proof))
     plays = SHARED / "text-tinyshakespeare"
-    found.append(
+    entries.append(
         Model(
             "opt-shakespeare-char-0.8m",
             SHARED / "opt-shakespeare-char-0.8m",
@@ -65,7 +65,7 @@ def models() -> list[Model]:
         )
     )
     images = str(SHARED / "imagenet-1per-class")
-    found.append(
+    entries.append(
         Model(
             "vit-tiny-imagenet",
             SHARED / "vit-tiny-imagenet",
@@ -74,7 +74,7 @@ def models() -> list[Model]:
             ("--images", images, "--samples", "256"),
         )
     )
-    return found
+    return entries
 
 
 def ckpt_prune(*arguments: str) -> str:
@@ -96,7 +96,7 @@ def checkpoint(model: Model, ratio: float, work: Path) -> Path:
     return out
 
 
-def graphs(model: Model, args: argparse.Namespace, done: set[str]) -> None:
+def measure_graphs(model: Model, args: argparse.Namespace, done: set[str]) -> None:
     for ratio in (0.0, *RATIOS):
         for variant, options in GRAPHS.items():
             key = f"{model.name} | {ratio:g} | {variant}"
@@ -108,17 +108,17 @@ def graphs(model: Model, args: argparse.Namespace, done: set[str]) -> None:
                 "export", str(checkpoint(model, ratio, args.work)), "-o", str(out), "--overwrite", "--json",
                 *model.proof, *options,
             )  # fmt: skip
-            found = json.loads(printed)
+            report = json.loads(printed)
             # A graph that did not pass is a result too.
-            (proved,) = found["validation"]["graphs"]
+            (proved,) = report["validation"]["graphs"]
             cases = proved["cases"]
             line = {
                 "key": key,
                 "model": model.name,
                 "ratio": ratio,
                 "graph": variant,
-                "written": found["written"],
-                "bytes": sum(found["bytes"].values()),
+                "written": report["written"],
+                "bytes": sum(report["bytes"].values()),
                 "seconds": time.monotonic() - start,
                 "max_abs": largest(cases, "max_abs"),
                 "mean_abs": largest(cases, "mean_abs"),
@@ -131,11 +131,11 @@ def graphs(model: Model, args: argparse.Namespace, done: set[str]) -> None:
 
 def largest(cases: list[dict[str, Any]], figure: str) -> float | None:
     """The largest figure of all cases; None if a case has none, as if its outputs are infinite."""
-    found = [case[figure] for case in cases]
-    return None if None in found else max(found, default=None)
+    values = [case[figure] for case in cases]
+    return None if None in values else max(values, default=None)
 
 
-def speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
+def measure_speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
     for ratio in RATIOS:
         key = f"{model.name} | {ratio:g}"
         if key not in done:
@@ -143,16 +143,16 @@ def speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
             record(args.out, {"key": key, "model": model.name, "ratio": ratio} | time_models(model.folder, other, args))
 
 
-def widths(args: argparse.Namespace, done: set[str]) -> None:
+def measure_widths(args: argparse.Namespace, done: set[str]) -> None:
     """The dense MLP against narrower ones, some of odd width."""
-    made = Path(__file__).with_name("make_synthetic_llama.py")
+    script = Path(__file__).with_name("make_synthetic_llama.py")
     paths = {}
     for width in WIDTHS:
         paths[width] = args.work / f"llama-{width}"
         if not paths[width].exists():
             sizes = {"--layers": 6, "--hidden": 768, "--intermediate": width, "--heads": 12}
-            options = [str(each) for pair in sizes.items() for each in pair]
-            subprocess.run([sys.executable, str(made), str(paths[width]), *options, "--dtype", "float32"], check=True)
+            options = [str(value) for pair in sizes.items() for value in pair]
+            subprocess.run([sys.executable, str(script), str(paths[width]), *options, "--dtype", "float32"], check=True)
     for width in WIDTHS[1:]:
         key = f"synthetic | {width}"
         if key not in done:
@@ -162,7 +162,7 @@ def widths(args: argparse.Namespace, done: set[str]) -> None:
             )
 
 
-def cost(folder: Path, args: argparse.Namespace, done: set[str]) -> None:
+def measure_cost(folder: Path, args: argparse.Namespace, done: set[str]) -> None:
     for proof in (("--text", args.text), ("--no-validate",)):
         key = f"{folder.name} | {proof[0]}"
         if key in done:
@@ -186,11 +186,11 @@ def time_models(dense: Path, pruned: Path, args: argparse.Namespace, *more: str)
     """Time two models by `benchmark`; return its result without every round's time."""
     options = ("--onnx", "--threads", "2", "--rounds", str(args.rounds), "--batch", "1,8", "--json", *more)
     printed = ckpt_prune("benchmark", str(dense), str(pruned), *options)
-    found: dict[str, Any] = json.loads(printed)
-    for block in found["blocks"]:
+    comparison: dict[str, Any] = json.loads(printed)
+    for block in comparison["blocks"]:
         for row in block["rows"]:
             del row["latencies_ms"]
-    return {"benchmark": found}
+    return {"benchmark": comparison}
 
 
 def print_graphs(lines: list[dict[str, Any]]) -> None:
@@ -241,22 +241,22 @@ def main() -> None:
     parser.add_argument("--folders", type=Path, nargs="*", default=[], help="Models that `cost` exports.")
     parser.add_argument("--text", help="What their graphs are proved on.")
     args = parser.parse_args()
-    known = {model.name: model for model in models()}
-    if unknown := set(args.models or ()) - set(known):
-        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    chosen = [known[name] for name in args.models or known]
+    models_by_name = {model.name: model for model in models()}
+    if unknown := set(args.models or ()) - set(models_by_name):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(models_by_name)}")
+    chosen = [models_by_name[name] for name in args.models or models_by_name]
     args.work.mkdir(parents=True, exist_ok=True)
     done = set(by_key(args.out))
     if args.what == "widths":
-        widths(args, done)
+        measure_widths(args, done)
     elif args.what == "cost":
         for folder in args.folders:
-            cost(folder, args, done)
+            measure_cost(folder, args, done)
     else:
         for model in chosen:
-            (graphs if args.what == "graphs" else speed)(model, args, done)
-    found = lines_of(args.out)
-    {"graphs": print_graphs, "cost": print_cost}.get(args.what, print_speed)(found)
+            (measure_graphs if args.what == "graphs" else measure_speed)(model, args, done)
+    lines = lines_of(args.out)
+    {"graphs": print_graphs, "cost": print_cost}.get(args.what, print_speed)(lines)
 
 
 if __name__ == "__main__":

@@ -121,14 +121,16 @@ def print_table(lines: list[dict[str, Any]]) -> None:
     print("| model | method | rotation | entropy | 50 % | 2:4 | 4:8 |")
     print("|---|---|---|---|---|---|---|")
     for name in dict.fromkeys(line["model"] for line in lines):
-        own = [line for line in lines if line["model"] == name]
-        for line in own:
+        model_lines = [line for line in lines if line["model"] == name]
+        for line in model_lines:
             if line["method"] == "dense":
                 figures = " | ".join([f"{line['perplexity']:.3f}"] * 3)
                 print(f"| {name} | dense | | | {figures} |")
-        rows = [(x["method"], x["rotation"], x.get("asked")) for x in own if x["method"] != "dense"]
-        for method, kind, asked in dict.fromkeys(rows):
-            cells = [x for x in own if (x["method"], x.get("rotation"), x.get("asked")) == (method, kind, asked)]
+        rows = [(x["method"], x["rotation"], x.get("asked")) for x in model_lines if x["method"] != "dense"]
+        for method, kind, steps in dict.fromkeys(rows):
+            cells = [
+                x for x in model_lines if (x["method"], x.get("rotation"), x.get("asked")) == (method, kind, steps)
+            ]
             by_pattern = {x["pattern"]: x["perplexity"] for x in cells}
             drop = ""
             if "entropy_before" in cells[0]:

@@ -1,12 +1,13 @@
 """Time structured optimal-brain-surgeon removal of all columns against the textbook update, column by column.
 
-The textbook version keeps the whole inverse H and the whole weight and updates both after every column: the same order
-and costs, 2 d² + 2 d_out d flops a column at the speed of memory. It is timed for small widths only. Both are float64
-and include everything from the Gram on (factorisation, inverse). Costs are compared as max |ours / textbook − 1|.
+The textbook version keeps the whole inverse H and the whole weight and updates both after every column. It gives the
+same order and costs, and takes 2 d² + 2 d_out d flops a column at the speed of memory. It is timed for small widths
+only. Both are float64 and include everything from the Gram on (factorisation, inverse). Costs are compared as
+max |ours / textbook − 1|.
 
 Inputs are made up: G = Σ x xᵀ over 2 d tokens x = s ∘ (z + F u), z (d) and u (d / 8) standard normal, F (d, d / 8)
-normal of variance 8 / d, hence every column has half of its energy in common with others, and sizes s with the
-log-normal spread of an MLP's activations (deviation 1). W is standard normal. Gram and weight are float32, as
+normal of variance 8 / d. So every column has half of its energy in common with others. The sizes s have the log-normal
+spread of an MLP's activations (deviation 1). W is standard normal. Gram and weight are float32, as
 calibration leaves them.
 
 Example:
@@ -81,20 +82,20 @@ def main() -> None:
         remove_greedily(*layer(64, 256, device))  # first calls load kernels
         for d in arguments.widths:
             weight, gram = layer(min(d, arguments.outputs), d, device)
-            held = 0
+            bytes_before = 0
             if device.startswith("cuda"):
                 torch.cuda.reset_peak_memory_stats()
-                held = torch.cuda.memory_allocated()
-            found, seconds = time_action(lambda: remove_greedily(weight, gram), device)  # noqa: B023
+                bytes_before = torch.cuda.memory_allocated()
+            removal, seconds = time_action(lambda: remove_greedily(weight, gram), device)  # noqa: B023
             peak = "-"
             if device.startswith("cuda"):
-                peak = f"{(torch.cuda.max_memory_allocated() - held) / (8 * d * d):.1f}"
+                peak = f"{(torch.cuda.max_memory_allocated() - bytes_before) / (8 * d * d):.1f}"
             flops = 2 * d**3 + len(weight) * d**2
             cells = ["-"] * 4
             if d <= arguments.textbook:
                 (order, costs), slow = time_action(lambda: textbook(weight, gram, DAMP), device)  # noqa: B023
-                difference = float((found.costs.cpu() / costs - 1).abs().max())
-                same = "yes" if torch.equal(found.order.cpu(), order) else "no"
+                difference = float((removal.costs.cpu() / costs - 1).abs().max())
+                same = "yes" if torch.equal(removal.order.cpu(), order) else "no"
                 cells = [f"{slow:.2f}", f"{slow / seconds:.1f}", same, f"{difference:.0e}"]
             print(
                 f"| {device} | {d} | {len(weight)} | {seconds:.2f} | {flops / seconds / 1e9:.0f} | {peak} | "

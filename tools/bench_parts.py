@@ -7,8 +7,8 @@ job runs on both in a process of its own, which is measured: seconds on the cloc
 memory. What all blocks take is extrapolated: what one takes, and so many times what the second one adds.
 
 The jobs are `fisher` (moments with Grams on four folds, the metric, sites tried out), `ridge` (sequential) and `best`
-(order by three scores, curves of every width, drift, choice on folds; weighed by energy, since of a single block every
-site's own effect would be measured, which deep models are spared).
+(order by three scores, curves of every width, drift, choice on folds). `best` weighs by energy here: of a single block
+it would measure every site's effect, which it does not do for deep models.
 """
 
 import argparse
@@ -58,8 +58,8 @@ def checkpoint(place: Path, shape: str, blocks: int) -> Path:
 def run(model: Path, job: str, samples: Mapping[str, Any]) -> Done:
     """Run a job in a process of its own."""
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
-        name, *rest = JOBS[job]
-        return command(name, model, *rest, *as_options(samples), "-o", f"{folder}/out")
+        name, *options = JOBS[job]
+        return command(name, model, *options, *as_options(samples), "-o", f"{folder}/out")
 
 
 def measure(place: Path, shape: str, job: str, samples: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,16 +86,17 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     samples = {"text": args.text, "samples": args.samples, "window": args.window}
-    known = lines_of(args.out)
+    earlier = lines_of(args.out)
     for shape in args.shapes:
         for job in args.jobs:
-            if any((line["shape"], line["job"]) == (shape, job) for line in known):
+            if any((line["shape"], line["job"]) == (shape, job) for line in earlier):
                 continue
-            found = measure(args.work, shape, job, samples)
-            add_line(args.out, found)
+            figures = measure(args.work, shape, job, samples)
+            add_line(args.out, figures)
             print(
-                f"{shape} {job}: {found['seconds']:.0f} s ({found['cpu_seconds']:.0f} of processors), "
-                f"{found['peak_bytes'] / 2**30:.1f} GiB; {found['blocks']} blocks {found['all_blocks'] / 3600:.1f} h",
+                f"{shape} {job}: {figures['seconds']:.0f} s ({figures['cpu_seconds']:.0f} of processors), "
+                f"{figures['peak_bytes'] / 2**30:.1f} GiB; "
+                f"{figures['blocks']} blocks {figures['all_blocks'] / 3600:.1f} h",
                 flush=True,
             )
 

@@ -53,14 +53,14 @@ def subjects() -> dict[str, Subject]:
     def share(name: str, window: int, calibration: str, evaluation: str) -> Subject:
         return Subject(name, window, SHARED / name, f"{SHARED}/{calibration}", f"{SHARED}/{evaluation}")
 
-    found = [
+    entries = [
         Subject("embedded", 256, model_folder(), "", ""),
         share("llama-pystdlib-3m", 256, "text-pystdlib/calib.txt", "text-pystdlib/eval.txt"),
         share("llama-pycode-16m", 256, "text-pycode/calib.txt", "text-pycode/eval.txt"),
         share("llama-stories260k", 512, "text-tinystories/calib_bos.txt", "text-tinystories/eval_bos.txt"),
         share("llama-stories-char-1m", 256, "text-tinystories/calib_bos.txt", "text-tinystories/eval_bos.txt"),
     ]
-    return {subject.name: subject for subject in found}
+    return {subject.name: subject for subject in entries}
 
 
 def windows_of(subject: Subject, samples: int, evaluated: int, choose: str) -> tuple[Tensor, Tensor]:
@@ -164,8 +164,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines file; measurements in it are not repeated")
     parser.add_argument("--models", nargs="+", default=list(subjects()))
     # The subjects rotate q and k by position: what prunes dimensions of a head is not for them. Masks: bench_masks.py.
-    found = {name: load_recipe(name) for name in shipped_recipes()}
-    fitting = [name for name, recipe in found.items() if recipe.mask is None and "qk" not in recipe.spaces]
+    recipes = {name: load_recipe(name) for name in shipped_recipes()}
+    fitting = [name for name, recipe in recipes.items() if recipe.mask is None and "qk" not in recipe.spaces]
     parser.add_argument("--recipes", nargs="+", default=fitting)
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.2, 0.3])
     parser.add_argument("--samples", type=int, default=64, help="calibration windows")

@@ -57,14 +57,14 @@ def peaks(parent: int) -> Iterator[tuple[int, int]]:
 
 def measure_command(line: list[str], environment: dict[str, str]) -> dict[str, Any]:
     """Run a command, and look at what it takes."""
-    found: dict[int, int] = {}
+    largest: dict[int, int] = {}
     start = time.monotonic()
     process = subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     while True:
         done, status, used = os.wait4(process.pid, os.WNOHANG)
         if done:
             break
-        found.update(peaks(process.pid))
+        largest.update(peaks(process.pid))
         time.sleep(POLL)
     if status:
         assert process.stderr is not None
@@ -72,7 +72,7 @@ def measure_command(line: list[str], environment: dict[str, str]) -> dict[str, A
     return {
         "seconds": time.monotonic() - start,
         "cpu_seconds": used.ru_utime + used.ru_stime,
-        "peak_bytes": [found[each] for each in sorted(found)],
+        "peak_bytes": [largest[number] for number in sorted(largest)],
     }
 
 
@@ -95,10 +95,10 @@ def difference(folder: Path, first: Path) -> float:
 
 def words_of(job: str, model: Path, data: list[str], work: Path, launch: str, first: str) -> list[str]:
     """The words of a job's command; `first` is the launch whose `ridge` is recovered."""
-    command, *rest = JOBS[job]
+    command, *options = JOBS[job]
     source = work / f"ridge-{first}" if job == "recover" else model
     dense = ["--dense", str(model)] if job == "recover" else []
-    return [command, str(source), *dense, *rest, *data, *SHARED_OPTIONS, "-o", str(work / f"{job}-{launch}")]
+    return [command, str(source), *dense, *options, *data, *SHARED_OPTIONS, "-o", str(work / f"{job}-{launch}")]
 
 
 def main() -> None:
@@ -123,14 +123,14 @@ def main() -> None:
             line, environment = make_launch(
                 launch, words_of(job, args.model, data, args.work, launch, args.launches[0])
             )
-            found = measure_command(line, environment)
-            made, first = args.work / f"{job}-{launch}", args.work / f"{job}-{args.launches[0]}"
-            found["difference"] = difference(made, first)
-            add_line(args.out, {"key": key, "samples": args.samples, "window": args.window, **found})
-            memory = ", ".join(f"{each / 2**20:.0f}" for each in found["peak_bytes"])
+            figures = measure_command(line, environment)
+            output, first = args.work / f"{job}-{launch}", args.work / f"{job}-{args.launches[0]}"
+            figures["difference"] = difference(output, first)
+            add_line(args.out, {"key": key, "samples": args.samples, "window": args.window, **figures})
+            memory = ", ".join(f"{size / 2**20:.0f}" for size in figures["peak_bytes"])
             print(
-                f"{key}: {found['seconds']:.0f} s, {found['cpu_seconds']:.0f} of processors, {memory} MiB, "
-                f"differs by {found['difference']:.1e}",
+                f"{key}: {figures['seconds']:.0f} s, {figures['cpu_seconds']:.0f} of processors, {memory} MiB, "
+                f"differs by {figures['difference']:.1e}",
                 flush=True,
             )
 

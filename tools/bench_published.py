@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python tools/bench_published.py --out F.jsonl --model MODEL --text CALIB --held-out TEXT --work DIR
 
-Everything is done by the command line, as a user would: statistics are measured once, and every recipe but the default
+Everything is done by the command line, as a user would. Statistics are measured once, and every recipe but the default
 ones prunes from them (dense cache). Each line of the output is one measurement; a run goes on where the last one
-stopped, and ends by printing the table. With --tasks, `evaluate` answers so many items of each file besides.
+stopped, and ends by printing the table. With --tasks, `evaluate` also answers so many items of each file.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def statistics(args: argparse.Namespace) -> Path:
 
 
 def calibration(args: argparse.Namespace) -> list[str]:
-    """Options that say on what."""
+    """Options that say what a run calibrates on."""
     return as_options({"text": args.text, "samples": args.samples, "window": args.window})
 
 
@@ -44,22 +44,22 @@ def measure_recipe(args: argparse.Namespace, recipe: str, ratio: float, size: in
         if recipe != DENSE:
             out = Path(scratch) / "out"
             data = calibration(args) if recipe in FROM_TEXT else ["--statistics", str(statistics(args))]
-            left = ["--ratio", f"{ratio:g}"] if size is None else ["--target-params", str(size)]
-            how = ["--recipe", recipe, *left, "--container", "any", "-o", str(out), "--json"]
+            amount = ["--ratio", f"{ratio:g}"] if size is None else ["--target-params", str(size)]
+            how = ["--recipe", recipe, *amount, "--container", "any", "-o", str(out), "--json"]
             took = command("prune", str(args.model), *how, *data)
             line = {"seconds": round(took.seconds), "gibibytes": took.gibibytes}
             line["parameters"] = json.loads(took.printed)["after"]["parameters"]
         common = ["evaluate", str(out), "--json"]
-        held = as_options({"text": args.held_out, "window": args.window, "samples": args.held_out_samples})
+        held_out = as_options({"text": args.held_out, "window": args.window, "samples": args.held_out_samples})
         against = ["--against", str(args.model)] if args.kl and recipe != DENSE else []
-        found = json.loads(command(*common, *held, *against).printed)
-        line["perplexity"] = found["perplexity"]
+        scores = json.loads(command(*common, *held_out, *against).printed)
+        line["perplexity"] = scores["perplexity"]
         if against:
-            line["kl"] = found["kl"]
+            line["kl"] = scores["kl"]
         if args.tasks:
-            asked = [word for task in args.tasks for word in ("--tasks", str(task))]
-            answered = command(*common, *asked, "--samples", str(args.items))
-            line["tasks"] = json.loads(answered.printed)
+            task_options = [word for task in args.tasks for word in ("--tasks", str(task))]
+            answers = command(*common, *task_options, "--samples", str(args.items))
+            line["tasks"] = json.loads(answers.printed)
         return line
 
 
@@ -101,10 +101,10 @@ def main() -> None:
             if key in lines:
                 continue
             # LLM-Pruner leaves blocks whole: it is asked for the size that the ratio leaves elsewhere.
-            beside = lines.get(key.replace(recipe, "ridge"), {}).get("parameters")
-            size = beside if recipe.startswith("llm-pruner") else None
-            found = {"key": key, "model": args.model.name, "ratio": part, "recipe": recipe}
-            lines[key] = found | measure_recipe(args, recipe, part, size)
+            ridge_size = lines.get(key.replace(recipe, "ridge"), {}).get("parameters")
+            size = ridge_size if recipe.startswith("llm-pruner") else None
+            entry = {"key": key, "model": args.model.name, "ratio": part, "recipe": recipe}
+            lines[key] = entry | measure_recipe(args, recipe, part, size)
             add_line(args.out, lines[key])
             print(json.dumps(lines[key]), flush=True)
     show(lines, args.model.name)

@@ -5,8 +5,8 @@
     PYTHONPATH=. python tools/bench_recover.py --out recover.jsonl --table     # print what is there, measure nothing
 
 Every step is a process of its own, so that its time and peak resident memory are its own; imports are in both. LoRA
-(`recover --method lora`, needs the extra "lora") trains on the same samples for as many seconds as the whole command of
-`recover` (of kind laco) took: its own imports and loading are not counted against it.
+(`recover --method lora`, needs the extra "lora") trains on the same samples. It has as many seconds as the whole
+command of `recover` (of kind laco) took; its own imports and loading are not counted against it.
 Each line of the output is one measurement; a run goes on where the last one stopped, and ends by printing the tables.
 """
 
@@ -58,15 +58,22 @@ CHARACTERS = 1000
 
 def prunings() -> dict[str, tuple[str, ...]]:
     """Options of `ckpt-prune prune`, by name. OPT's head count is in no stock config: remote code there."""
-    found: dict[str, tuple[str, ...]] = {
+    options_by_name: dict[str, tuple[str, ...]] = {
         "wanda-50": ("--recipe", "wanda-50"),
         "wanda-70": ("--recipe", "wanda-50", "--ratio", "0.7"),
         "sparsegpt-2-4": ("--recipe", "sparsegpt-2-4"),
     }
     for recipe in ("flap", "rcpu-scale"):
         for ratio in (20, 50, 70):
-            found[f"{recipe}-{ratio}"] = ("--recipe", recipe, "--ratio", str(ratio / 100), "--container", "any")
-    return found
+            options_by_name[f"{recipe}-{ratio}"] = (
+                "--recipe",
+                recipe,
+                "--ratio",
+                str(ratio / 100),
+                "--container",
+                "any",
+            )
+    return options_by_name
 
 
 @dataclass(frozen=True)
@@ -116,9 +123,9 @@ def tool(*options: str | Path) -> tuple[str, dict[str, float]]:
 
 def score(folder: Path, data: Data) -> dict[str, float]:
     """Perplexity, or of an image classifier top-1, on what is held out."""
-    found = json.loads(tool("evaluate", folder, *data.evaluation)[0])
-    key = "top1" if "top1" in found else "perplexity"
-    return {key: found[key]}
+    figures = json.loads(tool("evaluate", folder, *data.evaluation)[0])
+    key = "top1" if "top1" in figures else "perplexity"
+    return {key: figures[key]}
 
 
 def likeness(out: Path) -> dict[str, Any]:
@@ -205,8 +212,8 @@ def run_lora(
     """One training: what it cost, and how much of it there was."""
     training = (*ENDLESS, "--seconds", str(seconds), "--lr", str(args.lora_lr), "--batch", str(args.batch))
     printed, cost = tool("recover", pruned, *data.calibration, *training, "-o", out)
-    found = json.loads(printed)["adapters"]
-    note = {"trained_seconds": found["seconds"], "steps": found["steps"], "lora_epochs": found["epochs"]}
+    adapters = json.loads(printed)["adapters"]
+    note = {"trained_seconds": adapters["seconds"], "steps": adapters["steps"], "lora_epochs": adapters["epochs"]}
     return cost, note | {"lr": args.lora_lr}
 
 
@@ -250,13 +257,13 @@ def run_depths(log: Log) -> None:
 def print_scores(lines: list[dict[str, Any]]) -> None:
     """Markdown: for each model a row for each pruning, a column for each kind."""
     for name in dict.fromkeys(line["model"] for line in lines):
-        own = [line for line in lines if line["model"] == name]
-        dense = next((_figure(line) for line in own if line["kind"] == "dense"), "-")
-        cells = {(line["pruning"], line["kind"]): _figure(line) for line in own}
-        metric = "top-1" if any("top1" in line for line in own) else "perplexity"
+        model_lines = [line for line in lines if line["model"] == name]
+        dense = next((_figure(line) for line in model_lines if line["kind"] == "dense"), "-")
+        cells = {(line["pruning"], line["kind"]): _figure(line) for line in model_lines}
+        metric = "top-1" if any("top1" in line for line in model_lines) else "perplexity"
         print(f"\n{name}, {metric}\n\n| pruning | dense | {' | '.join(KINDS.values())} |")
         print("|---|---|" + "---|" * len(KINDS))
-        for pruning in dict.fromkeys(line["pruning"] for line in own if line["pruning"]):
+        for pruning in dict.fromkeys(line["pruning"] for line in model_lines if line["pruning"]):
             print(f"| {pruning} | {dense} | {' | '.join(cells.get((pruning, kind), '-') for kind in KINDS)} |")
 
 
@@ -291,8 +298,8 @@ def print_depths(lines: list[dict[str, Any]]) -> None:
     print("\n| layers | checkpoint GiB | LaCo peak GiB | LoRA peak GiB |\n|---|---|---|---|")
     cells = {(x["layers"], x["kind"]): x for x in lines}
     for layers, size in sorted({(x["layers"], x["checkpoint_gib"]) for x in lines}):
-        found = [cells.get((layers, kind)) for kind in ("laco", "lora")]
-        peaks = [f"{x['peak_rss_gib']:.2f}" if x else "-" for x in found]
+        entries = [cells.get((layers, kind)) for kind in ("laco", "lora")]
+        peaks = [f"{x['peak_rss_gib']:.2f}" if x else "-" for x in entries]
         print(f"| {layers} | {size:.2f} | {' | '.join(peaks)} |")
 
 
@@ -317,8 +324,10 @@ def main() -> None:
     elif not args.table:
         for name in args.models:
             run_model(name, log, args)
-    asked = {"samples": args.samples, "epochs": args.epochs, "batch": args.batch, "lr": args.lora_lr}
-    lines = [line for line in log.lines if line["model"] in args.models and asked.items() <= (asked | line).items()]
+    settings = {"samples": args.samples, "epochs": args.epochs, "batch": args.batch, "lr": args.lora_lr}
+    lines = [
+        line for line in log.lines if line["model"] in args.models and settings.items() <= (settings | line).items()
+    ]
     lines = [line for line in lines if line["held_out"] in (args.windows, "all")]
     depths = [line for line in log.lines if line["model"] == "depth"]
     if lines and not args.depth:

@@ -35,40 +35,42 @@ def subjects(external: Path) -> dict[str, Model]:
     """Those of `bench_export.py`, pruned alike, and two larger ones."""
     wiki = SHARED / "text-wikitext2"
     text = ("--text", f"{wiki}/wiki.train.first1MB.raw.txt")
-    held = ("--text", f"{wiki}/wiki.test.raw", "--samples", "16", "--window")
-    found = [Model(each.name, each.folder, RECIPE, (*each.calibration, *WIDTHS), each.proof) for each in models()]
+    held_out = ("--text", f"{wiki}/wiki.test.raw", "--samples", "16", "--window")
+    entries = [
+        Model(model.name, model.folder, RECIPE, (*model.calibration, *WIDTHS), model.proof) for model in models()
+    ]
     for name, window in (("smollm2-135m", "512"), ("minilm-l6", "128")):
         calibration = (*text, "--samples", "32", "--window", window, *WIDTHS)
-        found.append(Model(name, external / name, RECIPE, calibration, (*held, window)))
-    return {model.name: model for model in found}
+        entries.append(Model(name, external / name, RECIPE, calibration, (*held_out, window)))
+    return {model.name: model for model in entries}
 
 
-def graphs(model: Model, ratio: float, args: argparse.Namespace, done: set[str]) -> None:
+def measure_graphs(model: Model, ratio: float, args: argparse.Namespace, done: set[str]) -> None:
     """The graphs of one checkpoint, and what each loses against its model and against the dense one."""
     missing = [dtype for dtype in args.dtypes if f"{model.name} | {ratio:g} | {dtype}" not in done]
     if not missing:
         return
     source, out = checkpoint(model, ratio, args.work), folder_of(model, ratio, args.work)
-    asked = [word for dtype in args.dtypes for word in ("--dtype", dtype)]
+    dtype_options = [word for dtype in args.dtypes for word in ("--dtype", dtype)]
     how = ("-o", str(out), "--overwrite", "--no-validate", "--json")
-    written = json.loads(ckpt_prune("export", str(source), *how, *asked, *model.proof))
+    written = json.loads(ckpt_prune("export", str(source), *how, *dtype_options, *model.proof))
     about = ("--against", str(source), "--dense", str(model.folder), "--metric-only", "--json")
     measured = json.loads(ckpt_prune("validate", str(out), *about, *model.proof))
     entries = {entry["file"]: entry for entry in written["manifest"]["graphs"]}
     for graph in measured["graphs"]:
-        own, dense = graph["metrics"]
+        against_source, against_dense = graph["metrics"]
         line = {
             "key": f"{model.name} | {ratio:g} | {graph['dtype']}",
             "model": model.name,
             "ratio": ratio,
             "dtype": graph["dtype"],
             "bytes": written["bytes"][graph["dtype"]],
-            "metric": own["name"],
-            "value": dense["onnxruntime"],
-            "dense": dense["pytorch"],
-            "kl": dense["kl"],
-            "lost": dense["difference"],
-            "lost_by_rounding": own["difference"] if graph["max_loss"] is not None else None,
+            "metric": against_source["name"],
+            "value": against_dense["onnxruntime"],
+            "dense": against_dense["pytorch"],
+            "kl": against_dense["kl"],
+            "lost": against_dense["difference"],
+            "lost_by_rounding": against_source["difference"] if graph["max_loss"] is not None else None,
             "within": graph["passed"],
             "quantization": entries[graph["file"]]["quantization"],
             "proof": model.proof,
@@ -82,7 +84,7 @@ def folder_of(model: Model, ratio: float, work: Path) -> Path:
     return work / f"{model.name}-{ratio:g}-onnx"
 
 
-def speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
+def measure_speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
     """All graphs of a model in turns, in this process."""
     key = f"{model.name} | speed"
     places = [folder_of(model, ratio, args.work) for ratio in args.ratios]
@@ -90,20 +92,20 @@ def speed(model: Model, args: argparse.Namespace, done: set[str]) -> None:
         return
     participants, inputs = [], []
     for ratio, place in zip(args.ratios, places, strict=True):
-        for each in read_manifest(place).split():
-            name = f"{ratio:g} {each.dtype}"
-            participants.append(Participant("A", name, "onnxruntime", str(place), "cpu", args.threads, each.dtype))
-            inputs.append(read_model_inputs(place, each))
+        for graph in read_manifest(place).split():
+            name = f"{ratio:g} {graph.dtype}"
+            participants.append(Participant("A", name, "onnxruntime", str(place), "cpu", args.threads, graph.dtype))
+            inputs.append(read_model_inputs(place, graph))
     runners = [OnnxRunner(participant) for participant in participants]
     jobs = choose_workloads(
         inputs, [participant.model for participant in participants], batches=BATCHES, tokens=None, steps=None
     )
     timed: dict[str, dict[str, float]] = {participant.model: {} for participant in participants}
     for job in jobs:
-        found = take_turns(runners, job, rounds=args.rounds, warmup=2, tick=lambda: None)
-        for participant, rounds in zip(participants, found, strict=True):
+        times = take_turns(runners, job, rounds=args.rounds, warmup=2, tick=lambda: None)
+        for participant, rounds in zip(participants, times, strict=True):
             for phase in job.phases:
-                seconds = [second for each in rounds for second in each[phase]]
+                seconds = [second for timing in rounds for second in timing[phase]]
                 timed[participant.model][f"{phase} {job.batch}"] = 1e3 * float(np.percentile(seconds, 50))
     record(args.out, {"key": key, "model": model.name, "speed": timed, "threads": args.threads, "rounds": args.rounds})
 
@@ -136,13 +138,22 @@ def show(lines: list[dict[str, Any]]) -> None:
     speeds = {line["model"]: line["speed"] for line in lines if "speed" in line}
     best = frontier(graphs_)
     for name in dict.fromkeys(line["model"] for line in graphs_):
-        own = sorted((line for line in graphs_ if line["model"] == name), key=lambda line: -line["bytes"])
+        model_lines = sorted((line for line in graphs_ if line["model"] == name), key=lambda line: -line["bytes"])
         timed = speeds.get(name, {})
         phases = list(next(iter(timed.values()), {}))
-        heads = ["dropped", "type", "MiB", own[0]["metric"], "lost", "KL", *(f"{phase}, ms" for phase in phases), ""]
-        print(f"\n{name} (dense {cell(own[0]['dense'], '.4g')})\n")
+        heads = [
+            "dropped",
+            "type",
+            "MiB",
+            model_lines[0]["metric"],
+            "lost",
+            "KL",
+            *(f"{phase}, ms" for phase in phases),
+            "",
+        ]
+        print(f"\n{name} (dense {cell(model_lines[0]['dense'], '.4g')})\n")
         print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
-        for line in own:
+        for line in model_lines:
             took = timed.get(f"{line['ratio']:g} {line['dtype']}", {})
             cells = [
                 f"{line['ratio']:.0%}",
@@ -168,15 +179,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    known = subjects(args.external)
-    if unknown := set(args.models or ()) - set(known):
-        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    models_by_name = subjects(args.external)
+    if unknown := set(args.models or ()) - set(models_by_name):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(models_by_name)}")
     args.work.mkdir(parents=True, exist_ok=True)
     done = set(by_key(args.out))
     for name in args.models or ["smollm2-135m", "llama-pycode-16m", "minilm-l6", "vit-tiny-imagenet"]:
         for ratio in args.ratios:
-            graphs(known[name], ratio, args, done)
-        speed(known[name], args, done)
+            measure_graphs(models_by_name[name], ratio, args, done)
+        measure_speed(models_by_name[name], args, done)
     show(lines_of(args.out))
 
 

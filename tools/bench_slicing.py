@@ -32,26 +32,26 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--held-out-samples", type=int, default=64)
     given = parser.parse_args()
-    done = lines_of(given.out)
+    lines = lines_of(given.out)
     model = Model.open(given.model)
     inside = sum(model.checkpoint.tensors[n].numel for block in range(model.blocks) for n in model.block_names(block))
     for share in given.shares:
         for recipe in given.recipes:
             key = {"model": given.model.name, "recipe": recipe, "share": share, "window": given.window}
             key |= {"samples": given.samples, "held_out_samples": given.held_out_samples}
-            if any(key.items() <= each.items() for each in done):
+            if any(key.items() <= line.items() for line in lines):
                 continue
             target = cost_of(model).parameters - round(share * inside)
             same = {name: value for name, value in key.items() if name not in ("recipe", "share")}
-            dense = next((each["dense"] for each in done if same.items() <= each.items()), None)
-            found = key | measure_model(given, recipe, target, dense)
-            done.append(found)
-            add_line(given.out, found)
+            dense = next((line["dense"] for line in lines if same.items() <= line.items()), None)
+            line = key | measure_model(given, recipe, target, dense)
+            lines.append(line)
+            add_line(given.out, line)
     print("| model | share | recipe | parameters | perplexity | s |\n|---|---|---|---|---|---|")
-    for own in done:
+    for line in lines:
         print(
-            f"| {own['model']} (dense {own['dense']:.3f}) | {own['share']:.0%} | {own['recipe']} | "
-            f"{own['parameters'] / 1e6:.2f} M | {own['perplexity']:.3f} | {own['seconds']:.0f} |"
+            f"| {line['model']} (dense {line['dense']:.3f}) | {line['share']:.0%} | {line['recipe']} | "
+            f"{line['parameters'] / 1e6:.2f} M | {line['perplexity']:.3f} | {line['seconds']:.0f} |"
         )
 
 
@@ -66,17 +66,17 @@ def measure_model(given: argparse.Namespace, recipe: str, target: int, dense: fl
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         data: dict[str, Any] = {"text": str(given.text), "samples": given.samples, "window": given.window}
-        made = cp.prune(
+        result = cp.prune(
             str(given.model), recipe=recipe, target_params=str(target), output=f"{folder}/out", progress=False, **data
         )
         seconds = time.monotonic() - start
-        report = made.report
+        report = result.report
         assert report is not None
         return {
             "parameters": report.after.parameters,
             "flops": report.after.flops,
             "hidden": None if report.hidden is None else report.hidden.kept,
-            "perplexity": perplexity(given, str(made.path)),
+            "perplexity": perplexity(given, str(result.path)),
             "dense": perplexity(given, str(given.model)) if dense is None else dense,
             "seconds": round(seconds, 1),
         }

@@ -23,11 +23,11 @@ from ckpt_prune.checkpoint.block_thread import BlockThread
 def slow(action: Callable[..., Any], nbytes: Callable[..., int], rate: float) -> Callable[..., Any]:
     """Let an action take as long as its bytes would on a disk of `rate` MB/s."""
 
-    def slowed(*given: Any) -> Any:
+    def act_slowly(*given: Any) -> Any:
         time.sleep(nbytes(*given) / (rate * 1e6))
         return action(*given)
 
-    return slowed
+    return act_slowly
 
 
 class InTurn(BlockThread[Any]):
@@ -53,7 +53,7 @@ def main() -> None:
     subprocess.run([sys.executable, str(script), str(folder / "model"), *shape], check=True)
     patched: Any = (checkpoint, writer)
     checkpoint_read, writer_write = checkpoint.read_tensor, writer.write_tensor
-    found = []
+    outputs = []
     for name, thread in (("in turn", InTurn), ("ahead and behind", BlockThread)):
         from ckpt_prune.checkpoint import block_thread
         from ckpt_prune.job import walk
@@ -66,9 +66,9 @@ def main() -> None:
         prune(folder / "model", recipe="wanda-sp", ratio=0.2, text=[args.text], samples=8, window=512, output=out)
         seconds = time.perf_counter() - start
         weights = b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
-        found.append(weights)
+        outputs.append(weights)
         print(f"{name}: {seconds:.1f} s", flush=True)
-    print("the same bytes" if found[0] == found[1] else "OTHER BYTES")
+    print("the same bytes" if outputs[0] == outputs[1] else "OTHER BYTES")
 
 
 if __name__ == "__main__":

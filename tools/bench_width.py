@@ -69,9 +69,9 @@ def main() -> None:
             make_model(Path(folder), hidden, mlp, given.blocks)
             start = seconds(BASE, Path(folder), given.samples)
             for recipe in given.recipes:
-                own = seconds(recipe, Path(folder), given.samples) - start
-                times.setdefault(recipe, []).append((mlp, own))
-                print(f"{width:<12} {recipe:<14} {own:8.1f} s, start {start:.1f} s", flush=True)
+                taken = seconds(recipe, Path(folder), given.samples) - start
+                times.setdefault(recipe, []).append((mlp, taken))
+                print(f"{width:<12} {recipe:<14} {taken:8.1f} s, start {start:.1f} s", flush=True)
     for recipe, points in times.items():
         (narrow, first), (wide, last) = points[0], points[-1]
         if wide > narrow:

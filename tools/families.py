@@ -41,12 +41,12 @@ def _codes(names: Iterable[str]) -> str:
 def _row(family: Family) -> str:
     variants = variants_of(family.model_type)
     name = f"`{family.model_type}`" + (f" (also with {_codes(variants)})" if variants else "")
-    whole = [space for space, each in family.spaces.items() if each.whole is not None]
+    whole_spaces = [space for space, entry in family.spaces.items() if entry.whole is not None]
     cells = [
         name,
         _codes(family.architectures),
-        _codes(space for space in family.spaces if space not in whole),
-        _codes(whole),
+        _codes(space for space in family.spaces if space not in whole_spaces),
+        _codes(whole_spaces),
         "yes" if family.residual is not None else "no",
         _codes(family.stand_ins),
     ]

@@ -51,11 +51,11 @@ def main() -> int:
                 for case in cases(machine, given.jobs, given.seed):
                     if time.monotonic() > last:
                         break
-                    found = case.run(machine)
+                    violations = case.run(machine)
                     injected[case.fault.what] += 1
-                    if found:
+                    if violations:
                         wrong += 1
-                        print(case, *found, sep="\n    ", flush=True)
+                        print(case, *violations, sep="\n    ", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         kinds = ", ".join(f"{count} {what}" for what, count in injected.most_common())

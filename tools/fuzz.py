@@ -51,11 +51,11 @@ def main() -> int:
             while tried.total() < given.cases and time.monotonic() < last:
                 for target in given.targets:
                     count = BATCH // SHARE if target in GRAPHS else BATCH
-                    found = batch(place, target, given.seed, tried[target], count, waited=WAITED)
+                    batch_failures = batch(place, target, given.seed, tried[target], count, waited=WAITED)
                     tried[target] += count
-                    failures += found
-                    for each in found:
-                        print(f"{each.target} {each.number}: {each.command}: {each.what}", flush=True)
+                    failures += batch_failures
+                    for failure in batch_failures:
+                        print(f"{failure.target} {failure.number}: {failure.command}: {failure.what}", flush=True)
                     if tried.total() >= given.cases or time.monotonic() > last:
                         break
     finally:

@@ -4,8 +4,8 @@
     PYTHONPATH=. python tools/golden.py --check hashes.json               # prune all, name each difference
     PYTHONPATH=. python tools/golden.py --check hashes.json --only 'ridge/*' --only '*/opt'
 
-The models are the one that the package carries (bfloat16, trained) and four that are made here from a fixed seed, in
-float32: a Llama, an OPT, a ViT and a Mixtral. Nothing outside the repository is needed. Hashed are config.json and
+One model is carried by the package (bfloat16, trained). Four are made here from a fixed seed, in float32: a Llama, an
+OPT, a ViT and a Mixtral. Nothing outside the repository is needed. Hashed are config.json and
 every tensor: its name, dtype, shape and bytes. Where a recipe refuses a model, its words are kept, and the model is
 tried once more with `container=any`. Recipes that train or learn for long do so for a few steps (`SHORTER`).
 Bytes depend on the processor and on the versions of torch and transformers. So hashes are kept beside the checkout, not
@@ -109,14 +109,14 @@ def make_models(folder: Path) -> dict[str, dict[str, Any]]:
 
 def hashes_of(folder: Path) -> dict[str, str]:
     """The hash of config.json and of each tensor of an output, with its dtype and shape."""
-    found = {"config.json": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()}
+    hashes = {"config.json": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 tensor = tensors.get_tensor(name).contiguous()
                 digest = hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-                found[f"{file.name} {name}"] = f"{tensor.dtype} {list(tensor.shape)} {digest}"
-    return found
+                hashes[f"{file.name} {name}"] = f"{tensor.dtype} {list(tensor.shape)} {digest}"
+    return hashes
 
 
 def hash_output(recipe: RecipeFile, given: Mapping[str, Any], scratch: Path, **more: Any) -> dict[str, str]:
@@ -151,10 +151,10 @@ def prune_all(only: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
                 key, start = f"{recipe.name}/{model}", time.monotonic()
                 if not is_chosen(key, only):
                     continue
-                yield key, (found := hash_output(recipe, given, scratch))
-                if "refused" in found and "container" in found["refused"]:
+                yield key, (hashes := hash_output(recipe, given, scratch))
+                if "refused" in hashes and "container" in hashes["refused"]:
                     yield f"{key} container=any", hash_output(recipe, given, scratch, container="any")
-                print(f"{key}: {found.get('refused', f'{len(found)} hashes')} ({time.monotonic() - start:.1f} s)")
+                print(f"{key}: {hashes.get('refused', f'{len(hashes)} hashes')} ({time.monotonic() - start:.1f} s)")
 
 
 def differences(before: Hashes, after: Hashes) -> Iterator[str]:
@@ -179,20 +179,22 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     here = environment()
-    known: dict[str, Any] = json.loads(given.file.read_text(encoding="utf-8")) if given.check else {"environment": here}
-    if known["environment"] != here and not given.force:
-        sys.exit(f"{given.file} is of {known['environment']}, this is {here}: compare by force (--force)")
-    found = dict(prune_all(given.only))
-    refused = sum("refused" in own for own in found.values())
-    count = sum(len(own) for own in found.values()) - refused
-    print(f"{len(found) - refused} outputs with {count} hashes, {refused} refusals; {here}")
+    stored: dict[str, Any] = (
+        json.loads(given.file.read_text(encoding="utf-8")) if given.check else {"environment": here}
+    )
+    if stored["environment"] != here and not given.force:
+        sys.exit(f"{given.file} is of {stored['environment']}, this is {here}: compare by force (--force)")
+    hashes = dict(prune_all(given.only))
+    refused = sum("refused" in entry for entry in hashes.values())
+    count = sum(len(entry) for entry in hashes.values()) - refused
+    print(f"{len(hashes) - refused} outputs with {count} hashes, {refused} refusals; {here}")
     if not given.check:
-        given.file.write_text(json.dumps({"environment": here, "hashes": found}, indent=1), encoding="utf-8")
+        given.file.write_text(json.dumps({"environment": here, "hashes": hashes}, indent=1), encoding="utf-8")
         return
-    asked = {key: own for key, own in known["hashes"].items() if is_chosen(key, given.only)}
-    told = list(differences(asked, found))
-    print("\n".join(told) or "all are the same")
-    sys.exit(1 if told else 0)
+    expected = {key: entry for key, entry in stored["hashes"].items() if is_chosen(key, given.only)}
+    changes = list(differences(expected, hashes))
+    print("\n".join(changes) or "all are the same")
+    sys.exit(1 if changes else 0)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     tools/gpu.sh [--here] [--small] [--limit SECONDS] [--out FILE.json] [--data DIR] [--only WORDS]
 
-Every command runs on the model that the package carries and, where `shared/data` lies beside or in the checkout, on a
-vision and a language model, once on each device. Then the mathematics of each stage runs on layers as large as those of
-a 7B and a 70B model. A step that fails is recorded with its error, and the rest goes on. Without a GPU the steps that
-need one are recorded as skipped. One line a step goes to stdout, and all of it to the JSON file after every step.
+Every command runs once on each device, on the model that the package carries. If `shared/data` lies beside or in the
+checkout, it also runs on a vision and a language model there. Then the mathematics of each stage runs on layers as
+large as those of a 7B and a 70B model. A step that fails is recorded with its error, and the rest goes on. Without a
+GPU the steps that need one are recorded as skipped. One line a step goes to stdout, and all of it to the JSON file
+after every step.
 """
 
 import argparse
@@ -56,9 +57,9 @@ ON_IMAGES = ("ridge, sequential", "best", "wanda-2-4", "corp")
 ON_THE_LANGUAGE_MODEL = ("ridge, dense cache", "ridge, sequential", "wanda-2-4", "sparsegpt-2-4")
 
 
-def find_data(asked: str | None) -> Path | None:
+def find_data(named: str | None) -> Path | None:
     """Return the folder of models and texts, if there is one."""
-    folders = [Path(asked)] if asked else DATA
+    folders = [Path(named)] if named else DATA
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
@@ -114,13 +115,13 @@ def plan(work: Path, *, data: Path | None, gpu: bool, small: bool) -> list[Step]
 
 
 def _on_model(work: Path, subject: Any, prunings: Collection[str], after: tuple[str, ...], gpu: bool) -> list[Step]:
-    """Every command on a model, on both devices, and what they made side by side."""
+    """Every command on a model, on both devices, and the comparisons of what they made."""
     steps: list[Step] = []
 
     def both(name: str, function: str, needs: dict[Device, tuple[str, ...]], **arguments: Any) -> None:
         for device in DEVICES:
-            own = {key: _on(value, device) for key, value in arguments.items()}
-            given = {"subject": subject, "device": device, **own}
+            own_arguments = {key: _choose_for_device(value, device) for key, value in arguments.items()}
+            given = {"subject": subject, "device": device, **own_arguments}
             label = f"{subject.name}: {name}"
             steps.append(Step(label, f"tools.gpu_models:{function}", given, device, after + needs.get(device, ())))
 
@@ -161,8 +162,8 @@ def _on_model(work: Path, subject: Any, prunings: Collection[str], after: tuple[
     return steps
 
 
-def _on(value: Any, device: Device) -> Any:
-    """An argument of this device, where it has one for each."""
+def _choose_for_device(value: Any, device: Device) -> Any:
+    """Return an argument, or its value for this device if it has one for each."""
     return value[device] if isinstance(value, dict) and value.keys() == set(DEVICES) else value
 
 
@@ -217,18 +218,18 @@ def row(outcome: Outcome) -> str:
     """A line of the table."""
     gib = [None if size is None else f"{size / 2**30:.2f}" for size in (outcome.rss_bytes, outcome.gpu_bytes)]
     seconds = None if outcome.seconds is None else f"{outcome.seconds:.2f}"
-    cells = [each or "-" for each in (seconds, *gib)]
-    said = outcome.reason or _describe(outcome.values)
+    cells = [cell or "-" for cell in (seconds, *gib)]
+    note = outcome.reason or _describe(outcome.values)
     return (
-        f"{outcome.name:<62} {outcome.device:<5} {outcome.status:<8} {cells[0]:>8} {cells[1]:>8} {cells[2]:>8}  {said}"
+        f"{outcome.name:<62} {outcome.device:<5} {outcome.status:<8} {cells[0]:>8} {cells[1]:>8} {cells[2]:>8}  {note}"
     ).rstrip()
 
 
 def _describe(values: dict[str, Any]) -> str:
     """Describe the result of a step, in short."""
     parts = []
-    for device, found in values.get("measured", {}).items():
-        parts += [f"{name} ({device}) {value:.4f}" for name, value in found.items() if value is not None]
+    for device, scores in values.get("measured", {}).items():
+        parts += [f"{name} ({device}) {value:.4f}" for name, value in scores.items() if value is not None]
     difference = values.get("difference")
     if difference is not None:
         far = difference["relative"]
@@ -255,40 +256,40 @@ def measure(out: Path, *, limit: float, small: bool, data: Path | None, words: s
     with tempfile.TemporaryDirectory(prefix="ckpt-prune-gpu-") as folder:
         work = Path(folder)
         (work / "texts").mkdir()
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         with Workers(work / "log.txt") as workers:
             first = next(run([Step("environment", "tools.gpu_models:environment")], workers.do, until=start + limit))
-            found.append(first)
+            outcomes.append(first)
             print(HEADER)
             print(row(first), flush=True)
             gpu = first.values.get("gpu") is not None
             for outcome in run(
-                only(words, plan(work, data=data, gpu=gpu, small=small)), workers.do, until=start + limit
+                choose_steps(words, plan(work, data=data, gpu=gpu, small=small)), workers.do, until=start + limit
             ):
-                found.append(outcome)
+                outcomes.append(outcome)
                 if outcome.reason != NO_GPU:
                     print(row(outcome), flush=True)
-                _write(out, found, start, limit, small)
-    return found
+                _write(out, outcomes, start, limit, small)
+    return outcomes
 
 
-def only(words: str | None, steps: list[Step]) -> list[Step]:
+def choose_steps(words: str | None, steps: list[Step]) -> list[Step]:
     """The steps whose label has the words, and what they need."""
-    wanted = {step.label for step in steps if words is None or words in step.label}
+    labels = {step.label for step in steps if words is None or words in step.label}
     for step in reversed(steps):
-        if step.label in wanted:
-            wanted |= set(step.after)
-    return [step for step in steps if step.label in wanted]
+        if step.label in labels:
+            labels |= set(step.after)
+    return [step for step in steps if step.label in labels]
 
 
-def _write(out: Path, found: list[Outcome], start: float, limit: float, small: bool) -> None:
+def _write(out: Path, outcomes: list[Outcome], start: float, limit: float, small: bool) -> None:
     record = {
         "version": 1,
-        "environment": found[0].values,
+        "environment": outcomes[0].values,
         "small": small,
         "limit": limit,
         "seconds": round(time.monotonic() - start, 1),
-        "steps": [outcome.data() for outcome in found],
+        "steps": [outcome.data() for outcome in outcomes],
     }
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -302,11 +303,12 @@ def main() -> None:
     parser.add_argument("--data", help="folder of models and texts, in place of shared/data beside or in the checkout")
     parser.add_argument("--only", metavar="WORDS", help="only steps whose line has these words, and what they need")
     given = parser.parse_args()
-    found = measure(given.out, limit=given.limit, small=given.small, data=find_data(given.data), words=given.only)
+    outcomes = measure(given.out, limit=given.limit, small=given.small, data=find_data(given.data), words=given.only)
     counts = {
-        status: sum(each.status == status for each in found) for status in ("ok", "failed", "skipped", "left out")
+        status: sum(outcome.status == status for outcome in outcomes)
+        for status in ("ok", "failed", "skipped", "left out")
     }
-    without = sum(each.reason == NO_GPU for each in found)
+    without = sum(outcome.reason == NO_GPU for outcome in outcomes)
     if without:
         print(f"\n{without} more steps skipped: {NO_GPU}")
     print(f"\n{', '.join(f'{count} {status}' for status, count in counts.items())}; all of it is in {given.out}")

@@ -53,11 +53,11 @@ def layer(outputs: int, inputs: int, device: str) -> Layer:
     sizes, loadings = normal(inputs).exp(), normal(inputs, shared) / shared**0.5
     folds = []
     for _ in range(FOLDS):
-        made = Moments.zeros(inputs, gram=True, device=device)
+        sums = Moments.zeros(inputs, gram=True, device=device)
         for start in range(0, TOKENS * inputs // FOLDS, CHUNK):
             count = min(CHUNK, TOKENS * inputs // FOLDS - start)
-            made = made.accumulate((normal(count, inputs) + normal(count, shared) @ loadings.T) * sizes)
-        folds.append(made)
+            sums = sums.accumulate((normal(count, inputs) + normal(count, shared) @ loadings.T) * sizes)
+        folds.append(sums)
     kept = torch.randperm(inputs, generator=generator, device=device)[: round(KEPT * inputs)].sort().values
     return Layer(normal(outputs, inputs), tuple(folds), kept)
 
@@ -74,8 +74,8 @@ def moments(outputs: int, inputs: int, device: str) -> dict[str, Any]:
 def obs(outputs: int, inputs: int, device: str, per_unit: int = 1) -> dict[str, Any]:
     """Order all units by optimal brain surgeon."""
     here = layer(outputs, inputs, device)
-    found = remove_greedily(here.weight, here.moments.gram, per_unit)
-    return {"rising": bool((found.costs.diff() >= 0).all()), "damping": found.strength}
+    removal = remove_greedily(here.weight, here.moments.gram, per_unit)
+    return {"rising": bool((removal.costs.diff() >= 0).all()), "damping": removal.strength}
 
 
 def refit(outputs: int, inputs: int, device: str, method: str) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def choice(outputs: int, inputs: int, device: str) -> dict[str, Any]:
     """Choose a method and its strength on folds."""
     here = layer(outputs, inputs, device)
     folds = [blend_from_moments(here.weight, fold, here.kept) for fold in here.folds]
-    found = choose_form(here.weight[:, here.kept].double(), folds, CANDIDATES, GRID)
-    return {"chosen": found.best.method, "strength": found.best.strength, "error": found.best.error}
+    result = choose_form(here.weight[:, here.kept].double(), folds, CANDIDATES, GRID)
+    return {"chosen": result.best.method, "strength": result.best.strength, "error": result.best.error}
 
 
 def mask(outputs: int, inputs: int, device: str, method: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Subject:
 
     Attributes:
         name: said in the table.
-        model: its folder.
+        model: path of the checkpoint.
         data: options of `calibrate`, `prune` and `recover`.
         held_out: options of `evaluate`.
         proof: options of `export`.
@@ -87,24 +87,24 @@ def demo_texts(folder: str, characters: int) -> dict[str, Any]:
 def suite(seconds: float) -> dict[str, Any]:
     """The tests of the suite that are marked `cuda`."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "junit.xml"
+        report = Path(folder) / "junit.xml"
         # The other files need not be collected. Versions that are not the suite's own warn of other things.
         files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in file.read_text("utf-8")]
         command = ["-m", "pytest", *files, "-m", "cuda", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
         done = subprocess.run(
-            [sys.executable, *command, f"--junitxml={found}", f"--basetemp={folder}/tests"],
+            [sys.executable, *command, f"--junitxml={report}", f"--basetemp={folder}/tests"],
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=seconds,
             check=False,
         )
-        if not found.is_file():
+        if not report.is_file():
             raise SkippedError(f"pytest cannot run here: {(done.stderr or done.stdout).strip().splitlines()[-1][:200]}")
-        cases = list(ElementTree.parse(found).iter("testcase"))
+        cases = list(ElementTree.parse(report).iter("testcase"))
     outcomes: dict[str, list[str]] = {"passed": [], "failed": [], "error": [], "skipped": []}
     for case in cases:
-        problem = next((each for each in ("failure", "error", "skipped") if case.find(each) is not None), "passed")
+        problem = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
         outcomes["failed" if problem == "failure" else problem].append(f"{case.get('classname')}.{case.get('name')}")
     bad = outcomes["failed"] + outcomes["error"]
     if bad:
@@ -138,7 +138,7 @@ def prune(
 ) -> dict[str, Any]:
     """Prune by a recipe, by statistics or by the samples themselves."""
     source: dict[str, Any] = {"statistics": statistics} if statistics else subject.data
-    made = cp.prune(
+    result = cp.prune(
         subject.model,
         **source,
         recipe=recipe,
@@ -149,8 +149,8 @@ def prune(
         overwrite=True,
         progress=False,
     )
-    assert made.report is not None
-    return {"stages": {stage.name: stage.seconds for stage in made.report.stages}}
+    assert result.report is not None
+    return {"stages": {stage.name: stage.seconds for stage in result.report.stages}}
 
 
 def recover(subject: Subject, device: str, out: str, pruned: str, epochs: int) -> dict[str, Any]:
@@ -174,13 +174,13 @@ def export(subject: Subject, device: str, out: str, model: str) -> dict[str, Any
 
     if device == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         raise SkippedError("this onnxruntime has no CUDA provider")
-    found = cp.export(model, **subject.proof, output=out, provider=device, overwrite=True, progress=False)
-    assert found.validation is not None
-    proofs = found.validation.graphs
+    exported = cp.export(model, **subject.proof, output=out, provider=device, overwrite=True, progress=False)
+    assert exported.validation is not None
+    proofs = exported.validation.graphs
     for proof in proofs:
         if proof.provider != device:
             raise SkippedError(proof.note or f"it ran on {proof.provider}")
-    if not found.passed:
+    if not exported.passed:
         failed = [check.detail for proof in proofs for check in proof.checks if check.passed is False]
         raise AssertionError(f"the graph differs: {failed}")
     differences = [case.max_abs for proof in proofs for case in proof.cases if case.max_abs is not None]
@@ -202,15 +202,15 @@ def compare(subject: Subject, cpu: str, cuda: str | None, *, measured: bool = Tr
         measured: whether they are models, which are measured, both on the CPU.
     """
     folders = {"cpu": cpu} if cuda is None else {"cpu": cpu, "cuda": cuda}
-    found: dict[str, Any] = {}
+    comparison: dict[str, Any] = {}
     if measured:
-        found["measured"] = {device: _measure(subject, folder, "cpu") for device, folder in folders.items()}
+        comparison["measured"] = {device: _measure(subject, folder, "cpu") for device, folder in folders.items()}
     if cuda is not None:
-        found["difference"] = differences(Path(cpu), Path(cuda))
+        comparison["difference"] = differences(Path(cpu), Path(cuda))
         kept = [_read_kept(Path(folder)) for folder in folders.values()] if measured else []
         if any(kept):  # a mask drops none
-            found["same_units"] = kept[0] == kept[1]
-    return found
+            comparison["same_units"] = kept[0] == kept[1]
+    return comparison
 
 
 def differences(a: Path, b: Path) -> dict[str, Any]:
@@ -244,8 +244,8 @@ def differences(a: Path, b: Path) -> dict[str, Any]:
 
 
 def _measure(subject: Subject, model: str, device: str) -> dict[str, Any]:
-    found = cp.evaluate(model, **subject.held_out, device=device, progress=False).data()
-    return {key: found[key] for key in ("perplexity", "top1") if key in found}
+    figures = cp.evaluate(model, **subject.held_out, device=device, progress=False).data()
+    return {key: figures[key] for key in ("perplexity", "top1") if key in figures}
 
 
 def _tensors(folder: Path) -> dict[str, Any]:

@@ -159,21 +159,21 @@ def run(
         steps: to make.
         do: makes one, for so many seconds at most.
         until: when all have to be done, by `clock`.
-        clock: the time in seconds.
+        clock: returns the time in seconds.
     """
     done: dict[str, Outcome] = {}
     for step in steps:
         missing = [label for label in step.after if label not in done or done[label].status != "ok"]
-        left = until - RESERVE - clock()
+        remaining = until - RESERVE - clock()
         if step.skip is not None:
             outcome = Outcome(step.name, step.device, "skipped", step.skip)
         elif missing:
             outcome = Outcome(step.name, step.device, "skipped", f"{missing[0]}: did not come out")
-        elif left < step.least:
-            reason = f"{max(0, left):.0f} s were left, and it takes {step.least:.0f} or more"
+        elif remaining < step.least:
+            reason = f"{max(0, remaining):.0f} s were left, and it takes {step.least:.0f} or more"
             outcome = Outcome(step.name, step.device, "left out", reason)
         else:
-            outcome = do(step, min(step.most, left))
+            outcome = do(step, min(step.most, remaining))
         done[step.label] = outcome
         yield outcome
 

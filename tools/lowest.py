@@ -19,12 +19,12 @@ _PIN = re.compile(r"([A-Za-z0-9._-]+)==")
 
 def lowest(requirements: Iterable[str]) -> dict[str, str]:
     """Name of each requirement with a lower bound → its oldest version as a constraint, markers kept."""
-    found = {}
-    for each in requirements:
-        bound = _BOUND.fullmatch(each)
+    versions = {}
+    for requirement in requirements:
+        bound = _BOUND.fullmatch(requirement)
         if bound is not None:
-            found[normal(bound[1])] = f"{bound[1]}=={bound[2]}{bound[3]}"
-    return found
+            versions[normal(bound[1])] = f"{bound[1]}=={bound[2]}{bound[3]}"
+    return versions
 
 
 def normal(name: str) -> str:
@@ -36,14 +36,18 @@ def constraints(kept: Iterable[str] = (), root: Path = ROOT) -> list[str]:
     """All lines; the packages `kept` are as in constraints.txt."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    asked = {name for name in extras if name != "dev"}
-    own = lowest([*project["dependencies"], *(each for name in sorted(asked) for each in extras[name])])
+    extra_names = {name for name in extras if name != "dev"}
+    oldest = lowest(
+        [*project["dependencies"], *(requirement for name in sorted(extra_names) for requirement in extras[name])]
+    )
     for name in kept:
-        del own[normal(name)]
+        del oldest[normal(name)]
     # Any other pin would keep what is older from being taken.
-    testing = {normal(re.split(r"[\[<>=;]", each)[0]) for each in extras["dev"]} - own.keys() | {*map(normal, kept)}
+    testing = {normal(re.split(r"[\[<>=;]", requirement)[0]) for requirement in extras["dev"]} - oldest.keys() | {
+        *map(normal, kept)
+    }
     pins = (root / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return [*own.values(), *(line for line in pins if (pin := _PIN.match(line)) and normal(pin[1]) in testing)]
+    return [*oldest.values(), *(line for line in pins if (pin := _PIN.match(line)) and normal(pin[1]) in testing)]
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python tools/probe_features.py classes BASE --images DIR --probe knn|linear [--against DENSE] [--labels FILE]
     python tools/probe_features.py patches BASE --images DIR --head FILE --label-maps DIR [--against DENSE]
 
-`classes` reads the class token of the last hidden states behind their norm, or the mean over patches if there is none.
+`classes` reads the class token of the last hidden states behind their norm. A model without one gives the mean over its
+patches.
 knn: the 20 nearest training images by cosine vote, each with exp(cos / 0.07) (DINO, Caron et al. 2021). linear: ridge
-regression of the classes with a free constant, its strength the one of nine (1e-6 to 100 times the mean eigenvalue) of
-least leave-one-out error, in closed form. A labels.csv with splits says which images are learned from (calib) and
+regression of the classes with a free constant, in closed form. Its strength is the one of nine (1e-6 to 100 times the
+mean eigenvalue) of least leave-one-out error. A labels.csv with splits says which images are learned from (calib) and
 tested on (eval); else one half is chosen at random (seed 0).
 
 `patches` applies a linear head (patch_heads.py) to every patch, as DINOv2's linear segmentation heads are, and compares
@@ -155,7 +156,7 @@ def main() -> None:
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _FILE = click.Path(path_type=Path)
-_SHARED = (
+_SHARED_OPTIONS = (
     click.argument("model", type=_FOLDER),
     click.option("--against", type=_FOLDER),
     click.option("--images", type=_FOLDER, required=True),
@@ -165,8 +166,8 @@ _SHARED = (
 )
 
 
-def _shared(command: Any) -> Any:
-    for decorate in reversed(_SHARED):
+def _add_shared_options(command: Any) -> Any:
+    for decorate in reversed(_SHARED_OPTIONS):
         command = decorate(command)
     return command
 
@@ -188,7 +189,7 @@ def find_classes(directory: Path, labels: Path | None) -> tuple[dict[int, str], 
 
 
 @main.command()
-@_shared
+@_add_shared_options
 @click.option("--probe", "kind", type=click.Choice(["knn", "linear"]), required=True)
 def classes(
     model: Path, against: Path | None, images: Path, labels: Path | None, kind: ProbeName, **given: Any
@@ -214,21 +215,21 @@ def classes(
             features = [features_of(loaded, samples) for samples in (train, test)]
         return probe(kind, features[0], train.labels, features[1], test.labels)
 
-    own = measure(pair.load())
-    said = {"model": str(model), "probe": kind, **own.data(), "train": len(train), "test": len(test)}
+    result = measure(pair.load())
+    output = {"model": str(model), "probe": kind, **result.data(), "train": len(train), "test": len(test)}
     if against is not None:
         other = measure(pair.load_reference())
-        same = sum(a == b for a, b in zip(own.picked, other.picked, strict=True)) / len(own.picked)
-        said |= {
+        same = sum(a == b for a, b in zip(result.picked, other.picked, strict=True)) / len(result.picked)
+        output |= {
             "agreement": same,
-            "difference": own.top1 - other.top1,
+            "difference": result.top1 - other.top1,
             "against": {"model": str(against), **other.data()},
         }
-    click.echo(json.dumps(said, indent=2))
+    click.echo(json.dumps(output, indent=2))
 
 
 @main.command()
-@_shared
+@_add_shared_options
 @click.option("--head", type=_FILE, required=True)
 @click.option("--label-maps", "maps", type=_FILE, required=True)
 def patches(
@@ -243,10 +244,10 @@ def patches(
     models = [pair.load()] if against is None else [pair.load(), pair.load_reference()]
     with images_refused():
         scores, agreement = measure_patch_head(models, patch_head, samples, truth)
-    said = {"model": str(model), **vars(scores[0]), "images": len(samples), "size": [height, width]}
+    output = {"model": str(model), **vars(scores[0]), "images": len(samples), "size": [height, width]}
     if against is not None:
-        said |= {"agreement": agreement, "against": {"model": str(against), **vars(scores[1])}}
-    click.echo(json.dumps(said, indent=2))
+        output |= {"agreement": agreement, "against": {"model": str(against), **vars(scores[1])}}
+    click.echo(json.dumps(output, indent=2))
 
 
 if __name__ == "__main__":

@@ -199,8 +199,8 @@ def cells(run: Run, row: Row) -> list[str]:
 
 def with_table(page: str, results: dict[str, Row]) -> str:
     """Put the table between the two marks of a page."""
-    made = f"{BEGIN}\n{table(results)}\n{END}"
-    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, page, flags=re.DOTALL)
+    block = f"{BEGIN}\n{table(results)}\n{END}"
+    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, page, flags=re.DOTALL)
 
 
 # ---- the chart -------------------------------------------------------------------------------------------------------

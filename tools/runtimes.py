@@ -29,8 +29,11 @@ def _families(names: tuple[str, ...] | None, every: str = "all") -> str:
 
 
 def _multiples(runtime: Runtime) -> str:
-    each = runtime.rows | runtime.units
-    options = {number: [f"`{name or 'all'}`" for name in each if each[name] == number] for number in each.values()}
+    multiples = runtime.rows | runtime.units
+    options = {
+        number: [f"`{name or 'all'}`" for name in multiples if multiples[name] == number]
+        for number in multiples.values()
+    }
     return "; ".join(f"{', '.join(names)}: {number}" for number, names in options.items()) or "–"
 
 
@@ -44,17 +47,17 @@ def page() -> str:
     text += "\n| runtime | run it | options, and multiples | only text generation |\n|---|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
         only = "yes" if runtime.generates else "no"
-        steps = [each.replace("AUTO", "AutoModel…") for each in (runtime.export, runtime.command) if each]
+        steps = [command.replace("AUTO", "AutoModel…") for command in (runtime.export, runtime.command) if command]
         text += f"| {name} | {', then '.join(f'`{step}`' for step in steps)} | {_multiples(runtime)} | {only} |\n"
     text += "\n| runtime | families | families whose blocks may differ |\n|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
-        own = "all of these" if runtime.own_shapes is None else _families(runtime.own_shapes)
-        text += f"| {name} | {_families(runtime.families, _all(runtime))} | {own} |\n"
+        uneven = "all of these" if runtime.own_shapes is None else _families(runtime.own_shapes)
+        text += f"| {name} | {_families(runtime.families, _all(runtime))} | {uneven} |\n"
     text += "\n"
     for name, runtime in RUNTIMES.items():
-        beside = f" For `validate`: {runtime.beside}." if runtime.beside else ""
+        validate_note = f" For `validate`: {runtime.beside}." if runtime.beside else ""
         untried = "" if runtime.tried else " Read in its source, not run."
-        text += f"- {name}: `{runtime.install}`.{untried}{' ' + runtime.note if runtime.note else ''}{beside}\n"
+        text += f"- {name}: `{runtime.install}`.{untried}{' ' + runtime.note if runtime.note else ''}{validate_note}\n"
     return text
 
 
@@ -65,10 +68,10 @@ def front_table() -> str:
         if not runtime.tried:
             continue
         families = _all(runtime, "all families") if runtime.families is None else f"{len(runtime.families)} families"
-        own = families if runtime.own_shapes is None else f"{len(runtime.own_shapes)} families"
+        uneven = families if runtime.own_shapes is None else f"{len(runtime.own_shapes)} families"
         graph = "`export`" if runtime.graphs else "`export --format gguf`"
         by = graph if runtime.export else "the checkpoint"
-        text += f"| {name} | {by} | {families} | {own} |\n"
+        text += f"| {name} | {by} | {families} | {uneven} |\n"
     return text
 
 
