@@ -60,9 +60,9 @@ def evaluate(options: EvaluateOptions) -> "Result":
     (OUT/onnx/model_q4.onnx), or a folder with one graph; onnxruntime runs them on the CPU. Otherwise the whole model is
     loaded, and both with --against. --device-map auto spreads them over GPUs, memory and disk.
 
-    If MODEL is a folder that `prune` wrote, and MODEL2 the model that it was made from, the perplexity or accuracy of
-    both, and the text or images, are also noted in its model card and ckpt_prune.json, in place of what was noted
-    before; not in a read-only folder.
+    If MODEL is a folder that `prune` wrote, and MODEL2 the model that it was made from, the result is also noted in its
+    model card and ckpt_prune.json, in place of an earlier one. Noted are the perplexity or accuracy of both, and the
+    text or images. A read-only folder stays as it is.
 
     Returns one of `ckpt_prune.evaluation.results`, or a `CombinedResult` of several.
     """

@@ -1,15 +1,15 @@
 """Distance between the logits of two texts, and the bound on the error that follows (CORP, Proposition C.2.3).
 
-With G and h of the equations that the compensation of a head solves (CORP eq. 78-79) over N calibration samples, and G'
-and h' over N' others, the error of the fit on a sample of the others is at most, up to constants that the paper leaves
-open,
+Let G and h be those of the equations that the compensation of a head solves (CORP eq. 78-79) over N calibration
+samples, and G' and h' those over N' others. Up to constants that the paper leaves open, the error of the fit on a
+sample of the others is at most
 
-    2 J'* + R⁴ n log(d / δ) / (σ² N) + ‖G/N − G'/N'‖₂ + ‖h/N − h'/N'‖²,
+    2 J'* + R⁴ n log(d / δ) / (σ² N) + ‖G/N − G'/N'‖₂ + ‖h/N − h'/N'‖².
 
-n = d'² unknowns and d = d' kept dimensions, or n = d = 2 P' for the factors of rotary pairs, whose equations have the
-same form. σ is the least eigenvalue of (G + λ) / N. Here the constants are one, δ is `shift.DELTA`, and R⁴ is the
-largest mean over samples of ‖q_i‖² ‖k_j‖², i and j being dimensions of a head, or of a pair's part of the squared
-logits: moments know no more. The terms have different units, as in the paper; heads are summed.
+There are n = d'² unknowns and d = d' kept dimensions. For the factors of rotary pairs, whose equations have the same
+form, n = d = 2 P'. σ is the least eigenvalue of (G + λ) / N. Here the constants are one, and δ is `shift.DELTA`. R⁴ is
+the largest mean over samples of ‖q_i‖² ‖k_j‖², where i and j are dimensions of a head, or that of a pair's part of the
+squared logits: moments know no more. The terms have different units, as in the paper; heads are summed.
 """
 
 import math

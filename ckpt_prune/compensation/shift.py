@@ -1,12 +1,12 @@
 """Distance between the inputs of two texts, and the bound on the error that follows (CORP, Proposition C.1.3).
 
-With Σ, μ of the calibration tokens and Σ', μ' of others, W_P the columns that go and S the inputs that stay, the error
-of an affine fit on the others is at most, up to constants that the paper leaves open,
+Let Σ and μ be those of the calibration tokens and Σ' and μ' those of others. Let W_P be the columns that go, and S the
+inputs that stay. Up to constants that the paper leaves open, the error of an affine fit on the others is at most
 
-    2 J'* + ‖W_P‖_F² R⁴ |S| log(|S| / δ) / (σ² N) + ‖W_P‖_F² (‖Σ − Σ'‖₂ + ‖μ − μ'‖²),
+    2 J'* + ‖W_P‖_F² R⁴ |S| log(|S| / δ) / (σ² N) + ‖W_P‖_F² (‖Σ − Σ'‖₂ + ‖μ − μ'‖²).
 
-σ being the least eigenvalue of Σ_SS + λ, N the calibration tokens and R a bound of ‖x‖. Here the constants are one,
-δ is `DELTA`, and R² is the mean ‖x‖² of the tokens that were seen: moments know no more.
+σ is the least eigenvalue of Σ_SS + λ, N the number of calibration tokens and R a bound of ‖x‖. Here the constants are
+one, δ is `DELTA`, and R² is the mean ‖x‖² of the tokens that were seen: moments know no more.
 """
 
 import math

@@ -48,7 +48,7 @@ def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH
     Args:
         moments: of the full input (d,), with a Gram. The work is O(d³) in float64, on the Gram's device.
         exact: largest number of inputs at which all eigenvalues are found. Above it the largest ones are found by
-            `leading`, in O(d² sketch), and the rest of the trace is shared out evenly: the effective rank is then a
+            `leading`, in O(d² sketch), and the rest of the trace is shared out evenly. The effective rank is then a
             little too large, and k95 exact if it is less than `sketch`.
         sketch: how many eigenvalues `leading` finds.
     """

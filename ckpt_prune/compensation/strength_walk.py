@@ -145,8 +145,8 @@ class StrengthWalk:
 
     The first fold is walked down. The others are scored beside its best strength alone; if the sum over folds is least
     at an end of what was scored, the folds are gone through again further on. All this is in float32 on mixtures of the
-    outputs, if there are many. How far these misjudge what the ridge gains on its base is measured on the first fold,
-    where all outputs are solved for at the best strength and share, and made up for in the errors of all folds.
+    outputs, if there are many. Mixtures misjudge what the ridge gains on its base. By how much is measured on the first
+    fold, where all outputs are solved for at the best strength and share. The errors of all folds are corrected for it.
 
     Args:
         method: a ridge.

@@ -1,8 +1,8 @@
 """Directions of values: a basis for the values of a KV head and the columns that read them.
 
-A truncated SVD of M^½ Σ^½ = U S Vᵀ gives the directions that keep most of the output, with Σ the second moment of the
-query heads' inputs and M = Σ_i W_iᵀ W_i (compensation/README.md, section 10): v ← Vᵀ Σ^-½ v and W_i ← W_i Σ^½ V. In
-this basis directions are units like any others: they are dropped in the order of S, and the rest is refitted.
+Let Σ be the second moment of the query heads' inputs, and M = Σ_i W_iᵀ W_i (compensation/README.md, section 10). A
+truncated SVD of M^½ Σ^½ = U S Vᵀ gives the directions that keep most of the output: v ← Vᵀ Σ^-½ v and W_i ← W_i Σ^½ V.
+In this basis directions are units like any others: they are dropped in the order of S, and the rest is refitted.
 """
 
 from dataclasses import dataclass

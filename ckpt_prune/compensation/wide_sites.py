@@ -58,8 +58,8 @@ def choose_wide(
 
     Two folds are held out, whatever the number of tokens. The strength of a ridge is found by `StrengthWalk`, whose
     errors are those of mixtures of the outputs. Methods that are no ridges, but need a Gram, are scored at the share
-    that the ridges have on the first fold, or the largest if there are none; and on the other fold if they are near the
-    best there. `RuledOut.at_least` of the others is what the first fold says, not a bound.
+    that the ridges have on the first fold, or the largest if there are none. They are scored on the other fold too, if
+    they are near the best on the first. `RuledOut.at_least` of the others is what the first fold says, not a bound.
 
     Args:
         weight_kept: W_K, (d_out, k) float64.

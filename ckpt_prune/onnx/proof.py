@@ -119,8 +119,8 @@ def validate(
     A case passes if the largest difference is at most `tolerance` times the largest output in PyTorch, and the mean
     difference a tenth of that. By default 1e-4 in fp32: float32 moves outputs by 1e-7 to 1e-5 of the largest one. In
     fp16 2e-2: one operation is off by 5e-4, and this adds up over layers to a few 1e-3. A wrong weight, mask or
-    position moves outputs by 1e-1 and more. Outputs of a graph that is rounded to int8 or int4 must be finite, and it
-    may lose at most `max_loss` of the task's metric, by default 2 % in int8 and 10 % in int4.
+    position moves outputs by 1e-1 and more. Outputs of a graph that is rounded to int8 or int4 must be finite. Such a
+    graph may lose at most `max_loss` of the task's metric, by default 2 % in int8 and 10 % in int4.
 
     Args:
         model: the checkpoint it was made from.

@@ -4,8 +4,8 @@ Let the columns be sorted so that those dropped first come last, and G + λI = L
 J = Σ ‖(W L)_:j‖² over them (this project; scoring/README.md, section 5). If errors e of the output count as eᵀ F e, the
 norm is that of F; the refit, W_K + W_D L_DK L_KK⁻¹, does not depend on F.
 
-With an input x = L u, what the refit loses of the output is W_D (x_D − L_DK L_KK⁻¹ x_K) = W_D L_DD u_D, the sum of
-(W L)_:j u_j over the columns that go: so one solve gives it for every width, and no refit is made.
+With an input x = L u, the refit loses W_D (x_D − L_DK L_KK⁻¹ x_K) = W_D L_DD u_D of the output. This is the sum of
+(W L)_:j u_j over the columns that go. So one solve gives it for every width, and no refit is made.
 """
 
 from collections.abc import Sequence

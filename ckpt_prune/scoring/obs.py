@@ -2,7 +2,7 @@
 
 Dropping the columns D costs J(D) = tr(W_D ([(G + λI)⁻¹]_DD)⁻¹ W_Dᵀ), and units go greedily (Hassibi and Stork 1993;
 scoring/README.md, section 5). Costs need the refitted weight Ŵ only through A = ŴᵀŴ, so H, the inverse of G + λI over
-the units that are left, and A are all that is kept. With L Lᵀ = H_BB, dropping B is a symmetric update of both,
+the units that are left, and A are all that is kept. With L Lᵀ = H_BB, dropping B is a symmetric update of both:
 
     H ← H − v vᵀ,   A ← A − v zᵀ − z vᵀ,   v = H_:B L⁻ᵀ,   z = A_:B L⁻ᵀ − ½ v (L⁻¹ A_BB L⁻ᵀ).
 
@@ -10,8 +10,8 @@ v and z are kept in panels. At each step the panels update only the blocks on th
 A full panel is applied to the lower triangles by matrix products. The last unit takes the place of a dropped one.
 
 The relative error of a cost from rounding stays below about 2e-16 times the condition number of G + λI (measured
-against 50 digits), which is at most (d + damp) / damp: 1.1e6 at a width of 11008 and the default. In float32 it is 1e-7
-times that, which may swap units of nearly equal cost.
+against 50 digits). That number is at most (d + damp) / damp: 1.1e6 at a width of 11008 and the default. In float32 the
+error is 1e-7 times it, which may swap units of nearly equal cost.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Scores of rotary pairs: higher = keep. Pure functions (scoring/README.md, section 4).
 
-Each takes the rows of q and of k of every pair, (KV heads, P, query heads, 2, hidden) and (KV heads, P, 2, hidden), and
-the moments of rotary pairs, and returns (KV heads, P) float64. Scores are listed without torch.
+Each takes the rows of q and of k of every pair, (KV heads, P, query heads, 2, hidden) and (KV heads, P, 2, hidden). It
+also takes the moments of rotary pairs, and returns (KV heads, P) float64. Scores are listed without torch.
 """
 
 from __future__ import annotations

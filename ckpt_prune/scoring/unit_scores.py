@@ -1,8 +1,9 @@
 """Scores of whole units that are no sum over the columns of an output projection: higher = keep. Pure functions.
 
-Each takes the consumer's weight (d_out, d), the moments of its input (d,), the number of adjacent columns that make a
-unit, and `centred`: whether the kept columns may get a bias, which makes up for every mean. `count` says how many units
-will go, if that is all the scores are for: those of the others may be rough. Each returns (d / per_unit,) float64.
+Each takes the consumer's weight (d_out, d), the moments of its input (d,) and the number of adjacent columns that make
+a unit. `centred` says whether the kept columns may get a bias, which makes up for every mean. `count` says how many
+units will go, if that is all the scores are for: those of the others may be rough. Each returns (d / per_unit,)
+float64.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def outlier_ratio(scores: Sequence[Tensor], threshold: float) -> float:
 def hill_exponent(weight: Tensor) -> float:
     """Return PL_Alpha_Hill, the power-law exponent of a weight's spectrum (AlphaPruning, eq. 3).
 
-    With λ_1 ≤ … ≤ λ_n the eigenvalues of Wᵀ W (or of W Wᵀ, if that is smaller) and λ_i the first of the tail,
+    Let λ_1 ≤ … ≤ λ_n be the eigenvalues of Wᵀ W (or of W Wᵀ, if that is smaller), and λ_i the first of the tail. Then
 
         α = 1 + k / Σ_{j ≥ i} ln(λ_j / λ_i),   k = n − i + 1.
 

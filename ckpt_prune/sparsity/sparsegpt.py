@@ -1,11 +1,11 @@
 """SparseGPT: drop weights by the optimal brain surgeon, and let the other weights of the row make up for them.
 
 The method is Algorithm 1 of Frantar and Alistarh 2023, arXiv 2301.00774 (sparsity/README.md, section 3). Its U, the
-upper Cholesky factor of H⁻¹ = UᵀU, is never formed: H = R Rᵀ with R = U⁻¹ upper triangular is one Cholesky
-factorisation of H, read from its last input to its first. The paper's errors E, with E_j = (w_j − ŵ_j) / U_jj, obey
-E U = W − Ŵ. So the column groups before B move the weights of B by (W − Ŵ)_before R_before,B U_BB, where U_BB is the
-inverse of a small triangle, R_BB. Departures from the released code are in section 4: mean(diag H) is over live inputs
-only, and a pivot that is nothing but rounding counts as a failure.
+upper Cholesky factor of H⁻¹ = UᵀU, is never formed. Its inverse is: H = R Rᵀ with R = U⁻¹ upper triangular is one
+Cholesky factorisation of H, read from its last input to its first. The paper's errors E, with E_j = (w_j − ŵ_j) / U_jj,
+obey E U = W − Ŵ. So the column groups before B move the weights of B by (W − Ŵ)_before R_before,B U_BB, where U_BB is
+the inverse of a small triangle, R_BB. Departures from the released code are in section 4: mean(diag H) is over live
+inputs only, and a pivot that is nothing but rounding counts as a failure.
 """
 
 from dataclasses import dataclass

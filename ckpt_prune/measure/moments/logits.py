@@ -2,8 +2,8 @@
 
 See compensation/README.md, section 7.
 
-The logits of a sample are Q Kᵀ, head by head. The error of replacing them by Q_S X K_Sᵀ depends on Q and K through the
-sample's Grams A = QᵀQ and B = KᵀK alone, and over many samples through Σ A ⊗ B alone. So a head's moments are either
+The logits of a sample are Q Kᵀ, head by head. The error of replacing them by Q_S X K_Sᵀ depends on the sample's Grams
+A = QᵀQ and B = KᵀK alone, and over many samples on Σ A ⊗ B alone. So a head's moments are either
 the Grams of every sample or the sum of their products, exact either way: whichever takes less room.
 
 The softmax does not see what is constant over the keys of a sample. So moments may also hold the Grams of keys less

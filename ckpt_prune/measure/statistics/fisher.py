@@ -1,12 +1,12 @@
 """The Fisher metric at a site: how far errors there move the model's own output (measure/README.md, section 5).
 
-Let ŷ be labels that are drawn from the model's own predictions, ℓ = Σ_s log p(ŷ_s) / √S over the S predictions of a
-sample, and g = ∂ℓ/∂y at an output y of the site. To second order an error δ of y moves the model's output by
+Labels ŷ are drawn from the model's own predictions. Let ℓ = Σ_s log p(ŷ_s) / √S over the S predictions of a sample,
+and g = ∂ℓ/∂y at an output y of the site. To second order an error δ of y moves the model's output by
 
-    KL ≈ ½ E[Σ_t (g_t·δ_t)²] ≈ ½ tr(F E[δδᵀ]),    F = E[Σ_t g_t g_tᵀ],
+    KL ≈ ½ E[Σ_t (g_t·δ_t)²] ≈ ½ tr(F E[δδᵀ]),    F = E[Σ_t g_t g_tᵀ].
 
-expectations over samples, of δ over tokens, with g and δ taken as independent. The gradients are taken block by block
-(`streams.backward`).
+Expectations are over samples, that of δ over tokens; g and δ are taken as independent. The gradients are taken block by
+block (`streams.backward`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

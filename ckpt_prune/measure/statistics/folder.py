@@ -1,9 +1,11 @@
 """A statistics folder: an index, and safetensors files for every block, keyed by on-disk tensor names.
 
-`block-00000.safetensors` holds the moments of every site and fold as `<on-disk weight>/<fold>/<moment>`,
-`fisher-00000.safetensors` the Fisher metric at the outputs of the same modules, and scores of units with errors of all
-widths as `<space>/<score>/<scores or errors>`, `taylor-00000.safetensors` the importances of units as
-`<consumer weight>/<order>`. Grams and metrics are symmetric and stored as their packed upper triangle, row by row.
+- `block-00000.safetensors` holds the moments of every site and fold as `<on-disk weight>/<fold>/<moment>`.
+- `fisher-00000.safetensors` holds the Fisher metric at the outputs of the same modules, and scores of units with errors
+  of all widths as `<space>/<score>/<scores or errors>`.
+- `taylor-00000.safetensors` holds the importances of units as `<consumer weight>/<order>`.
+
+Grams and metrics are symmetric and stored as their packed upper triangle, row by row.
 """
 
 import os

@@ -1,9 +1,9 @@
 """LLM-Pruner's Taylor importances of units, by gradients of the loss (scoring/README.md, section 6).
 
 Let L_s be the mean loss of the text of sample s, g_s = ∂L_s/∂w at a weight w and g = Σ_s g_s. Setting w to zero changes
-the loss by g w − ½ h w², and h ≈ Σ_s g_s². The importance of a unit is the sum of |g w|, or of |g w − ½ Σ_s (g_s w)²|,
-over all weights that go with it: its rows of the linear modules that make its space and its columns of the consumer
-(Ma et al. 2023, eq. 5, "element-wise", aggregated by a sum).
+the loss by g w − ½ h w², and h ≈ Σ_s g_s². The importance of a unit is a sum over all weights that go with it, of |g w|
+or of |g w − ½ Σ_s (g_s w)²| (Ma et al. 2023, eq. 5, "element-wise", aggregated by a sum). These weights are its rows of
+the linear modules that make its space, and its columns of the consumer.
 
 The labels are the text's own; the Fisher metric draws them from the model (`statistics.fisher`). The gradients are
 taken block by block (`streams.backward`).

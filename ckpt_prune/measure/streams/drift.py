@@ -34,8 +34,8 @@ def observe_drift(
 
     The target of a consumer is y* = (dense residual stream after it) − (pruned residual stream before it), its own
     bias aside. If the block multiplies its output by a layer scale s, the target is divided by s. Stored is
-    δ = y* − W x, with the input x and the weight W of the consumer in the block as `tensors` have it:
-    ([dense residual stream after] − [pruned residual stream after]) / s (compensation/README.md, section 4; this
+    δ = y* − W x, with the input x and the weight W of the consumer in the block as `tensors` have it. It is the dense
+    residual stream behind the consumer less the pruned one there, divided by s (compensation/README.md, section 4; this
     project's). If an element of s is zero, nothing the consumer does is seen, and δ is zero. An RMSNorm with gains g
     that the output passes is such a scale: g over the root mean square of each token's own output. The norm forgets
     that length, so y* keeps it. Queries and keys have no output of their own in the stream; their moments, and those

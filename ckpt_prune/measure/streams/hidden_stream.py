@@ -63,7 +63,7 @@ class HiddenStream:
     """Hidden states entering the next block, for every calibration sample.
 
     The embedding, masks and position embeddings come from the model's own forward pass, run once with its blocks
-    replaced by recorders; the blocks are then the model's own, run with what it would have passed them, cache off.
+    replaced by recorders. The blocks are the model's own. They run with what it would have passed them, cache off.
 
     Args:
         factory: builds the blocks.

@@ -91,8 +91,8 @@ class Readout:
     ) -> list[DrawnGradients]:
         """Return the gradients at the last states of what labels drawn from the model's own predictions cost it.
 
-        With ℓ = Σ_s log p(ŷ_s) / √S over a sample's S predictions, ŷ_s drawn from p, an error δ of the states moves
-        them by KL ≈ ½ E[(∂ℓ·δ)²], the mean over predictions (measure/README.md, section 5). Without a head
+        Let ℓ = Σ_s log p(ŷ_s) / √S over a sample's S predictions, with ŷ_s drawn from p. An error δ of the states moves
+        the predictions by KL ≈ ½ E[(∂ℓ·δ)²], the mean over them (measure/README.md, section 5). Without a head
         ℓ = √2 vᵀh / ‖h‖, v ~ N(0, I), which gives ‖δh‖² / ‖h‖² in place of KL. For every output, in the model's order,
         there is one draw if a sample has many predictions, `DRAWS` if it has one; the generator is on CPU. `batch` and
         `states` are as in `outputs`.

@@ -47,7 +47,7 @@ def uniform_ranks(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1)
 def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1) -> dict[L, int]:
     """Return the ranks of least error for as many parameters as one ratio leaves.
 
-    The error of a linear is Σ_{i ≥ r} e_i / Σ e_i, convex in r, and every rank costs d_out + d_in parameters: taking
+    The error of a linear is Σ_{i ≥ r} e_i / Σ e_i, convex in r, and every rank costs d_out + d_in parameters. So taking
     directions in the order of what they save for a parameter is optimal up to the last one. A linear whose factors
     would have as many parameters as its weight stays whole.
 

@@ -184,10 +184,10 @@ def _choose_by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
     """Choose the shares of the least sum of predicted divergences (this project).
 
     A few samples go through the dense model, and their gradients back, as for the Fisher metric (measure/README.md,
-    section 5). At every block its mask is made at several shares, on its dense inputs, and the masked block is run:
-    ½ E[Σ_t (g_t·δ_t)²], with δ what then lacks at its end, is what that share does to the model's output, to second
-    order. Time: for every block and share one mask and one run. Memory: a block twice, and the hidden states of these
-    samples at the ends of all blocks.
+    section 5). At every block its mask is made at several shares, on its dense inputs, and the masked block is run. Let
+    δ be what then lacks at its end. To second order, ½ E[Σ_t (g_t·δ_t)²] is what that share does to the model's output.
+    Time: for every block and share one mask and one run. Memory: a block twice, and the hidden states of these samples
+    at the ends of all blocks.
     """
     model, live = prepared.model, prepared.live_samples
     some = SampleRange(live.samples, 0, min(len(live.samples), LIMITS[model.family.modality]))

@@ -2,21 +2,21 @@
 
 A linear layer y = W x between a residual stream turned by R1 and heads turned by R2 keeps its meaning as
 
-    W' = Lᵀ W R,   x' = Rᵀ x,   H' = Rᵀ H R,   H = Σ x xᵀ,
+    W' = Lᵀ W R,   x' = Rᵀ x,   H' = Rᵀ H R,   H = Σ x xᵀ.
 
-L and R being R1, one R2 per KV head, or nothing. The importance of its weights (appendix A, tables 5-7) is then
+L and R are R1, one R2 per KV head, or nothing. The importance of its weights (appendix A, tables 5-7) is then
 
     magnitude (W')²,   Wanda (W')² · diag(Rᵀ H R),   SparseGPT (W')² / diag(Rᵀ H⁻¹ R).
 
-What is invariant, in exact arithmetic (appendix B has an approximate argument; checked in tests/sparsity):
+In exact arithmetic these are invariant (appendix B has an approximate argument; checked in tests/sparsity):
 
-- under L, the total of every column, for all three: the divisor or factor of a column is not touched;
-- under R, the total of every row, for magnitude;
-- ‖W X‖² = tr(W H Wᵀ), under both: what appendix B argues with. It is not Σ importance, which leaves out the
+- Under L, the total of every column, for all three: the divisor or factor of a column is not touched.
+- Under R, the total of every row, for magnitude.
+- Under both, ‖W X‖² = tr(W H Wᵀ), with which appendix B argues. It is not Σ importance, which leaves out the
   products of two weights: OBD's second-order term of removing them all at once is not the sum of removing each.
 
-Under R the totals of Wanda and SparseGPT are NOT invariant, against the paper's section 3.3.2: for W = (1, 0) and
-H = diag(1, 0), turned by 45°, W' = (±1, ±1)/√2 and diag(H') = (½, ½), so Wanda's total goes from 1 to ½. Entropy
+Under R the totals of Wanda and SparseGPT are NOT invariant, against the paper's section 3.3.2. An example is W = (1, 0)
+and H = diag(1, 0), turned by 45°: W' = (±1, ±1)/√2 and diag(H') = (½, ½), so Wanda's total goes from 1 to ½. Entropy
 normalises each group, and so does not see its total: learning does not need the invariance.
 """
 

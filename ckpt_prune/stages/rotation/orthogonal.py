@@ -1,10 +1,10 @@
 """Orthogonal matrices that follow a gradient: two ways to descend without leaving them.
 
-- "qr" (DenoiseRotator appendix C): A is unconstrained, Q of A = Q R with the signs that make R's diagonal positive
-  (without them Q is not continuous in A) is the rotation, and Adam works on A.
+- "qr" (DenoiseRotator appendix C): A is unconstrained, and Adam works on it. The rotation is Q of A = Q R with the
+  signs that make R's diagonal positive; without them Q is not continuous in A.
 - "cayley": Riemannian Adam in the moving frame. At Q the gradient is Q Ω with Ω = Qᵀ G − Gᵀ Q skew, one number for
-  each pair of axes; Adam's moments are kept of Ω, and the skew step X it gives is taken by the Cayley transform
-  Q ← Q (I − X/2)⁻¹ (I + X/2) = 2 Q (I − X/2)⁻¹ − Q, which is orthogonal whatever the size of X (Wen and Yin 2013) and
+  each pair of axes. Adam's moments are kept of Ω. The skew step X that they give is taken by the Cayley transform
+  Q ← Q (I − X/2)⁻¹ (I + X/2) = 2 Q (I − X/2)⁻¹ − Q. It is orthogonal whatever the size of X (Wen and Yin 2013), and
   costs one LU solve. A Newton-Schulz step every `REFRESH` steps keeps rounding from adding up. Its step does not shrink
   by itself as that of "qr" does, where A grows; so it is decayed (`Method.decays`).
 

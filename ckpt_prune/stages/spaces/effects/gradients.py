@@ -2,8 +2,8 @@
 
 The metric takes gradients and errors as independent, which fails if a few tokens have most of both, as in the last
 block of SmolLM2 (measure/README.md, section 5). So while a block's gradients pass, the sites of a consumer are also
-tried: for every score of `SpaceKind.candidates` and every share of `POINTS`, units are dropped, the others are refitted
-by ridge on other samples than the gradients', and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
+tried, with every score of `SpaceKind.candidates` and every share of `POINTS`. Units are dropped, the others are
+refitted by ridge on other samples than the gradients', and ½ E[Σ_t (g_t·δ_t)²] is added up token by token.
 """
 
 from collections.abc import Collection, Mapping

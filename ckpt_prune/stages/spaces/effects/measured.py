@@ -62,13 +62,13 @@ def measure_effects(
     """Prune one site of the dense model at a time and measure the divergence of the model's own output (this project).
 
     Columns go in the order of `scoring.obs`, and what stays is refitted by ridge, or by affine if the consumer has a
-    bias in the checkpoint; dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
+    bias in the checkpoint. Dimensions of q and k go by logit energy, compensated by logit. λ is fixed.
 
-    A model of L blocks has about L²/2 of them run for each point of each space, and as many read in all: every later
-    block is read once for a block whose sites are pruned, and all its variants go through. Memory: a block, its
-    moments, everything outside the blocks, the hidden states of `limit` samples once for each space and point and
-    twice for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice. Several
-    processes share out spaces and points, each on all of these samples.
+    A model of L blocks has about L²/2 of them run for each point of each space, and as many read in all. For a block
+    whose sites are pruned, every later block is read once, and all variants go through it. Memory: a block, its
+    moments, everything outside the blocks, the hidden states of `limit` samples once for each space and point and twice
+    for the dense model, and the logits of `READOUT_TOKENS` tokens (at least of one sample) twice. Several processes
+    share out spaces and points, each on all of these samples.
 
     Args:
         statistics: of the same model, with Grams of consumers' inputs, and with logits if q and k are among the spaces.

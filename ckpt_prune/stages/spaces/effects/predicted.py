@@ -120,8 +120,8 @@ def _robust(by_score: Mapping[str, float], mixed: float) -> str | None:
     """Return the score to rank a whole space by, or None for the best of each site.
 
     Other text is further off than a fold of the same one. So among choices that do about as well as the best, the one
-    wins that learns least of the calibration text: norms of single inputs before a choice among scores at every site,
-    and that before correlations of all inputs (Breiman et al. 1984 take the simplest of trees alike).
+    wins that learns least of the calibration text (Breiman et al. 1984 take the simplest of trees alike). Norms of
+    single inputs come before a choice among scores at every site, and that before correlations of all inputs.
 
     Args:
         by_score: divergence with each score at all sites.

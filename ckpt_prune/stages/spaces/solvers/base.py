@@ -33,8 +33,8 @@ nothing is dropped."""
 class Solver(ABC):
     """Solves the sites of one space of one model.
 
-    In all methods, `block` is the index of a block, `tensors` are at least those that `tensors` names and the block
-    has, by on-disk name, and `folds` are moments of the site, one for each fold.
+    In all methods, `block` is the index of a block, and `folds` are moments of the site, one for each fold. `tensors`
+    are by on-disk name, at least those of the block that the method `tensors` names.
 
     Args:
         device: where the closed forms are solved, in float64.
