@@ -20,6 +20,7 @@ from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.rounding import needs_program, run_program
 from ckpt_prune.gguf.tokenizer import tokenizer_values
 from ckpt_prune.gguf.types import default_type, kinds_of, tensor_bytes, type_of, zero_bytes
+from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
@@ -157,14 +158,16 @@ def _plain(place: Path, layout: Layout, kind: GgufType, tokenizer: Mapping[str, 
 
 
 def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: bool = False) -> Proof:
-    """Compare a GGUF file in llama.cpp with a checkpoint in PyTorch.
+    """Compare a GGUF file in llama.cpp with a checkpoint in PyTorch, and its weights with the checkpoint's.
 
     Raises:
         UserError: the file is damaged, or llama.cpp is not installed or does not load it.
     """
     require_runtime()
     source = open_model(against, Opening(trust, packed=True))
-    return prove(file, source.checkpoint.whole, type_of_file(file), proving, trust=trust)
+    kind = type_of_file(file)
+    proof = prove(file, source.checkpoint.whole, kind, proving, trust=trust)
+    return proof.model_copy(update={"other_weights": tuple(other_weights(file, source, kind))})
 
 
 def type_of_file(file: Path) -> str:

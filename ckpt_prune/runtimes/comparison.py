@@ -37,6 +37,7 @@ class Proof(BaseModel):
         speeds: tokens a second, read and generated.
         memory: of the process, in bytes.
         allowed: the mean divergence that passes; None: any.
+        other_weights: tensors of a file that are not those of the checkpoint.
     """
 
     runtime: str = "llama.cpp"
@@ -51,12 +52,13 @@ class Proof(BaseModel):
     speeds: tuple[float, float]
     memory: int
     allowed: float | None
+    other_weights: tuple[str, ...] = ()
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
         """Whether the file computes what PyTorch does, as far as its type can."""
-        return math.isfinite(self.kl) and (self.allowed is None or self.kl <= self.allowed)
+        return not self.other_weights and math.isfinite(self.kl) and (self.allowed is None or self.kl <= self.allowed)
 
     def lines(self) -> list[str]:
         ours, theirs = self.perplexity
@@ -67,8 +69,17 @@ class Proof(BaseModel):
             f"perplexity {theirs:.4f} (PyTorch {ours:.4f}), at {self.positions} positions of {self.text}",
             f"tokens a second: {self.speeds[0]:.0f} read, {self.speeds[1]:.0f} generated; memory "
             f"{self.memory / 2**20:.0f} MiB{split}",
-            "passed" if self.passed else f"failed: {self.runtime} computes something else",
+            self._verdict(),
         ]
+
+    def _verdict(self) -> str:
+        if self.other_weights:
+            more = f" and {len(self.other_weights) - 1} more" if len(self.other_weights) > 1 else ""
+            return (
+                f"failed: {self.other_weights[0]}{more} of the file are not the checkpoint's, rounded: it is "
+                "damaged, or was made from another one"
+            )
+        return "passed" if self.passed else f"failed: {self.runtime} computes something else"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""Whether the weights of a GGUF file are those of a checkpoint, as far as their types can hold them."""
+
+from pathlib import Path
+
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from ckpt_prune.common.graph_types import GGUF_ROWS
+from ckpt_prune.gguf.layout import CannotMapError, lay_out
+from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.model.model import Model
+
+_BLOCK = 32
+_FARTHEST = {
+    Kind.F32: 1e-6,
+    Kind.F16: 1e-3,
+    Kind.BF16: 8e-3,
+    # A block's numbers are off by half a step at most, which is its largest number / 127, and its norm is no less
+    # than that number: sqrt(32) / 254, and the rounding of the step itself.
+    Kind.Q8_0: 0.025,
+    # Half a step, and a whole one for numbers opposite to the largest: sqrt(32) / 8.
+    Kind.Q4_0: 0.75,
+    # Half a fifteenth of the way from the least to the largest.
+    Kind.Q4_1: 0.4,
+}
+"""Type → how far a block may be from what it was rounded from, as a share of its norm."""
+_OTHERS = 0.9
+"""The same of whole rows of other types, which have steps of several sizes."""
+_NOISE = 1e-3
+"""Numbers so much smaller than the rest of a tensor may become anything as small: float16 has no smaller ones."""
+
+
+def other_weights(file: Path, model: Model, kind: str) -> list[str]:
+    """Return the tensors of a file that are not what its types make of a checkpoint's: it is damaged, or not its file.
+
+    Tensors that this package would not write in that shape, as other tools may, are not compared.
+
+    Args:
+        kind: type of most of the file.
+    """
+    try:
+        layout = lay_out(model, kind if kind in GGUF_ROWS else None)  # type: ignore[arg-type]
+    except CannotMapError:
+        return []
+    found = open_gguf(file)
+    if found.values.get("general.architecture") != layout.architecture.name:
+        return []
+    wrong = []
+    for name, info in found.tensors.items():
+        expected = layout.tensors.get(name)
+        if expected is not None and tuple(expected.shape) == tuple(info.shape):
+            stored, whole = found.read(name).float(), expected.read().float()
+            if not _alike(stored, whole, info.kind):
+                wrong.append(name)
+    return wrong
+
+
+def _alike(stored: Tensor, whole: Tensor, kind: Kind) -> bool:
+    in_blocks = kind in _FARTHEST and whole.shape[-1] % _BLOCK == 0
+    width = _BLOCK if in_blocks else whole.shape[-1]
+    stored, whole = stored.reshape(-1, width), whole.reshape(-1, width)
+    usual = whole.square().mean().sqrt() * width**0.5
+    distance = torch.linalg.vector_norm(stored - whole, dim=1)
+    allowed = _FARTHEST.get(kind, _OTHERS) * torch.linalg.vector_norm(whole, dim=1) + _NOISE * usual
+    return bool((distance <= allowed).all())
