@@ -71,7 +71,7 @@ def read_yaml(text: str) -> tuple[yaml.Node | None, Any]:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def _compose(text: str) -> yaml.Node | None:
     """The node of a text, which nobody may change: a command asks for a recipe's several times, and PyYAML is slow."""
     root = yaml.compose(text, Loader=Yaml12Loader)
