@@ -62,18 +62,23 @@ def trace(model: nn.Module, task: Task, folder: Path) -> tuple[Graph, list[int]]
     return Graph(folder), [index for index in range(len(hooks)) if calls[index] == most]
 
 
-def gemma(layers: str) -> PreTrainedModel:
-    """A Gemma 3 whose layers look back on a window (S) or on all (F)."""
+def windowed(architecture: str, model_type: str, layers: str, **changes: Any) -> PreTrainedModel:
+    """A model whose layers look back on a window (S) or on all (F)."""
     kinds = {"S": "sliding_attention", "F": "full_attention"}
-    return build(
-        "Gemma3ForCausalLM", "gemma3_text", len(layers), head_dim=4, sliding_window=6,
-        layer_types=[kinds[layer] for layer in layers], tie_word_embeddings=True,
-    )  # fmt: skip
+    types = [kinds[layer] for layer in layers]
+    return build(architecture, model_type, len(layers), sliding_window=6, layer_types=types, **changes)
 
 
-def uneven_llama() -> PreTrainedModel:
-    """A llama with an MLP of another width in every block, and fewer heads in the second."""
-    model = build("LlamaForCausalLM", "llama", 4)
+def qwen() -> PreTrainedModel:
+    return windowed("Qwen2ForCausalLM", "qwen2", "SFSS", use_sliding_window=True)
+
+
+def gemma(layers: str) -> PreTrainedModel:
+    return windowed("Gemma3ForCausalLM", "gemma3_text", layers, head_dim=4, tie_word_embeddings=True)
+
+
+def uneven(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with an MLP of another width in every block, and fewer heads in the second."""
     for index, block in enumerate(blocks_of(model)):
         mlp, attention = block.mlp, block.self_attn
         width = 22 - index
@@ -88,15 +93,20 @@ def uneven_llama() -> PreTrainedModel:
 
 DECODERS: dict[str, tuple[Callable[[], PreTrainedModel], list[int]]] = {
     "llama": (lambda: build("LlamaForCausalLM", "llama", 4, tie_word_embeddings=True), [0, 1]),
+    "uneven, windows": (
+        lambda: uneven(windowed("Qwen2ForCausalLM", "qwen2", "SFSS", use_sliding_window=True)),
+        [0, 1, 2],
+    ),
+    "windows": (qwen, [0, 1, 2]),
+    "uneven": (lambda: uneven(build("LlamaForCausalLM", "llama", 4)), [0, 1, 2]),
     "gemma": (lambda: gemma("SFSS"), [0, 1, 2]),
-    "uneven": (uneven_llama, [0, 1, 2]),
     "gemma, in turn": (lambda: gemma("SSFSSF"), [0, 1, 2, 5]),
     "qwen2": (lambda: build("Qwen2ForCausalLM", "qwen2", 4), [0, 1]),
     "opt": (lambda: build("OPTForCausalLM", "opt", 3), [0, 1]),
 }
 
 
-@pytest.mark.parametrize("name", chosen(list(DECODERS), lambda name: name in ("gemma", "uneven", "opt")))
+@pytest.mark.parametrize("name", chosen(list(DECODERS), lambda name: name == "uneven, windows"))
 def test_decoders(name, tmp_path):
     make, expected = DECODERS[name]
     model = make()
@@ -128,19 +138,21 @@ def test_models_of_images(kind, tmp_path):
     assert_near("logits", graph(feed)["logits"], expected_of(model, feed, ["logits"])["logits"], EXACT)
 
 
-def test_the_graph_is_that_of_a_full_trace(tmp_path, monkeypatch):
-    model = build("LlamaForCausalLM", "llama", 3)
-    repeated = trace_model(model, GENERATION, opset=None, fusions=None, log=tmp_path / "log")
+@pytest.mark.parametrize("kind", chosen(["llama", "vit"], lambda kind: kind == "vit"))
+def test_the_graph_is_that_of_a_full_trace(kind, tmp_path, monkeypatch):
+    name, task = {"llama": ("LlamaForCausalLM", GENERATION), "vit": ("ViTForImageClassification", CLASSES)}[kind]
+    model = build(name, kind, 3)
+    repeated = trace_model(model, task, opset=None, fusions=None, log=tmp_path / "log")
 
     def refuse(*_: Any) -> None:
         raise NotAlikeError("")
 
     monkeypatch.setattr(tracing, "find_block_kinds", refuse)
-    full = trace_model(model, GENERATION, opset=None, fusions=None, log=tmp_path / "log")
+    full = trace_model(model, task, opset=None, fusions=None, log=tmp_path / "log")
     assert describe(repeated) == describe(full)
-    weights = {f"{name}.T" if weight.ndim == 2 else name for name, weight in model.named_parameters()}
+    weights = {name for name, _ in model.named_parameters()}
     for graph in (repeated.graph, full.graph):
-        assert weights - {"model.embed_tokens.weight.T"} <= set(graph.initializers)
+        assert weights <= {name.removesuffix(".T") for name in graph.initializers}  # .T: transposed
 
 
 def describe(model: onnx_ir.Model) -> Counter[Any]:
@@ -172,8 +184,8 @@ class Scaled(nn.Module):
         super().__init__()
         self.block, self.hidden, self.scale = block, hidden, {"place": 1 + index}
 
-    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        entered = self.block(hidden_states, **options)
+    def forward(self, hidden_states: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+        entered = self.block(hidden_states, *more, **options)
         if self.hidden and not torch.compiler.is_exporting():
             return entered * 1
         return entered * self.scale["place"]
@@ -181,33 +193,33 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("hidden", chosen([False, True], lambda hidden: hidden))
 def test_blocks_that_differ_by_their_place(hidden, tmp_path):
-    model = build("LlamaForCausalLM", "llama", 3)
-    model.model.layers = nn.ModuleList(Scaled(block, i, hidden=hidden) for i, block in enumerate(model.model.layers))
-    graph, traced = trace(model, GENERATION, tmp_path)
+    model = build("BertModel", "bert", 3)
+    layers = model.encoder.layer
+    model.encoder.layer = nn.ModuleList(Scaled(block, index, hidden=hidden) for index, block in enumerate(layers))
+    graph, traced = trace(model, FEATURES, tmp_path)
     assert traced == [0, 1] if hidden else [0, 1, 2]  # before all of them were
-    for block in model.model.layers:
+    for block in model.encoder.layer:
         block.hidden = False
     assert_reads(graph, model, Text.random(2, 9), EXACT)
 
 
-class Skipping(transformers.LlamaForCausalLM):
+class Skipping(transformers.BertModel):
     """Adds what a block in the middle computes to the end."""
 
-    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None) -> Any:
+    def forward(self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None) -> Any:
         seen = []
-        hook = self.model.layers[1].register_forward_hook(lambda _, __, output: seen.append(output))
-        end = self.model.norm.register_forward_hook(lambda _, __, output: output + seen[0])
+        hook = self.encoder.layer[1].register_forward_hook(lambda _, __, output: seen.append(output))
         try:
-            return super().forward(input_ids, attention_mask, position_ids, use_cache=False)
+            found = super().forward(input_ids, attention_mask, token_type_ids)
         finally:
             hook.remove()
-            end.remove()
+        found.last_hidden_state = found.last_hidden_state + seen[0]
+        return found
 
 
 def test_a_block_that_is_read_at_the_end(tmp_path):
-    config = AutoConfig.for_model("llama", **(families.SIZES | {"num_hidden_layers": 3}))
-    model = Skipping(config).eval()
+    model = Skipping(build("BertModel", "bert", 3).config).eval()
     encoders.randomise(model, 5)
-    graph, traced = trace(model, Task("text-generation", "text", False), tmp_path)
+    graph, traced = trace(model, FEATURES, tmp_path)
     assert traced == [0, 1, 2]
     assert_reads(graph, model, Text.random(2, 9), EXACT)

@@ -5,6 +5,7 @@ In each runtime that is installed: `tools/test` installs llama.cpp, onnxruntime-
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -80,13 +81,15 @@ def graph(output, text):
 
 
 @pytest.mark.parametrize("runtime", ["transformers", "mlx", "vllm", "genai", "openvino", "transformers.js"])
-def test_a_runtime_computes_what_pytorch_does(output, text, request, runtime):
+def test_a_runtime_computes_what_pytorch_does(output, text, request, runtime, tmp_path, monkeypatch):
     try:
         proof.require_runtime(runtime)
     except UserError as error:
         pytest.skip(str(error))
     if runtime in proof.GRAPHS:
         request.getfixturevalue("graph")
+    if runtime == "transformers" and hasattr(os, "fork"):  # the others run in a new Python, as for users
+        fork_module(monkeypatch, isolation, tmp_path)
     folder = request.getfixturevalue("wide_heads") if runtime == "vllm" else output
     compare = ["--text", text, "--samples", 2, "--window", 48]
     code, said = run("validate", folder, "--runtime", runtime, *compare, "--json")
