@@ -62,13 +62,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Identities show a mistake in the first few examples, and there are a hundred identities. No example has a deadline:
 # time says nothing about the code on a machine that does other work too.
-hypothesis.settings.register_profile(
-    "suite",
-    hypothesis.settings(),
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
+for profile, examples in (("suite", 15), ("thorough", 40)):
+    hypothesis.settings.register_profile(
+        profile,
+        hypothesis.settings(),
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 hypothesis.settings.load_profile("suite")
 
 # The Hub's client reads these when it is imported. It waits for an answer as long as a loaded machine needs.
@@ -81,6 +82,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only files that run no command, process, graph or model")
     parser.addoption("--thorough", action="store_true", help="every cell of every product (tests/pairs.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take more examples of every identity in a thorough run, before the tests are imported."""
+    if config.getoption("--thorough"):
+        hypothesis.settings.load_profile("thorough")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -288,7 +288,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("recipe", OPTIONS)
+@pytest.mark.parametrize("recipe", every(2, OPTIONS))
 def test_options_do_what_the_recipe_of_that_name_does(here, recipe):
     ok(*PRUNE, recipe, *TEXT, *few(recipe))
     name, *options = OPTIONS[recipe]

@@ -450,8 +450,7 @@ def test_a_tokenizer_that_changes_meanwhile_is_an_error(here, monkeypatch) -> No
     assert not (here / "out").exists()
 
 
-@pytest.mark.parametrize("measured", [TEXT, ("--statistics", "stats")])
-@pytest.mark.parametrize("entry", ["block 1", "rest"])
+@pytest.mark.parametrize(("entry", "measured"), crossed(["block 1", "rest"], [TEXT, ("--statistics", "stats")]))
 def test_a_killed_run_is_resumed_to_the_same_bytes(
     here: Path, monkeypatch: pytest.MonkeyPatch, entry: str, measured: tuple[str, ...]
 ):

@@ -68,7 +68,7 @@ def without(case: Case, blocks: list[int]) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("case", chosen(FIRST, unlike_cases().__contains__), ids=str)
+@pytest.mark.parametrize("case", chosen(FIRST, unlike_cases()[::2].__contains__), ids=str)
 def test_equals_the_dense_model_with_its_list_of_blocks_edited(dense: Dense, case: Case, tmp_path) -> None:
     case, out = deep(case), tmp_path / "out"
     report = run_job(dense.request(case, depth_recipe([1, 2])), out).report
@@ -161,7 +161,7 @@ def test_a_map_equals_the_same_put_between_by_hand(dense: Dense, case: Case, tmp
     assert all(check.passed is not False for check in verify(out, dense.folder(case)))
 
 
-@pytest.mark.parametrize("case", every(3, unlike_cases()), ids=str)
+@pytest.mark.parametrize("case", every(6, unlike_cases()), ids=str)
 def test_a_part_that_is_gone_gives_nothing_to_the_stream(dense: Dense, case: Case, tmp_path) -> None:
     case, other = deep(case), deep(case).samples(4, seed=9)
     for block, part in ((1, "attention"), (2, "mlp")):

@@ -16,7 +16,7 @@ from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.model import Model, TensorSpec
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.model.spaces import first_expert_spaces, recipe_space
-from tests.pairs import chosen
+from tests.pairs import chosen, every
 
 from .dense import Dense
 from .models import BLOCKS, CASES, LONG, Case, first_cases
@@ -101,7 +101,7 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
                     assert torch.equal(torch.cat(parts), stored[name]), name
 
 
-@pytest.mark.parametrize("case", first_cases(), ids=str)
+@pytest.mark.parametrize("case", every(2, first_cases()), ids=str)
 def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: Dense, case: Case) -> None:
     """What is derived from a space's incidences is what the stock class has under the new config, where it has one."""
     model = dense.model(case)

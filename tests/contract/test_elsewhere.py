@@ -78,7 +78,7 @@ def methods(case: Case) -> dict[str, str]:
     return found | ({"rotary": "factors"} if case.model_type in PAIRED else {})
 
 
-@pytest.mark.parametrize("case", chosen(LONG, unlike_cases()[::2].__contains__), ids=str)
+@pytest.mark.parametrize("case", chosen(LONG, unlike_cases()[::4].__contains__), ids=str)
 def test_the_same_outputs_with_and_without_this_package(dense: Dense, remote: Path, case: Case) -> None:
     folder = remote / str(case)
     model, samples = ckpt_prune.load(folder), case.samples(3, seed=9)

@@ -36,7 +36,7 @@ class _Axes(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("case", chosen(HEADS, first_cases().__contains__), ids=str)
+@pytest.mark.parametrize("case", chosen(HEADS, first_cases()[::2].__contains__), ids=str)
 def test_they_are_those_of_the_whole_model(dense: Dense, case: Case, monkeypatch) -> None:
     """Whatever follows the head: scales, caps, biases; in float64, with the labels that were drawn."""
     monkeypatch.setattr(sliced_head, "CLASSES", SLICE)

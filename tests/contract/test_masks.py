@@ -72,7 +72,7 @@ def test_a_mask_equals_a_whole_model_masked_by_hand(dense: Dense, case: Case, ru
         assert check.passed, check
 
 
-@pytest.mark.parametrize("case", every(4, unlike_cases()), ids=str)
+@pytest.mark.parametrize("case", every(8, unlike_cases()), ids=str)
 def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None:
     """The blocks that are trained come nearer to the dense ones on samples that they are not trained on."""
     dense.prune(case, spaces_recipe(case, dict.fromkeys(case.ratios, "none")), tmp_path / "pruned")
@@ -89,7 +89,7 @@ def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None
     assert torch.isfinite(torch.tensor([layer["mse_after"] for layer in layers])).all()
 
 
-@pytest.mark.parametrize("case", every(6, unlike_cases()), ids=str)
+@pytest.mark.parametrize("case", every(12, unlike_cases()), ids=str)
 def test_what_is_pruned_is_scaled(dense: Dense, case: Case, tmp_path) -> None:
     """Nothing is held out: what is told is of samples that scales are fitted to, and small steps lead down.
 

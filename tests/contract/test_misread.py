@@ -64,7 +64,7 @@ def assert_refused(folder: Path, config: PreTrainedConfig, architecture: str) ->
                 reader.from_pretrained(folder, **options)
 
 
-@pytest.mark.parametrize("case", chosen(CASES, FIRST.__contains__), ids=str)
+@pytest.mark.parametrize("case", chosen(CASES, FIRST[::2].__contains__), ids=str)
 def test_the_key_is_refused_before_weights_are_read(case: Case, tmp_path: Path) -> None:
     config = json.loads(case.config.to_json_string())
     config |= {"architectures": [f"Pruned{case.architecture}"], WEIGHTS_KEY: REFUSAL}

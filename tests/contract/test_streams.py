@@ -17,7 +17,7 @@ FLOAT32 = {"dinov3_vit": 1e-6}
 """Families whose positions are float32 numbers, which `double` turns into others; and what that leaves."""
 
 
-@pytest.mark.parametrize("case", chosen(LONG, first_cases().__contains__), ids=str)
+@pytest.mark.parametrize("case", chosen(LONG, first_cases()[::2].__contains__), ids=str)
 def test_states_and_outputs_are_those_of_the_whole_model(dense: Dense, case: Case) -> None:
     model, data = dense.model(case), case.samples(3, seed=9)
     factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float64)

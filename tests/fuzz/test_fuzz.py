@@ -32,7 +32,7 @@ few = settings(max_examples=30, deadline=None, derandomize=True, suppress_health
 
 
 @posix
-@pytest.mark.parametrize("target", every(2, sorted(TARGETS.keys() - GRAPHS)))
+@pytest.mark.parametrize("target", every(4, sorted(TARGETS.keys() - GRAPHS)))
 def test_changed_files_are_a_line_or_nothing(place: Path, target: str) -> None:
     before = (place / TARGETS[target].file).read_bytes()
     assert batch(place, target, 7, 0, 5) == []

@@ -16,6 +16,7 @@ from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_of, tokenizer_values
 from tests.gguf_files.tiny import DEMO, TEXT, WINDOWED, proving, save
+from tests.pairs import every
 
 ROWS = 2048
 TEMPLATE = (
@@ -125,7 +126,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("expressions", "name", "ignores"), CASES)
+@pytest.mark.parametrize(("expressions", "name", "ignores"), every(2, CASES))
 def test_llama_cpp_splits_text_by_the_same_expressions(tmp_path, expressions, name, ignores):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     folder = byte_level(save(tmp_path / "model", "llama"), expressions, ignore_merges=ignores)

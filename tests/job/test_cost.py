@@ -75,7 +75,7 @@ def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, varian
         assert cost.flops == counter.get_total_flops() - rotary_flops(counter)
 
 
-@pytest.mark.parametrize("variant", every(2, [name for name, own in VARIANTS.items() if own.kv_heads == 2]))
+@pytest.mark.parametrize("variant", every(4, [name for name, own in VARIANTS.items() if own.kv_heads == 2]))
 @pytest.mark.parametrize("spaces", [("queries",), ("queries", "heads"), ("queries", "heads", "values")], ids="-".join)
 def test_what_query_heads_and_values_save_is_counted(tmp_path, variant, spaces):
     """One of two in every group; beside groups what goes with both goes once. Keys stay cached as wide."""

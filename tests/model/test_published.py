@@ -27,7 +27,7 @@ from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, Case
 from tests.contract.whole import TARGETS, Whole, assert_same_outputs, outputs, plain
 from tests.families import model_of
-from tests.pairs import chosen
+from tests.pairs import chosen, every
 from tests.stages.test_rotations import random_rotations, rotating
 
 PUBLISHED, COMPOSITES = json.loads(Path(__file__).with_name("published.json").read_text()).values()
@@ -236,7 +236,7 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize("case", UNEVEN, ids=str)
+@pytest.mark.parametrize("case", every(2, UNEVEN), ids=str)
 def test_blocks_of_different_widths(case: Case, tmp_path: Path) -> None:
     """Every block of the output computes with its own numbers, with every implementation of attention."""
     dense, data = Dense(tmp_path), case.samples(3, seed=9)

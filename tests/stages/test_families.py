@@ -52,7 +52,7 @@ PLAIN = [method for method in METHODS if method not in BIASED]
 
 
 # Whether a bias is added decides on the container: every variant with and without, and every method on several.
-@pytest.mark.parametrize(("variant", "method"), every(3, [*dealt(VARIANTS, sorted(BIASED)), *dealt(VARIANTS, PLAIN)]))
+@pytest.mark.parametrize(("variant", "method"), every(5, [*dealt(VARIANTS, sorted(BIASED)), *dealt(VARIANTS, PLAIN)]))
 def test_equals_folds_made_from_activations(sources, variant, method, tmp_path):
     expected_type = STORED_AS[variant][method in BIASED]
     container = "remote" if expected_type == "remote" else "auto"

@@ -63,7 +63,7 @@ def narrower(variant: str) -> FullRecipe:
     return FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
 
 
-@pytest.mark.parametrize(("variant", "way"), every(5, dealt(VARIANTS, ["masked", "narrower"])))
+@pytest.mark.parametrize(("variant", "way"), every(9, dealt(VARIANTS, ["masked", "narrower"])))
 def test_every_variant(dense, tmp_path, variant, way):
     """Masked or narrower, in turns: every family in both, as a family has several variants side by side."""
     folder = dense.folder(variant)
@@ -108,7 +108,7 @@ KINDS: dict[str, tuple[str, FullRecipe, str]] = {
 """Variant, recipe, and what the output is stored as."""
 
 
-@pytest.mark.parametrize("kind", every(3, KINDS))
+@pytest.mark.parametrize("kind", every(5, KINDS))
 def test_every_kind_of_pruning(dense, tmp_path, kind):
     variant, recipe, container = KINDS[kind]
     folder = dense.folder(variant)

@@ -87,7 +87,7 @@ BLIND: dict[str, tuple[str, FullRecipe]] = {
 """Prunings that do not look at what comes before the block."""
 
 
-@pytest.mark.parametrize("name", every(3, BLIND))
+@pytest.mark.parametrize("name", every(5, BLIND))
 def test_on_the_fly_equals_prune_then_recover(dense, tmp_path, name, monkeypatch):
     """Of prunings that do not look at what comes before the block: every byte of the checkpoint, and every error."""
     variant, recipe = BLIND[name]

@@ -16,6 +16,7 @@ from ckpt_prune.runner import run_job as running
 from ckpt_prune.stages import FullRecipe
 from tests.families import contents, job_on, prune, recipe, windows
 from tests.interrupting import stop_before
+from tests.pairs import every
 from tests.reports import recover
 from tests.stages.recovering import QUICK, recovery_job, training_data
 
@@ -82,7 +83,7 @@ def job(sources: Any, name: str) -> Any:
     return job_on(sources.folder("llama"), wanted, live=windows(4, 16), **options)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", every(2, RECIPES))
 def test_steps_of_a_recipe(sources, tmp_path, name):
     prune(job(sources, name), tmp_path / "whole")
     stop = "block 1" if name.startswith("blocks") else "block 2"  # one block fewer

@@ -44,7 +44,7 @@ def write_text(folder: Path) -> None:
     (folder / "calib.txt").write_text("the cat sat on a mat and then the dog ran far away " * 9)
 
 
-@pytest.mark.parametrize("case", every(8, CASES), ids=str)
+@pytest.mark.parametrize("case", every(16, CASES), ids=str)
 def test_every_class_of_every_family_is_what_its_blocks_compute(
     dense_cases: Dense, case: Case, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
