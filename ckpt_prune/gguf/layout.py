@@ -39,7 +39,7 @@ class Weight:
     read: Callable[[], Tensor]
     zeros: int = 0
 
-    def then(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "Weight":
+    def apply(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "Weight":
         """Return the same tensor in float32, changed."""
         return Weight(shape or self.shape, lambda: change(self.read().float()), self.zeros)
 
@@ -61,18 +61,20 @@ class Weight:
             new[part] = tensor.reshape(*shape[:axis], *now, *shape[axis + 1 :])
             return new.reshape(shape)
 
-        return replace(self.then(change, shape), zeros=self.zeros + math.prod(shape) - math.prod(self.shape))
+        return replace(self.apply(change, shape), zeros=self.zeros + math.prod(shape) - math.prod(self.shape))
 
     def rows(self, start: int, stop: int) -> "Weight":
-        return self.then(lambda tensor: tensor[start:stop], (stop - start, *self.shape[1:]))
+        return self.apply(lambda tensor: tensor[start:stop], (stop - start, *self.shape[1:]))
 
     def pair_neighbours(self, heads: int, *, back: bool = False) -> "Weight":
         """Reorder the rows of each head so that rotary pairs, which are its halves, are neighbours, or back."""
         sizes = (heads, -1, 2) if back else (heads, 2, -1)
-        return self.then(lambda tensor: tensor.reshape(*sizes, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape))
+        return self.apply(
+            lambda tensor: tensor.reshape(*sizes, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        )
 
     def times(self, factor: float) -> "Weight":
-        return self if factor == 1 else self.then(lambda tensor: tensor * factor)
+        return self if factor == 1 else self.apply(lambda tensor: tensor * factor)
 
 
 Block = Mapping[str, Weight]
@@ -179,10 +181,10 @@ class Source:
 
         Added heads attend to all tokens alike, and no column of o_proj takes them up.
         """
-        blocks = tuple(map(self._filled, self.split().blocks, self.shapes, shapes, self.blocks))
+        blocks = tuple(map(self._fill_block, self.split().blocks, self.shapes, shapes, self.blocks))
         return replace(self, blocks=blocks)
 
-    def _filled(self, block: Block, now: BlockShape, then: BlockShape, stored: Block) -> Block:
+    def _fill_block(self, block: Block, now: BlockShape, then: BlockShape, stored: Block) -> Block:
         dim = self.head_dim
         heads = (now.kv_heads, now.group, dim), (then.kv_heads, then.group, dim)
         groups, columns = ((now.kv_heads, dim), (then.kv_heads, dim)), ((now.columns,), (then.columns,))
@@ -198,13 +200,13 @@ class Source:
                 filled[name] = weight.fill(axis, *sizes)
         for fused, parts in ((_FUSED_ATTENTION, _INPUTS), (_FUSED_GATES, _GATES)):
             if fused in stored:
-                filled[fused] = _fused([filled.pop(part) for part in parts])
+                filled[fused] = _fuse([filled.pop(part) for part in parts])
         return filled
 
     def split(self) -> "Source":
         """Return the same with fused projections as several tensors."""
 
-        def apart(block: Block, shape: BlockShape) -> Block:
+        def split_block(block: Block, shape: BlockShape) -> Block:
             split = dict(block)
             if (fused := split.pop(_FUSED_ATTENTION, None)) is not None:
                 start = 0
@@ -215,7 +217,7 @@ class Source:
                     split[name] = gates.rows(place * shape.columns, (place + 1) * shape.columns)
             return split
 
-        return replace(self, blocks=tuple(map(apart, self.blocks, self.shapes)))
+        return replace(self, blocks=tuple(map(split_block, self.blocks, self.shapes)))
 
     def absorb_scales(self) -> "Source":
         """Return the same with Granite's factors multiplied into its weights."""
@@ -225,11 +227,11 @@ class Source:
         outer = {"model.embed_tokens": embedding, "model.norm": final}
         inner = {QUERY: attention, OUTPUT: residual, "mlp.down_proj": residual}
 
-        def scaled(tensors: Block, factors: Mapping[str, float]) -> Block:
+        def scale_block(tensors: Block, factors: Mapping[str, float]) -> Block:
             return {name: weight.times(factors.get(name.rpartition(".")[0], 1)) for name, weight in tensors.items()}
 
-        blocks = tuple(scaled(block, inner) for block in self.blocks)
-        return replace(self, outer=scaled(self.outer, outer), blocks=blocks)
+        blocks = tuple(scale_block(block, inner) for block in self.blocks)
+        return replace(self, outer=scale_block(self.outer, outer), blocks=blocks)
 
 
 def _read(model: Model, name: str) -> Tensor:
@@ -448,7 +450,7 @@ def llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
 
 def _tensors(source: Source, architecture: Architecture) -> Iterator[tuple[str, Weight]]:
     for name, weight in source.outer.items():
-        yield _mapped(architecture, architecture.outer, name), _offset(architecture, name, weight)
+        yield _map_name(architecture, architecture.outer, name), _offset(architecture, name, weight)
     for index, (block, shape) in enumerate(zip(source.blocks, source.shapes, strict=True)):
         for name, weight in block.items():
             module = name.rpartition(".")[0]
@@ -456,15 +458,15 @@ def _tensors(source: Source, architecture: Architecture) -> Iterator[tuple[str, 
             if architecture.name == "openelm" and module in (KEY, VALUE):
                 continue
             if architecture.name == "openelm" and module == QUERY:
-                yield f"blk.{index}.attn_qkv.weight", _fused([block[name] for name in _INPUTS])
+                yield f"blk.{index}.attn_qkv.weight", _fuse([block[name] for name in _INPUTS])
                 continue
             if architecture.neighbours and heads:
                 weight = weight.pair_neighbours(heads)
-            mapped = _mapped(architecture, architecture.block, name)
+            mapped = _map_name(architecture, architecture.block, name)
             yield f"blk.{index}.{mapped}", _offset(architecture, name, weight)
 
 
-def _mapped(architecture: Architecture, names: Mapping[str, str], name: str) -> str:
+def _map_name(architecture: Architecture, names: Mapping[str, str], name: str) -> str:
     module, _, kind = name.rpartition(".")
     has_place = kind == "weight" or (kind == "bias" and (architecture.biases is None or module in architecture.biases))
     if module not in names or not has_place:
@@ -474,10 +476,10 @@ def _mapped(architecture: Architecture, names: Mapping[str, str], name: str) -> 
 
 def _offset(architecture: Architecture, name: str, weight: Weight) -> Weight:
     is_norm = architecture.norm_offset and name.endswith("norm.weight")
-    return weight.then(lambda tensor: tensor + architecture.norm_offset) if is_norm else weight
+    return weight.apply(lambda tensor: tensor + architecture.norm_offset) if is_norm else weight
 
 
-def _fused(parts: list[Weight]) -> Weight:
+def _fuse(parts: list[Weight]) -> Weight:
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     zeros = sum(part.zeros for part in parts)
     return Weight(shape, lambda: torch.cat([part.read().float() for part in parts]), zeros)

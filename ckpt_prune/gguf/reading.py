@@ -122,9 +122,9 @@ class _Parser:
         if not isinstance(alignment, int) or not 0 < alignment <= 2**16 or alignment & (alignment - 1):
             raise self._fault(f"general.alignment is {alignment!r}")
         start = -(-self._handle.tell() // alignment) * alignment
-        return GgufFile(self._path, values, self._placed(infos, start, alignment), stamp)
+        return GgufFile(self._path, values, self._place_tensors(infos, start, alignment), stamp)
 
-    def _placed(self, infos: list[GgufTensor], start: int, alignment: int) -> dict[str, GgufTensor]:
+    def _place_tensors(self, infos: list[GgufTensor], start: int, alignment: int) -> dict[str, GgufTensor]:
         found: dict[str, GgufTensor] = {}
         end = 0
         for info in sorted(infos, key=lambda info: info.offset):

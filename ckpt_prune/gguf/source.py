@@ -215,7 +215,7 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
                 raise UserError(f"{file.path}: {name} has {info.shape[0]} rows, and {heads} heads; download it again")
             weight = weight.pair_neighbours(heads, back=True)
         if architecture.norm_offset and kind == "weight" and "norm" in module:
-            weight = weight.then(lambda tensor: tensor - architecture.norm_offset)
+            weight = weight.apply(lambda tensor: tensor - architecture.norm_offset)
         yield (f"model.layers.{int(parts[1])}.{module}.{kind}" if in_block else f"{module}.{kind}"), weight
 
 

@@ -240,14 +240,14 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> PreTrainedTokenizerF
     """
     given = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
 
-    def listed(key: str, kind: type) -> list[Any]:
+    def read_list(key: str, kind: type) -> list[Any]:
         entries = given.get(key)
         if not isinstance(entries, list) or not all(isinstance(each, kind) for each in entries):
             raise UserError(f"{where}: tokenizer.ggml.{key} is no list of {kind.__name__}; download it again")
         return entries
 
     model, pre = given.get("model"), given.get("pre")
-    tokens, types = listed("tokens", str), listed("token_type", int)
+    tokens, types = read_list("tokens", str), read_list("token_type", int)
     if model not in ("gpt2", "llama"):
         raise UserError(f"{where}: a tokenizer {str(model)[:40]!r} is not converted (gpt2 and llama are)")
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
@@ -258,7 +258,7 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> PreTrainedTokenizerF
         raise UserError(f"{where}: a special token has the id {wrong[0]}, of {len(tokens)} tokens; download it again")
     names = {key: None if index is None else tokens[index] for key, index in special.items()}
     if model == "gpt2":
-        merges = [_cut(merge) for merge in listed("merges", str)]
+        merges = [_cut(merge) for merge in read_list("merges", str)]
         if wrong := [merge for merge in merges if not {*merge, "".join(merge)} <= vocabulary.keys()]:
             raise UserError(f"{where}: the merge {wrong[0]} is of what are no tokens; download it again")
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORING_MERGES))
@@ -266,7 +266,7 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> PreTrainedTokenizerF
         tokenizer.pre_tokenizer = _splitting(pre, where)
         tokenizer.decoder = decoders.ByteLevel()
     else:
-        scores = listed("scores", float)
+        scores = read_list("scores", float)
         if len(scores) != len(tokens):
             raise UserError(f"{where}: {len(tokens)} tokens have {len(scores)} scores; download it again")
         merges, unknown = _merges(vocabulary, types, scores, where), names["unknown"]

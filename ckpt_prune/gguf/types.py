@@ -76,7 +76,7 @@ def kinds_of(layout: Layout, chosen: GgufType) -> tuple[dict[str, Kind], tuple[s
         if len(weight.shape) == 1 or "_norm." in name:
             kinds[name] = Kind.F32
             continue
-        chosen_kind = kind = _wanted(layout, name, chosen)
+        chosen_kind = kind = _choose_kind(layout, name, chosen)
         for other in (_ELSE.get(chosen_kind, chosen_kind), Kind.F16):
             if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
                 kind = other
@@ -106,7 +106,7 @@ def zero_bytes(layout: Layout, kinds: Mapping[str, Kind]) -> int:
     return sum(sizes[name] * weight.zeros // math.prod(weight.shape) for name, weight in layout.tensors.items())
 
 
-def _wanted(layout: Layout, name: str, chosen: GgufType) -> Kind:
+def _choose_kind(layout: Layout, name: str, chosen: GgufType) -> Kind:
     is_head = name == ("output.weight" if "output.weight" in layout.tensors else "token_embd.weight")
     if chosen not in get_args(MixedGgufType):
         is_outer = name in ("token_embd.weight", "output.weight")

@@ -637,8 +637,8 @@ class TextProof(Proof):
         cases: list[Case] = []
         pads_left = self.manifest.task == "text-generation" or reads_causally(self.reference.model.config.to_dict())
         for case in make_text_cases(self.windows, pad=self.pad, left=pads_left, segments=self.reference.segments > 1):
-            expected = self.reference.run(_feed(case))
-            given = self._run(_feed(case) | self._empty_cache(case))
+            expected = self.reference.run(_make_feed(case))
+            given = self._run(_make_feed(case) | self._empty_cache(case))
             if self._is_measured(case.ids) and not isinstance(given, str):
                 self._whole_window = given["logits"], expected["logits"]
             two = case.segments is not None
@@ -665,7 +665,7 @@ class TextProof(Proof):
 
     def _compare_chunks(self, case: TextCase) -> list[Case]:
         """A text through the cache in pieces, against one pass in PyTorch: outputs, and the keys and values kept."""
-        expected, kept = self.reference.run_with_cache(_feed(case))
+        expected, kept = self.reference.run_with_cache(_make_feed(case))
         given = self._run_chunks(case, expected)
         cases = self._compare(given, expected, padding=case.padding, keep=case.keep, cache="chunks")
         if isinstance(given, str):
@@ -756,7 +756,7 @@ def _decode(folder: Path, texts: list[list[int]]) -> list[str]:
     return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
 
 
-def _feed(case: TextCase) -> dict[str, Tensor]:
+def _make_feed(case: TextCase) -> dict[str, Tensor]:
     segments = {} if case.segments is None else {"token_type_ids": case.segments}
     return complete_inputs({"input_ids": case.ids, "attention_mask": case.keep.long()} | segments)
 

@@ -32,7 +32,7 @@ _GRAPHS = (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS)
 
 
 @contextmanager
-def repeated(kinds: BlockKinds, *, cached: bool) -> Iterator[list[str]]:
+def repeat_blocks(kinds: BlockKinds, *, cached: bool) -> Iterator[list[str]]:
     """Let a model be traced without the blocks that can be copied, and put the copies into the exporter's graph.
 
     Yields:

@@ -34,7 +34,7 @@ from ckpt_prune.model.context import context_length
 from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.block_kinds import find_block_kinds
-from ckpt_prune.onnx.repetition import repeated
+from ckpt_prune.onnx.repetition import repeat_blocks
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
 
 DEFAULT_OPSET = 20
@@ -186,7 +186,7 @@ def _trace_once(model: Any, example: Example, config: OnnxConfig, *, cached: boo
         kinds = find_block_kinds(model, inputs, past)
         if len(kinds.traced) == len(kinds.blocks):
             return None
-        with repeated(kinds, cached=cached) as outcome:
+        with repeat_blocks(kinds, cached=cached) as outcome:
             graph = _trace_whole(model, example, config)
     except Exception:  # the full trace says what is wrong, if it fails too
         return None

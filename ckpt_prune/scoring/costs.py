@@ -110,7 +110,7 @@ class DropOrder:
         difference[:, self.columns] = torch.cat([-moved, dropped], 1)
         return difference if self.basis is None else difference.to(self.basis.dtype) @ self.basis
 
-    def moved(self, inputs: Tensor, gradient: Tensor, counts: Sequence[int]) -> Tensor:
+    def project_on_gradient(self, inputs: Tensor, gradient: Tensor, counts: Sequence[int]) -> Tensor:
         """Return g·(W − Ŵ)x for every token and number of units dropped, the others refitted: (tokens, counts) float64.
 
         The work is d² + 2 d_out d flops a token, whatever the counts. There must be no `basis`.

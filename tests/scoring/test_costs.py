@@ -105,7 +105,7 @@ def test_what_moves_an_output_needs_no_refit(per_unit):
     order = DropOrder.of(weight, gram, torch.randperm(12 // per_unit, generator=g), per_unit)
     counts = [1, 2, 12 // per_unit]
     expected = torch.stack([((gradient @ order.lost(count)) * inputs).sum(1) for count in counts], 1)
-    torch.testing.assert_close(order.moved(inputs, gradient, counts), expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(order.project_on_gradient(inputs, gradient, counts), expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("loudness", [1.0, 30.0])

@@ -226,7 +226,7 @@ class _Site:
             x, gradient = x[tokens], gradient[tokens]
         for score, order in self.orders.items():
             sums = self._sums.setdefault(score, [0.0] * len(self.counts))
-            moved = order.moved(x, gradient, [count * self.copies for count in self.counts])
+            moved = order.project_on_gradient(x, gradient, [count * self.copies for count in self.counts])
             squares = moved.square() if weights is None else weights[:, None] * moved.square()
             if drawn.whole:
                 squares = moved.view(samples, -1, len(self.counts)).sum(1).square()
