@@ -168,11 +168,11 @@ class StrengthWalk:
 
     def see(self, number: int, train: Blend, fold: Fit) -> None:
         """Score the fold of that number, the first of which is 0, by fits to its training tokens."""
-        whole = errors = RidgeErrors.of(train, fold, self.base, centred=self.method.adds_bias)
-        mixture = mixture_of(len(whole.target_sum))
+        all_outputs = errors = RidgeErrors.of(train, fold, self.base, centred=self.method.adds_bias)
+        mixture = mixture_of(len(all_outputs.target_sum))
         if mixture is not None:
-            errors = whole.mix(mixture.to(whole.gram.device))
-        self._energies[number] = whole.energy
+            errors = all_outputs.mix(mixture.to(all_outputs.gram.device))
+        self._energies[number] = all_outputs.energy
         strengths = [absolute_strength(value, self.units, train.fit) for value in self.grid]
 
         def score(index: int) -> float:
@@ -188,8 +188,10 @@ class StrengthWalk:
             if mixture is not None:
                 mixed = score(index)
                 share = self.shares[int(self.scored[index][number].argmin())]
-                true = float(replace(whole.towards(share), single=True).at(strengths[index], [share]))
-                self._true_gain = (whole.energy - true) / (whole.energy - mixed) if mixed < whole.energy else 1.0
+                true = float(replace(all_outputs.towards(share), single=True).at(strengths[index], [share]))
+                self._true_gain = (
+                    (all_outputs.energy - true) / (all_outputs.energy - mixed) if mixed < all_outputs.energy else 1.0
+                )
         for index in self._around(self.best):
             score(index)
 

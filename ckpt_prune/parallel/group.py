@@ -65,9 +65,9 @@ class Group:
         if self.size == 1:
             return make()
         if self.first:
-            made = make()
-            self._spread_bytes(pickle.dumps(made, pickle.HIGHEST_PROTOCOL))
-            return made
+            value = make()
+            self._spread_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+            return value
         return cast(T, pickle.loads(self._spread_bytes(b"")))
 
     def alone(self, make: Callable[[], T]) -> T:

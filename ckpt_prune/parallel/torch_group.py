@@ -61,9 +61,9 @@ class TorchGroup(Group):
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor] | None:
         """Return every process's tensor at the first one. Floating ones go from GPU to GPU if there are any."""
-        own = tensor.to(self._wire if tensor.is_floating_point() else "cpu")
-        parts = [torch.empty_like(own) for _ in range(self.size)] if self.first else None
-        self._wait(dist.gather(own, parts, dst=0, async_op=True))
+        sent = tensor.to(self._wire if tensor.is_floating_point() else "cpu")
+        parts = [torch.empty_like(sent) for _ in range(self.size)] if self.first else None
+        self._wait(dist.gather(sent, parts, dst=0, async_op=True))
         return parts
 
     def spread(self, tensor: Tensor) -> Tensor:

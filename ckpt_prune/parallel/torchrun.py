@@ -90,17 +90,17 @@ def _account(group: "TorchGroup", error: BaseException) -> str | None:
     watch.close()
     try:
         by_signal = isinstance(error, KeyboardInterrupt)
-        own = not by_signal and _is_own(error)
-        if watch.heard() is None and own:
+        is_own_error = not by_signal and _is_own(error)
+        if watch.heard() is None and is_own_error:
             watch.fail(_message(error))
-        elif by_signal or not own:
+        elif by_signal or not is_own_error:
             watch.leave()
         if not group.first:
-            if own and watch.end is None and not watch.wait_told(_TELLING):
+            if is_own_error and watch.end is None and not watch.wait_told(_TELLING):
                 os.write(2, f"Error: {group.name(group.rank)}: {_message(error)}\n".encode())
             return None
         message = None
-        if not own:
+        if not is_own_error:
             dead = [] if watch.heard() is not None else watch.missing(_SIGNING)
             end = watch.heard()  # a process may have said why while it was waited for
             if end is not None:

@@ -39,13 +39,13 @@ def locate_recipe(reference: str) -> RecipeFile:
             raise UserError(f"{hide_query(address)}#{pin}: behind # stands sha256= and 64 digits of 0-9a-f")
         path = fetch_web_file(address, most=MOST_BYTES, sha256=pinned["digest"] if pinned else None)
         return RecipeFile(path, Origin(reference=hide_query(address), revision=None, sha256=_sha256(path)), path.stem)
-    found = _on_hub(reference)
-    if found is None:
+    hub_file = _on_hub(reference)
+    if hub_file is None:
         return find_recipe(reference)
-    path = fetch_hub_file(found["repo"], found["name"], found["revision"], most=MOST_BYTES)
-    commit = commit_of(path, found["name"])
-    origin = Origin(reference=f"{found['repo']}/{found['name']}", revision=commit, sha256=_sha256(path))
-    return RecipeFile(path, origin, Path(found["name"]).stem)
+    path = fetch_hub_file(hub_file["repo"], hub_file["name"], hub_file["revision"], most=MOST_BYTES)
+    commit = commit_of(path, hub_file["name"])
+    origin = Origin(reference=f"{hub_file['repo']}/{hub_file['name']}", revision=commit, sha256=_sha256(path))
+    return RecipeFile(path, origin, Path(hub_file["name"]).stem)
 
 
 def _url(reference: str) -> str | None:

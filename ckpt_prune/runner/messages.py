@@ -43,49 +43,50 @@ def cache_line(prepared: Prepared) -> str | None:
     if recipe.target == "dense" or prepared.sequential or prepared.statistics is None or prepared.plan is not None:
         return None
     kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
-    told = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
-    return f"recipe {recipe.name} is {kind}{told}; with --statistics its dense-cache variant is used"
+    meaning = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
+    return f"recipe {recipe.name} is {kind}{meaning}; with --statistics its dense-cache variant is used"
 
 
 def messages(prepared: Prepared) -> list[str]:
     """Return the messages about a job, besides its sizes."""
-    found = []
+    lines = []
     recipe = prepared.recipe
     within = prepared.model.checkpoint.within
     if within is not None:
-        whole = load_composite(str(within.whole.config["model_type"]))
-        found.append(
-            f"all figures are of the {within.part} part of this {whole.model_type}: {whole.part(within.part).note}"
+        composite = load_composite(str(within.whole.config["model_type"]))
+        lines.append(
+            f"all figures are of the {within.part} part of this {composite.model_type}: "
+            f"{composite.part(within.part).note}"
         )
     cached = cache_line(prepared)
     if cached is not None:
-        found.append(cached)
+        lines.append(cached)
     first, family = prepared.model.spaced_blocks.start, prepared.model.family
     if recipe.has("mask") and first:
-        found.append(
+        lines.append(
             f"the mask leaves {plural(first, 'block')} before the others as they are ({family.leading} in "
             "config.json): one mlp stands there in place of experts"
         )
     refused = unprunable_spaces(prepared.model)
-    found += [refused[space] for space in prepared.left_whole if space in refused]
+    lines += [refused[space] for space in prepared.left_whole if space in refused]
     if prepared.output.container.note:
-        found.append(prepared.output.container.note)
+        lines.append(prepared.output.container.note)
     if prepared.model.checkpoint.ignored:
-        found.append(
+        lines.append(
             f"{ignored_words(prepared.model)}: they are left out, and the output's config.json no longer speaks of them"
         )
-    found += filter(None, [tied_words(prepared.model)])
-    made = find_report(prepared.model.checkpoint.path)
-    if made is not None and made.mask is not None:
-        masked = describe_mask(made.mask.method, made.mask.pattern)
-        found.append(
+    lines += filter(None, [tied_words(prepared.model)])
+    source_report = find_report(prepared.model.checkpoint.path)
+    if source_report is not None and source_report.mask is not None:
+        masked = describe_mask(source_report.mask.method, source_report.mask.pattern)
+        lines.append(
             f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask "
             "chooses anew; see `ckpt-prune inspect OUT --sparsity`"
         )
-    found += size_lines(prepared)
+    lines += size_lines(prepared)
     others = [few_tokens(prepared), wider_choice(prepared), multiples_line(prepared)]
-    found += filter(None, others)
-    return found
+    lines += filter(None, others)
+    return lines
 
 
 def ignored_words(model: Model) -> str:
@@ -156,8 +157,8 @@ def few_tokens(prepared: Prepared) -> str | None:
 
 def asked_size_of(prepared: Prepared) -> TargetSize | None:
     """Return the requested size, even if it was turned into ratios."""
-    asked = prepared.unsized
-    return prepared.recipe.size or (None if asked is None else asked.size)
+    unsized = prepared.unsized
+    return prepared.recipe.size or (None if unsized is None else unsized.size)
 
 
 def size_lines(prepared: Prepared) -> Iterable[str]:
@@ -187,18 +188,18 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
     recipe = recipe.at(model.family)
     for name, space in first_expert_spaces(recipe.spaces).items():
         units, multiple = model.units(space), multiple_of(model, recipe, space)
-        found = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple)
-        if found is None:
+        mismatch = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple)
+        if mismatch is None:
             continue
         in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
-        beside = "no more can go"
-        if found.other is not None:
-            beside = f"a ratio of {found.ratio:g} drops {found.other or 'none'}"
+        alternative = "no more can go"
+        if mismatch.other is not None:
+            alternative = f"a ratio of {mismatch.ratio:g} drops {mismatch.other or 'none'}"
         yield (
-            f"{name}: a ratio of {found.asked:g} drops {found.dropped or 'none'} of {units} in each block{in_steps}; "
-            f"{beside}"
+            f"{name}: a ratio of {mismatch.asked:g} drops {mismatch.dropped or 'none'} of {units} in each block"
+            f"{in_steps}; {alternative}"
         )
-        inside = "" if found.dropped else _inside(model, recipe, space)
+        inside = "" if mismatch.dropped else _inside(model, recipe, space)
         if inside:
             yield f"{name}: {inside}"
 
@@ -214,12 +215,14 @@ def multiples_line(prepared: Prepared) -> str | None:
     if all(settings.multiple_of == 1 for settings in recipe.spaces.values()):
         return None
     units, ratio = model.units, recipe.ratio_of
-    asked = {
+    asked_widths = {
         space: units_kept(units(space), ratio(space), rounding_of(model, recipe, space), model.multiple(space))
         for space in recipe.spaces
     }
-    kept = ((space, count) for widths in prepared.spaced_widths for space, count in widths.items() if space in asked)
-    more = sum((count - asked[space]) * model.unit_weights(space) for space, count in kept)
+    kept = (
+        (space, count) for widths in prepared.spaced_widths for space, count in widths.items() if space in asked_widths
+    )
+    more = sum((count - asked_widths[space]) * model.unit_weights(space) for space, count in kept)
     names = ", ".join(recipe.runs_on)
     if more <= 0:
         return f"multiples for {names} make the output no larger than the ratio does"
@@ -239,8 +242,8 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
     with suppress(UserError):  # a ratio that leaves none
         dropped = units - units_kept(units, recipe.ratio_of(space), own.rounding)
         if dropped:
-            each = f"{dropped} of {units} {own.unit}s in each"
-            return f"in place of whole ones, spaces.{inner} in your own recipe drops {each}"
+            in_each = f"{dropped} of {units} {own.unit}s in each"
+            return f"in place of whole ones, spaces.{inner} in your own recipe drops {in_each}"
     return f"in place of whole ones, spaces.{inner} in your own recipe drops {own.unit}s"
 
 
@@ -253,9 +256,9 @@ def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
     images = model.family.modality == "image"
     what = "the inputs of every block's layers"
     if depth is not None or hidden is not None:
-        asked = ["how far blocks move the residual stream"] if depth is not None else []
-        asked += ["the residual stream, wherever a block reads it"] if hidden is not None else []
-        what = ", and then ".join([*asked, *([what] if recipe.spaces else [])])
+        unmeasured = ["how far blocks move the residual stream"] if depth is not None else []
+        unmeasured += ["the residual stream, wherever a block reads it"] if hidden is not None else []
+        what = ", and then ".join([*unmeasured, *([what] if recipe.spaces else [])])
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if prepared.live is None:
@@ -281,13 +284,13 @@ def wider_choice(prepared: Prepared) -> str | None:
     if not prepared.job.by_default or (recipe.name, recipe.widths) != (DEFAULT_RECIPE, "uniform"):
         return None
     losses = prepared.decisions.losses
-    told = f"widths per block (--recipe {WIDER_CHOICE}) would lose"
+    beginning = f"widths per block (--recipe {WIDER_CHOICE}) would lose"
     if losses is None:
-        return f"{told} less, and need remote code"
+        return f"{beginning} less, and need remote code"
     if losses.chosen - losses.per_block <= _ALIKE * losses.chosen:
-        return f"{told} as much, as predicted"
+        return f"{beginning} as much, as predicted"
     saved = 1 - losses.per_block / losses.chosen
-    return f"{told} less (predicted: {saved:.0%} less), and need remote code"
+    return f"{beginning} less (predicted: {saved:.0%} less), and need remote code"
 
 
 SECOND_ORDER = (
@@ -299,12 +302,12 @@ SECOND_ORDER = (
 
 def predicted_line(model: Model, plan: Plan) -> str | None:
     """Say what a plan is predicted to do to the model's output; None if that is unknown or nothing."""
-    found = plan.divergence
-    if not found:
+    divergence = plan.divergence
+    if not divergence:
         return None
     if not model.family.gives_logits:
-        return f"predicted: the last hidden states are off by {found:.4f} of their energy, or more"
-    told = f"predicted: a divergence (KL) of {found:.4f} nats from the dense model's output"
+        return f"predicted: the last hidden states are off by {divergence:.4f} of their energy, or more"
+    line = f"predicted: a divergence (KL) of {divergence:.4f} nats from the dense model's output"
     if model.family.causal:
-        told += f", about {exp(found):.2f} times its perplexity"
-    return f"{told}; {SECOND_ORDER}"
+        line += f", about {exp(divergence):.2f} times its perplexity"
+    return f"{line}; {SECOND_ORDER}"

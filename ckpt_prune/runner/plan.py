@@ -50,14 +50,14 @@ class Shifting:
                 f"--test holds sites against other samples, and recipe {name} drops whole blocks: leave it out"
             )
         statistics.check_model(prepared.model)
-        own = prepared.statistics
-        if own is not None and own.index.digest == statistics.index.digest:
+        plan_statistics = prepared.statistics
+        if plan_statistics is not None and plan_statistics.index.digest == statistics.index.digest:
             raise UserError(
                 f"--test {statistics.folder} holds the same statistics as --statistics: measure others, on other "
                 "samples"
             )
         needed = _needed_kinds(prepared)
-        for each in (own, statistics):
+        for each in (plan_statistics, statistics):
             if each is None:
                 raise UserError("--test holds a plan against other statistics than it was made from: give --statistics")
             for kind in needed:
@@ -68,7 +68,7 @@ class Shifting:
                     )
         self.source = CachedMoments(statistics, prepared.model)
         self.left: list[str] = []
-        self.same = own is not None and own.index.data == statistics.index.data
+        self.same = plan_statistics is not None and plan_statistics.index.data == statistics.index.data
 
     def see(self, block: int, at: AtSite) -> None:
         """Add to a solved site what it loses on the other statistics."""
@@ -83,8 +83,8 @@ class Shifting:
 def _needed_kinds(prepared: Prepared) -> list[str]:
     """Return the kinds of moments that the comparison needs, besides vectors."""
     recipe, spaces = prepared.recipe, prepared.model.family.spaces
-    found = {SOLVERS[spaces[space].ends].collects for space in recipe.spaces}
-    return [kind for kind in _WORDS if kind in found or (kind == "centred" and kind in recipe.collect)]
+    kinds = {SOLVERS[spaces[space].ends].collects for space in recipe.spaces}
+    return [kind for kind in _WORDS if kind in kinds or (kind == "centred" and kind in recipe.collect)]
 
 
 def prepare_plan(job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None = None) -> Prepared:
@@ -96,10 +96,10 @@ def prepare_plan(job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None =
     prepared = replace(begin(job), ranked=ranked)
     check_fit(prepared)
     check_data(prepared)
-    left = drop_planned_blocks(prepared)
-    if left is not prepared:
-        check_fit(left)
-    return choose_widths(left) if left.recipe.spaces else plan_output(left)
+    shortened = drop_planned_blocks(prepared)
+    if shortened is not prepared:
+        check_fit(shortened)
+    return choose_widths(shortened) if shortened.recipe.spaces else plan_output(shortened)
 
 
 def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
@@ -117,8 +117,8 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
     source = open_moments(prepared, Spaces().grams(prepared) if recipe.spaces else None)
     sites: list[SitePlan] = []
     for block in track(model.spaced_blocks, "planning", total=len(model.spaced_blocks)):
-        known = prepared.statistics
-        metric = known.read_fisher(block) if known is not None and known.index.fisher else {}
+        given = prepared.statistics
+        metric = given.read_fisher(block) if given is not None and given.index.fisher else {}
         read = {name: tensor for solver in solvers for name, tensor in solver.read(block).items()}
         for at in engine.sites(block, read, source, None if shifting is None else shifting.source):
             solver, plan = at.solver, at.solved[0]
@@ -129,18 +129,18 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
                 shifting.see(block, at)
             sites.append(plan)
     statistics = None
-    whole = prepared.whole
-    if whole.statistics is not None:
+    dense_job = prepared.whole
+    if dense_job.statistics is not None:
         # As it was given: a plan is shown to others, who need not know where its maker keeps things.
-        path = str(whole.statistics.folder)
-        statistics = StatisticsReference(path=path, digest=whole.statistics.index.digest)
+        path = str(dense_job.statistics.folder)
+        statistics = StatisticsReference(path=path, digest=dense_job.statistics.index.digest)
     container = prepared.output.container
     return Plan(
-        model=whole.model.checkpoint.fingerprint,
+        model=dense_job.model.checkpoint.fingerprint,
         model_path=model.checkpoint.name,
-        recipe=whole.recipe,
-        recipe_digest=whole.recipe.digest,
-        origin=whole.job.origin,
+        recipe=dense_job.recipe,
+        recipe_digest=dense_job.recipe.digest,
+        origin=dense_job.job.origin,
         statistics=statistics,
         container=container.model_type if container.remote_class is None else "remote",
         container_note=container.note,

@@ -79,11 +79,11 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
 def put_in_place(writer: CheckpointWriter, record: Any, form: Form, digests: Mapping[str, str], run: Run) -> Any:
     """Write record and card, and put an output with these files in its place. Return the record with their digests."""
     is_output = form.kind is OUTPUT_KIND
-    made = {form.kind.record, _CARD} if is_output or form.card is not None else {form.kind.record}
+    written_last = {form.kind.record, _CARD} if is_output or form.card is not None else {form.kind.record}
     ends = {
         "stages": run.timer.records,
         "files": digests,
-        "side_files": sorted(writer.side_names - {CONFIG} | made),
+        "side_files": sorted(writer.side_names - {CONFIG} | written_last),
         "job": writer.job,
     }
     record = record.model_copy(update={key: end for key, end in ends.items() if key in type(record).model_fields})
@@ -119,14 +119,14 @@ def replace_record(out: Path, report: Report) -> None:
 
 def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     """Return the names that an output will have at its top, as far as they are known."""
-    made = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, f"{REMOTE_MODULE}.py", f"{MLX_MODULE}.py"}
-    made |= {name for stage in stages_of(recipe) for name in stage.writes}
-    return top_names(find_side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(made)
+    names = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, f"{REMOTE_MODULE}.py", f"{MLX_MODULE}.py"}
+    names |= {name for stage in stages_of(recipe) for name in stage.writes}
+    return top_names(find_side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(names)
 
 
 def model_card(report: Report, config: Mapping[str, Any] | None = None) -> str:
     """Return README.md of an output. With its config.json the card also says which runtimes take it."""
-    made = as_markdown(f"Made by ckpt_prune {report.ckpt_prune}")
+    maker = as_markdown(f"Made by ckpt_prune {report.ckpt_prune}")
     load = "Replace PATH by this folder, or by its id on the Hub."
     if report.container.remote_code:
         load += " `from_pretrained` of every other class refuses it. Its code needs transformers 5.19 or later."
@@ -141,7 +141,7 @@ def model_card(report: Report, config: Mapping[str, Any] | None = None) -> str:
             front_matter(metadata(report)),
             f"# {as_markdown(name_report(report))}",
             "",
-            f"{made} from {as_code(report.source.name)}.",
+            f"{maker} from {as_code(report.source.name)}.",
             "",
             print_markdown([size]),
             "## How to load it",

@@ -182,7 +182,7 @@ def _training(
     """
     after = asked_after(options.perplexity_after, model)
     samples, seen = live.samples if live is not None else None, None
-    wanted = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
+    sample_options = options if recovery.samples is None else options.model_copy(update={"samples": recovery.samples})
     if recovery.method == "scales":
         index = None if statistics is None else statistics.index
         measured: list[tuple[int, str]] | None = [] if chosen.plan is None else None
@@ -191,14 +191,14 @@ def _training(
         used = samples if samples is not None else measured
         if samples is None and index is not None:
             # As many as it is pruned on, and as long.
-            own = {"samples": wanted.samples or index.samples}
+            sizes = {"samples": sample_options.samples or index.samples}
             if index.modality == "text":
-                own["window"] = wanted.window or index.window
-            wanted = wanted.model_copy(update=own)
-        fresh = choose_fresh_samples(model, wanted, used, trust=options.trust_remote_code, say=say)
+                sizes["window"] = sample_options.window or index.window
+            sample_options = sample_options.model_copy(update=sizes)
+        fresh = choose_fresh_samples(model, sample_options, used, trust=options.trust_remote_code, say=say)
         samples, seen = fresh.samples, fresh.seen
     elif samples is None or recovery.samples is not None:
-        samples = choose_samples(model, wanted, trust=options.trust_remote_code, say=say)
+        samples = choose_samples(model, sample_options, trust=options.trust_remote_code, say=say)
     dtype = training_dtype(options, chosen.device, recovery.method, model.dtype)
     return RecoverySamples(samples, dtype, allocate, after, seen)
 

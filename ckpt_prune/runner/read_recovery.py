@@ -57,8 +57,8 @@ def read_recovery(options: RecoverOptions, recipe: RecoverRecipe, say: Callable[
     seen = classes = None
     if method == "scales":
         assert dense is not None
-        known = _known_samples(find_report(pruned.checkpoint.path))
-        fresh = choose_fresh_samples(dense, options, known, trust=trust, most=FEW_SAMPLES, say=say)
+        samples_seen = _known_samples(find_report(pruned.checkpoint.path))
+        fresh = choose_fresh_samples(dense, options, samples_seen, trust=trust, most=FEW_SAMPLES, say=say)
         samples, seen = fresh.samples, fresh.seen
     else:
         samples = choose_samples(dense or pruned, options, trust=trust, most=MOST_SAMPLES, say=say)
@@ -77,11 +77,11 @@ def _known_samples(report: "Report | None") -> list[tuple[int, str]] | None:
     if report is None:
         return None
     data = report.calibration.entries
-    known = [(data.get("samples"), data.get("data"))]
+    pruned_on = [(data.get("samples"), data.get("data"))]
     adapters = report.adapters
     fitted = []
     while adapters is not None:
         fitted.append((adapters.samples, adapters.data))
         adapters = adapters.earlier
-    found = [*known, *reversed(fitted)]
-    return [(count, data) for count, data in found if isinstance(count, int) and isinstance(data, str) and data]
+    seen = [*pruned_on, *reversed(fitted)]
+    return [(count, data) for count, data in seen if isinstance(count, int) and isinstance(data, str) and data]

@@ -28,9 +28,9 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
     fields: dict[str, Any] = {"sites": []}
     for stage in stages_of(whole.recipe):
         fields |= stage.report(prepared, records.get(stage.key, []), run)
-    asked = None
+    asked_for = None
     if unsized is not None:
-        asked = Asked(size=None if unsized.size is None else unsized.size.model_dump(), digest=unsized.digest)
+        asked_for = Asked(size=None if unsized.size is None else unsized.size.model_dump(), digest=unsized.digest)
     return Report(
         ckpt_prune=used["ckpt_prune"],
         torch=used["torch"],
@@ -41,7 +41,7 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
         source=source_of(whole.model.checkpoint),
         ignored=sorted([*checkpoint.ignored, *checkpoint.shadowed]),
         part=None if checkpoint.within is None else checkpoint.within.part,
-        asked=asked,
+        asked=asked_for,
         calibration=Record.model_validate(describe_data(prepared)),
         plan=whole.plan.digest if whole.plan else None,
         container=stored_whole(checkpoint, stored_as(prepared.output.container, prepared.model)),

@@ -15,10 +15,10 @@ def resumable(out: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, Exception) as error:
         bad_input = isinstance(error, UserError) and not isinstance(error, DiskError)
-        left = out.with_name(f"{out.name}.partial")
-        if not bad_input and left.exists():
+        partial = out.with_name(f"{out.name}.partial")
+        if not bad_input and partial.exists():
             what = "keeps what is done: the same command with --resume continues"
-            if not _has_finished_work(left):
+            if not _has_finished_work(partial):
                 what = "holds nothing that is done yet: the same command with --resume starts afresh"
             say(f"{out}.partial {what}")
         raise

@@ -140,8 +140,8 @@ def provenance(report: Report) -> Section:
     recipe, container = report.recipe, report.container
     stored = "remote code" if container.remote_code else container.model_type
     if container.note is not None:
-        whole = container.note.startswith(_STORED)
-        stored = container.note.removeprefix(_STORED) if whole else f"{stored}: {container.note}"
+        says_stored = container.note.startswith(_STORED)
+        stored = container.note.removeprefix(_STORED) if says_stored else f"{stored}: {container.note}"
     written = f"ckpt_prune {report.ckpt_prune}, torch {report.torch}, transformers {report.transformers}"
     facts = {
         "dense model": report.source.name,

@@ -74,17 +74,17 @@ def depth_points_at(job: Job, ratios: Sequence[float]) -> list[DepthPoint]:
         ratios: shares of the blocks to drop; those that round to none, or leave none, are left out.
     """
     model, statistics = job.model, job.statistics
-    known = None if statistics is None else statistics.index.stream
-    if known is None or known.divergence is None or model.blocks < 2 or model.checkpoint.within is not None:
+    distances = None if statistics is None else statistics.index.stream
+    if distances is None or distances.divergence is None or model.blocks < 2 or model.checkpoint.within is not None:
         return []
     allowed = [block for block in range(model.blocks) if block or can_shorten(model, range(1, model.blocks))]
     found: list[DepthPoint] = []
     for ratio in ratios:
         count = round(ratio * model.blocks)
-        gone = least_runs(known.divergence, count, 1, allowed) if 0 < count < model.blocks else None
+        gone = least_runs(distances.divergence, count, 1, allowed) if 0 < count < model.blocks else None
         if gone is not None and can_shorten(model, [block for block in range(model.blocks) if block not in gone]):
             after = cost_of(without(model, gone))
-            found.append(DepthPoint(ratio, count, after, known.divergence[gone[0]][gone[-1] + 1]))
+            found.append(DepthPoint(ratio, count, after, distances.divergence[gone[0]][gone[-1] + 1]))
     return found
 
 
@@ -110,9 +110,9 @@ def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[Ranked
 
 def point_of_output(value: float | str, prepared: Prepared, report: Report) -> SweepPoint:
     """Return the point of a finished prune, whose recipe has the value."""
-    found = _point(value, prepared.model, prepared.recipe, report.sites, report.after)
+    point = _point(value, prepared.model, prepared.recipe, report.sites, report.after)
     dimensions = None if report.hidden is None else report.hidden.kept
-    return replace(found, blocks=_blocks(report.depth), dimensions=dimensions)
+    return replace(point, blocks=_blocks(report.depth), dimensions=dimensions)
 
 
 def _blocks(depth: DepthRecord | None) -> int | None:
@@ -129,8 +129,8 @@ def _point(value: float | str, model: Model, recipe: Recipe, records: Sequence[S
 
 
 def _mean_error(sites: Sequence[SiteRecord]) -> float | None:
-    known = [site.error_compensated if site.error_held_out is None else site.error_held_out for site in sites]
+    site_errors = [site.error_compensated if site.error_held_out is None else site.error_held_out for site in sites]
     # A site that loses nothing has no error; one without second moments has none that is known.
-    whole = [len(site.kept) == site.units for site in sites]
-    errors = [0.0 if w else e for w, e in zip(whole, known, strict=True)]
+    is_whole = [len(site.kept) == site.units for site in sites]
+    errors = [0.0 if w else e for w, e in zip(is_whole, site_errors, strict=True)]
     return None if None in errors else fmean(e for e in errors if e is not None)

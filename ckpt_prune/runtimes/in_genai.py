@@ -15,9 +15,9 @@ def run(task: RuntimeTask) -> RuntimeAnswer:
     def generator(prompt: Array) -> Any:
         parameters = onnxruntime_genai.GeneratorParams(model)
         parameters.set_search_options(max_length=task.windows.shape[1] + 1, do_sample=False)
-        made = onnxruntime_genai.Generator(model, parameters)
-        made.append_tokens(prompt.astype(np.int32))
-        return made
+        new_generator = onnxruntime_genai.Generator(model, parameters)
+        new_generator.append_tokens(prompt.astype(np.int32))
+        return new_generator
 
     def logits_of(ids: Array) -> Array:
         logits: Array = generator(ids).get_output("logits")[0]

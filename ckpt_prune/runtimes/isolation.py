@@ -39,8 +39,8 @@ def run_isolated(runtime: str, task: RuntimeTask) -> tuple[RuntimeAnswer, int]:
         )
         answer = place / "answer.npz"
         if not answer.is_file():
-            said = ended.stdout.decode("utf-8", "replace").strip().splitlines() or [f"exit code {ended.returncode}"]
-            raise UserError(f"{runtime} does not run {task.folder}: {said[-1]}")
+            lines = ended.stdout.decode("utf-8", "replace").strip().splitlines() or [f"exit code {ended.returncode}"]
+            raise UserError(f"{runtime} does not run {task.folder}: {lines[-1]}")
         with np.load(answer) as arrays:
             read, generated, memory = arrays["figures"].tolist()
             return RuntimeAnswer(arrays["logs"], read, generated), int(memory)

@@ -145,11 +145,11 @@ def _list_code(runtime: RuntimeName, folder: Path) -> set[str]:
         named = read_json_object(folder / CONFIG).get(MLX_KEY)
         return set() if named is None else {str(named)}
     # transformers runs this with every class that may bring code, whatever the config says.
-    found = {_GENERATION} if (folder / _GENERATION).exists() else set()
+    files = {_GENERATION} if (folder / _GENERATION).exists() else set()
     for path in folder.glob("*.json"):  # those of a tokenizer or a processor name classes, too
         named = {} if path.name in _LISTS else read_json_object(path).get("auto_map") or {}
         for classes in named.values() if isinstance(named, dict) else [named]:
             names = [str(each) for each in (classes if isinstance(classes, list) else [classes]) if each is not None]
             # REPO--MODULE.CLASS is in another repository.
-            found |= {name if "--" in name else f"{name.partition('.')[0]}.py" for name in names}
-    return found
+            files |= {name if "--" in name else f"{name.partition('.')[0]}.py" for name in names}
+    return files

@@ -118,8 +118,8 @@ def _remove(
             total = float(((single @ gram.float()).div_(scale).add_(single, alpha=share) * single).sum())
             # What is left costs tr(Ŵ (G + λI) Ŵᵀ), over the units that are left.
             gone = added if left is None else added[:count]
-            rest = 0.0 if left is None else _cost_left(*left, gram, scale, share)
-            if abs(float(gone.sum(dtype=torch.float64)) + rest - total) <= AGREES * total:
+            rest_cost = 0.0 if left is None else _cost_left(*left, gram, scale, share)
+            if abs(float(gone.sum(dtype=torch.float64)) + rest_cost - total) <= AGREES * total:
                 return order, added
     return _greedy(weight, _inverse(gram, scale, share), per_unit, count)[:2]
 
@@ -192,13 +192,13 @@ def _greedy(
         if count is not None and n - 1 - last == count:
             stop = (last + 1) * b
             apply_panels(stop)
-            left = A[:stop, :stop]
-            left.view(last + 1, b, last + 1, b).diagonal(dim1=0, dim2=2).copy_(a[: last + 1].permute(1, 2, 0))
+            remaining = A[:stop, :stop]
+            remaining.view(last + 1, b, last + 1, b).diagonal(dim1=0, dim2=2).copy_(a[: last + 1].permute(1, 2, 0))
             ranks = costs.argsort(stable=True)
             order[count:], sorted_costs = unit[: last + 1][ranks], costs[ranks].clamp_min(0)
             added[count:] = sorted_costs.diff(prepend=sorted_costs.new_zeros(1))
             columns = unit[: last + 1, None] * b + torch.arange(b, device=unit.device)
-            return order, added, (left, columns.flatten())
+            return order, added, (remaining, columns.flatten())
         least = costs.min()
         # The lowest of equals, wherever the exchanges below have put it.
         at = int(torch.where(costs <= least, unit[: last + 1], n).argmin())

@@ -198,7 +198,7 @@ def draw_heat_map(heat_map: HeatMap) -> str:
     width, height = (WIDTH - _GAP * (len(panels) - 1)) / len(panels), HEIGHT - _TOP
     parts = []
     for number, (name, cells) in enumerate(panels.items()):
-        left = number * (width + _GAP)
+        left_edge = number * (width + _GAP)
         shades: dict[int, str] = {}
         for down, row in enumerate(cells):
             cell = (
@@ -207,12 +207,14 @@ def draw_heat_map(heat_map: HeatMap) -> str:
             for across, value in enumerate(row):
                 if value is not None and value > 0 and math.log10(value) >= low:
                     share = 1.0 if high <= low else (math.log10(value) - low) / (high - low)
-                    place = f"M{_pixel(left + width * across / len(row))} {_pixel(_TOP + height * down / len(cells))}"
+                    place = (
+                        f"M{_pixel(left_edge + width * across / len(row))} {_pixel(_TOP + height * down / len(cells))}"
+                    )
                     shade = 1 + int(share * (SHADES - 1))
                     shades[shade] = shades.get(shade, "") + place + cell
         paths = [f'<path d="{path}" fill-opacity="{shade / SHADES:.2f}"/>' for shade, path in sorted(shades.items())]
-        frame = f"M{_pixel(left)} {_TOP}h{_pixel(width)}v{height}h-{_pixel(width)}z"
-        parts.append(f'<text class="unit" x="{_pixel(left)}" y="14">{escape(name)}</text>')
+        frame = f"M{_pixel(left_edge)} {_TOP}h{_pixel(width)}v{height}h-{_pixel(width)}z"
+        parts.append(f'<text class="unit" x="{_pixel(left_edge)}" y="14">{escape(name)}</text>')
         parts.append(f'<g class="cells">{"".join(paths)}<path class="frame" d="{frame}"/></g>')
     return _svg(f"{heat_map.title}. {heat_map.note}", parts)
 

@@ -163,9 +163,9 @@ def draw_shares(
                 shares.setdefault(place, {})[name] = value / start
     # Curves that end early are missing from later places, which would move the mean.
     most = max(map(len, shares.values()), default=0)
-    whole = [(place, values) for place, values in sorted(shares.items()) if len(values) == most]
-    line = draw_line("mean of blocks, least to most", whole, itemgetter(1), place=itemgetter(0))
-    return [Figure(title, note, unit, [line], log=False, across=across, joined=True)] if len(whole) > 1 else []
+    complete = [(place, values) for place, values in sorted(shares.items()) if len(values) == most]
+    line = draw_line("mean of blocks, least to most", complete, itemgetter(1), place=itemgetter(0))
+    return [Figure(title, note, unit, [line], log=False, across=across, joined=True)] if len(complete) > 1 else []
 
 
 def make_tables(
@@ -230,5 +230,5 @@ def list_entries(entries: Mapping[str, Any]) -> str:
 
 def mean_of(values: Collection[float | None]) -> float | None:
     """Return the mean of the numbers that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None

@@ -95,8 +95,8 @@ def _find_fault(
         name = model.tensor(block, module, kind)
         if module in rewritten or name in skipped or name not in model.checkpoint.tensors:
             continue
-        held = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
-        rows = _read_lines(checkpoint, name, dim, held, lines)
+        stored_lines = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
+        rows = _read_lines(checkpoint, name, dim, stored_lines, lines)
         dense_rows = model.checkpoint.read([name])[name].index_select(dim, lines)
         if rows is None or not is_same(rows, dense_rows, or_zero=name in masked):
             return f"{name} does not hold the dense model's rows of the kept units"

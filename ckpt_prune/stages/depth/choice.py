@@ -200,13 +200,13 @@ def _choose_blocks(prepared: Prepared, journal: Journal | None) -> tuple[list[in
         return least_blocks(costs, wanted.count, wanted.allowed), distances
     matrix = distances.divergence if depth.choice == "divergence" else distances.cosine
     assert matrix is not None
-    found = least_runs(matrix, wanted.count, depth.most_runs, wanted.allowed)
-    if found is None:
+    runs = least_runs(matrix, wanted.count, depth.most_runs, wanted.allowed)
+    if runs is None:
         raise UserError(
             f"recipe {prepared.recipe.name} has no {wanted.count} blocks to drop in {depth.most_runs} run(s): say more "
             "depth.runs, or drop fewer"
         )
-    return found, distances
+    return runs, distances
 
 
 def _choose_by_loss(prepared: Prepared, wanted: Wanted, journal: Journal | None) -> list[int]:
@@ -237,7 +237,7 @@ def _choose_parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distan
     """Choose the blocks whose part does least, each by itself."""
     live, depth = prepared.live_samples, depth_of(prepared)
     gradients = depth.choice == "divergence"
-    found = measure_part_distances(
+    measured = measure_part_distances(
         prepared.model,
         _compared_samples(prepared, gradients=gradients),
         depth.part,
@@ -246,8 +246,8 @@ def _choose_parts(prepared: Prepared, wanted: Wanted) -> tuple[list[int], Distan
         gradients=gradients,
         allocate=live.allocate,
     )
-    costs = found.cosine if found.divergence is None else found.divergence
-    return least_blocks(costs, wanted.count, wanted.allowed), found.distances
+    costs = measured.cosine if measured.divergence is None else measured.divergence
+    return least_blocks(costs, wanted.count, wanted.allowed), measured.distances
 
 
 def _compared_samples(prepared: Prepared, *, gradients: bool) -> SampleRange:
@@ -259,9 +259,9 @@ def _compared_samples(prepared: Prepared, *, gradients: bool) -> SampleRange:
 def _read_distances(prepared: Prepared, *, gradients: bool) -> Distances:
     """Return the distances of runs of blocks: from statistics, or measured now."""
     if prepared.statistics is not None:
-        known = prepared.statistics.index.stream
-        assert known is not None
-        return Distances(known.cosine, known.divergence)
+        stream = prepared.statistics.index.stream
+        assert stream is not None
+        return Distances(stream.cosine, stream.divergence)
     live = prepared.live_samples
     return measure_distances(
         prepared.model,

@@ -44,25 +44,25 @@ class _Waiting:
 def compensate(prepared: Prepared, record: DepthRecord, file: Path) -> DepthRecord:
     """Fit maps for the blocks that go, write the tensors that change to a file, and return the record."""
     depth, gaps = depth_of(prepared), record.gaps
-    found: dict[str, Tensor] = {}
+    maps: dict[str, Tensor] = {}
     if depth.part != "block":
-        found = _zeros(prepared.model, record)
+        maps = _zeros(prepared.model, record)
     elif depth.compensation.linear and gaps:
-        gaps, found = fit_maps(prepared, gaps)
+        gaps, maps = fit_maps(prepared, gaps)
     with disk_failures(file.parent):
-        if found:
-            save_file(found, file)
+        if maps:
+            save_file(maps, file)
             sync(file)
     return record.model_copy(update={"gaps": gaps})
 
 
 def remaining_model(model: Model, record: DepthRecord, file: Path) -> Model:
     """Return the model without the blocks that go. If the file exists, its tensors replace the model's."""
-    left = shorten_model(model, record.kept) if record.part == "block" else model
+    remaining = shorten_model(model, record.kept) if record.part == "block" else model
     if not file.is_file():
-        return left
+        return remaining
     maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}
-    return replace(left, checkpoint=replace(left.checkpoint, replaced=maps))
+    return replace(remaining, checkpoint=replace(remaining.checkpoint, replaced=maps))
 
 
 def _zeros(model: Model, record: DepthRecord) -> dict[str, Tensor]:
@@ -95,9 +95,9 @@ def fit_maps(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapRec
         tensors = dense.block(block)
         states = stream.states if ours is None else ours
         if block + 1 in starts:
-            held = live.allocate(tuple(states.shape), states.dtype)
-            held.copy_(states)
-            waiting = _Waiting(block, tensors, held)
+            kept_states = live.allocate(tuple(states.shape), states.dtype)
+            kept_states.copy_(states)
+            waiting = _Waiting(block, tensors, kept_states)
         elif ours is not None and block not in gone:
             stream.pass_through(stream.factory.build_block(block, tensors), block, ours, ours)
         stream.advance(block, tensors)

@@ -85,11 +85,11 @@ def _check_some_stay(name: str, count: int, blocks: int) -> None:
 def allowed_blocks(prepared: Prepared) -> list[int]:
     """Blocks that may go: those of the recipe's layers, without a first one that something hangs on."""
     model = prepared.model
-    found = list(prepared.recipe.blocks(model.blocks))
+    blocks = list(prepared.recipe.blocks(model.blocks))
     if depth_of(prepared).part != "block":
-        return found
+        return blocks
     first_stays = depth_of(prepared).compensation.linear or not can_shorten(model, range(1, model.blocks))
-    return [block for block in found if block or not first_stays]
+    return [block for block in blocks if block or not first_stays]
 
 
 def _count_for_size(prepared: Prepared, allowed: Sequence[int]) -> int:
@@ -166,7 +166,7 @@ def check_depth(prepared: Prepared) -> None:
     if prepared.plan is not None:
         _check_planned(model, prepared.plan)
         return
-    wanted = wanted_depth(prepared)
+    wanted_blocks = wanted_depth(prepared)
     if depth.part != "block":
         return
     if recipe.joint:
@@ -178,7 +178,7 @@ def check_depth(prepared: Prepared) -> None:
                 f"recipe {recipe.name} drops block 0, and no block before it could make up for it: say --set "
                 "depth.compensation.method=none, or keep it"
             )
-        check_shortened(model, [block for block in range(model.blocks) if block not in wanted.allowed])
+        check_shortened(model, [block for block in range(model.blocks) if block not in wanted_blocks.allowed])
 
 
 def _check_planned(model: Model, plan: Plan) -> None:

@@ -34,8 +34,8 @@ def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
     short = at_depth(prepared, record, remaining_model(prepared.model, record, folder / _MAPS))
     if search is not None:
         # The widths are those that were tried. If all of the model stays, so do the statistics of it.
-        known = None if record.gaps or isinstance(search, PairSearch) else search.statistics
-        short = replace(short, ranked=ranked_at(search.ranking, record), statistics=known)
+        statistics = None if record.gaps or isinstance(search, PairSearch) else search.statistics
+        short = replace(short, ranked=ranked_at(search.ranking, record), statistics=statistics)
     return short
 
 

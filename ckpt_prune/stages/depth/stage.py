@@ -128,9 +128,9 @@ class Depth(Stage):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Depth":
-        beside = [key for key in ("drop", "choose", "runs") if getattr(self, key) is not None]
-        if self.blocks is not None and beside:
-            raise ValueError(f"blocks says which go: {beside[0]} does not go with it")
+        others = [key for key in ("drop", "choose", "runs") if getattr(self, key) is not None]
+        if self.blocks is not None and others:
+            raise ValueError(f"blocks says which go: {others[0]} does not go with it")
         if self.part != "block" and self.compensation.linear:
             raise ValueError(f"part: {self.part} has no map: say compensation method none")
         if self.part != "block" and (self.runs is not None or self.choose == "cosine"):

@@ -105,8 +105,8 @@ def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
     _check_heads(model, container)
     container = replace(container, config=view.config_values(container.config))
     if model.tied and not view.keeps_tie:
-        told = "the head is no longer tied to the embedding: it reads another basis"
-        container = replace(container, note="; ".join(filter(None, [container.note, told])))
+        untied = "the head is no longer tied to the embedding: it reads another basis"
+        container = replace(container, note="; ".join(filter(None, [container.note, untied])))
     return container, plan_layout(model, widths, container, view.added)
 
 
@@ -160,9 +160,9 @@ def embedding_scale(model: Model, container: Container) -> float:
     key, width = model.family.dimensions["hidden"][0], model.dimension("hidden")
     wide = container.config | {stored_key(key, container.config, model.config): width}
     kept = int(getattr(parse_config(container.config), key))
-    made = [build_skeleton(parse_config(values), container.architecture) for values in (wide, container.config)]
-    before, after = (module_facts(each) for each in made)
-    found = 1.0
+    skeletons = [build_skeleton(parse_config(values), container.architecture) for values in (wide, container.config)]
+    before, after = (module_facts(each) for each in skeletons)
+    scale = 1.0
     for place in before:
         was, would = before[place], after.get(place)
         if was == would or _narrower(was, would, width, kept):
@@ -173,8 +173,8 @@ def embedding_scale(model: Model, container: Container) -> float:
                 f"the class of {container.model_type} derives {place} from the width of its stream ({was} at {width}, "
                 f"{would} at {kept}): {OWN_CODE}"
             )
-        found = would / was
-    return found
+        scale = would / was
+    return scale
 
 
 def _narrower(was: Any, would: Any, width: int, kept: int) -> bool:

@@ -29,8 +29,8 @@ def hidden_of(prepared: Prepared) -> Hidden:
 
 def _left_to_do(recipe: Recipe) -> Recipe:
     """Return the recipe without this stage. A size stays if spaces have to meet it."""
-    left = recipe.without_stages(Hidden.key)
-    return left if recipe.spaces else left.model_copy(update={"size": None, "target": "dense"})
+    remaining = recipe.without_stages(Hidden.key)
+    return remaining if recipe.spaces else remaining.model_copy(update={"size": None, "target": "dense"})
 
 
 def wanted_width(prepared: Prepared) -> int:
@@ -133,13 +133,13 @@ def check_hidden(prepared: Prepared) -> None:
     if prepared.statistics is not None:
         _check_statistics(prepared, prepared.statistics)
     # What can be reached is asked once as many blocks are gone as may go.
-    left = prepared if not recipe.has("depth") or prepared.plan is not None else shortest(prepared)
+    shortened = prepared if not recipe.has("depth") or prepared.plan is not None else shortest(prepared)
     if recipe.spaces:
-        _check_joint(left)
+        _check_joint(shortened)
         return
-    kept = wanted_width(left)
+    kept = wanted_width(shortened)
     if recipe.size is None or kept < model.dimension("hidden"):
-        _cost(left, kept)
+        _cost(shortened, kept)
 
 
 def _check_statistics(prepared: Prepared, statistics: Statistics) -> None:
@@ -158,11 +158,11 @@ def _check_statistics(prepared: Prepared, statistics: Statistics) -> None:
 
 def _check_joint(prepared: Prepared) -> None:
     """Refuse a narrower stream beside spaces that no class has, or that leaves more than the size."""
-    own = at_own_size(prepared) if hidden_of(prepared).auto else prepared
-    widths = open_widths(own)
+    at_size = at_own_size(prepared) if hidden_of(prepared).auto else prepared
+    widths = open_widths(at_size)
     if len(widths) > 1:
-        _cost(own, widths[1])
-    check_reachable(narrow_jointly(own, hidden_record(own, widths[-1])))
+        _cost(at_size, widths[1])
+    check_reachable(narrow_jointly(at_size, hidden_record(at_size, widths[-1])))
 
 
 def slice_unmeasured(prepared: Prepared) -> Prepared:
@@ -180,10 +180,10 @@ def slice_stream(prepared: Prepared, bases: Bases, energy: Sequence[float]) -> P
     record = hidden_record(prepared, kept, energy)
     if prepared.recipe.spaces:
         return narrow_jointly(prepared, record, None if kept == width else view_of(prepared, kept, bases))
-    left = replace(prepared, start=prepared.whole, recipe=_left_to_do(prepared.recipe), hidden=record)
+    sliced = replace(prepared, start=prepared.whole, recipe=_left_to_do(prepared.recipe), hidden=record)
     if prepared.recipe.size is not None and kept == width:
-        return left
-    return replace(left, basis=view_of(prepared, kept, bases))
+        return sliced
+    return replace(sliced, basis=view_of(prepared, kept, bases))
 
 
 def narrow_jointly(prepared: Prepared, record: HiddenRecord, view: SlicedCheckpoint | None = None) -> Prepared:
@@ -192,13 +192,15 @@ def narrow_jointly(prepared: Prepared, record: HiddenRecord, view: SlicedCheckpo
     Args:
         view: the model in the basis that was measured; by default names and shapes alone.
     """
-    own = at_own_size(prepared) if hidden_of(prepared).auto else prepared
-    left = replace(prepared, start=prepared.whole, recipe=_left_to_do(own.recipe), statistics=None, hidden=record)
+    at_size = at_own_size(prepared) if hidden_of(prepared).auto else prepared
+    narrowed = replace(
+        prepared, start=prepared.whole, recipe=_left_to_do(at_size.recipe), statistics=None, hidden=record
+    )
     if record.kept == record.dimensions:
-        return left
+        return narrowed
     sliced = view or view_of(prepared, record.kept)
     model, note = narrow_model(sliced)
-    return replace(left, model=model, note=note, wide=prepared.model, narrow=sliced.project)
+    return replace(narrowed, model=model, note=note, wide=prepared.model, narrow=sliced.project)
 
 
 def hidden_record(prepared: Prepared, kept: int, energy: Sequence[float] = ()) -> HiddenRecord:

@@ -47,10 +47,10 @@ class WrittenBases:
     sublayers: int
 
     def __call__(self, block: int) -> tuple[Tensor, ...]:
-        held = read_header(self.folder / self.name(block)).tensors
-        found = read_tensors(self.folder, list(held.values()))
-        own = [found[str(place)].double() for place in range(len(found))]
-        return tuple(own * self.sublayers if self.shared else own)
+        headers = read_header(self.folder / self.name(block)).tensors
+        stored = read_tensors(self.folder, list(headers.values()))
+        bases = [stored[str(place)].double() for place in range(len(stored))]
+        return tuple(bases * self.sublayers if self.shared else bases)
 
     def name(self, block: int) -> str:
         return f"{_SHARED if self.shared else block}.safetensors"
@@ -102,11 +102,11 @@ def _narrow_jointly(prepared: Prepared, run: Run) -> Prepared:
         with timer.time("hidden"):
             energy = _measure_shared_basis(prepared, bare, bases, journal)
         record, view = record.model_copy(update={"energy": energy}), view_of(prepared, record.kept, bases)
-    left = narrow_jointly(prepared, record, view)
+    narrowed = narrow_jointly(prepared, record, view)
     if search is not None:
         # The widths are those that were tried. Where all dimensions stay, so do what they were measured on.
-        left = replace(left, ranked=search.ranking, statistics=statistics if view is None else None)
-    return left
+        narrowed = replace(narrowed, ranked=search.ranking, statistics=statistics if view is None else None)
+    return narrowed
 
 
 def _measure_bases(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBases, journal: Journal) -> list[float]:

@@ -18,12 +18,14 @@ def sections(report: Report) -> list[Section]:
 
 def _show_stream(hidden: HiddenRecord) -> Section:
     sentences, explanations, details = [f"{dimensions_line(hidden)}."], [], []
-    known = [share for share in hidden.energy if share is not None]
-    if known:
-        energy = f"{known[0]:.2%} of the energy stays"
-        if len(known) > 1:
-            least = hidden.energy.index(min(known))
-            energy = f"{sum(known) / len(known):.2%} of the energy stays on average, {min(known):.2%} in basis {least}"
+    shares = [share for share in hidden.energy if share is not None]
+    if shares:
+        energy = f"{shares[0]:.2%} of the energy stays"
+        if len(shares) > 1:
+            least = hidden.energy.index(min(shares))
+            energy = (
+                f"{sum(shares) / len(shares):.2%} of the energy stays on average, {min(shares):.2%} in basis {least}"
+            )
         signal = "what norms make of it" if hidden.signal == "normed" else "the stream itself"
         sentences.append(f"{_KINDS[hidden.kind]}, principal directions of {signal}: {energy}.")
         if hidden.tied is not None:

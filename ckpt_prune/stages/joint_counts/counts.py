@@ -164,8 +164,8 @@ def _neighbours(here: Pair, steps: Pair, most: int, most_beside: Callable[[int],
     """Yield the pairs one step away, within limits; more of an axis before less of it."""
     first, second = here
     for amount in (first + steps[0], first - steps[0]):
-        own = min(max(amount, 0), most)
-        yield own, min(second, most_beside(own))
+        first_count = min(max(amount, 0), most)
+        yield first_count, min(second, most_beside(first_count))
     for amount in (second + steps[1], second - steps[1]):
         yield first, min(max(amount, 0), most_beside(first))
 

@@ -20,11 +20,11 @@ def drop_any_blocks(prepared: Prepared) -> Prepared:
     depth, most, sliced = depth_of(prepared), wanted_depth(prepared).count, prepared.recipe.has("hidden")
 
     def is_enough(count: int) -> bool:
-        left = last_blocks(prepared, count)
-        return is_reachable(_at_width(left, open_widths(at_own_size(left))[-1]) if sliced else left)
+        shortened = last_blocks(prepared, count)
+        return is_reachable(_at_width(shortened, open_widths(at_own_size(shortened))[-1]) if sliced else shortened)
 
-    left = last_blocks(prepared, _first(most, is_enough) if depth.auto else most)
-    return replace(left, foreseen=left.foreseen or prepared.recipe.joint or depth.choice is not None)
+    shortened = last_blocks(prepared, _first(most, is_enough) if depth.auto else most)
+    return replace(shortened, foreseen=shortened.foreseen or prepared.recipe.joint or depth.choice is not None)
 
 
 def narrow_unmeasured(prepared: Prepared) -> Prepared:
@@ -39,8 +39,8 @@ def narrow_unmeasured(prepared: Prepared) -> Prepared:
     def is_enough(step: int) -> bool:
         return is_reachable(_at_width(prepared, widths[step]))
 
-    left = _at_width(prepared, widths[_first(len(widths) - 1, is_enough)])
-    return replace(left, foreseen=True, shape_known=False)
+    narrowed = _at_width(prepared, widths[_first(len(widths) - 1, is_enough)])
+    return replace(narrowed, foreseen=True, shape_known=False)
 
 
 def _at_width(prepared: Prepared, kept: int) -> Prepared:

@@ -184,8 +184,8 @@ class CountSearch(ABC, Generic[Count]):
         for block in track(range(model.blocks), trial.description, total=model.blocks):
             stream.advance(block, self._prune(trial, block, decisions))
         readout, states = self._dense
-        own = stream.readout() if trial.own_ends else readout
-        (value,) = measure_divergences(readout, states, self._unseen, [(own, stream.states)])
+        trial_readout = stream.readout() if trial.own_ends else readout
+        (value,) = measure_divergences(readout, states, self._unseen, [(trial_readout, stream.states)])
         check_finite(value, f"the output {trial.description}", self.prepared.live_samples.compute_dtype)
         return value
 

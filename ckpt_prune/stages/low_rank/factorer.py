@@ -64,12 +64,12 @@ class Factorer:
                 unpruned = None if self.dense is None else self.dense.moments(block, tensors, stage)
             for first in stage:
                 gram = _gram(moments.get(first), self.device)
-                own = gram if unpruned is None else _gram(unpruned.get(first), self.device)
+                dense_gram = gram if unpruned is None else _gram(unpruned.get(first), self.device)
                 for module in groups[first]:
                     name = self.family.tensor(block, module)
                     # Of several processes, the first one has the moments.
                     (down, up), record = process_group().once(
-                        partial(self._factor_linear, block, module, tensors[name], own, gram)
+                        partial(self._factor_linear, block, module, tensors[name], dense_gram, gram)
                     )
                     # What comes behind it is measured with the factors as they are stored.
                     running[name] = up.float() @ down.float()
@@ -87,10 +87,10 @@ class Factorer:
     ) -> tuple[tuple[Tensor, Tensor], FactoredRecord]:
         weight = tensor.to(self.device, torch.float64)
         rank = self.ranks[block][module]
-        found = factor(weight, gram, rank)
+        factors = factor(weight, gram, rank)
         if self.dense is not None and reaches is not None:
-            found = refit_factors(weight, reaches, found.down)
-        down, up = (each.to(tensor.dtype).cpu() for each in (found.down, found.up))
+            factors = refit_factors(weight, reaches, factors.down)
+        down, up = (each.to(tensor.dtype).cpu() for each in (factors.down, factors.up))
         away = torch.linalg.norm(up.double() @ down.double() - tensor.double()) / torch.linalg.norm(weight).cpu()
         rows, columns = weight.shape
         record = FactoredRecord(
@@ -100,7 +100,7 @@ class Factorer:
             rows=rows,
             columns=columns,
             rank=rank,
-            error=None if gram is None else found.error,
+            error=None if gram is None else factors.error,
             change=away.item(),
         )
         return (down, up), record
@@ -115,16 +115,16 @@ def ranks_of(prepared: Prepared, recipe: LowRank) -> Ranks:
     shapes = {place: tensors[family.tensor(*place)].shape for place in places}
     linears = {place: Thin(rows, columns) for place, (rows, columns) in shapes.items()}
     if recipe.allocation == "energy":
-        found = ranks_by_energy(dict(_measure_energies(prepared, linears)), prepared.recipe.ratio, recipe.multiple_of)
+        rank_of = ranks_by_energy(dict(_measure_energies(prepared, linears)), prepared.recipe.ratio, recipe.multiple_of)
     else:
-        found = uniform_ranks(linears, prepared.recipe.ratio, recipe.multiple_of)
-    if not found:
+        rank_of = uniform_ranks(linears, prepared.recipe.ratio, recipe.multiple_of)
+    if not rank_of:
         raise UserError(
             f"ratio {prepared.recipe.ratio:g} leaves every linear as it is: with ranks that are multiples of "
             f"{recipe.multiple_of} two thin ones are no smaller; say a larger ratio"
         )
     ranks: list[dict[str, int]] = [{} for _ in range(prepared.model.blocks)]
-    for (block, module), rank in found.items():
+    for (block, module), rank in rank_of.items():
         ranks[block][module] = rank
     return tuple(ranks)
 
@@ -135,22 +135,22 @@ def _measure_energies(
     """Yield the linear modules with their energies, by Grams of the dense model if there are any."""
     model = prepared.model
     source = None if prepared.statistics is None else CachedMoments(prepared.statistics, model)
-    first_of = {module: first for first, own in model.family.inputs.items() for module in own}
+    first_of = {module: first for first, modules in model.family.inputs.items() for module in modules}
     for block in track(range(model.blocks), "comparing linears", total=model.blocks):
         tensors = model.read_block(block)
-        own = [module for at, module in linears if at == block]
-        found = {} if source is None else source.moments(block, tensors, list({first_of[m]: None for m in own}))
-        for module in own:
+        modules = [module for at, module in linears if at == block]
+        moments = {} if source is None else source.moments(block, tensors, list({first_of[m]: None for m in modules}))
+        for module in modules:
             weight = tensors[model.family.tensor(block, module)].to(prepared.device, torch.float64)
-            gram = _gram(found.get(first_of[module]), prepared.device)
+            gram = _gram(moments.get(first_of[module]), prepared.device)
             thin = linears[block, module]
             yield (block, module), Thin(thin.rows, thin.columns, direction_energies(weight, gram).tolist())
 
 
 def _gram(folds: SpaceMoments | None, device: torch.device) -> Tensor | None:
     """Return the Gram of all folds, float64; None without moments."""
-    own = select_input_moments(folds)
-    if not own:
+    input_folds = select_input_moments(folds)
+    if not input_folds:
         return None
-    found = sum_folds(own).to(device).gram
-    return None if found is None else found.double()
+    gram = sum_folds(input_folds).to(device).gram
+    return None if gram is None else gram.double()

@@ -54,32 +54,35 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
     Returns:
         Ranks of those that become two; at least 1.
     """
-    room = sum(rank_for_ratio(own.rows, own.columns, ratio) * (own.rows + own.columns) for own in linears.values())
+    room = sum(
+        rank_for_ratio(linear.rows, linear.columns, ratio) * (linear.rows + linear.columns)
+        for linear in linears.values()
+    )
     keys = list(linears)
     taken = dict.fromkeys(keys, 1)
-    room -= sum(own.rows + own.columns for own in linears.values())
-    whole = [sum(own.energies) or 1.0 for own in linears.values()]
+    room -= sum(linear.rows + linear.columns for linear in linears.values())
+    energies = [sum(linear.energies) or 1.0 for linear in linears.values()]
     queue: list[tuple[float, int]] = []
 
     def offer(index: int) -> None:
         """Enter the next direction of a module, if it saves parameters."""
-        own = linears[keys[index]]
+        linear = linears[keys[index]]
         rank = taken[keys[index]]
-        if rank < len(own.energies) and saves_parameters(own.rows, own.columns, rank):
-            heapq.heappush(queue, (-own.energies[rank] / whole[index] / (own.rows + own.columns), index))
+        if rank < len(linear.energies) and saves_parameters(linear.rows, linear.columns, rank):
+            heapq.heappush(queue, (-linear.energies[rank] / energies[index] / (linear.rows + linear.columns), index))
 
     for index in range(len(keys)):
         offer(index)
     while queue:
         _, index = heapq.heappop(queue)
-        own = linears[keys[index]]
+        linear = linears[keys[index]]
         rank = taken[keys[index]] + 1
-        cost = own.rows + own.columns
-        if not saves_parameters(own.rows, own.columns, rank):  # from here on the weight itself is smaller
-            cost = own.rows * own.columns - (rank - 1) * cost
+        cost = linear.rows + linear.columns
+        if not saves_parameters(linear.rows, linear.columns, rank):  # from here on the weight itself is smaller
+            cost = linear.rows * linear.columns - (rank - 1) * cost
         if cost <= room:
             room -= cost
             taken[keys[index]] = rank
             offer(index)
-    ranks = {each: round_rank(own, taken[each], multiple_of) for each, own in linears.items()}
+    ranks = {each: round_rank(linear, taken[each], multiple_of) for each, linear in linears.items()}
     return {each: rank for each, rank in ranks.items() if rank is not None}

@@ -61,8 +61,8 @@ class Masker:
             linear.
         """
         if self.shares is not None:
-            own = None if self.groups is None else self.groups.keeping(self.shares[block])
-            return replace(self, ratio=self.shares[block], groups=own, shares=None).block(block, tensors, source)
+            groups = None if self.groups is None else self.groups.keeping(self.shares[block])
+            return replace(self, ratio=self.shares[block], groups=groups, shares=None).block(block, tensors, source)
         current = dict(tensors)
         fill_biases(self.model.family, block, self.biases, current)
         masked: list[MaskedLinear] = []
@@ -72,12 +72,12 @@ class Masker:
                 moments = source.moments(block, current, stage)
             for first in stage:
                 folds = select_input_moments(moments.get(first))
-                whole = sum_folds(folds).to(self.device) if folds else None
+                summed = sum_folds(folds).to(self.device) if folds else None
                 for module in readers[first]:
                     name = self.model.tensor(block, module)
                     # Of several processes, the first one has the moments.
                     current[name], record = process_group().once(
-                        partial(self.mask_linear, block, module, current[name], whole)
+                        partial(self.mask_linear, block, module, current[name], summed)
                     )
                     masked.append(record)
         check_overflow(tensors, current)
@@ -100,7 +100,7 @@ class Masker:
                 raise ValueError("sparsegpt needs a Gram")
             try:
                 with phase("compensation"):  # it chooses column by column, after what the ones before have cost
-                    found = sparsegpt.prune_weight(
+                    pruned = sparsegpt.prune_weight(
                         weight,
                         moments.gram,
                         pattern=self.groups,
@@ -110,7 +110,7 @@ class Masker:
                     )
             except UserError as error:
                 raise UserError(f"{name}: {error}") from error
-            new, keep, damp, dead = found.weight, found.keep, found.damp, found.dead
+            new, keep, damp, dead = pruned.weight, pruned.keep, pruned.damp, pruned.dead
         else:
             keep = self._keep(weight, moments)
             new = weight.masked_fill(~keep, 0)

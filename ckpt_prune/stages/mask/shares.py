@@ -46,9 +46,9 @@ def divergence_at(points: Points, ratio: float) -> float:
 
     Beyond the last point the last slope goes on.
     """
-    known = [(0.0, 0.0), *((at, sqrt(max(value, 0.0))) for at, value in points)]
-    right = min(max(bisect_right([at for at, _ in known], ratio), 1), len(known) - 1)
-    (a, low), (b, high) = known[right - 1], known[right]
+    curve = [(0.0, 0.0), *((at, sqrt(max(value, 0.0))) for at, value in points)]
+    right = min(max(bisect_right([at for at, _ in curve], ratio), 1), len(curve) - 1)
+    (a, low), (b, high) = curve[right - 1], curve[right]
     return float((low + (high - low) * (ratio - a) / (b - a)) ** 2)
 
 
@@ -72,10 +72,10 @@ def least_divergence(curves: Sequence[Points], sizes: Sequence[int], ratio: floa
     fewest = STEPS - most - 1
     budget = STEPS * (1 - ratio) * sum(sizes) - fewest * sum(sizes)
     kept = least_error(own, budget + 1e-6 * sum(sizes))
-    found = [1 - (fewest + kept[block]) / STEPS for block in own]
+    shares = [1 - (fewest + kept[block]) / STEPS for block in own]
     # Less than one part of a block is left over: all blocks share it.
-    over = sum(share * size for share, size in zip(found, sizes, strict=True)) / sum(sizes) - ratio
-    return [min(max(share - over, 0.0), 1 - 1 / STEPS) for share in found]
+    over = sum(share * size for share, size in zip(shares, sizes, strict=True)) / sum(sizes) - ratio
+    return [min(max(share - over, 0.0), 1 - 1 / STEPS) for share in shares]
 
 
 def least_divergence_in_groups(curves: Sequence[Sequence[float]], sizes: Sequence[int], kept: int) -> list[int]:
@@ -86,12 +86,12 @@ def least_divergence_in_groups(curves: Sequence[Sequence[float]], sizes: Sequenc
         kept: N of the pattern of the whole.
     """
     # With all weights zero: no block may have that, and least_error keeps one unit at the least.
-    own = {
+    block_curves = {
         block: Curve(_rising([*values, values[-1]]), float(size))
         for block, (values, size) in enumerate(zip(curves, sizes, strict=True))
     }
-    found = least_error(own, float(kept * sum(sizes)))
-    return [found[block] for block in own]
+    kept_counts = least_error(block_curves, float(kept * sum(sizes)))
+    return [kept_counts[block] for block in block_curves]
 
 
 def _rising(values: Sequence[float]) -> list[float]:
@@ -151,7 +151,7 @@ def _measure_outliers(prepared: Prepared, mask: Mask) -> list[float]:
     else:
         grams = dict.fromkeys(family.inputs, False)
         source = SequentialMoments(prepared.live_stream(prepared.plain_view), grams, true_sequential=False)
-    found = []
+    ratios = []
     for block in track(range(model.blocks), "outliers", total=model.blocks):
         tensors = model.read_block(block)
         if block not in model.spaced_blocks:
@@ -163,18 +163,18 @@ def _measure_outliers(prepared: Prepared, mask: Mask) -> list[float]:
             for first, modules in family.inputs.items()
             for module in modules
         ]
-        found.append(outlier_ratio(scores, mask.chosen_threshold))
+        ratios.append(outlier_ratio(scores, mask.chosen_threshold))
         source.advance(block, tensors)
-    return found
+    return ratios
 
 
 def _measure_exponents(model: Model) -> list[float]:
     """Compute AlphaPruning's metric of every block: the mean over its linear modules."""
-    found = []
+    means = []
     for block in track(model.spaced_blocks, "spectra", total=len(model.spaced_blocks)):
-        own = [hill_exponent(weight) for weight in model.checkpoint.read(model.weights(block)).values()]
-        found.append(sum(own) / len(own))
-    return found
+        exponents = [hill_exponent(weight) for weight in model.checkpoint.read(model.weights(block)).values()]
+        means.append(sum(exponents) / len(exponents))
+    return means
 
 
 # ---- by what masking them does ----------------------------------------------------------------------------------

@@ -50,16 +50,16 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
 def _recovered_report(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) -> Report:
     """Return the model's own report with what was done to it added."""
     pruned, recovery, adapters = prepared.model, run.done.get("recovery"), run.done.get("adapters")
-    own = find_report(pruned.checkpoint.path)
+    own_report = find_report(pruned.checkpoint.path)
     changes: dict[str, Any] = {**versions(), "loss": None}  # measured before this
     if recovery is not None:
         earlier = None
-        if own is not None and own.recovery is not None:
-            earlier = Earlier(recovery=own.recovery, layers=own.layers)
+        if own_report is not None and own_report.recovery is not None:
+            earlier = Earlier(recovery=own_report.recovery, layers=own_report.layers)
         layers = list(records["recovery"])
         changes |= {"recovery": recovery.model_copy(update={"earlier": earlier}), "layers": layers}
     dense = pruned if recovery is None or prepared.job.dense is None else prepared.job.dense
-    report = _pruned_elsewhere(prepared, dense) if own is None else own
+    report = _pruned_elsewhere(prepared, dense) if own_report is None else own_report
     if adapters is not None:
         changes["adapters"] = adapters.model_copy(update={"earlier": report.adapters})
     return report.model_copy(update=changes)

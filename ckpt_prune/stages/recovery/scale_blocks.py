@@ -58,11 +58,11 @@ def _fit(recovery: Recovery, prepared: Prepared, run: Run, writer: CheckpointWri
         dense_view.stream(samples, dtype, allocate=allocate), dense_view.block, dense_view.model.blocks
     )
     what = f"windows of {samples.tokens} tokens" if text else "samples"
-    held = f"{len(split.measured)} of them held out" if recovery.held_out else "none held out"
+    held_out = f"{len(split.measured)} of them held out" if recovery.held_out else "none held out"
     rate = "" if recovery.lr is None else f" at lr {recovery.lr:g}"
     run.announce(
-        f"fitting scales of {plural(len(recovery.blocks(model.blocks)), 'block')} on {len(samples)} {what}, {held}, "
-        f"up to {plural(recovery.epochs, 'epoch')} in steps of {recovery.batch}{rate}"
+        f"fitting scales of {plural(len(recovery.blocks(model.blocks)), 'block')} on {len(samples)} {what}, "
+        f"{held_out}, up to {plural(recovery.epochs, 'epoch')} in steps of {recovery.batch}{rate}"
     )
     with run.timer.time("scales"), meter(recovery.epochs, "fitting scales", unit="epoch") as epochs:
         fitted = fit_scales(

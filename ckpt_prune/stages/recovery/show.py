@@ -161,10 +161,10 @@ def _likeness(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> lis
     changes = []
     for key, what in (("mse", "mean squared error"), ("cka", "linear CKA")):
         pairs = [(layer.figure(f"{key}_before"), layer.figure(f"{key}_after")) for layer in layers]
-        known = [(before, after) for before, after in pairs if before is not None and after is not None]
-        if known:
-            before, after = (math.fsum(values) / len(known) for values in zip(*known, strict=True))
-            of = "" if len(known) == len(layers) else f" ({plural(len(known), 'block')})"
+        complete = [(before, after) for before, after in pairs if before is not None and after is not None]
+        if complete:
+            before, after = (math.fsum(values) / len(complete) for values in zip(*complete, strict=True))
+            of = "" if len(complete) == len(layers) else f" ({plural(len(complete), 'block')})"
             changes.append(f"{what} {before:.4g} → {after:.4g}{of}")
     measured = recovery.data.amount("measured") or recovery.data.amount("held_out")
     samples = f"{_samples(recovery)} samples" if measured is None else plural(measured, f"{_samples(recovery)} sample")

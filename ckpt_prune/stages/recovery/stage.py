@@ -38,9 +38,11 @@ class Recovery(RecoverySettings, Stage):
     def _in_a_recipe(self) -> Self:
         if self.method == "lora":
             raise ValueError("lora holds the whole model: recover the output with `ckpt-prune recover --method lora`")
-        own = [key for key, odd in (("norms", self.norms), ("teacher", self.teacher != "dense")) if odd]
-        if self.method == "scales" and own:
-            raise ValueError(f"{own[0]} is for method laco: scales are of linear modules, towards the dense model")
+        laco_keys = [key for key, odd in (("norms", self.norms), ("teacher", self.teacher != "dense")) if odd]
+        if self.method == "scales" and laco_keys:
+            raise ValueError(
+                f"{laco_keys[0]} is for method laco: scales are of linear modules, towards the dense model"
+            )
         return self
 
     def check_recipe(self, recipe: Recipe) -> None:

@@ -143,12 +143,12 @@ class InTurn:
         dense = learner.read(block)
         if block == 0:
             # Nothing is masked before it, and what enters it may absorb its rotation.
-            found, still = learner.moments(learner.source(learner), 0, dense), dense
+            moments, still = learner.moments(learner.source(learner), 0, dense), dense
         else:
             assert self.stream is not None
             still = self._undo_turns(block)
-            found = dict(self.stream.observe(block, still, learner.grams))
-        terms = learner.weights(block, dense, learner.inputs(block, still, found))
+            moments = dict(self.stream.observe(block, still, learner.grams))
+        terms = learner.weights(block, dense, learner.inputs(block, still, moments))
         learner.learn(block, terms, self._writer, self._advance)
 
     def _undo_turns(self, block: int) -> dict[str, Tensor]:

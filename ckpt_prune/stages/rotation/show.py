@@ -87,8 +87,8 @@ def _entropies(rotation: RotationRecord, learned: list[Learned]) -> list[str]:
     sums = math.fsum(before), math.fsum(after)
     importance = f"{rotation.importance} importance" if rotation.importance else "importance"
     steps = [entry.steps for entry in learned if entry.steps is not None]
-    each = "" if learned[0].block is None else " per block"
-    trained = f", in {format_span(steps)} {'step' if max(steps) == 1 else 'steps'}{each}" if steps else ""
+    per_block = "" if learned[0].block is None else " per block"
+    trained = f", in {format_span(steps)} {'step' if max(steps) == 1 else 'steps'}{per_block}" if steps else ""
     change = f" ({told})" if (told := _change(*sums)) else ""
     return [
         f"Entropy of the {importance} of weights: {format_figure(sums[0])} nats before rotation {rotation.kind}, "
@@ -106,8 +106,8 @@ def _change(before: float | None, after: float | None) -> str:
 
 def _heat_map(own: ImportanceMap) -> list[HeatMap]:
     shares = {"before rotation": own.largest_before, "after": own.largest_after}
-    known = None not in shares.values()
-    ends = [f"{name}: the largest hundredth holds {share:.1%}" for name, share in shares.items() if known]
+    is_known = None not in shares.values()
+    ends = [f"{name}: the largest hundredth holds {share:.1%}" for name, share in shares.items() if is_known]
     values = [value for cells in (own.before, own.after) for row in cells for value in row if value and value > 0]
     if not values:
         return []

@@ -185,18 +185,24 @@ class Crossing(Generic[K]):
 
     def choices(self, curves: Mapping[K, Curve]) -> "_Choices":
         """Return combinations of widths, each as one number (`split`), without those that another beats at its cost."""
-        own = {site: curves[site].choices for site in self.sites}
-        grid = dict(zip(own, np.meshgrid(*(np.arange(len(each)) for each in own.values()), indexing="ij"), strict=True))
+        site_choices = {site: curves[site].choices for site in self.sites}
+        grid = dict(
+            zip(
+                site_choices,
+                np.meshgrid(*(np.arange(len(each)) for each in site_choices.values()), indexing="ij"),
+                strict=True,
+            )
+        )
         combined, costs = np.zeros(1, np.int64), np.zeros(1)
         for site, at in grid.items():
-            combined = combined * (curves[site].units + 1) + own[site].widths[at]
-            costs = costs + own[site].costs[at]
-        gone = {site: curves[site].units - own[site].widths[at] for site, at in grid.items()}
+            combined = combined * (curves[site].units + 1) + site_choices[site].widths[at]
+            costs = costs + site_choices[site].costs[at]
+        gone = {site: curves[site].units - site_choices[site].widths[at] for site, at in grid.items()}
         for sites, common in self.shared.items():
             # Inclusion and exclusion: pairs are taken off twice, and triples then once too seldom.
             costs = costs + (-1) ** len(sites) * common * prod(gone[site] for site in sites)
-        shares = {site: own[site].widths[at] / curves[site].units for site, at in grid.items()}
-        errors = self.error({site: own[site].errors[at] for site, at in grid.items()}, shares).ravel()
+        shares = {site: site_choices[site].widths[at] / curves[site].units for site, at in grid.items()}
+        errors = self.error({site: site_choices[site].errors[at] for site, at in grid.items()}, shares).ravel()
         costs, combined = costs.ravel(), combined.ravel()
         # By cost, of equal costs the least error first. Nothing dropped stays, whatever else is free of error.
         order = np.lexsort((-combined, errors, costs))

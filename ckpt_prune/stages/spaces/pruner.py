@@ -192,12 +192,12 @@ class Pruner:
             if name not in tensors:
                 continue
             cut = narrow_lines.get((module, dim))
-            held = self.model.line_numbers(module, dim) if cut is None else cut[1]
-            if len(held) > len(lines):
+            old_lines = self.model.line_numbers(module, dim) if cut is None else cut[1]
+            if len(old_lines) > len(lines):
                 shape = list(tensors[name].shape)
-                shape[dim] = len(held)
+                shape[dim] = len(old_lines)
                 zeros = tensors[name].new_zeros(shape)
-                tensors[name] = zeros.index_copy_(dim, positions_among(lines, held), tensors[name])
+                tensors[name] = zeros.index_copy_(dim, positions_among(lines, old_lines), tensors[name])
         self._note(block, narrow, tensors)
 
 

@@ -98,12 +98,12 @@ def _words(space: str) -> _Space:
 
 def mean_errors(sites: Sequence[SiteRecord]) -> tuple[float, float] | None:
     """Return the means of the errors without and with compensation, over those sites that have both."""
-    known = [
+    pairs = [
         (a, b)
         for site in sites
         if (a := site.error_uncompensated) is not None and (b := site.error_compensated) is not None
     ]
-    return (sum(a for a, _ in known) / len(known), sum(b for _, b in known) / len(known)) if known else None
+    return (sum(a for a, _ in pairs) / len(pairs), sum(b for _, b in pairs) / len(pairs)) if pairs else None
 
 
 def mean_held_out(sites: Sequence[SiteRecord]) -> float | None:
@@ -176,9 +176,9 @@ def compare_errors(sites: Sequence[SiteRecord], *, warnings: bool = False) -> It
         ]
         worse = [_place(site) for site, before, after in pairs if after >= before and before > 0]
         if pairs and (worse or not warnings):
-            told = f"; not at {name_some(worse)}{advice}" if worse else ""
+            exceptions = f"; not at {name_some(worse)}{advice}" if worse else ""
             count = f"{len(pairs) - len(worse)} of {len(pairs)} sites"
-            yield f"Compensation lowers the error on {where} samples at {count}{told}."
+            yield f"Compensation lowers the error on {where} samples at {count}{exceptions}."
 
 
 def _place(site: SiteRecord) -> str:

@@ -191,7 +191,7 @@ def unit_costs(prepared: Prepared, kind: SizeKind) -> dict[SpaceName, float]:
     model = prepared.model
     units = {space: model.units(space) for space in prepared.recipe.spaces}
     costs: dict[SpaceName, float] = {}
-    whole = dense_size(prepared, kind)
+    dense = dense_size(prepared, kind)
     for space in units:
         first = next(name for name in units if recipe_space(name) == recipe_space(space))
         if first != space:
@@ -200,7 +200,7 @@ def unit_costs(prepared: Prepared, kind: SizeKind) -> dict[SpaceName, float]:
         if units[space] == 1:
             costs[space] = 1.0  # it stays whatever it costs
             continue
-        costs[space] = float(whole - _size_without(prepared, kind, [space]))
+        costs[space] = float(dense - _size_without(prepared, kind, [space]))
     return costs
 
 
@@ -229,11 +229,11 @@ def crossed_spaces(prepared: Prepared, kind: SizeKind) -> list[CrossedSpaces]:
 
 def _in_common(prepared: Prepared, kind: SizeKind, spaces: Sequence[SpaceName]) -> dict[tuple[SpaceName, ...], float]:
     """Return two spaces or more → what one unit of each has in common in one block, by inclusion and exclusion."""
-    whole = dense_size(prepared, kind)
+    dense = dense_size(prepared, kind)
     common: dict[tuple[SpaceName, ...], float] = {}
     for size in range(1, len(spaces) + 1):
         for subset in combinations(spaces, size):
-            saved = whole - _size_without(prepared, kind, subset)
+            saved = dense - _size_without(prepared, kind, subset)
             parts = (part for less in range(1, size) for part in combinations(subset, less))
             remainder = saved - sum((-1) ** (len(part) + 1) * common[part] for part in parts)
             common[subset] = (-1) ** (size + 1) * remainder

@@ -98,9 +98,9 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
         for space, solver in solvers.items():
             tensors, folds, name = tensors_of[space], moments.get(space, ()), model.moments_name(block, space)
             for score in names_of[space]:
-                known = curves.get((space, score))
-                scores, errors = (solver.scores(block, tensors, folds, score), None) if known is None else known
-                if recipe.allocation == "least-error" and known is None:
+                curve = curves.get((space, score))
+                scores, errors = (solver.scores(block, tensors, folds, score), None) if curve is None else curve
+                if recipe.allocation == "least-error" and curve is None:
                     errors = solver.errors(block, tensors, folds, scores, metric.get(name))
                 if errors is not None and recipe.weighed_by_effect and solver.tried_out:
                     effects = effects_on(statistics, model.site_name(block, space), score)

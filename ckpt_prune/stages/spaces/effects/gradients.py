@@ -153,9 +153,9 @@ class _Trials:
             return {}
         curves: BlockCurves = {}
         for space, site in self._sites.items():
-            own = metric.get(model.moments_name(refits.block, space))
-            if own is not None:
-                curves |= {(space, score): refits.curve(space, score, own) for score in site.orders}
+            fisher = metric.get(model.moments_name(refits.block, space))
+            if fisher is not None:
+                curves |= {(space, score): refits.curve(space, score, fisher) for score in site.orders}
             if site.orders and allocate is not None and group.size == 1:
                 for score, count in list_refits(model, refits.block, space, self.predictions):
                     refits.keep(space, score, count, allocate)
@@ -175,12 +175,12 @@ def draw_tokens(inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """
     size = gradient.norm(dim=1).double() * inputs.norm(dim=1).double()
     size += LEAST_CHANCE * size.mean().clamp_min(torch.finfo(torch.float64).tiny)
-    wanted = min(len(size), max(LEAST_TOKENS, len(size) // DRAWN))
-    chance = size * wanted / size.sum()
+    count = min(len(size), max(LEAST_TOKENS, len(size) // DRAWN))
+    chance = size * count / size.sum()
     while bool((chance > 1).any()):
         sure = chance >= 1
-        rest = size.masked_fill(sure, 0)
-        chance = torch.where(sure, 1.0, rest * (wanted - int(sure.sum())) / rest.sum().clamp_min(1e-300))
+        unsure = size.masked_fill(sure, 0)
+        chance = torch.where(sure, 1.0, unsure * (count - int(sure.sum())) / unsure.sum().clamp_min(1e-300))
     draws = torch.rand(len(size), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tokens = (draws.to(chance.device) < chance).nonzero().squeeze(1)
     return tokens, 1 / chance[tokens]

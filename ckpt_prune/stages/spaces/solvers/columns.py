@@ -156,26 +156,26 @@ class ColumnSolver(Solver):
         name, bias_name = self._consumer(block), self._consumer(block, "bias")
         methods = self._methods(block, tensors)
         weight, moments = tensors[name].to(self.device), self._moments(folds)
-        whole = sum_folds(moments) if moments else None
+        summed_moments = sum_folds(moments) if moments else None
         scores = decision.scores
         if scores is None:
             # Copies lose as many units each, whatever their order together.
             single = self.model.copies(self.space) == 1 and weight.shape[1] > WIDE
             count = self.model.site_units(self.space) - decision.keep if single else None
-            scores = self._unit_scores(weight, whole, methods, decision.score, count)
+            scores = self._unit_scores(weight, summed_moments, methods, decision.score, count)
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         plan = self._plan(block, name, kept, scores)
         plan.score = decision.score
-        plan.few = None if whole is None else whole.few
+        plan.few = None if summed_moments is None else summed_moments.few
         if kept.numel() == scores.numel():
             return plan, None
         columns = self.columns_of(kept).to(self.device)
         weight_kept = weight[:, columns].double()
         plan.method = methods[0]
-        if whole is None:
+        if summed_moments is None:
             return plan, {name: weight_kept.cpu()}
         needing = [method for method in methods if METHODS[method].needs_gram]
-        if needing and whole.gram is None:
+        if needing and summed_moments.gram is None:
             raise UserError(
                 f"compensation {needing[0]} needs Grams, and these statistics have none: "
                 "calibrate with --collect moments,gram"
@@ -183,13 +183,13 @@ class ColumnSolver(Solver):
         by_folds = compensation.by_folds and planned is None
         if by_folds and len(moments) < 2:
             raise UserError(NO_FOLDS)
-        wide = whole.gram is not None and len(columns) > WIDE
+        wide = summed_moments.gram is not None and len(columns) > WIDE
         # Before there are float64 copies of Grams, since this makes a matrix of the same size.
         energies = _energies(weight, moments) if wide else []
         blends = _Blends(weight, moments, columns, wide)
         # The sum of folds only if something is chosen on them: diagnostics must not change a bit of the result.
         summed = compensation.by_folds and len(moments) > 1 and not wide
-        blend = reduce(add, blends) if summed else blends.of(whole)
+        blend = reduce(add, blends) if summed else blends.of(summed_moments)
         if by_folds:
             shares, units = compensation.drift_shares, compensation.lambda_units
             how = (weight_kept, blends, methods, compensation.grid, shares, units)
@@ -203,7 +203,7 @@ class ColumnSolver(Solver):
         else:
             plan.strength = compensation.strength if METHODS[methods[0]].uses_strength else None
             plan.share = compensation.drift_shares[0]
-        if whole.drift is None:
+        if summed_moments.drift is None:
             plan.share = None
         fit, target = blend.at(plan.share or 0.0), blend.at(1.0)
         solution = self._solve(plan, weight_kept, fit, wide)
@@ -212,8 +212,8 @@ class ColumnSolver(Solver):
             plain = target.second_moments()[2] if wide else squared_error(Solution(weight_kept), target)
             plan.error_uncompensated = plain / energy
             plan.error_compensated = squared_error(solution, target) / energy
-        if self.diagnostics and whole.gram is not None:
-            self._enter_diagnostics(plan, weight, whole, columns)
+        if self.diagnostics and summed_moments.gram is not None:
+            self._enter_diagnostics(plan, weight, summed_moments, columns)
             if len(moments) > 1 and plan.method == "none":
                 plan.error_held_out = plan.error_uncompensated
             elif len(moments) > 1 and energy and plan.error_held_out is None:

@@ -94,8 +94,8 @@ class ValueSolver(ColumnSolver):
 
     def columns_of(self, units: Tensor) -> Tensor:
         """Return the columns of directions, which are neighbours once they are turned."""
-        each = self.model.unit_columns(self.space)
-        return (units[:, None] * each + torch.arange(each)).flatten()
+        width = self.model.unit_columns(self.space)
+        return (units[:, None] * width + torch.arange(width)).flatten()
 
     def _turn(self, block: int, tensors: Tensors, folds: tuple[Moments, ...]) -> _TurnedSite:
         basis, name = self._basis(block, tensors, folds), self._consumer(block)
@@ -105,9 +105,9 @@ class ValueSolver(ColumnSolver):
     @phase("ranking")
     def _basis(self, block: int, tensors: Tensors, folds: tuple[Moments, ...]) -> ValueBasis:
         """Return the basis by the Gram of all folds, centred if the consumer may get a bias."""
-        whole = sum_folds(folds)
-        if whole.gram is None:
+        moments = sum_folds(folds)
+        if moments.gram is None:
             raise UserError("score principal needs Grams: calibrate with --collect moments,gram")
-        gram = centre_gram(whole.gram, whole) if self.is_centred(block, tensors) else whole.gram
+        gram = centre_gram(moments.gram, moments) if self.is_centred(block, tensors) else moments.gram
         weight = tensors[self._consumer(block)].to(gram.device)
         return principal_values(weight, gram, self.model.copies(self.space), self.model.units(self.space))
