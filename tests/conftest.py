@@ -37,12 +37,18 @@ FIRST = (
     "cli/test_quantize.py",
     "cli/test_scales.py",
     "contract/test_graphs.py",
+    "contract/test_elsewhere.py",
     "test_wheel.py",
     "gguf_files/test_families.py",
     "cli/test_export.py",
     "faults/test_faults.py",
     "stages/test_resuming.py",
     "stages/test_steps_resumed.py",
+    "contract/test_description.py",
+    "model/containers/test_remote.py",
+    "model/test_published.py",
+    "test_devices.py",
+    "test_imports.py",
 )
 """The files that take longest run first, so that no worker waits long for another at the end."""
 

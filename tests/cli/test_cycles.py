@@ -46,7 +46,7 @@ def circles() -> Iterator[list[object]]:
         gc.enable()
 
 
-@pytest.mark.parametrize("job", every(4, JOBS))
+@pytest.mark.parametrize("job", every(2, JOBS))
 def test_no_tensor_is_left_to_the_collector(place: Path, job: str):
     ok("inspect", "dense")  # what is imported leaves circles of its own
     with circles() as found:

@@ -32,7 +32,7 @@ def shapes_of(case: Case, **changes: object) -> dict[str, tuple[int, ...]]:
     return {name: shape[::-1] if name in turned else shape for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", chosen(CASES, first_cases().__contains__), ids=str)
 def test_a_published_checkpoint_is_known_and_whole(dense: Dense, case: Case) -> None:
     """The class is found by its tensors, Auto classes load it, and no tensor lacks or is too many.
 

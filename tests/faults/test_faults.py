@@ -19,7 +19,7 @@ QUICK = ("sequential", "calibrate-again", "again", "plan")
 KINDS = [*SIGNALS, *ERRORS, *TORN, FULL]
 
 
-@pytest.mark.parametrize(("job", "what"), every(3, [(QUICK[i % len(QUICK)], what) for i, what in enumerate(KINDS)]))
+@pytest.mark.parametrize(("job", "what"), every(4, [(QUICK[i % len(QUICK)], what) for i, what in enumerate(KINDS)]))
 def test_a_fault_where_files_change(machine: Machine, job: str, what: str) -> None:
     """In the middle of what such faults are possible at: another place for each kind."""
     seen = machine.reference(job).seen
