@@ -40,7 +40,7 @@ def command(*arguments: str | Path, ends: Collection[int] = (0,)) -> Done:
     Raises:
         RuntimeError: it ends with another one; the end of what it said.
     """
-    words = [str(each) for each in arguments]
+    words = [str(argument) for argument in arguments]
     start = Path(__file__).with_name("peak_rss.py"), sys.executable, "-m", "ckpt_prune"
     begun, before = monotonic(), _of_processors()
     done = subprocess.run([sys.executable, *map(str, start), *words], capture_output=True, text=True, check=False)

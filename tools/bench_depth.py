@@ -104,7 +104,7 @@ def measure_point(args: argparse.Namespace, model: str, share: float, name: str)
             "parameters": report["after"]["parameters"],
             "share_left": round(report["after"]["parameters"] / report["before"]["parameters"], 4),
             "gone": dense.blocks - len(report["depth"]["kept"]) if report.get("depth") else 0,
-            "tried": {each["blocks"]: each["measured"] for each in (report.get("depth") or {}).get("tried", [])},
+            "tried": {trial["blocks"]: trial["measured"] for trial in (report.get("depth") or {}).get("tried", [])},
             "seconds": seconds,
             **score(out, held_out),
         }

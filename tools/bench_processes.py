@@ -43,7 +43,7 @@ def make_launch(launch: str, words: list[str]) -> tuple[list[str], dict[str, str
 def peaks(parent: int) -> Iterator[tuple[int, int]]:
     """Number and peak resident bytes of each process below (and with) one that run ckpt_prune."""
     below = {parent}
-    for entry in sorted(int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()):
+    for entry in sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
         try:
             status = dict(part.split(":\t", 1) for part in Path(f"/proc/{entry}/status").read_text().splitlines())
             words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")

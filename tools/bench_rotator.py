@@ -40,7 +40,7 @@ class Problem:
     heads: tuple[int, int, int] | None
 
 
-class Run:
+class Descent:
     """One method on one problem, a step at a time, its own clock running only meanwhile."""
 
     def __init__(self, problem: Problem, method: MethodName, steps: int, device: str) -> None:
@@ -81,8 +81,8 @@ class Run:
                 torch.cuda.synchronize()
             self.seconds.append(self.seconds[-1] + time.perf_counter() - start)
 
-    def reaches(self, entropy: float) -> tuple[float, int] | None:
-        """Seconds and steps to an entropy."""
+    def time_to(self, entropy: float) -> tuple[float, int] | None:
+        """Return the seconds and steps to an entropy; None if it is not reached."""
         steps = next((step for step, value in enumerate(self.entropies) if value <= entropy), None)
         return None if steps is None else (self.seconds[steps], steps)
 
@@ -91,13 +91,13 @@ class Run:
 class _Grams:
     """Sums x xᵀ of modules' inputs, divided by the norm's gain where it is folded into the weights."""
 
-    found: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
     def watch(self, module: torch.nn.Module, name: str, gain: Tensor | None) -> None:
         def see(_module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].flatten(0, -2).double()
             x = x if gain is None else x / gain.double()
-            self.found[name] = self.found.get(name, 0) + x.T @ x
+            self.sums[name] = self.sums.get(name, 0) + x.T @ x
 
         module.register_forward_pre_hook(see)
 
@@ -130,7 +130,7 @@ def checkpoint_problem(folder: Path, text: Path, block: int, windows: int, backb
     terms = []
     for module, gram, gain, left, right in sides:
         weight = module.weight.data if gain is None else module.weight.data * gain
-        inputs = sensitivity(grams.found[gram], backbone, right is not None)
+        inputs = sensitivity(grams.sums[gram], backbone, right is not None)
         terms.append(Term(gram, weight, None if inputs is None else inputs.float(), left, right))
     heads = (config.num_key_value_heads, attention.head_dim, attention.head_dim)
     return Problem(f"{folder.name} block {block}, {backbone}", terms, backbone, config.hidden_size, heads)
@@ -165,9 +165,9 @@ def bench(problem: Problem, targets: list[int], budgets: list[int], device: str)
     ]
     problem = Problem(problem.name, terms, problem.backbone, problem.hidden, problem.heads)
     for method in RETRACTIONS:  # first calls load kernels
-        Run(problem, method, 1, device).advance()
-    paper = Run(problem, "qr", max(targets), device)
-    ours = [Run(problem, "cayley", budget, device) for budget in budgets]
+        Descent(problem, method, 1, device).advance()
+    paper = Descent(problem, "qr", max(targets), device)
+    ours = [Descent(problem, "cayley", budget, device) for budget in budgets]
     while not all(run.done for run in (paper, *ours)):
         for run in (paper, *ours):
             if not run.done:
@@ -177,7 +177,7 @@ def bench(problem: Problem, targets: list[int], budgets: list[int], device: str)
         # The lowest so far, as is kept: QR's entropy is not monotone either.
         entropy = min(paper.entropies[: target + 1])
         spent = paper.seconds[target]
-        reached = [(*found, run.training.steps) for run in ours if (found := run.reaches(entropy))]
+        reached = [(*cost, run.training.steps) for run in ours if (cost := run.time_to(entropy))]
         best = min(reached) if reached else None
         there = "not reached | –" if best is None else f"{best[0]:.2f} ({best[1]} of {best[2]}) | {spent / best[0]:.1f}"
         finals = ", ".join(f"{min(run.entropies):.0f} in {run.training.steps}" for run in ours)

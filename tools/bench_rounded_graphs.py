@@ -123,7 +123,7 @@ def frontier(lines: list[dict[str, Any]]) -> set[str]:
         if line["lost"] is None:  # not finite
             return True
         size = line["bytes"], line["lost"]
-        others = ((each["bytes"], each["lost"]) for each in lines if each["model"] == line["model"])
+        others = ((other["bytes"], other["lost"]) for other in lines if other["model"] == line["model"])
         return any(
             lost is not None and bytes_ <= size[0] and lost <= size[1] and (bytes_, lost) != size
             for bytes_, lost in others

@@ -184,7 +184,7 @@ def _on_layers(size: str, small: bool) -> list[Step]:
     """Each stage on the output projections of a block of this size; on a CPU at a tenth of the width, if at all."""
     steps = []
     for device in DEVICES:
-        hidden, mlp, heads = (each // 10 if device == "cpu" and each > 100 else each for each in SIZES[size])
+        hidden, mlp, heads = (number // 10 if device == "cpu" and number > 100 else number for number in SIZES[size])
         mlp -= mlp % 4
         hidden -= hidden % heads
         layer = {"outputs": hidden, "inputs": mlp, "device": device}

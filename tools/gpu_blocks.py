@@ -124,8 +124,8 @@ def semi_structured(outputs: int, inputs: int, tokens: int, repeats: int, device
     if not relative <= 2e-3:
         raise AssertionError(f"the sparse product differs from the dense one by {relative:.1e}")
     slow, fast = (
-        _seconds(lambda: torch.nn.functional.linear(x, each), device, repeats)  # noqa: B023
-        for each in (half, sparse)
+        _seconds(lambda: torch.nn.functional.linear(x, matrix), device, repeats)  # noqa: B023
+        for matrix in (half, sparse)
     )
     return {"relative": relative, "dense_ms": 1000 * slow, "sparse_ms": 1000 * fast, "speed_up": slow / fast}
 

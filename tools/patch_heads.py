@@ -145,7 +145,7 @@ def measure_patch_head(
             truth = maps.read(start + row)
             labels = truth[truth >= 0]
             size = (truth.shape[0], truth.shape[1])
-            planes = [head(each[row], grid, size)[:, truth >= 0] for each in patches]
+            planes = [head(tokens[row], grid, size)[:, truth >= 0] for tokens in patches]
             pixels += len(labels)
             picked = [plane.argmax(0) for plane in planes]
             agreeing += int((picked[0] == picked[-1]).sum())

@@ -116,7 +116,7 @@ def place_of(run: Run, models: Path, data: Path) -> Path:
 
 def measure_run(run: Run, model: Path, data: Path, *, busy: bool) -> Row:
     """Prune, evaluate and time one model."""
-    calibration, held_out = (data / each for each in run.data)
+    calibration, held_out = (data / path for path in run.data)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         _, seconds, peak = call(*run.words(model, calibration, out))
