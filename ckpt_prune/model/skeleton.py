@@ -31,7 +31,13 @@ logging.get_logger("transformers.integrations.heterogeneity.configuration_utils"
 
 def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
     """Return the transformers config object of a config.json; RefusedConfigError if transformers refuses it."""
-    values = copy.deepcopy(config)
+    return copy.deepcopy(_parse_config(json.dumps(config)))
+
+
+@lru_cache(maxsize=64)
+def _parse_config(config: str) -> PreTrainedConfig:
+    """Parse a config once: a command asks for the same one many times, and to copy it takes a fifteenth of the time."""
+    values = json.loads(config)
     values.pop("auto_map", None)
     model_type = values.pop("model_type")
     try:
