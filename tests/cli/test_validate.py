@@ -53,7 +53,7 @@ def test_a_decoders_table(place: Path) -> None:
     lines = lines_without_figures(result)
     assert lines[1] == "logits: 1 x 1 token ~ ~ ~ ~ 100.00% ok"
     assert "logits: 3 x 24 tokens, padded left, cached in chunks ~ ~ ~ ~ 100.00% ok" in lines
-    assert lines[13] == "logits: 2 x 24 tokens, padded left, generated ~ ~ ~ ~ 100.00% ok"
+    assert lines[13] == "logits: 2 x 16 tokens, padded left, generated ~ ~ ~ ~ 100.00% ok"
     perplexity, *rest = lines[14:]
     found = re.fullmatch(
         r"perplexity (\d+\.\d{3}) in onnxruntime, (\d+\.\d{3}) in PyTorch \(4 windows of 32 tokens\)", perplexity
