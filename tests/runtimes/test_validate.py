@@ -13,6 +13,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.exporters.configs import OpenVINOConfig
+from transformers.exporters.exporter_openvino import OpenVINOExporter
 
 import ckpt_prune
 from ckpt_prune.cli.main import main
@@ -78,6 +80,22 @@ def text(tmp_path_factory):
 def graph(output, text):
     ckpt_prune.export(output, output=output / "onnx", text=text, samples=2, window=48, progress=False)
     return output / "onnx"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about its own tree of inputs
+def test_the_exporter_of_transformers_makes_a_model_of_openvino_from_an_output(output):
+    openvino = pytest.importorskip("openvino", reason="openvino is not installed")
+    model = ckpt_prune.load(output).float().eval()
+    inputs = {"input_ids": torch.arange(2, 14)[None], "attention_mask": torch.ones(1, 12, dtype=torch.int64)}
+    settings = OpenVINOConfig(dynamic=True, stateful=False)
+    exported = OpenVINOExporter().export(model, inputs, settings).components["model"].program
+    compiled = openvino.compile_model(exported, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    longer = {"input_ids": torch.arange(40, 60)[None], "attention_mask": torch.ones(1, 20, dtype=torch.int64)}
+    given = torch.from_numpy(compiled({name: value.numpy() for name, value in longer.items()})["logits"])
+    with torch.no_grad():
+        expected = model(**longer).logits
+    assert given.shape == expected.shape
+    assert float((given - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("runtime", ["transformers", "mlx", "vllm", "genai", "openvino", "transformers.js"])
