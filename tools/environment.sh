@@ -25,7 +25,7 @@ add() {
 
 # prove_in_runtimes OPTION...: run the tests that run outputs, in every runtime; options are those of pytest.
 prove_in_runtimes() {
-  local wanted=vllm test="-m pytest tests/runtimes tests/test_mlx.py" failed=0
+  local wanted=vllm test="-m pytest --thorough tests/runtimes tests/test_mlx.py" failed=0
   unset PYTHONDONTWRITEBYTECODE
   if command -v node >/dev/null && [ ! -d .venv-node/node_modules ]; then
     # Its script would download libraries of CUDA.
