@@ -140,7 +140,7 @@ def test_a_text_that_is_not_there_is_told_before_anything_is_loaded(place, monke
 
 
 def test_what_the_system_says_is_a_user_error():
-    """Of a name that no file can have, of a folder that may not be read, of a library's file without a name."""
+    """A file name that is too long and a library's error without a file name both become a `UserError`."""
     with pytest.raises(UserError) as found:
         ckpt_prune.plan("model", recipe="magnitude", output="x" * 300)
     assert str(found.value) == f"{'x' * 300}: File name too long; give another path or mend this one"

@@ -1,4 +1,4 @@
-"""What is timed is what transformers does: the same tokens are read and generated."""
+"""The runners time what transformers does: the same tokens are read and generated."""
 
 from types import SimpleNamespace
 

@@ -149,7 +149,7 @@ def test_what_models_take(tmp_path, maker, variant, reads):
 
 
 def test_a_config_without_a_vocabulary(tmp_path):
-    """Of a type that transformers does not know: its own would have a default."""
+    """A config without a vocab_size is refused if transformers does not know its type: known ones have defaults."""
     config = {"model_type": "ours", "architectures": ["OursForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as caught:

@@ -181,7 +181,7 @@ def test_the_checkpoint_that_a_card_names_is_the_remedy(tmp_path: Path, card: st
 
 
 def test_a_part_of_a_model_that_is_quantised(tmp_path: Path) -> None:
-    """What a config inside the config says counts too, and is no plain fp8."""
+    """A quantization_config inside a nested config is found too, and is refused even where it says fp8."""
     folder = save_single(tmp_path / "m", example_tensors(), CONFIG | {"text_config": {"quantization_config": FP8}})
     with pytest.raises(UserError, match=f"^{folder} is quantised by fp8 "):
         Checkpoint.open(folder)

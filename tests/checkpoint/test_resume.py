@@ -176,7 +176,7 @@ CRASHES = [RuntimeError("bug"), torch.OutOfMemoryError("out of memory"), MemoryE
 
 
 class TestCrashes:
-    """What fails for another reason than bad input is worth going on with, once a unit is done."""
+    """A run that fails for another reason than bad input can be resumed once a unit is done."""
 
     @pytest.mark.parametrize("error", CRASHES, ids=lambda error: type(error).__name__)
     def test_after_a_unit_the_work_stays_and_resumes_to_identical_bytes(self, tmp_path: Path, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""What another kind of output than a checkpoint asks of its staging folder; the rest is tested through the writers."""
+"""The staging folder serves outputs of other kinds than checkpoints; the rest is tested through the writers."""
 
 import errno
 import json
@@ -155,7 +155,7 @@ def test_what_the_library_says_of_a_full_disk_is_a_line(tmp_path):
 
 
 def test_an_output_holds_nothing_of_what_it_was_made_by(tmp_path, monkeypatch):
-    """Where that cannot be deleted the output waits for the next run; it was published with it, by the faults' tool."""
+    """An output waits for the next run if its scratch files cannot be deleted: one was published with them."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")

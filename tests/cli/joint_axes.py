@@ -29,7 +29,7 @@ JOB = ("--recipe", "mine.yaml", *TEXT, "--folds", "2")
 
 
 def divergence_on_the_second_fold(folder: str, **values: Any) -> float:
-    """What a recipe of these values, measured on the first fold of `JOB`, does to stock transformers' output there."""
+    """Measure how far a model pruned by these values on the first fold of `JOB` is from the dense one on the second."""
     options = PruneOptions.model_validate(
         {"model": folder, "output": "out", "text": ("calib.txt",), "samples": 8, "window": 16}
     )

@@ -140,7 +140,7 @@ def test_what_cannot_be(here) -> None:
 
 
 def test_a_size_that_spaces_alone_cannot_reach(here) -> None:
-    """What is told beforehand has as few dimensions gone as the size asks for, and then as few blocks."""
+    """A dry run tells the fewest dimensions that go for the size, and the fewest blocks if those do not suffice."""
     job = ("prune", "flat", *JOB, "--dry-run", "-o", "out")
     said = ok(*job, "--target-params", "20%")
     assert "go is measured first; were it none; how many dimensions of the residual stream go is measured first" in said

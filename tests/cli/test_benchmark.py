@@ -115,7 +115,7 @@ A  PyTorch    5.00    6.00     200.0        1.00      -             -
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the library is asked for; it answers with RESULT, and one remark."""
+    """Record what the library is asked for; it answers with RESULT, and one remark."""
     calls = []
 
     def compare(options, batches, spread, say):
@@ -222,7 +222,7 @@ def idle(monkeypatch):
 
 
 def graph_folder(name: str, *, task: str = "text-generation", cached: bool = True) -> None:
-    """What says of itself that it is an exported folder."""
+    """Write a folder whose record says that it is an exported one."""
     shutil.copytree("dense", name, ignore=shutil.ignore_patterns("*.safetensors"))
     graph = {"file": "model.onnx", "dtype": "fp32", "opset": 20, "quantization": None}
     graph |= {"inputs": [], "outputs": [], "tensors": {}}

@@ -1,4 +1,4 @@
-"""What a run is done with is freed at once: tensors in a circle of references would wait for Python's collector.
+"""A run frees what it is done with at once: tensors in a circle of references would wait for Python's collector.
 
 On SmolLM2-135M that took 100 MB for every block that was pruned, until it came by.
 """

@@ -1,4 +1,4 @@
-"""What is done for those who name no recipe: stock classes, and a line on what widths per block would do."""
+"""A run that names no recipe writes stock classes, and says in a line what widths per block would do."""
 
 import json
 import re

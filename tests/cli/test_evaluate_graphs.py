@@ -33,7 +33,7 @@ def figures(*arguments: str) -> dict:
 
 
 def test_a_folder_with_one_graph_is_measured_as_its_model_is(place):
-    """As any tool may have written it: there is no record."""
+    """A graph without a record, as any tool may have written it, has the perplexity of its model."""
     for name in ("ckpt_prune_onnx.json", "README.md"):
         (place / "llama-gqa-tied-onnx" / name).unlink()
     model, graph = (figures(name, *TEXT) for name in ("llama-gqa-tied", "llama-gqa-tied-onnx"))

@@ -115,7 +115,7 @@ def test_outside_the_tolerance_nothing_is_written(vision):
 
 
 def test_a_graph_of_other_weights_is_not_written(vision):
-    """What is traced is held against what the checkpoint says, whatever came in between."""
+    """A graph is compared with what the checkpoint computes, and is not written if other weights were traced."""
     edit_weights("vision", poison("cls_classifier.bias", 5.0))
     before = listing()
     result = run("export", "vision", "-o", "out")

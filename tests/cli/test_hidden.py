@@ -72,7 +72,7 @@ def test_a_basis_for_every_sub_layer(here) -> None:
 
 
 def test_one_basis_and_one_table(here) -> None:
-    """Of a tied model the table stays one; the output is an ordinary llama that can be pruned and masked again."""
+    """A tied model keeps one table, and its output is an ordinary llama that can be pruned and masked again."""
     said = ok(*SHARED, "-o", "out").splitlines()
     assert said[-4:] == [
         "  12 of 16 dimensions stay (ratio 0.25).",

@@ -45,7 +45,7 @@ def here(place: Path) -> Path:
 
 
 def test_blocks_that_do_little_go_first(here) -> None:
-    """What was measured without blocks, and without anything else gone, is the divergence of stock transformers."""
+    """Blocks that do little go, and the divergence measured with only blocks gone is that of stock transformers."""
     said = ok("prune", "deep", *JOB, "--target-params", "70%", "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")
     depth, tried = report["depth"], report["depth"]["tried"]

@@ -21,7 +21,7 @@ REST, ATTENTION, COLUMN, HEAD = 5e6, 1e6, 1e5, 2e6
 
 
 def made_up(model: Any) -> float:
-    """What a model takes: so much a block, a column of its mlp and a KV group."""
+    """Make up the time of a model: so much a block, a column of its mlp and a KV group."""
     layers = model.model.layers
     total = REST
     for layer in layers:

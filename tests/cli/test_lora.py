@@ -27,7 +27,7 @@ LORA = ("--method", "lora", *TEXT, "--samples", "32", "--epochs", "3", "--lr", "
 
 
 def held_out_loss(folder: str) -> float:
-    """Of a folder as anybody loads it, on the windows that are held out, token by token."""
+    """Compute the mean loss per token of a folder, loaded as anybody loads it, on the windows that are held out."""
     stream = tokenise_text(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
     windows = choose_windows(stream, samples=32, window=16, seed=0, choose="random")
     windows = windows[SampleSplit.of(len(windows), 0.1).measured]
@@ -148,7 +148,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pyt
 
 
 def test_a_source_that_changes_while_adapters_are_trained_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch):
-    """What was trained was written beside other weights than it was trained on."""
+    """A source that changes during training is refused: adapters were once written beside weights they do not fit."""
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
     train = run_afterwards.train_adapters
 

@@ -149,7 +149,7 @@ def test_every_pattern_goes_in_and_comes_back(here, family, recipe):
 
 
 def test_stock_classes_refuse_what_is_made_of_an_output_of_an_earlier_version(here):
-    """Such an output does not say so itself."""
+    """An output of an earlier version lacks the entry by which stock classes refuse it; what is made of it has one."""
     path = Path("opt/config.json")
     config = read_json(path)
     sentence = config.pop("transformers_weights")

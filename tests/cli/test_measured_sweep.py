@@ -29,7 +29,7 @@ def swept(model: str, *how: str) -> tuple[list[str], dict[str, Any]]:
 
 
 def test_calibration_samples(place):
-    """Of a recipe that a plan could say: from text it is pruned all the same."""
+    """A sweep of samples prunes from text at every value, even by a recipe whose errors a plan could predict."""
     how = ("--recipe", "ridge", "--set", "ratio=0.5", "--text", "calib.txt", "--window", "16")
     rows, said = swept("dense", *how, "--sweep", "samples=2,8", "--evaluate", "calib.txt", "--evaluate-samples", "4")
     assert rows[0].split()[:1] == ["samples"]

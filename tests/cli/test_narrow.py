@@ -35,7 +35,7 @@ def here(place: Path) -> Path:
 
 
 def test_dimensions_that_are_empty_go_first(here) -> None:
-    """What was measured with as many as are empty, and nothing else gone, is nothing: the size is met without loss."""
+    """Empty dimensions go first, and the count that is taken has the least divergence of those that were tried."""
     said = ok("prune", "flat", *JOB, "--target-params", "72%", "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")
     hidden = report["hidden"]

@@ -343,7 +343,7 @@ def test_statistics_and_text_without_recovery_exclude_each_other(place):
     every(2, ["laco-wanda-50", "laco-sparsegpt-2-4", "laco-sparsegpt-4-8", "laco-flap", "laco-llm-pruner-taylor1"]),
 )
 def test_the_shipped_recipes_with_recovery(place, recipe):
-    """What stays zero does, and it is better than the recipe without recovery, block by block."""
+    """Recovery leaves masked weights zero, and makes no block's error larger than it was at its start."""
     every_block = ("--set", "layers=null") if "llm-pruner" in recipe else ()
     ok("prune", "dense", "--recipe", recipe, *every_block, *MANY, "--set", "recovery.epochs=3", "-o", "out")
     report = read_json("out/ckpt_prune.json")

@@ -23,7 +23,7 @@ DENSE_CARD = (
 
 
 def values_of(card: bytes) -> dict[str, object]:
-    """What the Hub reads of a card, with a reader of its own."""
+    """Read the values of a card from its YAML as the Hub does, without this package."""
     loaded = yaml.safe_load(card.decode().split("---\n")[1])
     assert isinstance(loaded, dict)
     return loaded
@@ -226,7 +226,7 @@ def test_what_is_not_whole_is_not_pushed(licensed: Path, hub: Hub):
 def test_a_file_that_changes_while_it_is_verified_is_not_pushed(
     licensed: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    """Whatever it had become went to the Hub, with exit code 0."""
+    """A file that changes during verification is not pushed: it once went to the Hub, with exit code 0."""
 
     def then(*given: Any, **more: Any) -> Any:
         found = verify(*given, **more)

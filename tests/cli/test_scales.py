@@ -30,7 +30,7 @@ TRAINED = "Recovered by scales of the inputs and outputs of 14 linear modules, m
 
 
 def told_divergence(folder: str, skip: int = 0, samples: int = 32) -> float:
-    """Of a folder as anybody loads it from the dense model, on the windows that are held out.
+    """Measure a folder's divergence from the dense model, loaded as anybody loads it, on the windows that are held out.
 
     Args:
         folder: where it is.
@@ -157,7 +157,7 @@ def test_each_space_a_mask_a_rotation_and_whole_blocks_go_before(place: Path):
 
 
 def test_scales_are_fitted_to_samples_that_it_was_not_pruned_on(place: Path):
-    """As far as there are others; the same ones in the recipe and after it, from statistics, too."""
+    """Scales are fitted to samples that pruning did not use: the same in the recipe, after it and from statistics."""
     recipe = ("--recipe", "ridge", "--ratio", "0.5")
     ok("prune", "dense", *recipe, *TEXT, "-o", "plain")
     ok("prune", "dense", *recipe, "--statistics", "stats", "-o", "cached")

@@ -30,7 +30,7 @@ def other(place):
 
 
 def inputs(text: str) -> dict[str, torch.Tensor]:
-    """What every consumer of the dense model reads of all windows of a text, (tokens, d_in) float64."""
+    """Collect what every consumer of the dense model reads of all windows of a text, (tokens, d_in) float64."""
     model = AutoModelForCausalLM.from_pretrained("dense").double().eval()
     ids = AutoTokenizer.from_pretrained("dense")(text).input_ids
     windows = torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16)
@@ -101,7 +101,7 @@ spaces:
 
 
 def by_hand(dense: dict, pruned: dict, block: int, x: torch.Tensor, groups: int) -> torch.Tensor:
-    """What narrow values give the output, their basis read off the rows of v: (tokens, d_out)."""
+    """Compute what narrow values give the output, their basis read off the rows of v: (tokens, d_out)."""
     v, o = (f"model.layers.{block}.self_attn.{kind}_proj.weight" for kind in "vo")
     old, new = (each[v].double().unflatten(0, (groups, -1)) for each in (dense, pruned))
     basis = new @ torch.linalg.pinv(old)

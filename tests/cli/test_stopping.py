@@ -64,7 +64,7 @@ def test_the_first_signal_stops_and_others_do_not_disturb(name):
 
 
 def stopped_and_masked(*_given, **_options):
-    """As transformers' `no_init_weights` does, which puts back what its `try` may not have read yet."""
+    """Hide Ctrl-C as transformers' `no_init_weights` does, which puts back what its `try` may not have read yet."""
     try:
         raise KeyboardInterrupt
         before = 1
@@ -76,7 +76,7 @@ def stopped_and_masked(*_given, **_options):
     "place_of_it", ["ckpt_prune.model.skeleton.stock_class", "ckpt_prune.inspection.describe.describe"]
 )
 def test_ctrl_c_that_a_library_makes_an_error_of_its_own(place, monkeypatch, place_of_it):
-    """Where its errors are taken for the input's, and where nobody expects any."""
+    """Ctrl-C that a library turns into an error ends a command as usual, whether or not errors are expected there."""
     monkeypatch.setattr(place_of_it, stopped_and_masked)
     monkeypatch.setattr(skeleton, "_stock_names", skeleton._stock_names.__wrapped__)
     result = run("inspect", "dense")

@@ -98,7 +98,7 @@ ABSORBING = {"ridge": RECIPES["ridge"], "cayley-rotator-shared-wanda-50": ("--se
 
 @pytest.mark.parametrize("recipe", ABSORBING)
 def test_a_wrong_head_fails_verify_though_the_digests_are_right(here, recipe) -> None:
-    """As a writer would leave it that computes it wrongly."""
+    """A head, final norm or embedding that is wrong fails `verify`, though the report has its digest."""
     ok("prune", "differs", "--recipe", recipe, *ABSORBING[recipe], *TEXT, "-o", "out")
     assert head_is_kept("out", "differs")
     for damage in DAMAGES.values():
@@ -121,7 +121,7 @@ def test_gains_that_a_head_applies_twice_fail_verify(here) -> None:
 
 
 def head_is_kept(out: str, dense: str) -> bool:
-    """What `verify` says: in a line of its own if the head has absorbed a matrix, else beside kept units."""
+    """Tell whether `verify` passes the head: in its own line if it has absorbed a matrix, else among kept units."""
     found = {check.name: check.passed for check in verify(Path(out), Path(dense))}
     return found.get("head", found["kept units"]) is True
 

@@ -59,7 +59,7 @@ def test_measuring_is_kept_and_gone_on_with(place):
 
 
 def test_a_disk_that_fills_up_keeps_what_is_measured(place):
-    """Where the output has no room, which is known when its widths are, and where a block is not written."""
+    """A full disk keeps what is measured, both if the widths show a lack of room and if a block cannot be written."""
     ok(*FLAP[:-1], "whole")
     for line in ("statistics measured", "statistics measured, 1 of 2 blocks pruned"):
         with pytest.MonkeyPatch.context() as patch:

@@ -263,7 +263,7 @@ def test_a_damaged_report(place, content):
 
 
 def test_a_bit_of_any_file_is_found_and_the_file_named(place):
-    """Of tensors, config, index, tokenizer and code; the report and the card, which is made of it, have no digest."""
+    """A changed bit is found in every file but the report and the card, which is made of it: those have no digest."""
     job = ("prune", "sharded", "--recipe", "flap-global", "--ratio", "0.5", *TEXT, "-o", "out")
     ok(*job)
     names = {path.name for path in Path("out").iterdir()} - {"ckpt_prune.json", "README.md"}

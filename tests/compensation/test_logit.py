@@ -178,7 +178,7 @@ def test_a_quadratic_without_a_minimum_is_not_followed():
 
 
 def test_dimensions_that_are_always_zero_are_left_alone():
-    """As where an earlier pruning padded a head with zeros."""
+    """Dimensions that are always zero, as in a padded head, get no correction, and the error is still the least."""
     a = attention(d=6, size=4)
     a.queries[0, :, :, a.kept[0, 1]] = 0
     a.keys[1, :, :, a.kept[1, 2]] = 0

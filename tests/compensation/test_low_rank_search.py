@@ -28,7 +28,7 @@ def value(metric: LogitMetric, X: Tensor, Y: Tensor) -> float:
 
 
 def alternate(metric: LogitMetric, matrix: Tensor, start: tuple[Tensor, Tensor]) -> float:
-    """What is left after many least squares in each factor by turns."""
+    """Alternate least squares between the two factors many times, and return the error that is left."""
     root = np.linalg.cholesky(matrix.numpy()).T
     X, Y = (each.numpy() for each in start)
     d, size = X.shape

@@ -54,7 +54,7 @@ def test_grams_are_needed():
 
 @pytest.mark.parametrize("strength", [0.0, 3.0, 500.0])
 def test_degrees_of_freedom(strength):
-    """Of a projection of 5 outputs and 3 kept inputs: a rotation of 5 axes has a number for each pair."""
+    """Every method has the expected degrees of freedom: a rotation of 5 axes has one for each pair of them."""
     site = make_site(5, 9, 3, 60)
     expected = {"none": 0, "bias": 5, "rotation": 10, "rotation-scale": 11, "centred-rotation": 15, "least-squares": 25}
     plain, centred = (oracle.freedom(site.inputs.numpy(), 5, strength, each) for each in (False, True))

@@ -81,7 +81,7 @@ def test_it_is_the_textbook_basis(seed, groups, each, size, outputs):
 @given(**(SHAPES | {"each": st.just(1)}))
 @example(seed=454, groups=3, each=1, size=2, outputs=4)
 def test_what_is_lost_is_the_tail_of_the_spectrum(seed, groups, each, size, outputs):
-    """Of every KV head by itself; and no choice of coordinates loses less, whatever makes up for the others."""
+    """Every KV head loses the tail of its own spectrum, and no choice of coordinates loses less, even when refitted."""
     W, X = drawn(seed, groups, each, size, outputs)
     turn = turn_of(W, X, groups, size)
     for group, ((w, x),) in enumerate(heads_of(W, X, groups, size)):

@@ -223,7 +223,7 @@ class Case:
         return folder
 
     def samples(self, count: int | None = None, seed: int = 5) -> Samples:
-        """What the class reads: by default enough that every expert sees more tokens than it has columns."""
+        """Draw what the class reads: by default enough that every expert sees more tokens than it has columns."""
         if count is None:
             count = 16 if self.family.experts is None else 48
         if self.family.modality == "text":
@@ -327,5 +327,5 @@ LONG = [case for case in CASES if case.model_type not in ALIKE or case in FIRST]
 
 
 def unlike_cases() -> list[Case]:
-    """Of `first_cases` those that no other family stands for."""
+    """List the cases of `FIRST` that no other family stands for."""
     return [case for case in FIRST if case.model_type not in ALIKE]

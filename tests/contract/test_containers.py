@@ -1,4 +1,4 @@
-"""Whatever is planned for a family, its class accepts, or the refusal comes early and is not of the user's file."""
+"""A family's class accepts every plan for it; others are refused early, without blaming the user's file."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a family's file says, against the real class on the meta device."""
+"""A family's file agrees with the real class on the meta device."""
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
 
 @pytest.mark.parametrize("case", every(2, first_cases()), ids=str)
 def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: Dense, case: Case) -> None:
-    """What is derived from a space's incidences is what the stock class has under the new config, where it has one."""
+    """Shapes derived from a space's incidences are those of the stock class if a config key sets the space's width."""
     model = dense.model(case)
     for known, name in first_expert_spaces(case.family.spaces).items():
         space = case.family.spaces[name]

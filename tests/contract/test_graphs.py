@@ -46,7 +46,7 @@ others with `--thorough`."""
 
 @pytest.mark.parametrize("case", chosen(SHALLOW, lambda case: case.model_type in TRACED), ids=str)
 def test_a_graph_computes_what_pytorch_does(dense: Dense, case: Case, tmp_path) -> None:
-    """Of an output that no stock class has the shape of, where there are such."""
+    """The graph of a pruned output agrees with PyTorch, with a shape that no stock class has where there are such."""
     settings = GraphSettings(**WAYS.get(case.model_type, {}))
     methods = {space: "logit" if space in case.family.logits else "none" for space in case.values}
     if case.model_type == PAIRED:

@@ -192,7 +192,7 @@ def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case
 
 @torch.no_grad()
 def _behind_attention(whole: Any, model: Model, ids: torch.Tensor) -> torch.Tensor:
-    """What enters the first block and what its attention adds."""
+    """Add up what enters the first block and what its attention adds."""
     block, found = whole.get_submodule(model.family.layers)[0], dict[str, torch.Tensor]()
     block.register_forward_pre_hook(
         lambda _, args, kwargs: found.update(h=(*args, *kwargs.values())[0]), with_kwargs=True

@@ -38,7 +38,7 @@ class _Axes(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", chosen(HEADS, first_cases()[::2].__contains__), ids=str)
 def test_they_are_those_of_the_whole_model(dense: Dense, case: Case, monkeypatch) -> None:
-    """Whatever follows the head: scales, caps, biases; in float64, with the labels that were drawn."""
+    """Gradients by the drawn labels are those of the whole model in float64, whatever scales, caps or biases follow."""
     monkeypatch.setattr(sliced_head, "CLASSES", SLICE)
     draws: list[LabelDraw] = []
     monkeypatch.setattr(module, "LabelDraw", lambda *given: draws.append(LabelDraw(*given)) or draws[-1])

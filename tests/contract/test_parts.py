@@ -138,7 +138,7 @@ class PartCase:
         return Pixels(pixels, PATCHES + (self.model_type != "gemma3"))  # SigLIP has no token for the class
 
     def shown(self) -> Samples:
-        """What the whole model reads: text with an image in it, where a few numbers make one."""
+        """Draw what the whole model reads: text, with an image or a sound in it where a few numbers make one."""
         windows = random_windows(4, WINDOW, seed=9).masked_fill_(torch.tensor(False), 0)
         windows[windows == IMAGE] = IMAGE + 1
         if self.model_type == "whisper":
@@ -304,7 +304,7 @@ def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Pat
 
 
 def test_a_siglip_tower_is_masked_and_keeps_its_widths(tmp_path: Path) -> None:
-    """What pools its tokens is as wide as its blocks, and remote code has no place in a part."""
+    """A SigLIP tower can be masked but not narrowed: what pools its tokens is as wide as its blocks, by one key."""
     case, folder = PartCase("gemma3", "vision", MLP), tmp_path / "dense"
     with quiet_transformers():
         case.model.save_pretrained(folder)

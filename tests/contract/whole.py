@@ -110,7 +110,7 @@ class Whole:
         return cls(case)
 
     def path(self, block: int, module: str) -> str:
-        """Of a linear module of the family, the first where it is several."""
+        """Return the path of a linear module of the family, the first where it is several."""
         return f"{self.family.layers}.{block}.{self._paths[module][0]}"
 
     def dimension(self, name: str) -> int:
@@ -219,7 +219,7 @@ class Whole:
         return prod(each if isinstance(each, int) else self.dimension(each) for each in space.columns.each)
 
     def _logits(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
-        """What a product of factors is split into does not show in the logits: all of I + M goes into the queries."""
+        """Prune logits with all of I + M in the queries: the logits do not show how a product of factors is split."""
         paths = [self.path(block, module) for module in self.family.spaces[space].solved_from]
         query, key = (self.model.get_submodule(path) for path in paths)
         heads, width = self.dimension("query_heads"), self.dimension("head_dim")

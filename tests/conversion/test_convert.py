@@ -272,7 +272,7 @@ def test_tensors_of_something_else_are_refused(name: str, message: str) -> None:
 
 @pytest.mark.parametrize("architecture", [ViTMAEForPreTraining, ViTMAEModel])
 def test_an_encoder_reads_every_patch(architecture: Any) -> None:
-    """As the autoencoder does where it leaves none out, in the order that its noise gives."""
+    """A converted encoder reads every patch, as the autoencoder does if it masks none; noise only orders them."""
     sizes = {"hidden_size": HIDDEN, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS, "intermediate_size": MLP}
     config = ViTMAEConfig(
         **sizes, image_size=SIDE, patch_size=PATCH, mask_ratio=0.0, decoder_hidden_size=8, decoder_num_attention_heads=2

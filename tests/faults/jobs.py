@@ -125,7 +125,7 @@ JOBS = {
 
 
 def make_inputs(folder: Path, *, graphs: bool = True) -> Path:
-    """What the jobs are given, in `folder/inputs`; tracing takes seconds, and only jobs with `graph` need it."""
+    """Make what the jobs are given, in `folder/inputs`; tracing takes seconds, and only jobs with `graph` need it."""
     here = folder / "inputs"
     here.mkdir()
     work = folder / "work"

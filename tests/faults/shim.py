@@ -50,7 +50,7 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at which operation, counted from 1.
+    """A fault says what happens at which operation, counted from 1.
 
     `to` is an input that is disturbed, a disk that shrinks, or a descriptor that is written to.
     """
@@ -62,7 +62,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Operation:
-    """What was done to which file below the folders that are watched."""
+    """An operation says what was done to which file below the folders that are watched."""
 
     what: str
     path: str

@@ -1,4 +1,4 @@
-"""What every command that writes promises of its files: nothing of this machine in them, the umask, the same bytes."""
+"""Every command that writes names nothing of this machine, keeps to the umask and writes the same bytes again."""
 
 import itertools
 import json

@@ -44,7 +44,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a job does without a fault: its files, and every operation on its output and on what it is given."""
+    """A job without a fault: its files, and every operation on its output and on what it is given."""
 
     before: Files
     after: Files
@@ -146,7 +146,7 @@ class Machine:
         return Ran(done.returncode, done.stdout, done.stderr)
 
     def _fetch(self, job: Job, place: Path) -> None:
-        """What the Hub has of a job's repository now, as the folder that the job makes."""
+        """Replace the job's output folder by what the Hub has of its repository now."""
         assert self.hub is not None
         shutil.rmtree(place / job.out, ignore_errors=True)
         repo = self.hub.repos.get(str(job.repo))
@@ -288,7 +288,7 @@ class Machine:
         return wrong
 
     def _after_faults(self, job: Job, name: str, place: Path, reference: Reference, then: str) -> Iterator[str]:
-        """What does not hold after another run, or two."""
+        """Yield what is wrong after another run, or two."""
         told = []
         for option in _attempts(job, then):
             ran = self.run(name, place, (*(a for a in job.arguments if a != "--overwrite"), *option))
@@ -360,7 +360,7 @@ def _code_faults(ran: Ran, allowed: set[int]) -> Iterator[str]:
 
 
 def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iterator[str]:
-    """What does not hold before anybody does anything about it."""
+    """Yield what is wrong in the folder after a fault, before another run."""
     found = files_of(place)
     if ran.code == 0:
         if found != reference.after:

@@ -241,8 +241,8 @@ def published() -> dict[str, object]:
 
 
 def by_scores(values: dict[str, object], text: str) -> list[int]:
-    """What llama.cpp does: cut out whole tokens, the longest first; then merge the two neighbours whose piece has the
-    highest score, the leftmost if several have; then bytes."""
+    """Tokenise as llama.cpp does: whole tokens are cut out, the longest first; then the two neighbours whose piece has
+    the highest score are merged, the leftmost if several have; what is left becomes bytes."""
     given = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
     ids = {token: index for index, token in enumerate(given["tokens"])}
     parts: list[str | int] = [text]
