@@ -79,7 +79,7 @@ def _old_bert(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, T
 
 
 def no_pooler(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    """What a class built with `add_pooling_layer=False` saves: gte-small, most embedding models."""
+    """Drop the pooler: a class built with `add_pooling_layer=False` saves none (gte-small, most embedding models)."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("pooler.")}
 
 
@@ -144,7 +144,7 @@ class Variant:
 
     @property
     def tokens(self) -> int:
-        """Of one sample as `samples` makes them."""
+        """The number of tokens of one sample that `samples` makes."""
         patches = (IMAGE // PATCH) ** 2
         return {"vit": patches + 1, "dinov2": patches + 1, "deit": patches + 2}.get(self.model_type, WINDOW)
 
@@ -316,7 +316,7 @@ FOR_CORP: tuple[Collect, ...] = ("moments", "gram", "logits")
 def calibrate(
     folder: Path, out: Path, data: Samples, *, folds: int = 1, collect: tuple[Collect, ...] | None = None
 ) -> Statistics:
-    """As the command does, but for effects that are measured."""
+    """Measure statistics as the command does, except for effects that are measured."""
     model = Model.open(folder)
     kinds = list_collected_by_default(model) if collect is None else collect
     how: dict[str, Any] = {"device": torch.device("cpu"), "compute_dtype": torch.float32}

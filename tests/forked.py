@@ -33,7 +33,7 @@ class Child:
         os.kill(self.process, number)
 
     def ended(self, seconds: float | None = None) -> "subprocess.CompletedProcess[str]":
-        """What came of it; after so many seconds, if any are given, it is killed, which is an error.
+        """Wait for the end and return the result; after `seconds`, if given, the process is killed, which is an error.
 
         Only campaigns that look for what hangs give a limit: how long a test takes says nothing of the code.
         """
@@ -123,7 +123,7 @@ def fork_module(patch: pytest.MonkeyPatch, module: Any, place: Path) -> None:
 
 
 def work_and_exit(work: Callable[[], None], files: list[Path]) -> None:
-    """What a copy of this process does: it works, prints to files, and never returns."""
+    """Work in a copy of this process, which prints to files and never returns."""
     status = 1
     try:
         for descriptor, path in enumerate(files, 1):

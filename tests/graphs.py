@@ -136,9 +136,9 @@ def _whole(graph: Path) -> onnx_ir.Model:
 
 @contextmanager
 def trace_as_commands_do() -> Iterator[None]:
-    """As a command exports, whichever test asks first: in inference mode torch traces other operators.
+    """Let whichever test asks first trace as commands do: in inference mode torch traces other operators.
 
-    And without looking for garbage.
+    Garbage is not looked for meanwhile.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Where the real models and texts for tests lie: `shared/data` beside the checkout, not part of the project."""
+"""Real models and texts for tests lie in `shared/data` beside the checkout, which is not part of the project."""
 
 from pathlib import Path
 

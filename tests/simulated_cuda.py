@@ -67,7 +67,7 @@ def _there(tensor: Tensor) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What tuples, lists and mappings hold: torch's own walk takes several times as long as what it is for here."""
+    """Yield the leaves of tuples, lists and mappings; torch's own walk takes several times as long as its use here."""
     if isinstance(value, tuple | list):
         for each in value:
             yield from _leaves(each)

@@ -81,7 +81,7 @@ def with_evil(value: Any, path: Sequence[str | int]) -> Any:
 
 
 def check_markdown(text: str) -> None:
-    """What is left beside code and escaped signs is this tool's own."""
+    """Assert that any markup outside code and escaped signs is this tool's own."""
     assert CONTROL_CHARACTERS.search(text) is None
     front, *rest = text.removeprefix("---\n").split("\n---\n") if text.startswith("---\n") else ("", text)
     assert len(rest) == 1

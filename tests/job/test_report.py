@@ -134,7 +134,7 @@ JSON_VALUES = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(everything())), JSON_VALUES, max_size=4))
 def test_a_damaged_report_is_refused_in_one_way(changes):
-    """Whatever stands under its keys: it is read, and written again, or a validation error."""
+    """A report with any values under its keys is read, and written again, or refused with a validation error."""
     try:
         found = Report.read(everything() | changes)
     except ValidationError:

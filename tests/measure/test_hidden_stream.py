@@ -54,7 +54,7 @@ def test_samples_in_several_batches(twins, monkeypatch):
 
 @pytest.mark.parametrize("variant", every(3, VARIANTS))
 def test_gradients_go_through_a_block(twins, variant):
-    """What was recorded and carried is no tensor of inference mode; the gradient is the whole model's."""
+    """Recorded and carried states are no tensors of inference mode; gradients through them are the whole model's."""
     pair = twins(variant)
     tensors, model = pair.disk(), pair.dense()
     stream = pair.stream(tensors, sizes={2})
@@ -121,7 +121,7 @@ def test_states_are_where_they_were_allocated(twins, tmp_path, dtype):
 
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt", "opt-350m-like"])
 def test_likelihood_of_chosen_samples(twins, variant):
-    """Of the stream's own states, or of others that are given for them."""
+    """The likelihood is the whole model's, for all samples and for chosen ones if their states come in their order."""
     pair = twins(variant)
     tensors, rows = pair.disk(), [6, 1]
     stream = pair.stream(tensors)

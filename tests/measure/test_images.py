@@ -107,7 +107,7 @@ class TestRemoteCode:
 
     @pytest.fixture
     def ran(self, tmp_path, monkeypatch):
-        """What has been imported since the last call."""
+        """Return a function that says which files of code have been imported since its last call."""
         monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
         (tmp_path / "ran").mkdir()
 

@@ -76,7 +76,7 @@ def test_every_input_is_that_of_the_whole_model(dense, tmp_path, variant):
 
 
 def test_vectors_alone(dense, tmp_path):
-    """As Wanda needs them: no Gram anywhere, and the same vectors."""
+    """Statistics as Wanda needs them have no Gram anywhere, and the same vectors as full ones."""
     folder, data = dense.folder("qwen3"), data_of("qwen3")
     plain = calibrate(folder, tmp_path / "plain", data, collect=("moments", "linears"))
     full = calibrate(folder, tmp_path / "full", data, collect=LINEARS)
@@ -87,7 +87,7 @@ def test_vectors_alone(dense, tmp_path):
 
 @pytest.mark.parametrize("collect", [("moments", "taylor"), LINEARS])
 def test_the_size_is_known_before(dense, tmp_path, collect):
-    """Of the tensors; headers come on top."""
+    """The bytes of the tensors are known before measuring, except for counts; headers come on top."""
     folder = dense.folder("opt")
     model, data = Model.open(folder), data_of("opt")
     expected = count_statistics_bytes(model, collect=collect, folds=2, samples=len(data))

@@ -95,7 +95,7 @@ def test_drift_is_summed_as_its_tokens_need() -> None:
 
 @pytest.mark.parametrize("form", ["per-sample", "fourth-order"])
 def test_logits_of_large_means(form: Any) -> None:
-    """What the products of both Grams vary by, once their means are taken off."""
+    """Logit moments of queries and keys with large means are as exact as products of Grams in float64."""
     g = torch.Generator().manual_seed(0)
     queries, keys = (torch.randn(6, 16, 4, generator=g) + offset for offset in (300.0, 100.0))
     found = LogitMoments.zeros(1, 4, form=form).accumulate(queries, keys).as_fourth(torch.float64).fourth

@@ -62,7 +62,7 @@ def some_states(tokens: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def whole(model: PreTrainedModel, layers: str, batch: dict[str, Tensor], states: Tensor) -> dict[str, Tensor]:
-    """What the whole model returns when the output of its last block is exchanged."""
+    """Run the whole model with the output of its last block exchanged."""
     handle = model.get_submodule(layers)[-1].register_forward_hook(lambda *_: states)
     found = {name: value for name, value in model(**batch).items() if isinstance(value, Tensor)}
     handle.remove()

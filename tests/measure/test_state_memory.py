@@ -1,4 +1,4 @@
-"""Where hidden states are kept."""
+"""Hidden states are kept in memory up to a limit, and in mapped files beyond it."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def mappings() -> str:
-    """What this process has mapped, as Linux tells it."""
+    """Return this process's memory mappings as Linux lists them."""
     with open("/proc/self/maps") as maps:  # noqa: PTH123
         return maps.read()
 
@@ -58,7 +58,7 @@ def test_values_come_back_wherever_they_are(tmp_path, dtype, limit):
 
 @linux
 def test_the_limit_is_of_all_that_is_in_memory(tmp_path):
-    """Of bytes; what fits in what is left is in memory, also after something larger did not."""
+    """The limit counts bytes: what fits into the remaining ones is in memory, also after something larger did not."""
     memory = StateMemory(1000, tmp_path)
     asked = [((10, 10), torch.float32), ((10, 10), torch.float64), ((10, 10), torch.float32), ((100,), torch.bfloat16)]
     asked += [((1,), torch.bfloat16), ((1,), torch.bfloat16)]

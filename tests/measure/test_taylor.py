@@ -48,7 +48,7 @@ def cut(count: int, each: int) -> list[slice]:
 
 
 def sites(source: Model) -> dict[str, list[tuple[str, int, list[slice]]]]:
-    """What stands on which parameters of a llama or an opt, written out by hand."""
+    """List the lines of parameters that the units of a llama or an opt lie on, written out by hand."""
     config, opt = source.config, source.family.model_type == "opt"
     heads = config.num_attention_heads
     kv = heads if opt else config.num_key_value_heads

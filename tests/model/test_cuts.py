@@ -134,7 +134,7 @@ def test_a_tensor_that_is_cut_already_is_cut_further(kept, more):
 
 @pytest.mark.parametrize(("spaces", "sizes"), [(APART, SIZES), (FUSED, FUSED_SIZES)])
 def test_a_bias_has_the_rows_of_its_weight(spaces, sizes):
-    """What loses columns keeps its bias."""
+    """A bias loses the rows that its weight loses; a module that loses columns keeps its bias."""
     kept = tensors({"qk": {0, 3}, "heads": {0, 1}, "mlp": {1}})
     found = remaining_lines(family_of(spaces), dimension, kept, sizes)
     listed = {(module, kind): (dim, lines) for module, kind, dim, lines in list_cuts(found)}

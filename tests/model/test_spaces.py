@@ -1,4 +1,4 @@
-"""Where units lie on an axis, against axes written out line by line; and what a space says of its modules."""
+"""Units take the same lines of an axis as in axes written out line by line, and a space names its modules."""
 
 from itertools import combinations
 
@@ -103,7 +103,7 @@ def columns(**changes):
 
 
 def test_units_that_stand_side_by_side():
-    """As many are kept in each head; the units of the site are all of them."""
+    """Units that stand side by side are kept in equal numbers in each head, and a site counts all of them."""
     space = logits()
     assert (space.count(dimension), space.copies(dimension), space.site_units(dimension)) == (3, 4, 12)
     assert space.first(2, dimension).tolist() == [0, 1, 3, 4, 6, 7, 9, 10]
@@ -146,7 +146,7 @@ def test_a_rotary_pair_lies_on_its_key_and_on_every_query_that_shares_it(pairs, 
 
 @pytest.mark.parametrize(("name", "variant"), FAMILIES)
 def test_what_is_said_of_spaces_without_a_model_holds_for_every_family(name, variant):
-    """What each ends in, which stand side by side, and which two cross; the inner one first, but for values."""
+    """Spaces of every family end, stand side by side and cross as listed, the inner one first except for values."""
     spaces = load_family(name, variant).spaces
     assert {s: space.ends for s, space in spaces.items()} == {s: ENDS[s] for s in spaces}
     places = {s: {(i.module, axis) for axis, i in space.incidences} for s, space in spaces.items()}

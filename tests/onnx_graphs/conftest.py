@@ -7,5 +7,5 @@ from tests.graphs import Exported, exports
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """As `tests.graphs.exports`."""
+    """Export graphs as `tests.graphs.exports` does."""
     return exports(tmp_path_factory)

@@ -105,7 +105,7 @@ MODELS: dict[str, graphs.Maker] = {
 
 
 def made(tmp_path_factory: pytest.TempPathFactory) -> graphs.Exported:
-    """As `tests.graphs.exports`, of `MODELS` too."""
+    """Export graphs as `tests.graphs.exports` does, and those of `MODELS` too."""
     return graphs.exports(tmp_path_factory, MODELS)
 
 
@@ -182,7 +182,7 @@ class Text:
 
     @property
     def positions(self) -> Array:
-        """Of each token among those of its text; 0 for padding before it."""
+        """The position of each token among those of its text, and 0 for padding before it."""
         counted = np.zeros_like(self.ids)
         for row, kept in enumerate(self.mask):
             place = 0
@@ -204,7 +204,7 @@ class Text:
 
 @torch.inference_mode()
 def expected_of(module: Any, feed: Feed, names: Sequence[str]) -> dict[str, Tensor]:
-    """What PyTorch returns of these names for the same inputs: no graph, no cache going in."""
+    """Run PyTorch on the same inputs, with no graph and no cache going in, and return the outputs of these names."""
     takes = inspect.signature(module.forward).parameters
     inputs = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in feed.items()}
     inputs = {name: value for name, value in inputs.items() if name in takes}

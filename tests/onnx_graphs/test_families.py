@@ -111,7 +111,7 @@ def test_encoders_compute_what_pytorch_does_and_read_segments(graphs, name):
 
 
 def test_the_window_is_in_the_graph(graphs):
-    """What a token reads before the window changes nothing, and just inside it does."""
+    """A token just inside the window changes the logits of the last one, and one just before the window does not."""
     _, folder = graphs("mistral-window")
     graph, text = Graph(folder), Text.random(1, 20)
     logits = graph(text.feed(0, 20) | graph.no_past(1))["logits"]

@@ -1,4 +1,4 @@
-"""Where a task has no metric, that is said; `test_validation` has the figures of those that have one."""
+"""A task without a metric says so; `test_validation` has the figures of those that have one."""
 
 from pathlib import Path
 from types import SimpleNamespace

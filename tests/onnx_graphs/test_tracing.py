@@ -88,14 +88,14 @@ def test_a_context_too_short_to_trace(cached, needed):
 
 
 class Newer(LlamaForCausalLM):
-    """As transformers will be once the old name has gone."""
+    """Takes the cache as `cache` alone, as transformers will once the old name has gone."""
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, cache=None, use_cache=None):
         return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **{PAST: cache})
 
 
 class Older(LlamaForCausalLM):
-    """As transformers was before 5.24, and as a checkpoint's own code may be in any version."""
+    """Takes `past_key_values`, as transformers did before 5.24, and as a checkpoint's own code may in any version."""
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
         return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **{PAST: past_key_values})

@@ -124,7 +124,7 @@ def test_a_changed_byte_names_its_weight(folder):
 
 
 def test_a_changed_byte_outside_weights_is_told_from_a_weight(folder):
-    """Where it is no weight: the name that made it."""
+    """A changed byte of the producer's name in the graph is reported as one that is in no weight."""
     data = (folder / "model.onnx").read_bytes()
     (folder / "model.onnx").write_bytes(data.replace(b"ckpt_prune", b"ckpt_prunE", 1))
     total = len(json.loads((folder / "ckpt_prune_onnx.json").read_text())["graphs"][0]["tensors"])

@@ -13,7 +13,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one fold: kept inputs X (N, k), outputs of the whole projection Y (N, d_out), what they lack D (N, d_out)."""
+    """Holds one fold: kept inputs X (N, k), whole outputs Y (N, d_out), and what these lack, D (N, d_out)."""
 
     X: Array
     Y: Array
@@ -53,7 +53,7 @@ def held_out(counts: Sequence[int], kept: int) -> list[int]:
 
 
 def least_error(method: str, W: Array, folds: Sequence[Tokens]) -> float:
-    """What the method leaves, fitted to all tokens at α = 1, on the folds that are held out, as `held_out_error`."""
+    """Return the method's relative error on the folds of `held_out_error`, after a fit to all tokens at α = 1."""
     whole = together(folds)
     answer = fitted(method, W, whole.X, whole.Y + whole.D, 0.0)
     own = together([folds[i] for i in held_out([len(fold.X) for fold in folds], W.shape[1])])

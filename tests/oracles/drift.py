@@ -70,7 +70,7 @@ SITES: dict[str, dict[str, Site]] = {
 
 @torch.no_grad()
 def seen(model: Model, block: int, points: list[Point], data: Samples) -> dict[Point, Array]:
-    """What passes points of a block as the whole model runs, sample by sample: (samples, tokens, width)."""
+    """Return what passes points of a block as the whole model runs, sample by sample: (samples, tokens, width)."""
     rows: dict[Point, list[Tensor]] = {point: [] for point in points}
     own: Any = model.model.get_submodule(f"{model.layers}.{block}")
     handles = []

@@ -1,4 +1,4 @@
-"""What pruning one site alone does to a whole model's output, by the definitions: float64, everything from scratch."""
+"""Definitions of what pruning one site alone does to a whole model's output: float64, everything from scratch."""
 
 from collections.abc import Iterable, Sequence
 

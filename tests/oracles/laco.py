@@ -33,7 +33,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Path:
-    """What training went through: weights after every epoch, the first ones before any, and each epoch's mean loss."""
+    """Records training: weights before any epoch and after each, and each epoch's mean loss."""
 
     weights: list[Weights]
     losses: list[float]
@@ -44,7 +44,7 @@ def everything(data: Samples) -> dict[str, Tensor]:
 
 
 def states(model: Model, block: int, data: Samples, rows: Sequence[int] | None = None) -> Tensor:
-    """What leaves a block when the whole model runs; what enters the first one for block -1."""
+    """Return what leaves a block when the whole model runs; for block -1, what enters the first one."""
     found: list[Tensor] = []
     layers: Any = model.model.get_submodule(model.layers)
 
@@ -124,7 +124,7 @@ def error(dense: Model, pruned: Model, block: int, data: Samples, rows: Sequence
 
 
 def teacher(dense: Model, pruned: Model, block: int, rule: Rule) -> Model:
-    """What makes the target of a block: the dense model, or the pruned one with that block as it is in the dense."""
+    """Return the model that makes a block's target: the dense one, or the pruned one with the dense one's block."""
     if not rule.of_pruned:
         return dense
     found = copy.deepcopy(pruned)

@@ -15,7 +15,7 @@ def dropped(kept: Sequence[int], head_dim: int) -> list[int]:
 
 
 def lost_logits(sample: tuple[Array, Array], kept: Sequence[int]) -> Array:
-    """What the logits of a sample (T, T) lack without compensation."""
+    """Return the part of the logits of a sample (T, T) that the kept dimensions lack without compensation."""
     Q, K = sample
     return Q @ K.T - Q[:, kept] @ K[:, kept].T
 
@@ -61,7 +61,7 @@ def energy(samples: Samples) -> float:
 
 
 def floor(samples: Samples, kept: Sequence[int]) -> float:
-    """What is left of the lost logits by the best M, without normal equations."""
+    """Return the squared error that the best M leaves in the logits, without normal equations."""
     rows, targets = designs(samples, kept)
     solution = np.linalg.lstsq(rows, targets, rcond=1e-10)[0]
     return float(np.sum((targets - rows @ solution) ** 2))

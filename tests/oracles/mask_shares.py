@@ -16,7 +16,7 @@ def outlier_ratio(scores: list[Array], threshold: float) -> float:
 
 
 def owl(outliers: list[float], ratio: float, spread: float) -> list[float]:
-    """As OWL's code adjusts what is kept, and one minus that."""
+    """Adjust the kept shares as OWL's code does, and return one minus each of them."""
     kept = [(d - min(outliers)) / (max(outliers) - min(outliers)) * 2 * spread for d in outliers]
     kept = [each - sum(kept) / len(kept) + (1 - ratio) for each in kept]
     return [1 - each for each in kept]

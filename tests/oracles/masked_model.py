@@ -116,7 +116,7 @@ class Model:
         }
 
     def tokens(self, data: Samples, sites: list[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
-        """What the linears of (block, index in `inputs`) read: (tokens, width) float64."""
+        """Return what the linears of (block, index in `inputs`) read: (tokens, width) float64."""
         paths = {(block, at): f"{self.layers}.{block}.{self.inputs[at][0].modules[0]}" for block, at in sites}
         seen = watch(self.model, data, inputs=paths.values())
         return {site: torch.from_numpy(seen[path]).flatten(0, 1) for site, path in paths.items()}

@@ -41,7 +41,7 @@ def drop_in_matrix(scores: Tensor, count: int) -> Tensor:
 
 
 def drop_in_groups(scores: Tensor, n: int, m: int) -> Tensor:
-    """Of every m columns of a row n stay."""
+    """Keep n of every m columns of a row."""
     return torch.cat([drop_in_rows(part, m - n) for part in scores.split(m, 1)], 1)
 
 

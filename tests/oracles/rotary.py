@@ -31,7 +31,7 @@ def turned(pairs: Complex, theta: float) -> Complex:
 
 
 def parts(samples: Sequence[tuple[Complex, Complex]]) -> Complex:
-    """What every pair gives the logit of token t at token s, whose real part it is: (samples T T, P).
+    """Return complex numbers whose real parts are what pairs add to the logit of token t at token s: (samples T T, P).
 
     Args:
         samples: queries and keys (T, P), turned.
@@ -58,5 +58,5 @@ def factors(parts: Complex, kept: Sequence[int], strength: float) -> Complex:
 
 
 def error(parts: Complex, kept: Sequence[int], c: Complex) -> float:
-    """What the logits lose, squared and summed."""
+    """Return the squared error of the logits, summed, if only the kept pairs stay, each times its factor of c."""
     return float(np.sum((parts.real.sum(1) - (parts[:, kept] * c).real.sum(1)) ** 2))

@@ -32,7 +32,7 @@ def rotated(W: Array, left: Array, right: Array) -> Array:
 
 
 def importance(backbone: str, W: Array, H: Array, damp: float, left: Array, right: Array) -> Array:
-    """Of y = W x with Σ x xᵀ = H, rotated: for SparseGPT H is damped by a share of its mean diagonal, then inverted."""
+    """Importance of the rotated weights of y = W x, Σ x xᵀ = H; SparseGPT damps H by a share of its mean diagonal."""
     turned = rotated(W, left, right)
     damped = H + damp * np.trace(H) / len(H) * np.eye(len(H))
     inverse = np.linalg.inv(right.T @ damped @ right) if backbone == "sparsegpt" else H
@@ -64,7 +64,7 @@ def entropy(importance: Array, rows: bool, columns: bool) -> float:
 
 
 def entropy_in_groups(importance: Array, of: int) -> float:
-    """Of every group of `of` consecutive weights, times the group's share of its row's importance."""
+    """Sum the entropy of every group of `of` consecutive weights, times the group's share of its row's importance."""
     found = 0.0
     for row in importance:
         for start in range(0, len(row), of):

@@ -18,6 +18,6 @@ def hsic(K: Array, L: Array) -> float:
 
 
 def cka(X: Array, Y: Array) -> float:
-    """Of the linear kernels K = XXᵀ, L = YYᵀ (Kornblith et al. 2019)."""
+    """CKA of the linear kernels K = XXᵀ, L = YYᵀ (Kornblith et al. 2019)."""
     K, L = X @ X.T, Y @ Y.T
     return hsic(K, L) / np.sqrt(hsic(K, K) * hsic(L, L))

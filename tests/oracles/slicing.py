@@ -91,7 +91,7 @@ class Projected:
 
     @torch.no_grad()
     def _signals(self, norm: Any, data: Samples) -> Array:
-        """What a norm makes of what it is passed, before gains and biases: (tokens, d)."""
+        """Return what a norm makes of its inputs, before gains and biases: (tokens, d)."""
         seen: list[Tensor] = []
         handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()), prepend=False)
         batch = data.batch(slice(len(data)))
@@ -134,7 +134,7 @@ class _InTheMiddle:
 
 
 def _drop_shift(final: Any, project: Tensor) -> None:
-    """What of the final norm's bias lies outside the basis does not reach the head: b/g is projected, and ones stay."""
+    """Drop the part of the final norm's bias b outside the basis: b/g (g: gains) is projected, and its mean stays."""
     if getattr(final, "bias", None) is None:
         return
     with torch.no_grad():

@@ -16,7 +16,7 @@ def gradients(model: PreTrainedModel, windows: Tensor) -> list[dict[str, Tensor]
 
 
 def importance(model: PreTrainedModel, windows: Tensor, parts: list[tuple[str, int, list[slice]]]) -> dict:
-    """Of the units that lie on some parameters: (name, dimension, each unit's lines).
+    """Importance of the units that lie on some parameters: (name, dimension, each unit's lines).
 
     Returns:
         Order → one number per unit.

@@ -55,7 +55,7 @@ def features(stored: Mapping[str, Tensor], images: Tensor, heads: int) -> Tensor
 
 
 def logits(stored: Mapping[str, Tensor], images: Tensor, heads: int) -> Tensor:
-    """Of the class token; with a distillation token the mean of both heads."""
+    """Logits from the class token; with a distillation token, the mean of both heads."""
     tokens = features(stored, images, heads)
     found = tokens[:, 0] @ stored["head.weight"].double().T + stored["head.bias"]
     if "dist_token" not in stored:

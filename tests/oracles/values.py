@@ -9,7 +9,7 @@ Array = NDArray[np.float64]
 
 
 def directions(W: Sequence[Array], X: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """Of the SVD of M^½ Σ^½: into directions Q (d, d), back from them P (d, d), and squared singular values.
+    """Return directions from the SVD of M^½ Σ^½: into them Q (d, d), back P (d, d), and squared singular values.
 
     Args:
         W: columns (d_out, d) of every query head of the KV head.

@@ -43,7 +43,7 @@ def drawn(*lines, **options) -> Drawn:
 
 
 def interpolate(ticks, wanted, *, log=False):
-    """Where a value belongs, going by the outermost ticks alone."""
+    """Return the position at which a value belongs, going by the outermost ticks alone."""
     (p0, v0), (p1, v1) = ticks[0], ticks[-1]
     if log:
         v0, v1, wanted = math.log(v0), math.log(v1), math.log(wanted)

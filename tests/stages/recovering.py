@@ -51,7 +51,7 @@ LAYER_KEYS |= {"epochs", "best_epoch", "rate", "diverged", "recovered"}
 
 
 def training_data(variant: str) -> Samples:
-    """What a variant is recovered on: none of what it was pruned on."""
+    """Return the samples that a variant is recovered on, none of which it was pruned on."""
     if variant in encoders.VARIANTS:
         return encoders.samples(variant, SAMPLES, seed=11)
     return TokenWindows(families.windows(SAMPLES, 24, seed=11))
@@ -86,7 +86,7 @@ def layers_of(variant: str) -> str:
 
 
 def last_states(folder: Path, variant: str, data: Samples) -> Tensor:
-    """What the last block makes of each held-out sample, by the whole model."""
+    """Return the output of the last block for each held-out sample, from running the whole model."""
     path = f"{layers_of(variant)}.{families.BLOCKS - 1}"
     found = encoders.watch(loaded(folder, variant), data, results=[path])[path]
     return torch.from_numpy(found)[HELD_OUT]
@@ -94,7 +94,7 @@ def last_states(folder: Path, variant: str, data: Samples) -> Tensor:
 
 @cache
 def dense_states(dense: Path, variant: str) -> Tensor:
-    """The same of a dense checkpoint on its `training_data`, once."""
+    """Return the last states of a dense checkpoint on its `training_data`, computed once."""
     return last_states(dense, variant, training_data(variant))
 
 

@@ -73,7 +73,7 @@ def make_recipe(variant: str, *, multiple: int = 1, compensation: Any = "none", 
 
 
 def curves_of(job: Prepared) -> dict[Site, np.ndarray]:
-    """What every width costs, before measured effects: `test_curves.py` holds these against their definitions."""
+    """Return the error at every width, before measured effects; `test_curves.py` holds it against definitions."""
     model, recipe, statistics = job.model, job.recipe, job.statistics
     found = {}
     for block in range(BLOCKS):
@@ -182,7 +182,7 @@ ATTENTION: dict[str, Any] = {
 
 @pytest.mark.parametrize("variant", every(2, ["vit", "opt"]))
 def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
-    """What is written has the size that was planned, block by block, and is whole."""
+    """Widths for one budget lose no more than uniform ones; the output has the planned size and passes `verify`."""
     values = make_recipe(variant, widths="per_layer", size={"params": "64%"}).model_dump(by_alias=True)
     statistics = dense.statistics(variant, 2)
     shared, own = (

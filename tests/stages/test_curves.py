@@ -1,4 +1,4 @@
-"""What dropping units costs, and what gradients predict of it, by every score: against definitions on whole models."""
+"""The cost of dropping units, and its prediction from gradients, match definitions on whole models by every score."""
 
 import copy
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def recipe_of(spaces: Mapping[str, str], variant: str = "llama", **top: object) -> FullRecipe:
-    """Where consumers have a bias, it makes up for every mean."""
+    """Make a recipe; unless it prunes dimensions of queries and keys, biases of opt and vit make up for every mean."""
     method = "affine" if variant in ("opt", "vit") and "qk" not in spaces else "none"
     own = {space: {"score": score, "compensation": {"method": method}} for space, score in spaces.items()}
     values = {"version": 1, "name": "test", "allocation": "least-error", "widths": "per_layer", "container": "any"}
@@ -261,7 +261,7 @@ def test_spaces_are_measured_on_the_whole_model(variant, part, monkeypatch, dens
 
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "opt"])
 def test_wide_sites_are_tried_and_ranked_by_one_order(variant, monkeypatch, dense, tmp_path):
-    """As if every site were wide: no refits but those of whole spaces, and nothing is ranked again."""
+    """Wide sites have no refits but those of whole spaces, and are not ranked again; predictions stay the same."""
     monkeypatch.setattr("ckpt_prune.stages.spaces.effects.measured.SHALLOW", 1)
     folder, data = dense.folder(variant), data_of(variant)
     plain = calibrate(folder, tmp_path / "plain", data, folds=2)

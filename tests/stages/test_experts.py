@@ -223,7 +223,7 @@ def refit_by_hand(case: Case, kept: Mapping[int, list[int]], target: str) -> Any
 
 
 def output_of(model: Any, path: str, data: Any) -> torch.Tensor:
-    """What a block gives for all tokens, (tokens, hidden)."""
+    """Return a block's outputs for all tokens, (tokens, hidden)."""
     found: list[Any] = []
     hook = model.get_submodule(path).register_forward_hook(lambda _, __, output: found.append(output))
     outputs(model, data)
@@ -317,7 +317,7 @@ BY_TWO_BEST = Case("deepseek_v3", "DeepseekV3ForCausalLM", settings=json.dumps(G
 
 @torch.no_grad()
 def route_tokens(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the first router gives for every token: scores that it chooses by (tokens, experts), and experts chosen."""
+    """Return what the first router gives for every token: scores it chooses by (tokens, experts), and its experts."""
     found: list[Any] = []
     router = model.double().get_submodule("model.layers.0.mlp.gate")
     router.register_forward_hook(lambda *seen: found.append(seen[2]))

@@ -142,7 +142,7 @@ def test_a_copy_of_the_embedding_that_is_stored_as_the_tied_head_is_left_out(sou
 
 
 def test_frequencies_that_old_checkpoints_store_are_carried_and_ignored(sources, tmp_path):
-    """As the first LLaMA conversions have them, one vector for each block."""
+    """Frequencies stored as in the first LLaMA conversions, one vector for each block, are carried and ignored."""
     folder = make(tmp_path / "dense", "llama")
     stored = {
         f"model.layers.{block}.self_attn.rotary_emb.inv_freq": torch.tensor([1.0, 0.01]) for block in range(BLOCKS)

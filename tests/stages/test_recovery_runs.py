@@ -89,7 +89,7 @@ BLIND: dict[str, tuple[str, FullRecipe]] = {
 
 @pytest.mark.parametrize("name", every(5, BLIND))
 def test_on_the_fly_equals_prune_then_recover(dense, tmp_path, name, monkeypatch):
-    """Of prunings that do not look at what comes before the block: every byte of the checkpoint, and every error."""
+    """Prunings that ignore earlier blocks give the same checkpoint and errors on the fly as if recovered afterwards."""
     variant, recipe = BLIND[name]
     folder = dense.folder(variant)
     with monkeypatch.context() as patch:

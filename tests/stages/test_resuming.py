@@ -181,7 +181,7 @@ def test_a_swap_that_a_kill_interrupted_is_completed_by_resuming(sources, tmp_pa
 
 
 def test_overwriting_keeps_what_its_user_put_there(sources, tmp_path):
-    """Of a real output: every name that is written is known to be this tool's."""
+    """Overwriting a real output replaces every name that this tool writes, and keeps what the user added."""
     out, said = tmp_path / "out", []
     prune(job(sources, "dense"), out)
     before = contents(out)

@@ -359,7 +359,7 @@ def job_after(dense: Sources, turned: Callable[..., Path], variant: str, kind: s
     every(5, itertools.product(["llama-biases", "qwen2", "qwen3", "seed_oss-biases-mha", *OPT[:3]], KINDS)),
 )
 def test_moments_under_rotations_are_those_of_the_rotated_model(dense, turned, variant, kind):
-    """Of every linear's input: from the dense model's statistics, and from hooks on the output."""
+    """Moments of every linear's input, from the dense model's statistics, are those that hooks see in the output."""
     job = job_after(dense, turned, variant, kind)
     model = whole(loaded(turned(variant, kind), kind), variant)
     sites = [(block, at) for block in range(BLOCKS) for at in range(len(model.inputs))]
@@ -487,7 +487,7 @@ def learning(kind: str, backbone: str, steps: int = 1, **more: Any) -> FullRecip
     ),
 )
 def test_the_entropy_that_is_lowered_is_the_papers(dense, tmp_path, learned, backbone):
-    """Of the dense model's own weights and inputs, gains of norms with the weights they feed."""
+    """Learned rotations lower the entropy of the dense weights and inputs, gains of norms in the weights they feed."""
     variant, kind = learned
     report = masked(dense.folder(variant), tmp_path / "out", learning(kind, backbone), data_of(variant))
     learned, expected = report["rotation"]["learned"], entropy_by_hand(dense, variant, kind, backbone)

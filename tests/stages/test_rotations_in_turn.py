@@ -39,7 +39,7 @@ def in_turn(kind: str = "per-layer", method: str = "wanda", **rotation: Any) -> 
 
 @pytest.mark.parametrize(("variant", "method"), crossed(list(NORMS), ["wanda", "magnitude"]))
 def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch, variant, method):
-    """Of every block: the dense block on what the output's blocks before it give, turned back."""
+    """Every block's inputs are those of the dense block on what the output's blocks before it give, turned back."""
     random_rotations(monkeypatch)
     by_hand, seen = learning.learn_rotations, []
 
@@ -73,7 +73,7 @@ def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch,
 
 @torch.inference_mode()
 def inputs_of(model: Any, block: int, states: Tensor | None, ids: Tensor) -> dict[str, Tensor]:
-    """What the linears of a dense block read, (tokens, width), where its input is replaced."""
+    """Return what the linears of a dense block read, (tokens, width), with its input replaced by `states` if given."""
     layers = model.get_decoder().layers
     found: dict[str, Tensor] = {}
     hooks = []

@@ -58,7 +58,7 @@ def test_no_wider_column_would_fit(three, share, kind):
 
 @pytest.mark.parametrize("share", [45, 58, 66, 74, 78, 88])
 def test_the_coarse_space_is_as_the_ratio_says_and_the_columns_are_near_it(three, share):
-    """Of the two counts of groups on either side of where the size is met, the one that moves the columns less."""
+    """The coarse space keeps that of the two counts around the size limit for which the columns move less."""
     job = settle(three, f"{share}%")
     limit = size_at(three, GROUPS, COLUMNS) * share // 100
     by_ratio = []

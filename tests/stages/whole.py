@@ -1,4 +1,4 @@
-"""What tests of masks and of rotations share: checkpoints, jobs, and the whole models they are held against."""
+"""Checkpoints, jobs and whole models are shared here by the tests of masks and of rotations."""
 
 import weakref
 from pathlib import Path

@@ -76,7 +76,7 @@ def test_a_switch_of_the_config_that_no_description_knows(tmp_path: Path, monkey
     made = LlamaModel.__init__
 
     def with_switch(self: LlamaModel, config: LlamaConfig) -> None:
-        """As a later release of transformers might: a key that its config class has no field for."""
+        """Read a key that its config class has no field for, as a later release of transformers might."""
         made(self, config)
         for layer in self.layers if getattr(config, "halved_blocks", False) else ():
             layer.register_forward_hook(lambda module, given, output: output / 2)

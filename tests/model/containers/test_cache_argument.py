@@ -17,7 +17,7 @@ PATHS = {"query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "
 
 
 class Newer(LlamaAttention):
-    """As transformers will be once the old name has gone."""
+    """Takes the cache as `cache` alone, as transformers will once the old name has gone."""
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, cache=None, **kwargs):
         kwargs[INSTALLED] = cache
@@ -25,7 +25,7 @@ class Newer(LlamaAttention):
 
 
 class Older(LlamaAttention):
-    """As transformers was before 5.24, which passes a cache in pages to the attention function, as `cache`."""
+    """Takes `past_key_values`, as transformers before 5.24, which gives the attention function a paged `cache`."""
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         kwargs[INSTALLED] = past_key_values

@@ -153,7 +153,7 @@ def test_what_is_saved_of_a_loaded_one_is_such_an_output_too(remote, name, tmp_p
 
 
 def test_a_config_that_is_given_by_hand(remote):
-    """As libraries pass it on: with trust it is the same model, without it is refused."""
+    """A config given by hand, as libraries pass it on, loads the same model with trust, and is refused without."""
     config = AutoConfig.from_pretrained(remote["qwen3"])
     assert not hasattr(modeling_pruned.PrunedQwen3Config(**config.to_dict()), WEIGHTS_KEY)
     loaded = modeling_pruned.PrunedQwen3ForCausalLM.from_pretrained(remote["qwen3"], config=config)

@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 
 
 def products(blocks, columns: int) -> np.ndarray:
-    """What MatMulNBits makes of the unit vectors: the matrix that it reads."""
+    """Multiply the unit vectors with MatMulNBits, which gives the matrix that it reads."""
     names = ["x", "packed", "scales", *([] if blocks.zeros is None else ["zeros"])]
     arrays = {"packed": blocks.packed, "scales": blocks.scales, "zeros": blocks.zeros}
     node = helper.make_node(

@@ -1,4 +1,4 @@
-"""What is taken out: the most harmful by the byte, and no more than it takes."""
+"""Weights are taken out by the harm they do for each byte, the most harmful first, and no more than it takes."""
 
 import pytest
 
@@ -57,7 +57,7 @@ ROLES = [[name for name in MANY if name[0] == role] for role in "qv"]
 
 
 def search(most, alike=ROLES, allowed=0.2):
-    """What is chosen of many, and every set that was measured for its rank."""
+    """Choose among many weights, and return the choice with every set that was measured for its rank."""
     asked: list[tuple[str, ...]] = []
 
     def lost(names):

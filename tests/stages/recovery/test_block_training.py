@@ -102,7 +102,7 @@ def oracle(at: Site, seed: int = 0) -> tuple[laco.Path, Callable[[Weights], floa
 
 
 def assert_kept(found: TrainedBlock, at: Site, expected: Weights) -> None:
-    """What was trained has these values, all else is untouched, and something was trained."""
+    """Assert that all tensors to be trained changed, to the expected values, and that all others are untouched."""
     assert found.tensors.keys() == at.tensors.keys()
     for name, tensor in at.tensors.items():
         assert found.tensors[name].dtype == tensor.dtype
@@ -249,7 +249,7 @@ def sites(twins):
     seed=st.integers(0, 9),
 )
 def test_the_error_on_samples_held_out_never_grows(sites, rate, variant, stored, schedule, seed):
-    """Whatever the rate; what comes out is finite and has the zeros it had."""
+    """At any learning rate the error on held-out samples does not grow; weights stay finite and keep their zeros."""
     at: Site = sites(variant, stored)
     at.chosen = settings(epochs=2, schedule=schedule)
     before = at.error(at.tensors)

@@ -51,7 +51,7 @@ class Pair:
         return fit_scales(next(sides), next(sides), self.twins.data, split, chosen, seed=0)
 
     def outputs(self, fitted: Trained[Scales] | None, rows: Tensor, weights: Weights) -> list[Tensor]:
-        """Of a whole model in float64 with these weights, scaled."""
+        """Return the outputs of a whole model in float64 with these weights, scaled if anything was fitted."""
         own = weights if fitted is None else weights | apply_scales(weights, fitted.kept)
         stream = self.twins.stream(own)
         for block in range(BLOCKS):
@@ -69,7 +69,7 @@ class Pair:
 
 @pytest.mark.parametrize("variant", every(2, VARIANTS))
 def test_gradients_are_those_of_the_whole_model(twins_of, variant, monkeypatch):
-    """Of the first batch, with scales that are not one."""
+    """Gradients of the first batch are those of the whole model, with scales that are not one."""
     pair = Pair.of(twins_of(variant))
     twins, rows = pair.twins, torch.tensor([4, 0, 7])
     generator = torch.Generator().manual_seed(3)

@@ -34,7 +34,7 @@ assert families.BLOCKS == encoders.BLOCKS == BLOCKS
 
 
 def settings(**changes: object) -> RecoverySettings:
-    """Of nine samples two are held out; seven do not divide into batches of three."""
+    """Make settings that hold out two of nine samples; the other seven do not divide into batches of three."""
     values = {"epochs": 3, "batch": 3, "held_out": 0.2, "patience": 99, "lr": 0.01} | changes
     return RecoverySettings.model_validate(values)
 

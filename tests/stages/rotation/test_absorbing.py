@@ -217,7 +217,7 @@ def test_moments_before_a_norms_gain_and_bias(tokens, width, gain, shift, dead, 
     seed=st.integers(0, 2**16),
 )
 def test_moments_after_a_rotation(tokens, kv, group, head_dim, right, seed):
-    """Of x R with R written out, R2 repeated over the query heads of its group."""
+    """Moments after a rotation are those of x R with R written out, R2 repeated over the query heads of its group."""
     width = kv * group * head_dim
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     residual, heads = orthogonal(width, width, seed=seed), orthogonal(kv, head_dim, head_dim, seed=seed)
