@@ -389,7 +389,7 @@ def stock(folder: Path, variant: str, **options: Any) -> PreTrainedModel:
 
 
 @cache
-def unchanged(folder: Path, variant: str) -> PreTrainedModel:
+def load_stock_once(folder: Path, variant: str) -> PreTrainedModel:
     """The stock model of a dense checkpoint, loaded once for all who look at it and leave it as it is."""
     return stock(folder, variant)
 

@@ -103,7 +103,7 @@ def traced_before(patch: pytest.MonkeyPatch, graph: Path) -> None:
 def traced_for_others(patch: pytest.MonkeyPatch, graph: Path) -> None:
     """The same for a model of the same shapes: its own weights stand in the graph."""
 
-    def reweighed(model: torch.nn.Module, *_: Any, **__: Any) -> onnx_ir.Model:
+    def replace_weights(model: torch.nn.Module, *_: Any, **__: Any) -> onnx_ir.Model:
         found, weights = _whole(graph), model.state_dict()
         placed = []
         for name, value in found.graph.initializers.items():
@@ -118,7 +118,7 @@ def traced_for_others(patch: pytest.MonkeyPatch, graph: Path) -> None:
         assert all(any(torch.equal(tensor, each) for each in placed) for tensor in weights.values())
         return found
 
-    patch.setattr(exporting, "trace_model", reweighed)
+    patch.setattr(exporting, "trace_model", replace_weights)
 
 
 def graph_of(folder: Path) -> Path:

@@ -13,14 +13,14 @@ def interrupt_at(
     """Ctrl-C, or an error, just before this call of a method."""
     original, calls = getattr(owner, method), 0
 
-    def counted(*args, **kwargs):
+    def count_call(*args, **kwargs):
         nonlocal calls
         calls += 1
         if calls == call:
             raise error or KeyboardInterrupt
         return original(*args, **kwargs)
 
-    patch.setattr(owner, method, counted)
+    patch.setattr(owner, method, count_call)
 
 
 def stop_before(patch: pytest.MonkeyPatch, stopped: str) -> None:

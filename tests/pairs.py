@@ -39,7 +39,7 @@ def dealt(first: Iterable[Any], second: Sequence[Any], each: int = 1) -> list[tu
     return found
 
 
-def chosen(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[ParameterSet]:
+def choose_cases(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[ParameterSet]:
     """Return parameters: some are tested always, the others with `--thorough`.
 
     Args:
@@ -53,19 +53,19 @@ def chosen(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Parameter
     return found
 
 
-def crossed(first: Sequence[Any], second: Sequence[Any], each: int = 1) -> list[ParameterSet]:
+def cross_cases(first: Sequence[Any], second: Sequence[Any], each: int = 1) -> list[ParameterSet]:
     """Return a whole product as parameters; tested always is what `dealt` returns."""
     kept = dealt(first, second, each)
-    return chosen(itertools.product(first, second), lambda pair: pair in kept)
+    return choose_cases(itertools.product(first, second), lambda pair: pair in kept)
 
 
 def every(count: int, values: Iterable[Any]) -> list[ParameterSet]:
     """Return values as parameters; tested always is the first of every `count`."""
     turn = itertools.count()
-    return chosen(values, lambda _: next(turn) % count == 0)
+    return choose_cases(values, lambda _: next(turn) % count == 0)
 
 
 def first_of_each(values: Iterable[Any], kind: Callable[[Any], Hashable]) -> list[ParameterSet]:
     """Return values as parameters; tested always is the first of every kind."""
     met: set[Hashable] = set()
-    return chosen(values, lambda value: not (kind(value) in met or met.add(kind(value))))
+    return choose_cases(values, lambda value: not (kind(value) in met or met.add(kind(value))))

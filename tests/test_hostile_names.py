@@ -33,7 +33,18 @@ from ckpt_prune.stages.report import AnyPlan, Report, read_report_or_plan
 from tests.cli.running import refused, run
 from tests.evaluation.tiny import tiny_llama
 from tests.forked import posix
-from tests.show.examples import elsewhere, layer, learned, linear, masked, parse, plan, recovery, report, site
+from tests.show.examples import (
+    elsewhere,
+    layer,
+    linear,
+    make_learned_rotation,
+    make_mask_report,
+    parse,
+    plan,
+    recovery,
+    report,
+    site,
+)
 
 EVIL = "a<script>x</script>|`b`\n# h\n---\nc: d\r\x1b[31m\x9b\u202e\u2028![i](u)'\"]"
 DEPTH = {
@@ -56,8 +67,11 @@ REPORTS = {
         depth=DEPTH,
         lora={"rank": 1, "modules": 2, "data": "d", "loss_before": 1.0, "loss_after": 1.0, "settings": {"k": "v"}},
     ),
-    "mask": masked(
-        [linear(0)], learned(0), recovery=recovery(settings={"only": "mlp", "layers": "0:1"}), layers=[layer(0)]
+    "mask": make_mask_report(
+        [linear(0)],
+        make_learned_rotation(0),
+        recovery=recovery(settings={"only": "mlp", "layers": "0:1"}),
+        layers=[layer(0)],
     ),
     "recovery": elsewhere([layer(0)], recovery=recovery(earlier={"recovery": recovery(), "layers": [layer(0)]})),
     "plan": plan([site(0)], origin={"reference": "org/name", "revision": None, "sha256": "5"}, depth=DEPTH),

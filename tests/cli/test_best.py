@@ -16,7 +16,7 @@ from tests.cli.running import TEXT, listing, ok, read_json, refused, run, same_f
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
 from tests.oracles import whole_best
-from tests.pairs import chosen, every
+from tests.pairs import choose_cases, every
 
 IMAGES = ("--images", "images", "--samples", "8")
 GRID = "lambda_grid=[0.01,1]"
@@ -78,7 +78,7 @@ def test_best_needs_the_metric_and_folds(here):
 MODELS = {"llama": TEXT, "opt": (*TEXT[:-1], "12"), "vit": IMAGES}
 
 
-@pytest.mark.parametrize("model", chosen(MODELS, lambda model: model != "opt"))
+@pytest.mark.parametrize("model", choose_cases(MODELS, lambda model: model != "opt"))
 def test_best_on_data(here, model):
     """A llama is interrupted in the second block and continued: it is the same as in one go."""
     job = ("prune", model, "--recipe", "best", "--ratio", "0.4", *QUICK, *MODELS[model])

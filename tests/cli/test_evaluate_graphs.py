@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.cli.running import ok, refused
-from tests.onnx_graphs.exports import made
+from tests.onnx_graphs.exports import make_exports
 
 TEXT = ("--text", "text.txt", "--window", "16", "--samples", "4")
 
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory):
-    export = made(tmp_path_factory)
+    export = make_exports(tmp_path_factory)
     return {name: export(name) for name in ("llama-gqa-tied", "deit-teacher")}
 
 

@@ -10,7 +10,7 @@ import pytest
 from ckpt_prune.onnx import export as exporting
 from tests.cli.running import edit_weights, listing, ok, poison, read_json, refused, run
 from tests.graphs import trace_as_commands_do, traced_before
-from tests.onnx_graphs.exports import made
+from tests.onnx_graphs.exports import make_exports
 
 VISION, DECODER = "deit-teacher", "llama-gqa-tied"
 FILES = ["README.md", "ckpt_prune_onnx.json", "config.json", "model.onnx"]
@@ -33,7 +33,7 @@ AGREES = "the graph agrees with vision (fp32, cpu, tolerance 0.0001 of the large
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory):
-    export = made(tmp_path_factory)
+    export = make_exports(tmp_path_factory)
     return {name: export(name) for name in (VISION, DECODER)}
 
 

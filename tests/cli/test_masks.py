@@ -37,7 +37,7 @@ from tests.cli.running import (
 from tests.evaluation.tiny import random_windows
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
-from tests.pairs import chosen, dealt, every
+from tests.pairs import choose_cases, dealt, every
 
 MASKS = [f"{method}-{pattern}" for method, pattern in product(("magnitude", "wanda", "sparsegpt"), ("50", "2-4"))]
 SHARED = [f"cayley-rotator-shared-{mask}" for mask in MASKS]
@@ -175,7 +175,7 @@ def assert_masked_by_half(folder: str, recipe: str) -> None:
 # ---- every shipped recipe ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", chosen(MASKS, {MASKS[0], MASKS[3], MASKS[4], MASKS[5]}.__contains__))
+@pytest.mark.parametrize("recipe", choose_cases(MASKS, {MASKS[0], MASKS[3], MASKS[4], MASKS[5]}.__contains__))
 def test_masks(here, recipe):
     said = ok(*PRUNE, recipe, *TEXT)
     errors = error_line("out") if recipe.startswith("sparsegpt") else ""
@@ -198,7 +198,7 @@ def test_masks(here, recipe):
     assert read_json("out/ckpt_prune.json")["rotation"] is None
 
 
-@pytest.mark.parametrize("recipe", chosen([*SHARED, *PER_LAYER], EACH_ONCE.__contains__))
+@pytest.mark.parametrize("recipe", choose_cases([*SHARED, *PER_LAYER], EACH_ONCE.__contains__))
 def test_rotations_and_masks(here, recipe):
     shared = "shared" in recipe
     said = ok(*PRUNE, recipe, *TEXT, *FEW)

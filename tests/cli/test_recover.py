@@ -33,7 +33,7 @@ from tests.cli.running import (
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
-from tests.pairs import chosen, crossed, every
+from tests.pairs import choose_cases, cross_cases, every
 from tests.reports import without_stages
 from tests.stages.recovering import is_linear
 
@@ -212,7 +212,7 @@ def strict(text: str) -> dict[str, Any]:
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize(("block", "model"), crossed([0, 1], ["pruned", "dense"]))
+@pytest.mark.parametrize(("block", "model"), cross_cases([0, 1], ["pruned", "dense"]))
 def test_hidden_states_that_are_not_finite(place, model, block):
     """Every weight is finite, and what the block makes of them is not: the figures are null, blocks before recover."""
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
@@ -251,7 +251,7 @@ def test_perplexity_after_what_is_not_there(place, after):
 # ---- memory, repetition and interruption -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("commit", chosen([1, 2, 3], lambda commit: commit == 2))
+@pytest.mark.parametrize("commit", choose_cases([1, 2, 3], lambda commit: commit == 2))
 def test_ctrl_c_and_resume(place, commit):
     ok(*RECOVER, "--perplexity-after", "all", "-o", "whole")
     job = (*RECOVER, "--perplexity-after", "all", "-o", "out")

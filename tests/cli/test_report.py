@@ -13,7 +13,7 @@ from tests.show.examples import (
     elsewhere,
     layer,
     linear,
-    masked,
+    make_mask_report,
     parse,
     plan,
     recovery,
@@ -129,7 +129,7 @@ DAMAGE = {
         "before.parameters: input should be greater than or equal to 1",
     ),
     "more zeros than weights": (
-        masked([linear(0), linear(1, zeros=33)]),
+        make_mask_report([linear(0), linear(1, zeros=33)]),
         "linears.1: value error, more zeros than weights",
     ),
     "a perplexity of nothing": (

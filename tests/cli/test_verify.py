@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, run, set_config
-from tests.onnx_graphs.exports import made as graphs
+from tests.onnx_graphs.exports import make_exports as graphs
 
 WELL = """\
 check       result

@@ -47,7 +47,7 @@ def small_bias_of_tokens(W: np.ndarray, X: np.ndarray, Y: np.ndarray, strength: 
 @pytest.fixture
 def form(monkeypatch) -> str:
     """The name of a method of another form, which the registry holds for this test."""
-    name, known = "small-bias", oracle.fitted
+    name, known = "small-bias", oracle.fit_answer
     monkeypatch.setitem(METHODS, name, Method(name, "", "", True, True, True, form=small_bias))
     monkeypatch.setattr(
         oracle, "fitted", lambda method, *of: small_bias_of_tokens(*of) if method == name else known(method, *of)

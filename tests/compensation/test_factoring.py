@@ -52,7 +52,7 @@ def test_a_singular_gram(shape):
     for rank in (2, 3, 5):
         found = factor(torch.from_numpy(W), torch.from_numpy(X.T @ X), rank)
         product = (found.up @ found.down).numpy()
-        expected = error(W, factors.truncated(W, X, rank), X)
+        expected = error(W, factors.truncate(W, X, rank), X)
         assert error(W, product, X) == pytest.approx(expected, abs=1e-9 * error(W, 0 * W, X))
         torch.testing.assert_close(found.up.T @ found.up, torch.eye(rank, dtype=torch.float64))
 
@@ -72,7 +72,7 @@ def test_energies_are_the_errors_of_every_rank(shape):
     own = direction_energies(torch.from_numpy(W), torch.from_numpy(X.T @ X))
     assert own.shape == (min(shape),)
     for rank in (1, 4):
-        assert own[rank:].sum().item() == pytest.approx(error(W, factors.truncated(W, X, rank), X))
+        assert own[rank:].sum().item() == pytest.approx(error(W, factors.truncate(W, X, rank), X))
 
 
 def test_nothing_comes_in():
@@ -96,7 +96,7 @@ def test_the_update_is_least_squares_on_what_reaches_the_linear(shape, tokens):
     (W, X), (_, other) = drawn(*shape), drawn(*shape, tokens=tokens, seed=1)
     first = factor(torch.from_numpy(W), torch.from_numpy(X.T @ X), 4)
     found = refit_factors(torch.from_numpy(W), torch.from_numpy(other.T @ other), first.down)
-    expected = factors.updated(W, other, first.down.numpy())
+    expected = factors.solve_update(W, other, first.down.numpy())
     np.testing.assert_allclose(found.up.numpy(), expected, rtol=1e-5, atol=1e-6)
     lost = error(W, (found.up @ found.down).numpy(), other)
     assert found.error == pytest.approx(lost / error(W, 0 * W, other), rel=1e-6, abs=1e-12)

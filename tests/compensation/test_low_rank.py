@@ -162,7 +162,7 @@ def test_a_fit_to_centred_keys_spends_nothing_on_what_the_softmax_does_not_see(f
     moments = LogitMoments.zeros(2, 5, form=form, centred=True).accumulate(*flat)
     fits = {chosen: solve_low_rank(moments.with_keys(centred=chosen), 2, 1e-4) for chosen in (False, True)}
     for head in range(2):
-        samples = oracle.centred(a.samples(head))
+        samples = oracle.centre_keys(a.samples(head))
         lost = {c: oracle.low_rank_error(samples, f.left[head].numpy(), f.right[head].numpy()) for c, f in fits.items()}
         assert lost[True] < 0.8 * lost[False]
         assert fits[True].errors[head].item() == pytest.approx(lost[True], rel=1e-3)

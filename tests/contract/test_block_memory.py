@@ -14,7 +14,7 @@ from ckpt_prune.measure.streams import hidden_stream as streams
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
 from .dense import Dense
 from .models import LONG, Case, first_cases
@@ -72,7 +72,7 @@ def assert_same(found: SpaceMoments | Tensor, expected: SpaceMoments | Tensor, w
 
 
 @pytest.mark.usefixtures("two_batches")
-@pytest.mark.parametrize("case", chosen(LONG, first_cases()[::6].__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(LONG, first_cases()[::6].__contains__), ids=str)
 def test_the_bits_are_those_of_whole_runs(dense: Dense, case: Case) -> None:
     model = dense.model(case)
     pairs = zip(*(walk(open_at_start(kind, model, case), model) for kind in (HiddenStream, Forgetful)), strict=True)

@@ -20,7 +20,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.depth.preview import find_map_spaces
 from ckpt_prune.verification.verify import verify
 from tests.oracles.gap import ridge_map
-from tests.pairs import chosen, every
+from tests.pairs import choose_cases, every
 
 from .dense import Dense
 from .models import ALIKE, FIRST, Case, unlike_cases
@@ -68,7 +68,7 @@ def without(case: Case, blocks: list[int]) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("case", chosen(FIRST, unlike_cases()[::2].__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(FIRST, unlike_cases()[::2].__contains__), ids=str)
 def test_equals_the_dense_model_with_its_list_of_blocks_edited(dense: Dense, case: Case, tmp_path) -> None:
     case, out = deep(case), tmp_path / "out"
     report = run_job(dense.request(case, depth_recipe([1, 2])), out).report

@@ -16,7 +16,7 @@ from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.model import Model, TensorSpec
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.model.spaces import first_expert_spaces, recipe_space
-from tests.pairs import chosen, every
+from tests.pairs import choose_cases, every
 
 from .dense import Dense
 from .models import BLOCKS, CASES, LONG, Case, first_cases
@@ -32,7 +32,7 @@ def shapes_of(case: Case, **changes: object) -> dict[str, tuple[int, ...]]:
     return {name: shape[::-1] if name in turned else shape for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("case", chosen(CASES, first_cases().__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(CASES, first_cases().__contains__), ids=str)
 def test_a_published_checkpoint_is_known_and_whole(dense: Dense, case: Case) -> None:
     """The class is found by its tensors, Auto classes load it, and no tensor lacks or is too many.
 
@@ -54,7 +54,7 @@ def test_a_published_checkpoint_is_known_and_whole(dense: Dense, case: Case) -> 
     assert all(model.dimension(name) > 0 for name in case.family.dimensions)
 
 
-@pytest.mark.parametrize("case", chosen(CASES, LONG.__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(CASES, LONG.__contains__), ids=str)
 def test_transposed_modules_are_those_of_the_class(case: Case) -> None:
     block = case.block(build_skeleton(case.config, case.architecture), 0)
     conv = {path for path, module in block.named_modules() if isinstance(module, Conv1D)}
@@ -72,7 +72,7 @@ def find_stacked_weight(case: Case, values: dict[str, nn.Parameter], block: int,
     return weight.chunk(2)[int(role == "up")]
 
 
-@pytest.mark.parametrize("case", chosen(CASES, LONG.__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(CASES, LONG.__contains__), ids=str)
 def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None:
     """And the tensor on disk is what the family's module holds, one parameter below the other."""
     stored = load_file(dense.folder(case) / "model.safetensors")

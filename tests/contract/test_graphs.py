@@ -20,7 +20,7 @@ from tests.onnx_graphs.exports import (
     expected_of,
     in_pytorch,
 )
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
 from .dense import Dense, spaces_recipe
 from .models import Case, unlike_cases
@@ -44,7 +44,7 @@ TRACED = {"gemma3_text", "qwen3_moe", "seed_oss"}
 others with `--thorough`."""
 
 
-@pytest.mark.parametrize("case", chosen(SHALLOW, lambda case: case.model_type in TRACED), ids=str)
+@pytest.mark.parametrize("case", choose_cases(SHALLOW, lambda case: case.model_type in TRACED), ids=str)
 def test_a_graph_computes_what_pytorch_does(dense: Dense, case: Case, tmp_path) -> None:
     """The graph of a pruned output agrees with PyTorch, with a shape that no stock class has where there are such."""
     settings = GraphSettings(**WAYS.get(case.model_type, {}))

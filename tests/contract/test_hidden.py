@@ -30,7 +30,7 @@ from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram
 from ckpt_prune.verification.verify import verify
 from tests.oracles.slicing import Projected
-from tests.pairs import chosen, dealt
+from tests.pairs import choose_cases, dealt
 
 from .dense import Dense
 from .models import FIRST, Case
@@ -74,7 +74,9 @@ streams that begin in a convolution."""
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    chosen(product(FIRST, KINDS), dealt([case for case in FIRST if case.model_type in WHOLE], KINDS).__contains__),
+    choose_cases(
+        product(FIRST, KINDS), dealt([case for case in FIRST if case.model_type in WHOLE], KINDS).__contains__
+    ),
     ids=str,
 )
 def test_nothing_sliced_keeps_the_outputs(dense: Dense, case: Case, kind: str, tmp_path) -> None:
@@ -94,7 +96,7 @@ def test_nothing_sliced_keeps_the_outputs(dense: Dense, case: Case, kind: str, t
     assert all(check.passed is not False for check in verify(out, dense.folder(case)))
 
 
-@pytest.mark.parametrize(("case", "kind"), chosen(SLICED, lambda each: each[0].model_type in PROJECTED), ids=str)
+@pytest.mark.parametrize(("case", "kind"), choose_cases(SLICED, lambda each: each[0].model_type in PROJECTED), ids=str)
 def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     dense: Dense, case: Case, kind: str, tmp_path
 ) -> None:
@@ -111,7 +113,7 @@ def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     assert found.passed is True, found.detail
 
 
-@pytest.mark.parametrize("case", chosen(SHARED, lambda case: case.model_type in {"gemma", "vit"}), ids=str)
+@pytest.mark.parametrize("case", choose_cases(SHARED, lambda case: case.model_type in {"gemma", "vit"}), ids=str)
 def test_with_blocks_it_is_two_prunes_one_after_the_other(dense: Dense, case: Case, tmp_path) -> None:
     """The map of a gap is absorbed, then the basis of what is left: the same bytes."""
     parts: dict[str, Any] = {
@@ -137,7 +139,9 @@ def test_with_blocks_it_is_two_prunes_one_after_the_other(dense: Dense, case: Ca
 DESCRIBED = [case for case in FIRST if case.family.residual is not None]
 
 
-@pytest.mark.parametrize("case", chosen(DESCRIBED, lambda case: case.model_type in {"llama", "opt", "gemma"}), ids=str)
+@pytest.mark.parametrize(
+    "case", choose_cases(DESCRIBED, lambda case: case.model_type in {"llama", "opt", "gemma"}), ids=str
+)
 def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
     """Gains, their offsets and biases taken out again: the Grams of a live stream, without the final norm's."""
     model = dense.model(case)
@@ -156,7 +160,7 @@ def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
 READS = [case for case in SHARED if case.family.modality == "text"]
 
 
-@pytest.mark.parametrize("case", chosen(READS, lambda case: case.model_type in {"llama", "cohere2"}), ids=str)
+@pytest.mark.parametrize("case", choose_cases(READS, lambda case: case.model_type in {"llama", "cohere2"}), ids=str)
 def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case: Case) -> None:
     """In any basis: c (h - mean) P of the dense model less z of stock transformers, behind the first block's attention.
 

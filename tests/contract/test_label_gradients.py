@@ -12,7 +12,7 @@ from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.measure.streams.sliced_head import LabelDraw
 from tests.evaluation.tiny import VOCAB
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
 from .dense import Dense
 from .models import LONG, WINDOW, Case, first_cases
@@ -36,7 +36,7 @@ class _Axes(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("case", chosen(HEADS, first_cases()[::2].__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(HEADS, first_cases()[::2].__contains__), ids=str)
 def test_they_are_those_of_the_whole_model(dense: Dense, case: Case, monkeypatch) -> None:
     """Gradients by the drawn labels are those of the whole model in float64, whatever scales, caps or biases follow."""
     monkeypatch.setattr(sliced_head, "CLASSES", SLICE)

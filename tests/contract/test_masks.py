@@ -14,7 +14,7 @@ from ckpt_prune.stages.recovery.stage import recover_recipe
 from ckpt_prune.verification.verify import verify
 from tests.oracles.masked_model import Linear, Model, Target
 from tests.pairs import every, first_of_each
-from tests.stages.whole import RULES, TARGETS, assert_masked, wanted
+from tests.stages.whole import RULES, TARGETS, assert_masked, make_recipe
 
 from .dense import Dense, spaces_recipe
 from .models import ALIKE, FIRST, LED, LONG, Case, unlike_cases
@@ -63,7 +63,7 @@ def name(value: object) -> str:
 @pytest.mark.parametrize(("case", "rule", "target"), first_of_each(runs(), stands_for), ids=name)
 def test_a_mask_equals_a_whole_model_masked_by_hand(dense: Dense, case: Case, rule: str, target: Target, tmp_path):
     data = case.samples(8)
-    dense.prune(case, wanted(rule, target), tmp_path / "out", data)
+    dense.prune(case, make_recipe(rule, target), tmp_path / "out", data)
     expected = whole(case).mask(data, RULES[rule][1], target)
     turned = {case.family.tensor(block, module) for block in range(case.blocks) for module in case.family.transposed}
     expected = {name: tensor.T if name in turned else tensor for name, tensor in expected.items()}

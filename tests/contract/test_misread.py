@@ -18,7 +18,7 @@ from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 from tests.stages.test_rotations import random_rotations, rotating
 
 from .dense import Dense, spaces_recipe
@@ -64,7 +64,7 @@ def assert_refused(folder: Path, config: PreTrainedConfig, architecture: str) ->
                 reader.from_pretrained(folder, **options)
 
 
-@pytest.mark.parametrize("case", chosen(CASES, FIRST[::2].__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(CASES, FIRST[::2].__contains__), ids=str)
 def test_the_key_is_refused_before_weights_are_read(case: Case, tmp_path: Path) -> None:
     config = json.loads(case.config.to_json_string())
     config |= {"architectures": [f"Pruned{case.architecture}"], WEIGHTS_KEY: REFUSAL}
@@ -92,7 +92,7 @@ def always(cell: tuple[Case, str]) -> bool:
     return case in unlike_cases()[::3] if name == "biases" else case.model_type in SHORT[name]
 
 
-@pytest.mark.parametrize(("case", "name"), chosen(product(FIRST, RECIPES), always), ids=str)
+@pytest.mark.parametrize(("case", "name"), choose_cases(product(FIRST, RECIPES), always), ids=str)
 def test_outputs_are_read_by_their_own_code_alone(
     dense: Dense, case: Case, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.verification.verify import verify
 from tests.encoders import DEFAULTS, STRENGTH, Pixels, randomise
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
 from .models import BLOCKS, WINDOW
 from .whole import Whole, assert_same_outputs, outputs
@@ -258,7 +258,7 @@ class InComposite(Whole):
 ALWAYS = ("clip-text", "gemma3-text", "llava-vision", "qwen2_5_vl-text", "qwen2_5_vl-vision", "whisper-encoder")
 
 
-@pytest.mark.parametrize("case", chosen(CASES, lambda case: str(case) in ALWAYS), ids=str)
+@pytest.mark.parametrize("case", choose_cases(CASES, lambda case: str(case) in ALWAYS), ids=str)
 def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Path) -> None:
     folder, out = tmp_path / "dense", tmp_path / "out"
     with quiet_transformers():

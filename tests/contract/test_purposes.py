@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 import ckpt_prune
 from ckpt_prune.model.descriptions import known_families, load_family
 from ckpt_prune.verification.verify import verify
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
 from .dense import Dense, spaces_recipe
 from .models import Case
@@ -49,7 +49,7 @@ ALWAYS = list({case.model_type: case for case in reversed(list_other_classes())}
 """One class of every fourth family: the blocks of all are held against whole models in `test_pruning.py`."""
 
 
-@pytest.mark.parametrize("case", chosen(list_other_classes(), ALWAYS.__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(list_other_classes(), ALWAYS.__contains__), ids=str)
 def test_equals_a_whole_model_pruned_by_hand(dense: Dense, case: Case, tmp_path) -> None:
     """The head stays as it is to the bit, and stock transformers loads the output."""
     methods = {space: "none" if space == "qk" else "ridge" for space in case.ratios}

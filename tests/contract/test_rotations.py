@@ -9,7 +9,7 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.names import RotationKind
 from ckpt_prune.model.skeleton import build_skeleton
-from tests.pairs import chosen, dealt
+from tests.pairs import choose_cases, dealt
 from tests.stages.test_rotations import random_rotations, rotating
 
 from .dense import Dense
@@ -33,7 +33,7 @@ KINDS = get_args(RotationKind)
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"), chosen(product(LONG, KINDS), dealt(unlike_cases(), KINDS).__contains__), ids=str
+    ("case", "kind"), choose_cases(product(LONG, KINDS), dealt(unlike_cases(), KINDS).__contains__), ids=str
 )
 def test_random_rotations_keep_the_outputs(dense: Dense, case: Case, kind: str, tmp_path, monkeypatch) -> None:
     random_rotations(monkeypatch)

@@ -6,7 +6,7 @@ import torch
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import Readout
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
 from .dense import Dense
 from .models import BLOCKS, LONG, Case, first_cases
@@ -17,7 +17,7 @@ FLOAT32 = {"dinov3_vit": 1e-6}
 """Families whose positions are float32 numbers, which `double` turns into others; and what that leaves."""
 
 
-@pytest.mark.parametrize("case", chosen(LONG, first_cases()[::2].__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(LONG, first_cases()[::2].__contains__), ids=str)
 def test_states_and_outputs_are_those_of_the_whole_model(dense: Dense, case: Case) -> None:
     model, data = dense.model(case), case.samples(3, seed=9)
     factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float64)

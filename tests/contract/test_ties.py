@@ -14,7 +14,7 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
 from .models import CASES, Case
 from .whole import outputs
@@ -38,7 +38,7 @@ def write_model(plain: Path, out: Path, tensors: dict[str, torch.Tensor], **valu
     return out
 
 
-@pytest.mark.parametrize("case", chosen(FAMILIES, lambda case: case.model_type in ALWAYS), ids=str)
+@pytest.mark.parametrize("case", choose_cases(FAMILIES, lambda case: case.model_type in ALWAYS), ids=str)
 def test_what_is_stored_and_tied_is_seen_as_the_class_loads_it(case: Case, tmp_path) -> None:
     """An equal copy, a head alone, and another head: each as a checkpoint that says the same plainly."""
     plain, names = case.write(tmp_path / "plain"), Names(case.model())

@@ -262,7 +262,7 @@ class Whole:
         def complex_of(path: str, count: int) -> Any:
             split = found[path].reshape(*found[path].shape[:2], count, 2 * pairs)
             every = rotary.as_complex(split, layout)
-            return [[rotary.turned(sample[:, head], theta) for sample in every] for head in range(count)]
+            return [[rotary.turn_pairs(sample[:, head], theta) for sample in every] for head in range(count)]
 
         queries, keys = complex_of(paths[0], heads), complex_of(paths[1], groups)
         parts = [

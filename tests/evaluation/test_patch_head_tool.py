@@ -19,7 +19,7 @@ from ckpt_prune.measure.samples.image_files import ImageFiles
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from tests.images import write_processor
-from tests.oracles.dense_labels import drawn_out, miou, normalised
+from tests.oracles.dense_labels import drawn_out, miou, normalise
 from tools.probe_features import main
 
 COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
@@ -103,7 +103,7 @@ def pick_classes(name: str, head: dict[str, torch.Tensor]) -> list[int]:
     norm = {part: head[f"decode_head.bn.{part}"].tolist() for part in ("running_mean", "running_var", "weight", "bias")}
     found = []
     for image in tokens(name).tolist():
-        read = torch.tensor([[normalised(token, norm) for token in row] for row in image]).double()
+        read = torch.tensor([[normalise(token, norm) for token in row] for row in image]).double()
         logits = read @ conv[:, :, 0, 0].T + bias
         planes = [drawn_out(logits[:, :, c].tolist(), 16, 16) for c in range(3)]
         found += [max(range(3), key=lambda c: planes[c][y][x]) for y in range(16) for x in range(16)]

@@ -19,7 +19,7 @@ from ckpt_prune.measure.streams import hidden_stream as streams
 from tests.faults.jobs import JOBS
 from tests.faults.trial import Machine, Ran, files_of
 from tests.forked import posix
-from tests.pairs import chosen, every
+from tests.pairs import choose_cases, every
 
 pytestmark = posix
 
@@ -68,7 +68,9 @@ OFTEN = {("sequential", "threads"), ("drift", "batches"), ("masks", "memory")}
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    chosen(itertools.product(["sequential", "drift", "masks", "dense", "depth"], ALIKE), lambda own: own in OFTEN),
+    choose_cases(
+        itertools.product(["sequential", "drift", "masks", "dense", "depth"], ALIKE), lambda own: own in OFTEN
+    ),
 )
 def test_threads_batches_and_memory_choose_the_same_units(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, how: str

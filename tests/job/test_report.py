@@ -13,11 +13,11 @@ from ckpt_prune.stages.report import Report
 from tests.show.examples import (
     Json,
     elsewhere,
-    kept,
     layer,
-    learned,
     linear,
-    masked,
+    make_kept_layer,
+    make_learned_rotation,
+    make_mask_report,
     recovery,
     report,
     site,
@@ -33,9 +33,9 @@ EXAMPLES = {
     "units": report([site(0), site(0, "heads", width=16), site(0, "qk", consumer=None, heads=[HEAD])]),
     "a search": report([site(0)], lambda_search={"chosen": 0.1, "perplexity": {"0.1": 5.5, "1": 6.25}}),
     "a size": report([site(0)], asked={"size": {"params": "70%"}, "digest": "cafe"}),
-    "a mask": masked([linear(0), linear(1, "mlp.up_proj", error=None, damp=None, dead=None)]),
-    "rotations": masked([linear(0)], learned(0), learned(1)),
-    "recovery": report([site(0)], recovery=recovery(on_the_fly=True), layers=[layer(0), kept(1)]),
+    "a mask": make_mask_report([linear(0), linear(1, "mlp.up_proj", error=None, damp=None, dead=None)]),
+    "rotations": make_mask_report([linear(0)], make_learned_rotation(0), make_learned_rotation(1)),
+    "recovery": report([site(0)], recovery=recovery(on_the_fly=True), layers=[layer(0), make_kept_layer(1)]),
     "twice": elsewhere([layer(0)], recovery=recovery(earlier=EARLIER)),
     "perplexities": elsewhere(
         [layer(0)],
@@ -47,12 +47,14 @@ EXAMPLES = {
 }
 
 
-def within(less: Any, more: Any) -> bool:
+def is_within(less: Any, more: Any) -> bool:
     """Whether everything in `less` stands in `more` too, of the same type."""
     if isinstance(less, dict):
-        return isinstance(more, dict) and all(key in more and within(value, more[key]) for key, value in less.items())
+        return isinstance(more, dict) and all(
+            key in more and is_within(value, more[key]) for key, value in less.items()
+        )
     if isinstance(less, list):
-        return isinstance(more, list) and len(less) == len(more) and all(map(within, less, more))
+        return isinstance(more, list) and len(less) == len(more) and all(map(is_within, less, more))
     return type(less) is type(more) and less == more
 
 
@@ -60,7 +62,7 @@ def within(less: Any, more: Any) -> bool:
 def test_what_is_read_is_written(made):
     """Keys that were absent may be added, as null or empty; nothing is lost, no number becomes another."""
     written = Report.read(made).data()
-    assert within(made, written)
+    assert is_within(made, written)
     assert json.loads(json.dumps(written)) == written
     assert Report.read(written).data() == written
 
@@ -92,7 +94,9 @@ NEWER = {
 
 
 def everything() -> Json:
-    made = masked([linear(0)], learned(0), recovery=recovery(), layers=[layer(0)], stages=STAGES)
+    made = make_mask_report(
+        [linear(0)], make_learned_rotation(0), recovery=recovery(), layers=[layer(0)], stages=STAGES
+    )
     made["sites"] = [site(0)]
     return json.loads(json.dumps(made))
 

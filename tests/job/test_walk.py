@@ -173,13 +173,13 @@ def test_a_resumed_walk_goes_past_what_is_written_and_ends_in_the_same_bytes(tmp
         BlockStore(writer, layout).write_rest(dense)
         writer.finish()
 
-    def stopped() -> None:
+    def walk_until_stopped() -> None:
         with writer_of(tmp_path / "out", layout) as writer, pytest.MonkeyPatch.context() as patch:
             interrupt_at(patch, CheckpointWriter, "commit", stop + 1)
             walk(dense, steps(), BlockStore(writer, layout))
 
     with pytest.raises(KeyboardInterrupt):
-        stopped()
+        walk_until_stopped()
     with writer_of(tmp_path / "out", layout, resume=True) as writer:
         store, resumed = BlockStore(writer, layout), steps()
         assert [store.has(block) for block in range(BLOCKS)] == [block < stop for block in range(BLOCKS)]

@@ -68,7 +68,7 @@ def test_whole_sites_on_a_pruned_prefix(twins, variant, monkeypatch):
                 drift.assert_measured(found[space], drift.target(model, pruned, block, site, pair.data))
         dense.advance(block, tensors)
         stream.advance(block, pair.block(block, after))
-        laco.put(pruned, block, laco.taken(altered, block))
+        laco.put(pruned, block, laco.copy_weights(altered, block))
 
 
 @pytest.mark.parametrize("variant", every(2, VARIANTS))
@@ -79,7 +79,7 @@ def test_the_mlp_is_measured_on_its_own_blocks_pruned_attention(twins, variant):
     attention = {
         pair.family.tensor(0, m, kind) for m in pair.family.spaces["heads"].modules for kind in ("weight", "bias")
     }
-    changed = {name: tensor for name, tensor in laco.taken(altered, 0).items() if name in attention}
+    changed = {name: tensor for name, tensor in laco.copy_weights(altered, 0).items() if name in attention}
     assert changed
     laco.put(pruned, 0, changed)
     dense, stream, before, _ = streams_of(pair, pair.dense())
@@ -129,7 +129,7 @@ def test_a_layer_scale_of_zero_leaves_nothing_to_correct(twins, space):
     model, pruned, altered = pair.dense(), pair.dense(), pair.pruned()
     with torch.no_grad():
         pruned.model.get_submodule(f"{pruned.layers}.1").get_parameter(site.scale)[3] = 0
-    laco.put(pruned, 0, laco.taken(altered, 0))
+    laco.put(pruned, 0, laco.copy_weights(altered, 0))
     dense, stream, before, after = streams_of(pair, altered)
     dense.advance(0, pair.block(0, before))
     stream.advance(0, pair.block(0, after))

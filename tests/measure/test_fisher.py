@@ -35,7 +35,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     return sources_of_all(tmp_path_factory.mktemp("fisher"))
 
 
-def found(sources: Sources, variant: str, **options) -> dict[str, Fisher]:
+def measure_sites(sources: Sources, variant: str, **options) -> dict[str, Fisher]:
     source = Model.open(sources.folder(variant))
     given = {"device": torch.device("cpu"), "compute_dtype": torch.float32} | options
     blocks = list(measure_fisher(source, SampleRange(data_of(variant), 0, LIMIT), **given))
@@ -107,7 +107,7 @@ def by_hand(model: PreTrainedModel, source: Model, data: Samples, *, rotary: boo
                 value = sum(torch.outer(g, g) for g in gradient.reshape(-1, gradient.shape[-1]))
             else:
                 keys = seen[modules[1]].detach()
-                value = of_logits(gradient, turned(keys, source) if rotary else keys, source.dimension("head_dim"))
+                value = of_logits(gradient, turn_keys(keys, source) if rotary else keys, source.dimension("head_dim"))
             sums[site] = sums.get(site, 0) + value
     return sums
 
@@ -125,11 +125,11 @@ def of_logits(gradient: Tensor, keys: Tensor, head_dim: int) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def turned(keys: Tensor, source: Model) -> Tensor:
+def turn_keys(keys: Tensor, source: Model) -> Tensor:
     """Keys of halves, turned by position."""
     heads = keys.view(*keys.shape[:2], -1, source.dimension("head_dim")).numpy()
     pairs, theta = pairs_of.as_complex(heads, "halves"), source.config.rope_parameters["rope_theta"]
-    by_head = [[pairs_of.turned(sample[:, head], theta) for head in range(heads.shape[2])] for sample in pairs]
+    by_head = [[pairs_of.turn_pairs(sample[:, head], theta) for head in range(heads.shape[2])] for sample in pairs]
     rows = [[torch.from_numpy(pairs_of.as_rows(head, "halves")) for head in sample] for sample in by_head]
     return torch.stack([torch.cat(sample, 1) for sample in rows])
 
@@ -143,7 +143,7 @@ def test_it_is_that_of_the_whole_model(dense, variant, monkeypatch):
     if variant in encoders.IMAGES:
         samples = encoders.Pixels(samples.values.double(), samples.tokens)
     expected = by_hand(stock(dense.folder(variant), variant).double(), source, samples, rotary=rotary)
-    ours = found(dense, variant, rotary=rotary)
+    ours = measure_sites(dense, variant, rotary=rotary)
     assert set(ours) == set(expected)
     for name, own in ours.items():
         assert own.samples == LIMIT
@@ -153,13 +153,13 @@ def test_it_is_that_of_the_whole_model(dense, variant, monkeypatch):
 
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit"])
 def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch, tmp_path):
-    whole = found(dense, variant)
+    whole = measure_sites(dense, variant)
     tokens = data_of(variant).tokens
     # Five samples as 2 + 2 + 1 through blocks, one by one through the head, pieces of logits, states on disk.
     monkeypatch.setattr("ckpt_prune.measure.streams.hidden_stream.TOKENS_PER_BATCH", 2 * tokens)
     monkeypatch.setattr(backward, "READOUT_TOKENS", tokens - 1)
     monkeypatch.setattr(readout, "CHUNK", 100)
-    cut = found(dense, variant, allocate=StateMemory(0, tmp_path))
+    cut = measure_sites(dense, variant, allocate=StateMemory(0, tmp_path))
     for name, own in whole.items():
         torch.testing.assert_close(cut[name].sums, own.sums, rtol=1e-3, atol=1e-5 * float(own.sums.abs().max()))
 
@@ -174,7 +174,7 @@ def test_blocks_are_read_twice_whatever_the_depth(dense, monkeypatch):
         return original(self, names)
 
     monkeypatch.setattr(Checkpoint, "read", reading)
-    found(dense, "opt")
+    measure_sites(dense, "opt")
     assert read == [*range(BLOCKS), *reversed(range(BLOCKS))]
 
 
@@ -182,7 +182,7 @@ def test_a_gradient_that_overflows_is_named(dense, monkeypatch):
     nothing = {"heads": torch.full((2, 2), torch.inf)}
     monkeypatch.setattr(module, "_pass_block", lambda *_: nothing)
     with pytest.raises(UserError) as caught:
-        found(dense, "llama-gqa-tied")
+        measure_sites(dense, "llama-gqa-tied")
     assert str(caught.value) == (
         f"the gradient at model.layers.{BLOCKS - 1}.self_attn.o_proj.weight is not finite: "
         "the model overflows in torch.float32"
@@ -206,7 +206,7 @@ def test_half_its_product_with_a_small_error_is_the_divergence(dense, variant, m
     size, told = 0.02, []
     for seed in range(3):
         monkeypatch.setattr(backward, "_SEED", seed)
-        own = found(dense, variant)[source.moments_name(BLOCKS - 1, "mlp")]
+        own = measure_sites(dense, variant)[source.moments_name(BLOCKS - 1, "mlp")]
         told.append(float(own.mean.trace()) / 2 * size**2)
     noise = torch.Generator().manual_seed(0)
     moved = copy.deepcopy(model)
@@ -230,7 +230,7 @@ def test_nothing_of_the_checkpoint_is_changed(dense):
     folder = dense.folder("opt")
     before = families.contents(folder)
     once: list[Tensor] = []
-    found(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
+    measure_sites(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
     assert families.contents(folder) == before
     # States before the first block and after each, and gradients of one draw.
     assert len(once) == 1 + BLOCKS + 1

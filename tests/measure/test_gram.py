@@ -42,11 +42,11 @@ def test_only_tokens_in_bfloat16_are_multiplied_as_such_if_that_is_faster(unchan
     seen = []
     plain = torch.Tensor.addmm_
 
-    def watched(self, *given, **named):
+    def watch_product(self, *given, **named):
         seen.append(torch.backends.mkldnn.matmul.fp32_precision)
         return plain(self, *given, **named)
 
-    monkeypatch.setattr(torch.Tensor, "addmm_", watched)
+    monkeypatch.setattr(torch.Tensor, "addmm_", watch_product)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         add_gram(torch.zeros(3, 3), make_tokens(4, 3, dtype))
     assert seen == [unchanged, unchanged, "bf16" if fast else unchanged]

@@ -20,12 +20,12 @@ from tests.images import ID2LABEL, MEAN, PROCESSOR, SIZE, STD, write_csv, write_
 from tests.refusals import refusal
 
 
-def found(directory, split="eval", id2label=ID2LABEL, **options) -> list[tuple[str, int]]:
+def find_names_and_labels(directory, split="eval", id2label=ID2LABEL, **options) -> list[tuple[str, int]]:
     files = find_images(directory, split=split, id2label=id2label, **options)
     return list(zip((path.name for path in files.paths), files.labels, strict=True))
 
 
-def preprocessed(path) -> np.ndarray:
+def preprocess(path) -> np.ndarray:
     """The arithmetic of the processor in tests/images.py, in float64: (channels, height, width)."""
     with Image.open(path) as image:
         resized = image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR)
@@ -229,19 +229,23 @@ class TestCsv:
             ],
         )
         for directory in (tmp_path, tmp_path / "images"):
-            assert found(directory) == [("a.JPEG", 5), ("b.png", 2)]
-            assert found(directory, "calib") == [("c.png", 1)]
+            assert find_names_and_labels(directory) == [("a.JPEG", 5), ("b.png", 2)]
+            assert find_names_and_labels(directory, "calib") == [("c.png", 1)]
             assert find_images(directory, split="calib").labels is None
 
     def test_without_splits_every_row_serves_both(self, tmp_path):
         write_images(tmp_path, ["a.png", "b.png"])
         write_csv(tmp_path / "labels.csv", "file,label", "a.png,0", "b.png,n05", "")
-        assert found(tmp_path, "calib") == found(tmp_path, "eval") == [("a.png", 0), ("b.png", 4)]
+        assert (
+            find_names_and_labels(tmp_path, "calib")
+            == find_names_and_labels(tmp_path, "eval")
+            == [("a.png", 0), ("b.png", 4)]
+        )
 
     def test_files_relative_to_the_csv_or_to_the_folder(self, tmp_path):
         write_images(tmp_path, ["photos/a.png", "lists/here/b.png"])
         named = write_csv(tmp_path / "lists" / "mine.csv", "file,label", "a.png,0", "here/b.png,1")
-        assert found(tmp_path / "photos", labels=named) == [("b.png", 1), ("a.png", 0)]
+        assert find_names_and_labels(tmp_path / "photos", labels=named) == [("b.png", 1), ("a.png", 0)]
 
     @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
     @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
@@ -249,20 +253,20 @@ class TestCsv:
         write_images(tmp_path, ["a.png"])
         rows = f"file{delimiter} label\r\na.png{delimiter} 3\r\n"
         (tmp_path / "labels.csv").write_bytes(rows.encode(encoding))
-        assert found(tmp_path) == [("a.png", 3)]
+        assert find_names_and_labels(tmp_path) == [("a.png", 3)]
 
     def test_images_are_what_the_csv_names_by_any_suffix(self, tmp_path):
         write_images(tmp_path, ["a.png", "other.png"])
         (tmp_path / "a.png").rename(tmp_path / "a.img")
         write_csv(tmp_path / "labels.csv", "file,label", "a.img,0")
-        assert found(tmp_path) == [("a.img", 0)]
+        assert find_names_and_labels(tmp_path) == [("a.img", 0)]
 
     def test_a_csv_beside_the_folder_counts_for_the_folder_alone(self, tmp_path):
         write_images(tmp_path, ["train/a.png", "val/a.png", "other/n06/c.png"])
         write_csv(tmp_path / "labels.csv", "file,label", "train/a.png,0", "val/a.png,1")
-        assert found(tmp_path / "val") == [("a.png", 1)]
-        assert found(tmp_path / "other") == [("c.png", 5)]
-        assert [label for _, label in found(tmp_path)] == [0, 1]
+        assert find_names_and_labels(tmp_path / "val") == [("a.png", 1)]
+        assert find_names_and_labels(tmp_path / "other") == [("c.png", 5)]
+        assert [label for _, label in find_names_and_labels(tmp_path)] == [0, 1]
         write_csv(tmp_path / "labels.csv", "id,breed", "a,collie")
         assert find_images(tmp_path / "val", split="eval", id2label=ID2LABEL).labels is None
 
@@ -270,37 +274,45 @@ class TestCsv:
         write_images(tmp_path, ["images/a.png"])
         write_csv(tmp_path / "labels.csv", "file,label", "images/a.png,3")
         monkeypatch.chdir(tmp_path / "images")
-        assert found(Path()) == [("a.png", 3)]
+        assert find_names_and_labels(Path()) == [("a.png", 3)]
 
     def test_refusals(self, tmp_path):
         write_images(tmp_path, ["a.png", "b.png"])
         file = tmp_path / "labels.csv"
 
-        def said(*rows, **options):
+        def read_refusal(*rows, **options):
             write_csv(file, *rows)
-            return refusal(found, tmp_path, **options)
+            return refusal(find_names_and_labels, tmp_path, **options)
 
-        assert said("file,class", "a.png,0") == f"{file}: no column label, its columns are file, class"
-        assert said("name,label", "a.png,0") == f"{file}: no column file, its columns are name, label"
-        assert said("name,label", "a.png,0", id2label=None) == f"{file}: no column file, its columns are name, label"
-        assert said("file,label") == (
+        assert read_refusal("file,class", "a.png,0") == f"{file}: no column label, its columns are file, class"
+        assert read_refusal("name,label", "a.png,0") == f"{file}: no column file, its columns are name, label"
+        assert (
+            read_refusal("name,label", "a.png,0", id2label=None)
+            == f"{file}: no column file, its columns are name, label"
+        )
+        assert read_refusal("file,label") == (
             f"{file}: no rows; it needs the columns file and label, its columns are file, label"
         )
-        assert said("file,label", "a.png,0", "no.png,1", "nor.png,2") == (
+        assert read_refusal("file,label", "a.png,0", "no.png,1", "nor.png,2") == (
             f"{file}: 2 of 3 files are not there, the first is no.png; they are looked for in {tmp_path} and {tmp_path}"
         )
-        assert said("file,label,split", "a.png,0,train", "b.png,1,calib") == (
+        assert read_refusal("file,label,split", "a.png,0,train", "b.png,1,calib") == (
             f"{file}: no row of split eval; its splits are calib, train"
         )
-        assert said("file,label", "a.png,0", "./a.png,1") == f"{file}, line 3: ./a.png is named twice"
+        assert read_refusal("file,label", "a.png,0", "./a.png,1") == f"{file}, line 3: ./a.png is named twice"
         for label in ("6", "cup", ""):
-            assert said("file,label", "b.png,5", f"a.png,{label}") == (
+            assert read_refusal("file,label", "b.png,5", f"a.png,{label}") == (
                 f"{file}, line 3: label '{label}' is none of the model's 6 classes, which look like 'n01 tench'; "
                 "give a class's index or its name in config.json's id2label"
             )
         file.write_bytes(b"file,label\n\xff.png,0\n")
-        assert refusal(found, tmp_path).startswith(f"{file}: not UTF-8 text (byte 11); give a CSV in UTF-8")
-        assert refusal(found, tmp_path, labels=tmp_path / "no.csv") == f"{tmp_path / 'no.csv'}: no such labels file"
+        assert refusal(find_names_and_labels, tmp_path).startswith(
+            f"{file}: not UTF-8 text (byte 11); give a CSV in UTF-8"
+        )
+        assert (
+            refusal(find_names_and_labels, tmp_path, labels=tmp_path / "no.csv")
+            == f"{tmp_path / 'no.csv'}: no such labels file"
+        )
 
 
 class TestClassNames:
@@ -309,34 +321,34 @@ class TestClassNames:
     )
     def test_of_a_folder(self, tmp_path, folder, index):
         write_images(tmp_path, [f"{folder}/a.png", f"{folder}/deeper/b.PNG"])
-        assert found(tmp_path) == [("a.png", index), ("b.PNG", index)]
+        assert find_names_and_labels(tmp_path) == [("a.png", index), ("b.PNG", index)]
 
     def test_sorted_by_folder_then_file(self, tmp_path):
         write_images(tmp_path, ["n03/b.png", "n01/z.png", "n03/a.png"])
         write_image(tmp_path / "n05" / ".hidden.png")
         (tmp_path / "empty").mkdir()
-        assert found(tmp_path) == [("z.png", 0), ("a.png", 2), ("b.png", 2)]
+        assert find_names_and_labels(tmp_path) == [("z.png", 0), ("a.png", 2), ("b.png", 2)]
         assert find_images(tmp_path, split="calib").labels is None
 
     def test_a_number_that_is_a_name_too(self, tmp_path):
         digits = {0: "1", 1: "0"}
         write_images(tmp_path, ["images/1/a.png"])
         write_csv(tmp_path / "labels.csv", "file,label", "images/1/a.png,1")
-        assert found(tmp_path, id2label=digits) == [("a.png", 1)]
+        assert find_names_and_labels(tmp_path, id2label=digits) == [("a.png", 1)]
         (tmp_path / "labels.csv").unlink()
-        assert found(tmp_path / "images", id2label=digits) == [("a.png", 0)]
+        assert find_names_and_labels(tmp_path / "images", id2label=digits) == [("a.png", 0)]
 
     def test_the_whole_name_before_the_first_word(self, tmp_path):
         write_images(tmp_path, ["maillot/a.png"])
-        assert found(tmp_path, id2label={0: "maillot tank suit", 1: "maillot"}) == [("a.png", 1)]
+        assert find_names_and_labels(tmp_path, id2label={0: "maillot tank suit", 1: "maillot"}) == [("a.png", 1)]
 
     def test_refusals(self, tmp_path):
         write_images(tmp_path, ["great/a.png"])
-        assert refusal(found, tmp_path) == (
+        assert refusal(find_names_and_labels, tmp_path) == (
             f"{tmp_path / 'great'}: label 'great' is none of the model's 6 classes, which look like 'n01 tench'; "
             "give a class's index or its name in config.json's id2label"
         )
-        assert refusal(found, tmp_path, id2label={0: "great white shark", 1: "great grey owl"}) == (
+        assert refusal(find_names_and_labels, tmp_path, id2label={0: "great white shark", 1: "great grey owl"}) == (
             f"{tmp_path / 'great'}: label 'great' fits 2 of the model's classes; use the class's index"
         )
 
@@ -350,14 +362,14 @@ class TestFlatFolder:
         assert files == ImageFiles(tuple(tmp_path / name for name in ("a.JPG", "b.png", "c.webp")))
 
     def test_refusals(self, tmp_path):
-        assert refusal(found, tmp_path / "no") == f"{tmp_path / 'no'}: no such image folder"
+        assert refusal(find_names_and_labels, tmp_path / "no") == f"{tmp_path / 'no'}: no such image folder"
         (tmp_path / "a.txt").write_text("")
-        assert refusal(found, tmp_path / "a.txt") == f"{tmp_path / 'a.txt'}: no such image folder"
-        assert refusal(found, tmp_path) == (
+        assert refusal(find_names_and_labels, tmp_path / "a.txt") == f"{tmp_path / 'a.txt'}: no such image folder"
+        assert refusal(find_names_and_labels, tmp_path) == (
             f"{tmp_path}: no images (.bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp) in it or in its sub-folders"
         )
         write_images(tmp_path, ["a.png", "n01/b.png"])
-        assert refusal(found, tmp_path) == (
+        assert refusal(find_names_and_labels, tmp_path) == (
             f"{tmp_path}: images both in the folder and in its sub-folders (n01); "
             "give a folder of images, or one with a sub-folder per class"
         )
@@ -420,7 +432,7 @@ class TestImageSamples:
         batch = samples.batch(slice(0, 6))
         assert list(batch) == ["pixel_values"]
         assert batch["pixel_values"].dtype == torch.float32
-        expected = np.stack([preprocessed(path) for path in paths])
+        expected = np.stack([preprocess(path) for path in paths])
         assert np.abs(batch["pixel_values"].numpy() - expected).max() < 1e-6
         for rows in (slice(2, 5), slice(4, 99), slice(3, 3)):
             assert torch.equal(samples.batch(rows)["pixel_values"], batch["pixel_values"][rows])
@@ -501,7 +513,7 @@ class TestCorrupt:
         assert len(samples) == 6
         assert samples.labels.tolist() == [0, 1, 3, 4, 6, 7]
         assert samples.fingerprint == samples_of([*paths[:2], *paths[3:5], *paths[6:]], processor).fingerprint
-        expected = np.stack([preprocessed(paths[i]) for i in (0, 1, 3, 4, 6, 7)])
+        expected = np.stack([preprocess(paths[i]) for i in (0, 1, 3, 4, 6, 7)])
         assert np.abs(samples.batch(slice(0, 8))["pixel_values"].numpy() - expected).max() < 1e-6
 
     def test_more_than_the_share(self, tmp_path, processor):

@@ -23,14 +23,14 @@ def of_head(projection: torch.Tensor, sample: int, head: int) -> np.ndarray:
     return projection[sample, :, head * DIM : (head + 1) * DIM].double().numpy()
 
 
-def packed(matrix: np.ndarray) -> list[float]:
+def pack_upper_half(matrix: np.ndarray) -> list[float]:
     return [matrix[i, j] for i in range(len(matrix)) for j in range(i, len(matrix))]
 
 
 def packed_grams(projection: torch.Tensor) -> np.ndarray:
     """(H, N, p) by loops."""
     grams = [
-        [packed(of_head(projection, b, h).T @ of_head(projection, b, h)) for b in range(len(projection))]
+        [pack_upper_half(of_head(projection, b, h).T @ of_head(projection, b, h)) for b in range(len(projection))]
         for h in range(HEADS)
     ]
     return np.array(grams).reshape(HEADS, len(projection), packed_width(DIM))
@@ -56,14 +56,14 @@ def assert_moments_of(moments: LogitMoments, queries: torch.Tensor, keys: torch.
         np.testing.assert_allclose(moments.fourth, expected, rtol=1e-5, atol=1e-2)
 
 
-def measured(form: str, queries: torch.Tensor, keys: torch.Tensor) -> LogitMoments:
+def measure_moments(form: str, queries: torch.Tensor, keys: torch.Tensor) -> LogitMoments:
     return LogitMoments.zeros(HEADS, DIM, form=form).accumulate(queries, keys)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 5])
 def test_positions_of_a_packed_triangle(dims):
     positions = packed_positions(dims)
-    assert packed(positions.numpy()) == list(range(packed_width(dims)))
+    assert pack_upper_half(positions.numpy()) == list(range(packed_width(dims)))
     assert torch.equal(positions, positions.T)
 
 
@@ -92,7 +92,7 @@ def test_samples_may_come_in_any_batches(parts, form):
 def test_a_sample_is_not_spread_over_batches_of_tokens():
     """Windows of other lengths are samples of their own."""
     long, short = projections(2, tokens=7), projections(3, tokens=2, seed=1)
-    moments = measured("per-sample", *long).accumulate(*short)
+    moments = measure_moments("per-sample", *long).accumulate(*short)
     assert (moments.samples, moments.tokens) == (5, 2 * 7 + 3 * 2)
     expected = np.concatenate([packed_grams(long[0]), packed_grams(short[0])], axis=1)
     np.testing.assert_allclose(moments.queries, expected, rtol=1e-5, atol=1e-4)
@@ -102,12 +102,12 @@ def test_a_sample_is_not_spread_over_batches_of_tokens():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_multiplied_wide(dtype, form):
     queries, keys = (x.to(dtype) for x in projections(40, tokens=50))
-    assert_moments_of(measured(form, queries, keys), queries, keys)
+    assert_moments_of(measure_moments(form, queries, keys), queries, keys)
 
 
 def test_earlier_moments_stay_as_they_were():
     queries, keys = projections(6)
-    first = measured("per-sample", queries[:2], keys[:2])
+    first = measure_moments("per-sample", queries[:2], keys[:2])
     second = first.accumulate(queries[2:4], keys[2:4])
     third = first.accumulate(queries[4:], keys[4:])
     assert_moments_of(second, queries[:4], keys[:4])
@@ -120,7 +120,7 @@ def test_earlier_moments_stay_as_they_were():
 def test_moments_add(one, other, more):
     """With p = 10 packed numbers a Gram, 2 N p floats a head take as much room as p² at N = 5."""
     a, b = projections(3), projections(more, seed=1)
-    first, second = measured(one, *a), measured(other, *b)
+    first, second = measure_moments(one, *a), measure_moments(other, *b)
     both = first + second
     assert both.form == ("per-sample" if one == other == "per-sample" and more == 2 else "fourth-order")
     assert_moments_of(both, *(torch.cat(pair) for pair in zip(a, b, strict=True)))
@@ -130,7 +130,7 @@ def test_moments_add(one, other, more):
 
 def test_conversion_is_exact():
     queries, keys = projections(200)
-    held = measured("per-sample", queries, keys)
+    held = measure_moments("per-sample", queries, keys)
     summed = held.as_fourth()
     exact = held.queries.double().mT @ held.keys.double()
     assert torch.equal(summed.fourth, exact.float())
@@ -143,7 +143,7 @@ def test_conversion_is_exact():
 def test_no_sample_at_all(form):
     assert_moments_of(LogitMoments.zeros(HEADS, DIM, form=form), *projections(0))
     queries, keys = projections(2)
-    assert_moments_of(LogitMoments.zeros(HEADS, DIM, form=form) + measured(form, queries, keys), queries, keys)
+    assert_moments_of(LogitMoments.zeros(HEADS, DIM, form=form) + measure_moments(form, queries, keys), queries, keys)
 
 
 def assert_same(found: LogitMoments, expected: LogitMoments) -> None:
@@ -157,7 +157,7 @@ def assert_same(found: LogitMoments, expected: LogitMoments) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_some_dimensions_or_one_head_are_as_measured_on_them(form):
     queries, keys = projections(6)
-    moments = measured(form, queries, keys)
+    moments = measure_moments(form, queries, keys)
     kept = torch.tensor([[0, 2], [3, 1], [2, 3]])
     columns = (kept + DIM * torch.arange(HEADS)[:, None]).flatten()
     expected = LogitMoments.zeros(HEADS, 2, form=form).accumulate(queries[..., columns], keys[..., columns])
@@ -171,7 +171,7 @@ def test_some_dimensions_or_one_head_are_as_measured_on_them(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_logit_energy(form):
     queries, keys = projections(7)
-    found = measured(form, queries, keys).logit_energy()
+    found = measure_moments(form, queries, keys).logit_energy()
     assert found.dtype == torch.float64
     for head in range(HEADS):
         samples = [(of_head(queries, b, head), of_head(keys, b, head)) for b in range(7)]
@@ -197,19 +197,19 @@ def about_means(keys: torch.Tensor) -> torch.Tensor:
     return keys - keys.mean(1, keepdim=True)
 
 
-def centred(form: str, queries: torch.Tensor, keys: torch.Tensor) -> LogitMoments:
+def measure_centred_moments(form: str, queries: torch.Tensor, keys: torch.Tensor) -> LogitMoments:
     return LogitMoments.zeros(HEADS, DIM, form=form, centred=True).accumulate(queries, keys)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_centred_moments_hold_both(form):
     queries, keys = projections(9)
-    moments = centred(form, queries, keys)
+    moments = measure_centred_moments(form, queries, keys)
     assert moments.has_centred
     assert_moments_of(moments.with_keys(centred=False), queries, keys)
     assert_moments_of(moments.with_keys(centred=True), queries, about_means(keys))
     assert not moments.with_keys(centred=True).has_centred
-    bare = measured(form, queries, keys)
+    bare = measure_moments(form, queries, keys)
     assert bare.with_keys(centred=False) is bare
     with pytest.raises(ValueError, match="not of centred keys"):
         bare.with_keys(centred=True)
@@ -218,7 +218,7 @@ def test_centred_moments_hold_both(form):
 @pytest.mark.parametrize(("one", "other"), list(itertools.product(FORMS, FORMS)))
 def test_centred_moments_add_and_are_cut(one, other):
     queries, keys = projections(9)
-    both = centred(one, queries[:4], keys[:4]) + centred(other, queries[4:], keys[4:])
+    both = measure_centred_moments(one, queries[:4], keys[:4]) + measure_centred_moments(other, queries[4:], keys[4:])
     assert_moments_of(both.with_keys(centred=True), queries, about_means(keys))
     kept = torch.tensor([[0, 2], [1, 3], [2, 3]])
     for chosen in (both, both.as_fourth(), both.to("cpu")):
@@ -230,7 +230,7 @@ def test_centred_moments_add_and_are_cut(one, other):
                 assert (held is None) == (wanted is None)
                 assert held is None or torch.equal(held, wanted)
     with pytest.raises(ValueError, match="do not add to moments without"):
-        both + measured("per-sample", queries, keys)
+        both + measure_moments("per-sample", queries, keys)
     assert both.is_finite
     both.centred[0, 0, 0] = torch.nan
     assert not both.is_finite

@@ -31,7 +31,7 @@ COUNTS = {"deit-teacher": 3, "bert-pretraining": 2, "bert-questions": 2}
 BATCH = 3
 
 
-def made(folder: Path, variant: str) -> tuple[Checkpoint, PreTrainedModel]:
+def make_model(folder: Path, variant: str) -> tuple[Checkpoint, PreTrainedModel]:
     """A checkpoint and the same as a whole stock model."""
     if variant not in OWN:
         (families if variant in families.VARIANTS else encoders).make(folder, variant)
@@ -72,7 +72,7 @@ def whole(model: PreTrainedModel, layers: str, batch: dict[str, Tensor], states:
 @pytest.mark.parametrize("variant", every(4, VARIANTS))
 def test_outputs_are_those_of_the_whole_model(tmp_path, variant):
     """Every logits there are, in order; of a model without a head its last hidden states, after the final norm."""
-    checkpoint, model = made(tmp_path / "model", variant)
+    checkpoint, model = make_model(tmp_path / "model", variant)
     samples, readout = data(variant), readout_of(checkpoint)
     batch = samples.batch(slice(0, BATCH))
     headless = variant in encoders.VARIANTS and encoders.VARIANTS[variant].alone
@@ -89,7 +89,7 @@ def test_outputs_are_those_of_the_whole_model(tmp_path, variant):
 
 
 def test_no_tensor_of_a_block_is_read_or_taken(tmp_path):
-    checkpoint, _ = made(tmp_path / "model", "opt-350m-like")
+    checkpoint, _ = make_model(tmp_path / "model", "opt-350m-like")
     factory, names = factory_of(checkpoint), []
     Readout(factory, checkpoint.tensors, lambda own: names.extend(own) or checkpoint.read(own))
     assert names
@@ -98,7 +98,7 @@ def test_no_tensor_of_a_block_is_read_or_taken(tmp_path):
 
 
 def test_a_parameter_without_a_tensor(tmp_path):
-    checkpoint, _ = made(tmp_path / "model", "bert-mlm")
+    checkpoint, _ = make_model(tmp_path / "model", "bert-mlm")
     names = [name for name in checkpoint.tensors if name != "cls.predictions.transform.dense.weight"]
     with pytest.raises(ValueError, match=r"no tensor for cls\.predictions\.transform\.dense\.weight"):
         Readout(factory_of(checkpoint), names, checkpoint.read)
@@ -106,7 +106,7 @@ def test_a_parameter_without_a_tensor(tmp_path):
 
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "bert-sequence-classification"])
 def test_half_precision(tmp_path, variant):
-    checkpoint, model = made(tmp_path / "model", variant)
+    checkpoint, model = make_model(tmp_path / "model", variant)
     samples = data(variant)
     readout = readout_of(checkpoint, factory_of(checkpoint, torch.bfloat16))
     batch, states = samples.batch(slice(0, BATCH)), some_states(samples.tokens, 0)
@@ -164,7 +164,7 @@ def test_kl_of_half_precision_and_of_far_logits():
 
 def test_few_positions_are_those_of_whole_texts(tmp_path):
     """Every second position, beginning at another one in every text: the head tells each of them by itself."""
-    checkpoint, _ = made(tmp_path, "llama")
+    checkpoint, _ = make_model(tmp_path, "llama")
     readout, texts = readout_of(checkpoint), SampleRange(data_of("llama"), 0, BATCH)
     dense, pruned = some_states(texts.tokens, 1), some_states(texts.tokens, 2)
     chosen = [torch.arange(number % 2, texts.tokens - texts.tokens % 2, 2) for number in range(BATCH)]
@@ -190,7 +190,7 @@ def test_relative_error_of_samples_adds():
 @pytest.mark.parametrize("variant", ["bert-pretraining", "bert-model"])
 def test_divergence_of_a_model(tmp_path, variant):
     """Several logits add, each with positions of its own; without a head states are compared."""
-    checkpoint, _ = made(tmp_path / "model", variant)
+    checkpoint, _ = make_model(tmp_path / "model", variant)
     readout, samples = readout_of(checkpoint), data(variant)
     batch = samples.batch(slice(0, BATCH))
     a, b = (readout.outputs(batch, some_states(samples.tokens, seed)) for seed in (0, 1))

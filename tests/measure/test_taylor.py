@@ -35,7 +35,7 @@ def ids_of(variant: str) -> Tensor:
     return data_of(variant).batch(slice(0, 5))["input_ids"]
 
 
-def found(sources: Sources, variant: str, **options) -> dict[str, Taylor]:
+def measure_sites(sources: Sources, variant: str, **options) -> dict[str, Taylor]:
     source = Model.open(sources.folder(variant))
     given = {"device": torch.device("cpu"), "compute_dtype": torch.float32} | options
     blocks = list(module.measure_taylor(source, TokenWindows(ids_of(variant)), **given))
@@ -77,7 +77,7 @@ def sites(source: Model) -> dict[str, list[tuple[str, int, list[slice]]]]:
 def test_they_are_those_of_the_whole_model(dense, variant):
     source = Model.open(dense.folder(variant))
     model = stock(dense.folder(variant), variant).double()
-    ours = found(dense, variant)
+    ours = measure_sites(dense, variant)
     expected = sites(source)
     assert set(ours) == set(expected)
     for name, parts in expected.items():
@@ -89,13 +89,13 @@ def test_they_are_those_of_the_whole_model(dense, variant):
 
 
 def test_batches_and_where_states_are_change_nothing(dense, monkeypatch, tmp_path):
-    whole = found(dense, "opt")
+    whole = measure_sites(dense, "opt")
     tokens = data_of("opt").tokens
     # Five samples as 2 + 2 + 1 through blocks, one by one through the head, pieces of logits, states on disk.
     monkeypatch.setattr("ckpt_prune.measure.streams.hidden_stream.TOKENS_PER_BATCH", 2 * tokens)
     monkeypatch.setattr(module, "READOUT_TOKENS", tokens - 1)
     monkeypatch.setattr("ckpt_prune.measure.streams.sliced_head.CLASSES", 7)
-    parted = found(dense, "opt", allocate=StateMemory(0, tmp_path))
+    parted = measure_sites(dense, "opt", allocate=StateMemory(0, tmp_path))
     for name, own in whole.items():
         torch.testing.assert_close(parted[name].first, own.first, rtol=1e-4, atol=0)
         torch.testing.assert_close(parted[name].second, own.second, rtol=1e-4, atol=0)
@@ -104,7 +104,7 @@ def test_batches_and_where_states_are_change_nothing(dense, monkeypatch, tmp_pat
 def test_a_gradient_that_overflows_is_named(dense, monkeypatch):
     monkeypatch.setattr(module, "_sum_importances", lambda *_: Taylor(torch.zeros(2), torch.tensor([0.0, torch.inf])))
     with pytest.raises(UserError) as caught:
-        found(dense, "llama-gqa-tied")
+        measure_sites(dense, "llama-gqa-tied")
     assert str(caught.value) == (
         f"the gradient at model.layers.{BLOCKS - 1}.self_attn.o_proj.weight is not finite: "
         "the model overflows in torch.float32"

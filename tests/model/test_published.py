@@ -27,7 +27,7 @@ from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, Case
 from tests.contract.whole import TARGETS, Whole, assert_same_outputs, outputs, plain
 from tests.families import model_of
-from tests.pairs import chosen, every
+from tests.pairs import choose_cases, every
 from tests.stages.test_rotations import random_rotations, rotating
 
 PUBLISHED, COMPOSITES = json.loads(Path(__file__).with_name("published.json").read_text()).values()
@@ -49,7 +49,7 @@ SMALLEST = {
 
 # Names of the 15,000 experts of DeepSeek-V3 take six seconds.
 @pytest.mark.parametrize(
-    "name", chosen(PUBLISHED, lambda name: name in SMALLEST and PUBLISHED[name]["parameters"] < 10**11)
+    "name", choose_cases(PUBLISHED, lambda name: name in SMALLEST and PUBLISHED[name]["parameters"] < 10**11)
 )
 def test_a_published_config_has_as_many_parameters_as_its_page_counts(name: str) -> None:
     config = {**PUBLISHED[name]}
@@ -58,7 +58,7 @@ def test_a_published_config_has_as_many_parameters_as_its_page_counts(name: str)
     assert (model.family.model_type, cost_of(model).parameters) == (config["model_type"], parameters)
 
 
-@pytest.mark.parametrize("name", chosen(COMPOSITES, lambda name: COMPOSITES[name]["parameters"] < 10**9))
+@pytest.mark.parametrize("name", choose_cases(COMPOSITES, lambda name: COMPOSITES[name]["parameters"] < 10**9))
 def test_a_published_composite_has_as_many_parameters_as_its_page_counts(name: str, tmp_path: Path) -> None:
     """Its parts are parts of that, each by its config alone."""
     config = {**COMPOSITES[name]}

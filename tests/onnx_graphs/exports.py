@@ -64,7 +64,7 @@ def _write_uneven(root: Path) -> Path:
     return root / "uneven"
 
 
-def _pruned(variant: str, ratios: dict[str, float], container: str) -> graphs.Maker:
+def _build_pruned_maker(variant: str, ratios: dict[str, float], container: str) -> graphs.Maker:
     def make(root: Path) -> Path:
         dense = graphs.make(root / variant, variant)
         statistics = encoders.calibrate(
@@ -95,8 +95,8 @@ MODELS: dict[str, graphs.Maker] = {
     "mistral-window": _write_windowed,
     "bert-two-heads": _two_heads,
     "uneven-llama": _write_uneven,
-    "narrow-vit": _pruned("vit", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote"),
-    "narrow-opt": _pruned("opt", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote"),
+    "narrow-vit": _build_pruned_maker("vit", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote"),
+    "narrow-opt": _build_pruned_maker("opt", {"qk": 0.5, "heads": 0.25, "mlp": 0.25}, "remote"),
     "turned-llama": _write_rotated("llama-gqa-tied", "per-layer"),
     "rotated-llama": _write_rotated("llama", "shared"),
     "shallow-llama-gqa-tied": _one_layer("llama-gqa-tied"),
@@ -104,7 +104,7 @@ MODELS: dict[str, graphs.Maker] = {
 """Every kind of output of this tool, and what no variant is."""
 
 
-def made(tmp_path_factory: pytest.TempPathFactory) -> graphs.Exported:
+def make_exports(tmp_path_factory: pytest.TempPathFactory) -> graphs.Exported:
     """Export graphs as `tests.graphs.exports` does, and those of `MODELS` too."""
     return graphs.exports(tmp_path_factory, MODELS)
 

@@ -13,7 +13,7 @@ import yaml
 
 from tests.graphs import Exported
 
-from .exports import in_pytorch, made
+from .exports import in_pytorch, make_exports
 
 ALONE = """
 import sys
@@ -34,7 +34,7 @@ IDS = torch.tensor([[3, 4, 5]])
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Exported:
-    return made(tmp_path_factory)
+    return make_exports(tmp_path_factory)
 
 
 def snippet(folder: Path) -> str:

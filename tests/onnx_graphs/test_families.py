@@ -12,7 +12,7 @@ import torch
 
 from ckpt_prune.options.graphs import GraphSettings
 from tests.graphs import Exported
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
 from .exports import (
     WINDOW,
@@ -24,7 +24,7 @@ from .exports import (
     assert_stated,
     expected_of,
     in_pytorch,
-    made,
+    make_exports,
     pixels,
     ports_of,
 )
@@ -49,7 +49,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory) -> Exported:
-    return made(tmp_path_factory)
+    return make_exports(tmp_path_factory)
 
 
 def assert_decodes(graph: Graph, module, limit: float) -> None:
@@ -76,19 +76,19 @@ def assert_sees(graph: Graph, module, limit: float) -> None:
             assert_near(name, found[name], theirs, limit)
 
 
-@pytest.mark.parametrize("name", chosen(DECODERS, lambda name: name != "opt-350m-like"))
+@pytest.mark.parametrize("name", choose_cases(DECODERS, lambda name: name != "opt-350m-like"))
 def test_decoders_compute_what_pytorch_does(graphs, name):
     model, graph = graphs(name)
     assert_decodes(Graph(graph), in_pytorch(model), EXACT)
 
 
-@pytest.mark.parametrize("name", chosen(IMAGES, lambda name: "swiglu" not in name))
+@pytest.mark.parametrize("name", choose_cases(IMAGES, lambda name: "swiglu" not in name))
 def test_models_of_images_compute_what_pytorch_does(graphs, name):
     model, graph = graphs(name)
     assert_sees(Graph(graph), in_pytorch(model), EXACT)
 
 
-@pytest.mark.parametrize("name", chosen(ENCODERS, lambda name: name != "bert-two-heads"))
+@pytest.mark.parametrize("name", choose_cases(ENCODERS, lambda name: name != "bert-two-heads"))
 def test_encoders_compute_what_pytorch_does_and_read_segments(graphs, name):
     model, folder = graphs(name)
     graph, module = Graph(folder), in_pytorch(model)
@@ -150,7 +150,7 @@ def operators(folder) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), chosen(WAYS, lambda way: way[0] not in ("vit", "shallow-llama-gqa-tied"))
+    ("name", "settings"), choose_cases(WAYS, lambda way: way[0] not in ("vit", "shallow-llama-gqa-tied"))
 )
 def test_every_way_to_export_computes_what_pytorch_does(graphs, name, settings):
     model, folder = graphs(name, **settings)

@@ -29,7 +29,7 @@ from tests.families import contents
 from tests.graphs import Exported, traced_before
 from tests.pairs import every
 
-from .exports import Graph, made, pixels
+from .exports import Graph, make_exports, pixels
 
 CHECKPOINT_ONLY = {
     *("model.safetensors", "ckpt_prune.json", "rotations.st", "modeling_pruned.py", "mlx_pruned.py", "README.md")
@@ -39,7 +39,7 @@ OWN = {"model.onnx", "config.json", "ckpt_prune_onnx.json", "README.md"}
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Exported:
-    return made(tmp_path_factory)
+    return make_exports(tmp_path_factory)
 
 
 @pytest.fixture

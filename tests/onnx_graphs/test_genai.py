@@ -11,12 +11,12 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.card import read_genai_graph
 from tests.graphs import Exported
 
-from .exports import in_pytorch, made
+from .exports import in_pytorch, make_exports
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Exported:
-    return made(tmp_path_factory)
+    return make_exports(tmp_path_factory)
 
 
 def test_it_names_the_graph_and_its_cache(exported):

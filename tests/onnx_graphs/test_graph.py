@@ -22,9 +22,9 @@ from ckpt_prune.options.graphs import GraphSettings
 from tests.forked import posix, run_forked
 from tests.graphs import Exported, graph_of, trace_as_commands_do
 from tests.once import run_folder
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
-from .exports import graphs, made
+from .exports import graphs, make_exports
 
 BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
 IDS = ("input_ids", "int64", [BATCH, SEQUENCE])
@@ -105,7 +105,7 @@ PUBLIC: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Exported:
-    return made(tmp_path_factory)
+    return make_exports(tmp_path_factory)
 
 
 def read(values: Any) -> list[Any]:
@@ -117,7 +117,7 @@ def read(values: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", chosen(PUBLIC, lambda name: name not in ("vit", "bert-model", "bert-two-heads")))
+@pytest.mark.parametrize("name", choose_cases(PUBLIC, lambda name: name not in ("vit", "bert-model", "bert-two-heads")))
 def test_inputs_and_outputs_have_the_names_and_axes_of_the_hub(exported, name):
     settings, inputs, outputs = PUBLIC[name]
     graph = onnx.load(graph_of(exported(name, **settings)[1])).graph
@@ -125,7 +125,7 @@ def test_inputs_and_outputs_have_the_names_and_axes_of_the_hub(exported, name):
     assert read(graph.output) == outputs
 
 
-@pytest.mark.parametrize("name", chosen(PUBLIC, lambda name: name not in ("vit", "bert-model", "bert-two-heads")))
+@pytest.mark.parametrize("name", choose_cases(PUBLIC, lambda name: name not in ("vit", "bert-model", "bert-two-heads")))
 def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory):
     """No stack traces, no paths, no shapes inside in the tracer's symbols."""
     _, folder = exported(name, **PUBLIC[name][0])

@@ -18,7 +18,7 @@ from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.onnx.tracing import trace_model
 from tests import encoders, families
 from tests.graphs import trace_as_commands_do
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
 from .exports import Graph, Text, assert_near, assert_reads, assert_reads_in_chunks, expected_of, pixels
 
@@ -62,7 +62,7 @@ def trace(model: nn.Module, task: Task, folder: Path) -> tuple[Graph, list[int]]
     return Graph(folder), [index for index in range(len(hooks)) if calls[index] == most]
 
 
-def windowed(architecture: str, model_type: str, layers: str, **changes: Any) -> PreTrainedModel:
+def build_windowed(architecture: str, model_type: str, layers: str, **changes: Any) -> PreTrainedModel:
     """A model whose layers look back on a window (S) or on all (F)."""
     kinds = {"S": "sliding_attention", "F": "full_attention"}
     types = [kinds[layer] for layer in layers]
@@ -70,14 +70,14 @@ def windowed(architecture: str, model_type: str, layers: str, **changes: Any) ->
 
 
 def qwen() -> PreTrainedModel:
-    return windowed("Qwen2ForCausalLM", "qwen2", "SFSS", use_sliding_window=True)
+    return build_windowed("Qwen2ForCausalLM", "qwen2", "SFSS", use_sliding_window=True)
 
 
 def gemma(layers: str) -> PreTrainedModel:
-    return windowed("Gemma3ForCausalLM", "gemma3_text", layers, head_dim=4, tie_word_embeddings=True)
+    return build_windowed("Gemma3ForCausalLM", "gemma3_text", layers, head_dim=4, tie_word_embeddings=True)
 
 
-def uneven(model: PreTrainedModel) -> PreTrainedModel:
+def make_uneven(model: PreTrainedModel) -> PreTrainedModel:
     """The model with an MLP of another width in every block, and fewer heads in the second."""
     for index, block in enumerate(blocks_of(model)):
         mlp, attention = block.mlp, block.self_attn
@@ -94,11 +94,11 @@ def uneven(model: PreTrainedModel) -> PreTrainedModel:
 DECODERS: dict[str, tuple[Callable[[], PreTrainedModel], list[int]]] = {
     "llama": (lambda: build("LlamaForCausalLM", "llama", 4, tie_word_embeddings=True), [0, 1]),
     "uneven, windows": (
-        lambda: uneven(windowed("Qwen2ForCausalLM", "qwen2", "SFSS", use_sliding_window=True)),
+        lambda: make_uneven(build_windowed("Qwen2ForCausalLM", "qwen2", "SFSS", use_sliding_window=True)),
         [0, 1, 2],
     ),
     "windows": (qwen, [0, 1, 2]),
-    "uneven": (lambda: uneven(build("LlamaForCausalLM", "llama", 4)), [0, 1, 2]),
+    "uneven": (lambda: make_uneven(build("LlamaForCausalLM", "llama", 4)), [0, 1, 2]),
     "gemma": (lambda: gemma("SFSS"), [0, 1, 2]),
     "gemma, in turn": (lambda: gemma("SSFSSF"), [0, 1, 2, 5]),
     "qwen2": (lambda: build("Qwen2ForCausalLM", "qwen2", 4), [0, 1]),
@@ -106,7 +106,7 @@ DECODERS: dict[str, tuple[Callable[[], PreTrainedModel], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", chosen(list(DECODERS), lambda name: name == "uneven, windows"))
+@pytest.mark.parametrize("name", choose_cases(list(DECODERS), lambda name: name == "uneven, windows"))
 def test_decoders(name, tmp_path):
     make, expected = DECODERS[name]
     model = make()
@@ -128,7 +128,7 @@ def test_encoders(tmp_path):
     assert_reads(graph, model, Text.random(3, 14, side="right"), EXACT)
 
 
-@pytest.mark.parametrize("kind", chosen(["vit", "dinov2"], lambda kind: kind == "vit"))
+@pytest.mark.parametrize("kind", choose_cases(["vit", "dinov2"], lambda kind: kind == "vit"))
 def test_models_of_images(kind, tmp_path):
     name = {"vit": "ViTForImageClassification", "dinov2": "Dinov2ForImageClassification"}[kind]
     model = build(name, kind, 3)
@@ -138,7 +138,7 @@ def test_models_of_images(kind, tmp_path):
     assert_near("logits", graph(feed)["logits"], expected_of(model, feed, ["logits"])["logits"], EXACT)
 
 
-@pytest.mark.parametrize("kind", chosen(["llama", "vit"], lambda kind: kind == "vit"))
+@pytest.mark.parametrize("kind", choose_cases(["llama", "vit"], lambda kind: kind == "vit"))
 def test_the_graph_is_that_of_a_full_trace(kind, tmp_path, monkeypatch):
     name, task = {"llama": ("LlamaForCausalLM", GENERATION), "vit": ("ViTForImageClassification", CLASSES)}[kind]
     model = build(name, kind, 3)
@@ -191,7 +191,7 @@ class Scaled(nn.Module):
         return entered * self.scale["place"]
 
 
-@pytest.mark.parametrize("hidden", chosen([False, True], lambda hidden: hidden))
+@pytest.mark.parametrize("hidden", choose_cases([False, True], lambda hidden: hidden))
 def test_blocks_that_differ_by_their_place(hidden, tmp_path):
     model = build("BertModel", "bert", 3)
     layers = model.encoder.layer

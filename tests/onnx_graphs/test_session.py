@@ -10,12 +10,12 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.session import OnnxModel, complete_inputs, open_session
 from tests.graphs import Exported
 
-from .exports import Text, in_pytorch, made, pixels
+from .exports import Text, in_pytorch, make_exports, pixels
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Exported:
-    return made(tmp_path_factory)
+    return make_exports(tmp_path_factory)
 
 
 def near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

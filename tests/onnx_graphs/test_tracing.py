@@ -17,9 +17,9 @@ from ckpt_prune.onnx.reference import Reference
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.onnx.tracing import get_image_size, make_example, trace_model
 from tests import families
-from tests.pairs import chosen
+from tests.pairs import choose_cases
 
-from .exports import in_pytorch, made
+from .exports import in_pytorch, make_exports
 
 GENERATION = Task("text-generation", "text", True)
 DYNAMIC = {0: Dim.AUTO, 1: Dim.AUTO}
@@ -51,7 +51,7 @@ def test_a_decoder_with_a_cache():
 
 def test_layers_of_different_widths(tmp_path_factory):
     """Two widths of keys, and keys narrower than values, as the cache of a real pass has them."""
-    graphs = made(tmp_path_factory)
+    graphs = make_exports(tmp_path_factory)
     for name, expected in (
         ("uneven-llama", [(2, 2, 4, 4), (2, 2, 4, 4), (2, 1, 4, 4), (2, 1, 4, 4)]),
         ("narrow-opt", [(2, 3, 4, 2), (2, 3, 4, 4)]),
@@ -103,7 +103,7 @@ class Older(LlamaForCausalLM):
 
 # The name that stock models have is traced in all other tests.
 @pytest.mark.parametrize(
-    ("renamed", "name"), chosen([(Newer, "cache"), (Older, "past_key_values")], lambda each: each[1] != PAST)
+    ("renamed", "name"), choose_cases([(Newer, "cache"), (Older, "past_key_values")], lambda each: each[1] != PAST)
 )
 def test_either_name_of_the_cache(renamed, name, tmp_path):
     """The graph's own names stay, and what it is compared with and timed beside takes the same name."""

@@ -17,7 +17,7 @@ from ckpt_prune.onnx.checks import verify_graph
 from ckpt_prune.onnx.proof import validate
 from ckpt_prune.onnx.samples import ProofSamples
 
-from .exports import made
+from .exports import make_exports
 
 NAMES = ["files", "checker", "finite", "load", "validation"]
 
@@ -25,7 +25,7 @@ NAMES = ["files", "checker", "finite", "load", "validation"]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> tuple[Path, Path]:
     """A model and its graph with external data, compared with it."""
-    model, graph = made(tmp_path_factory)("bert-mlm", embedded=0)
+    model, graph = make_exports(tmp_path_factory)("bert-mlm", embedded=0)
     folder = tmp_path_factory.mktemp("whole") / "graph"
     shutil.copytree(graph, folder)
     validate(folder, model, ProofSamples()).write(folder)

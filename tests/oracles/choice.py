@@ -32,7 +32,7 @@ def shrunk(base: Array, X: Array, Y: Array, strength: float) -> Array:
     return base + np.linalg.lstsq(rows, lacking, rcond=1e-10)[0].T
 
 
-def fitted(method: str, W: Array, X: Array, Y: Array, strength: float) -> closed_forms.Answer:
+def fit_answer(method: str, W: Array, X: Array, Y: Array, strength: float) -> closed_forms.Answer:
     nothing = np.zeros(W.shape[0])
     if method == "ridge":
         return shrunk(W, X, Y, strength), nothing
@@ -55,7 +55,7 @@ def held_out(counts: Sequence[int], kept: int) -> list[int]:
 def least_error(method: str, W: Array, folds: Sequence[Tokens]) -> float:
     """Return the method's relative error on the folds of `held_out_error`, after a fit to all tokens at α = 1."""
     whole = together(folds)
-    answer = fitted(method, W, whole.X, whole.Y + whole.D, 0.0)
+    answer = fit_answer(method, W, whole.X, whole.Y + whole.D, 0.0)
     own = together([folds[i] for i in held_out([len(fold.X) for fold in folds], W.shape[1])])
     return closed_forms.residual(own.X, own.Y + own.D, answer) / float(np.sum((own.Y + own.D) ** 2))
 
@@ -69,7 +69,7 @@ def held_out_error(
         fold = folds[i]
         train = together([other for j, other in enumerate(folds) if j != i])
         strength = value * float(np.mean(np.sum(train.X**2, axis=0))) if relative else value
-        answer = fitted(method, W, train.X, train.Y + share * train.D, strength)
+        answer = fit_answer(method, W, train.X, train.Y + share * train.D, strength)
         missed += closed_forms.residual(fold.X, fold.Y + fold.D, answer)
         energy += float(np.sum((fold.Y + fold.D) ** 2))
     return missed / energy

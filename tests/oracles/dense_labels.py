@@ -26,7 +26,7 @@ def drawn_out(plane: Plane, height: int, width: int) -> list[list[float]]:
     ]
 
 
-def normalised(token: Sequence[float], norm: dict[str, Sequence[float]]) -> list[float]:
+def normalise(token: Sequence[float], norm: dict[str, Sequence[float]]) -> list[float]:
     """A batch norm at inference."""
     return [
         (x - m) / math.sqrt(v + 1e-5) * g + b

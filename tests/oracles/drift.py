@@ -69,7 +69,7 @@ SITES: dict[str, dict[str, Site]] = {
 
 
 @torch.no_grad()
-def seen(model: Model, block: int, points: list[Point], data: Samples) -> dict[Point, Array]:
+def record_points(model: Model, block: int, points: list[Point], data: Samples) -> dict[Point, Array]:
     """Return what passes points of a block as the whole model runs, sample by sample: (samples, tokens, width)."""
     rows: dict[Point, list[Tensor]] = {point: [] for point in points}
     own: Any = model.model.get_submodule(f"{model.layers}.{block}")
@@ -112,9 +112,9 @@ def target(dense: Model, pruned: Model, block: int, site: Site, data: Samples) -
 
     Elements whose layer scale is zero have no target: they are not a number.
     """
-    after = seen(dense, block, [site.after], data)[site.after]
+    after = record_points(dense, block, [site.after], data)[site.after]
     point: Point = ("in", site.consumer)
-    found = seen(pruned, block, [site.before, point], data)
+    found = record_points(pruned, block, [site.before, point], data)
     wanted = after - found[site.before]
     own: Any = pruned.model.get_submodule(f"{pruned.layers}.{block}")
     if site.scale is not None:

@@ -13,7 +13,7 @@ def svd_llm(W: Array, X: Array, rank: int) -> Array:
     return np.asarray((U[:, :rank] * values[:rank]) @ Vt[:rank] @ np.linalg.inv(S))
 
 
-def truncated(W: Array, X: Array, rank: int) -> Array:
+def truncate(W: Array, X: Array, rank: int) -> Array:
     """The best outputs of a rank, W X's own truncated decomposition, put back onto W; any X."""
     U = np.linalg.svd(W @ X.T, full_matrices=False)[0][:, :rank]
     return np.asarray(U @ (U.T @ W))
@@ -32,9 +32,9 @@ def alternating(W: Array, X: Array, rank: int, seed: int, steps: int = 400) -> f
 def of_share(W: Array, X: Array, ratio: float) -> Array:
     """W' of the published rank."""
     rows, columns = W.shape
-    return truncated(W, X, max(1, int(rows * columns * (1 - ratio) / (rows + columns))))
+    return truncate(W, X, max(1, int(rows * columns * (1 - ratio) / (rows + columns))))
 
 
-def updated(W: Array, X: Array, D: Array) -> Array:
+def solve_update(W: Array, X: Array, D: Array) -> Array:
     """SVD-LLM's update: U of least ‖W Xᵀ − U D Xᵀ‖ by least squares on the outputs themselves; X (N, d_in)."""
     return np.asarray(np.linalg.lstsq(X @ D.T, X @ W.T, rcond=None)[0].T)

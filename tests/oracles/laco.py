@@ -90,14 +90,14 @@ def put(model: Model, block: int, weights: Weights) -> None:
             parameter.copy_(part)
 
 
-def taken(model: Model, block: int) -> Weights:
+def copy_weights(model: Model, block: int) -> Weights:
     """A copy of what a block's linears have."""
     return {n: torch.cat([p.detach().clone() for p in held]) for n, held in parameters(model, block).items()}
 
 
 def everything_of(model: Model, block: int) -> Weights:
     """A copy of what a block's linears and norms have."""
-    return taken(model, block) | {n: p.detach().clone() for n, (p,) in norms(model, block).items()}
+    return copy_weights(model, block) | {n: p.detach().clone() for n, (p,) in norms(model, block).items()}
 
 
 def free(weights: Weights, name: str) -> Tensor:

@@ -10,7 +10,7 @@ Samples = Sequence[tuple[Array, Array]]
 """Q_b and K_b of each sample."""
 
 
-def dropped(kept: Sequence[int], head_dim: int) -> list[int]:
+def list_dropped(kept: Sequence[int], head_dim: int) -> list[int]:
     return [j for j in range(head_dim) if j not in kept]
 
 
@@ -28,7 +28,7 @@ def designs(samples: Samples, kept: Sequence[int]) -> tuple[Array, Array]:
 
 def kronecker(samples: Samples, kept: Sequence[int]) -> tuple[Array, Array]:
     """G (d'², d'²) and h (d'²) of CORP's normal equations (C.2), M row by row, sample by sample."""
-    out = dropped(kept, samples[0][0].shape[1])
+    out = list_dropped(kept, samples[0][0].shape[1])
     G, h = np.zeros((len(kept) ** 2, len(kept) ** 2)), np.zeros(len(kept) ** 2)
     for Q, K in samples:
         A, B = Q.T @ Q, K.T @ K
@@ -170,7 +170,7 @@ def low_rank(samples: Samples, size: int, strength: float, starts: int = 1, roun
     return best[1:]
 
 
-def centred(samples: Samples) -> Samples:
+def centre_keys(samples: Samples) -> Samples:
     """Keys less their mean over a sample."""
     return [(Q, K - K.mean(0)) for Q, K in samples]
 

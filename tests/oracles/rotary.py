@@ -24,7 +24,7 @@ def as_rows(pairs: Complex, layout: str) -> Array:
     return np.concatenate([pairs.real, pairs.imag], -1)
 
 
-def turned(pairs: Complex, theta: float) -> Complex:
+def turn_pairs(pairs: Complex, theta: float) -> Complex:
     """Pairs of tokens (T, P), pair p of token t turned by t θ^(−p / P)."""
     tokens, count = pairs.shape
     return pairs * np.exp(1j * np.arange(tokens)[:, None] * theta ** (-np.arange(count) / count))

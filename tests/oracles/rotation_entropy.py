@@ -23,7 +23,7 @@ def full_rotation(side: str | None, width: int, residual: Array | None, heads: A
     return np.eye(width)
 
 
-def rotated(W: Array, left: Array, right: Array) -> Array:
+def rotate(W: Array, left: Array, right: Array) -> Array:
     out = np.zeros_like(W)
     for i in range(W.shape[0]):
         for j in range(W.shape[1]):
@@ -33,7 +33,7 @@ def rotated(W: Array, left: Array, right: Array) -> Array:
 
 def importance(backbone: str, W: Array, H: Array, damp: float, left: Array, right: Array) -> Array:
     """Importance of the rotated weights of y = W x, Σ x xᵀ = H; SparseGPT damps H by a share of its mean diagonal."""
-    turned = rotated(W, left, right)
+    turned = rotate(W, left, right)
     damped = H + damp * np.trace(H) / len(H) * np.eye(len(H))
     inverse = np.linalg.inv(right.T @ damped @ right) if backbone == "sparsegpt" else H
     hessian = right.T @ H @ right

@@ -85,11 +85,11 @@ def linear(block: int, module: str = "self_attn.q_proj", **changes: Any) -> Json
     } | changes
 
 
-def learned(block: int | None, before: float = 40.0, after: float = 30.0, steps: int = 20) -> Json:
+def make_learned_rotation(block: int | None, before: float = 40.0, after: float = 30.0, steps: int = 20) -> Json:
     return {"block": block, "entropy_before": before, "entropy_after": after, "steps": steps}
 
 
-def masked(
+def make_mask_report(
     linears: list[Json], *rotations: Json, kind: str = "per-layer", turns: bool | None = None, **changes: Any
 ) -> Json:
     """The report of a mask, with rotations before it where some are given."""
@@ -136,7 +136,7 @@ def layer(block: int, **changes: Any) -> Json:
     } | changes
 
 
-def kept(block: int, **changes: Any) -> Json:
+def make_kept_layer(block: int, **changes: Any) -> Json:
     """A block that recovery left as it was."""
     return layer(block, best_epoch=0, recovered=False, **changes)
 

@@ -12,7 +12,18 @@ from ckpt_prune.show.markdown import print_markdown
 from ckpt_prune.show.section import Section, Table
 from ckpt_prune.show.terminal import section_lines
 from ckpt_prune.stages.report import read_report_or_plan
-from tests.show.examples import Json, details, learned, linear, masked, parse, report, site, words, write
+from tests.show.examples import (
+    Json,
+    details,
+    linear,
+    make_learned_rotation,
+    make_mask_report,
+    parse,
+    report,
+    site,
+    words,
+    write,
+)
 
 STYLE = resources.files("ckpt_prune.show").joinpath("style.css").read_text(encoding="utf-8")
 EVIL = '</title><script>alert("1")</script>&amp;\'\x07'
@@ -77,7 +88,7 @@ def test_a_page_loads_and_runs_nothing(page):
 
 def test_nothing_from_a_report_is_markup(page):
     mask = {"method": EVIL, "pattern": EVIL, "ratio": 0.5}
-    made = masked([linear(0, weight=EVIL, kind=EVIL)], learned(0), kind=EVIL, mask=mask)
+    made = make_mask_report([linear(0, weight=EVIL, kind=EVIL)], make_learned_rotation(0), kind=EVIL, mask=mask)
     made |= {
         "sites": [site(0, EVIL, method=EVIL), site(1, EVIL)],
         "source": {"name": EVIL, "fingerprint": EVIL},

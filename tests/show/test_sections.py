@@ -12,7 +12,18 @@ from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.show_linears import KINDS, label_of
 from ckpt_prune.stages.spaces.show import warn_of_sites
-from tests.show.examples import Json, elsewhere, kept, layer, learned, linear, masked, recovery, report, site
+from tests.show.examples import (
+    Json,
+    elsewhere,
+    layer,
+    linear,
+    make_kept_layer,
+    make_learned_rotation,
+    make_mask_report,
+    recovery,
+    report,
+    site,
+)
 
 
 def sections(made: Json) -> dict[str, Section]:
@@ -205,7 +216,7 @@ def test_perplexity_is_drawn_over_powers_of_ten(perplexity, points):
 
 def test_what_a_mask_zeroes_and_what_was_lost_stand_beside_the_size():
     loss = {"of": "perplexity", "before": 10.0, "after": 12.5, "kl": 0.25, "agreement": 0.75, "data": "window 64"}
-    found = sections(masked([linear(0)], loss=loss))["Size and loss"]
+    found = sections(make_mask_report([linear(0)], loss=loss))["Size and loss"]
     zeros = linear(0)["zeros"]
     assert tables(found)[""][2] == ["not zero", "2.00M", "1.50M", f"{(1_500_000 - zeros) / 2_000_000:.1%}"]
     assert tables(found)[""][-1] == ["perplexity", "10.000", "12.500", "125.0%"]
@@ -217,7 +228,7 @@ def test_what_a_mask_zeroes_and_what_was_lost_stand_beside_the_size():
 def test_a_mask():
     linears = [linear(b, m) for b in (1, 0) for m in ("self_attn.q_proj", "mlp.down_proj")]
     linears[1] |= {"rows": 2000, "columns": 500, "zeros": 500_003, "error": 0.5, "damp": 0.1}
-    found = sections(masked(linears))["Mask"]
+    found = sections(make_mask_report(linears))["Mask"]
     assert found.sentences == [
         "Masked by sparsegpt 2:4: 50.00% zeros in 4 linear weights of 1.00M parameters.",
         "The error of their outputs on the calibration samples is 0.312 on average, 0.500 at most (down of block 1).",
@@ -243,7 +254,7 @@ def test_a_mask():
 def test_a_mask_without_errors(method, why):
     made = linear(0, error=None, damp=None, dead=None, zeros=0)
     mask = {"method": method, "pattern": "unstructured"}
-    found = sections(masked([made], mask=mask))["Mask"]
+    found = sections(make_mask_report([made], mask=mask))["Mask"]
     assert found.sentences == [f"Masked by {method}: 0.00% zeros in 1 linear weight of 32 parameters."]
     assert found.explanations == [f"The error of their outputs was not measured: {why}."]
     assert found.figures == []
@@ -253,11 +264,11 @@ def test_a_mask_without_errors(method, why):
 def test_shares_of_zeros():
     shares = {"ratios": [0.25, 0.5], "kept": [2, 3]}
     mask = {"method": "wanda", "pattern": "2:4", "allocation": "owl", "shares": shares}
-    assert sections(masked([linear(0)], mask=mask))["Mask"].sentences[1] == (
+    assert sections(make_mask_report([linear(0)], mask=mask))["Mask"].sentences[1] == (
         "Zeros are shared out over blocks by owl: 2 to 3 of 4 weights kept."
     )
     mask |= {"pattern": "unstructured", "shares": {"ratios": [0.25, 0.5]}}
-    assert sections(masked([linear(0)], mask=mask))["Mask"].sentences[1] == (
+    assert sections(make_mask_report([linear(0)], mask=mask))["Mask"].sentences[1] == (
         "Zeros are shared out over blocks by owl: 25.0% to 50.0% zeros."
     )
 
@@ -306,8 +317,11 @@ def test_factored_linears():
 
 def test_rotations_of_every_block():
     curves = [{"curve": [[0, 10], [1, 8], [2, 6]]}, {"curve": [[0, 10], [1, 9]]}]
-    rotations = [learned(1, 50.0, 20.0, 15) | curves[0], learned(0, 50.0, 40.0, 1) | curves[1]]
-    found = sections(masked([linear(0)], *rotations))["Rotation"]
+    rotations = [
+        make_learned_rotation(1, 50.0, 20.0, 15) | curves[0],
+        make_learned_rotation(0, 50.0, 40.0, 1) | curves[1],
+    ]
+    found = sections(make_mask_report([linear(0)], *rotations))["Rotation"]
     assert found.sentences == [
         "Entropy of the wanda importance of weights: 100 nats before rotation per-layer, 60 nats after (-40.0%), in 1 "
         "to 15 steps per block."
@@ -325,10 +339,10 @@ def test_rotations_of_every_block():
 
 def test_entropies_that_are_not_known_are_not_summed():
     nothing = {"block": 1, "entropy_before": 0.0, "entropy_after": 0.0}
-    found = sections(masked([linear(0)], learned(0), nothing, {"block": 2}))["Rotation"]
+    found = sections(make_mask_report([linear(0)], make_learned_rotation(0), nothing, {"block": 2}))["Rotation"]
     assert found.sentences == []
     assert tables(found)["Every rotation"][2:] == [["1", "0", "0", "–", "–"], ["2", "–", "–", "–", "–"]]
-    (sentence,) = sections(masked([linear(0)], nothing))["Rotation"].sentences
+    (sentence,) = sections(make_mask_report([linear(0)], nothing))["Rotation"].sentences
     assert sentence.endswith("0 nats before rotation per-layer, 0 nats after.")
 
 
@@ -337,7 +351,9 @@ def test_a_map_of_the_importance():
     held = {"largest_before": 0.0123, "largest_after": 0.4}
     (heat_map,) = (
         figure
-        for figure in sections(masked([linear(0)], learned(0) | {"map": cells | held}))["Rotation"].figures
+        for figure in sections(make_mask_report([linear(0)], make_learned_rotation(0) | {"map": cells | held}))[
+            "Rotation"
+        ].figures
         if isinstance(figure, HeatMap)
     )
     assert heat_map.note == (
@@ -356,7 +372,7 @@ def recovery_section(*layers: Json, **changes: Any) -> Section:
 
 def test_recovery_of_blocks():
     layers = [layer(1, mse_after=0.05, cka_after=0.9375, curve=[0.4, 0.1]), layer(0, curve=[0.2, 0.1])]
-    layers.append(kept(2, mse_after=0.5, cka_after=0.75, epochs=4))
+    layers.append(make_kept_layer(2, mse_after=0.5, cka_after=0.75, epochs=4))
     found = recovery_section(*layers)
     assert found.sentences == [
         "2 of 3 blocks have new weights, trained towards the hidden states of dense; zeros stay zero.",
@@ -391,7 +407,12 @@ def test_recovery_of_blocks():
 
 
 def test_blocks_to_warn_of():
-    layers = [kept(0, epochs=4), kept(1, epochs=0), kept(2, diverged=True), layer(3, diverged=True, mse_after=None)]
+    layers = [
+        make_kept_layer(0, epochs=4),
+        make_kept_layer(1, epochs=0),
+        make_kept_layer(2, diverged=True),
+        layer(3, diverged=True, mse_after=None),
+    ]
     assert [sentence[:40] for sentence in recovery_section(*layers, layer(4, mse_after=0.75)).sentences[2:]] == [
         "The hidden states after block 3 are not ",
         "No epoch was better than the old weights",

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.stages.recovering import pruned_by
-from tests.stages.whole import sources_of_all, wanted
+from tests.stages.whole import make_recipe, sources_of_all
 from tests.stored import Sources
 
 
@@ -14,4 +14,4 @@ def dense(tmp_path_factory) -> Sources:
 
 @pytest.fixture(scope="module")
 def masked_llama(dense, tmp_path_factory) -> Path:
-    return pruned_by(dense.folder("llama"), tmp_path_factory.mktemp("masked") / "llama", wanted("magnitude"), None)
+    return pruned_by(dense.folder("llama"), tmp_path_factory.mktemp("masked") / "llama", make_recipe("magnitude"), None)

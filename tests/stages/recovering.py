@@ -22,7 +22,7 @@ from ckpt_prune.stages.recovery.stage import recover_recipe
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.reports import recover
-from tests.stages.whole import masked, stock, tensors_of
+from tests.stages.whole import prune_by_mask, stock, tensors_of
 
 SAMPLES = 6
 BATCH = 2
@@ -67,11 +67,11 @@ def recovery_job(pruned: Path, dense: Path, samples: Samples, **changes: Any) ->
 
 def pruned_by(folder: Path, out: Path, recipe: FullRecipe, data: Samples | None) -> Path:
     """Prune in one go, on data where the recipe looks at any."""
-    masked(folder, out, recipe, data)
+    prune_by_mask(folder, out, recipe, data)
     return out
 
 
-def loaded(folder: Path, variant: str) -> PreTrainedModel:
+def load_float32(folder: Path, variant: str) -> PreTrainedModel:
     """In float32; by stock transformers unless the folder has remote code."""
     if "auto_map" in json.loads((folder / "config.json").read_text()):
         return ckpt_prune.load(folder, dtype=torch.float32)
@@ -88,7 +88,7 @@ def layers_of(variant: str) -> str:
 def last_states(folder: Path, variant: str, data: Samples) -> Tensor:
     """Return the output of the last block for each held-out sample, from running the whole model."""
     path = f"{layers_of(variant)}.{families.BLOCKS - 1}"
-    found = encoders.watch(loaded(folder, variant), data, results=[path])[path]
+    found = encoders.watch(load_float32(folder, variant), data, results=[path])[path]
     return torch.from_numpy(found)[HELD_OUT]
 
 
@@ -188,5 +188,5 @@ def assert_described(out: Path, pruned: Path, report: dict[str, Any], dense: Pat
     assert checks == dict.fromkeys(expected, True)
 
 
-def recovered(pruned: Path, dense: Path, out: Path, samples: Samples, **changes: Any) -> dict[str, Any]:
+def recover_pruned(pruned: Path, dense: Path, out: Path, samples: Samples, **changes: Any) -> dict[str, Any]:
     return recover(recovery_job(pruned, dense, samples, **changes), out)

@@ -165,7 +165,7 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
         scale = float(np.mean(np.sum(together.X**2, axis=0)))
         strength = (site["strength"] or 0.0) * scale
         target = together.Y + site["share"] * together.D
-        weight, bias = choice.fitted(site["method"], W, together.X, target, strength)
+        weight, bias = choice.fit_answer(site["method"], W, together.X, target, strength)
         np.testing.assert_allclose(after[name], weight, rtol=1e-4, atol=2e-5 * np.abs(weight).max())
         bias_name = name.replace(".weight", ".bias")
         if bias_name in before:

@@ -32,7 +32,9 @@ Effects = dict[str, list[tuple[int, float]]]
 VARIANTS = ["llama-gqa-tied", "llama-biases", "opt", "vit", "bert-pretraining", "dinov2-swiglu"]
 
 
-def measured(sources: Sources, variant: str, *, how: Callable[..., Effects] = measure_effects, **options) -> Effects:
+def measure_variant(
+    sources: Sources, variant: str, *, how: Callable[..., Effects] = measure_effects, **options
+) -> Effects:
     source = Model.open(sources.folder(variant))
     given = {
         "spaces": [name for name, space in source.family.spaces.items() if space.ends != "rotary"],
@@ -164,7 +166,7 @@ class ByHand:
 
 
 @cache
-def expected(sources_folder, variant: str, kind: type[ByHand] = ByHand) -> Effects:
+def measure_by_hand(sources_folder, variant: str, kind: type[ByHand] = ByHand) -> Effects:
     model = stock(sources_folder, variant).double()
     samples = data_of(variant)
     if variant in encoders.IMAGES:
@@ -194,13 +196,13 @@ def assert_close(found: Effects, wanted: Effects, tolerance: float) -> None:
 
 @pytest.mark.parametrize("variant", every(3, VARIANTS))
 def test_effects_are_those_on_the_whole_model(dense, variant):
-    found = measured(dense, variant)
-    assert_close(found, expected(dense.folder(variant), variant), 2e-4)
+    found = measure_variant(dense, variant)
+    assert_close(found, measure_by_hand(dense.folder(variant), variant), 2e-4)
 
 
 def refusal(*args, **options) -> str:
     with pytest.raises(UserError) as caught:
-        measured(*args, **options)
+        measure_variant(*args, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -216,9 +218,9 @@ def test_statistics_that_lack_moments(dense, tmp_path):
         f"effects of q and k need their moments, and {grams.folder} has none: "
         "calibrate with --collect moments,gram,logits"
     )
-    assert len(measured(dense, "vit", statistics=grams, spaces=["heads"])) == BLOCKS
+    assert len(measure_variant(dense, "vit", statistics=grams, spaces=["heads"])) == BLOCKS
     both = encoders.calibrate(folder, tmp_path / "logits", data_of("vit"), collect=("moments", "logits"))
-    assert measured(dense, "vit", statistics=both, spaces=["qk"]) == measured(dense, "vit", spaces=["qk"])
+    assert measure_variant(dense, "vit", statistics=both, spaces=["qk"]) == measure_variant(dense, "vit", spaces=["qk"])
 
 
 def test_an_output_that_overflows_is_named(dense, monkeypatch):

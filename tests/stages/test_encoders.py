@@ -26,11 +26,11 @@ from tests.encoders import (
     assert_same_outputs,
     calibrate,
     job_on,
+    load_stock_once,
     make,
     recipe,
     samples,
     stock,
-    unchanged,
     watch,
 )
 from tests.families import prune
@@ -76,7 +76,7 @@ def test_hidden_states_are_those_of_the_whole_model(dense, variant, monkeypatch)
     monkeypatch.setattr(streams, "TOKENS_PER_BATCH", 2 * data.tokens)
     stream, source = stream_on(dense.folder(variant), data)
     paths = [f"{chosen.layers}.{block}" for block in range(BLOCKS)]
-    model = unchanged(dense.folder(variant), variant)
+    model = load_stock_once(dense.folder(variant), variant)
     inputs = watch(model, data, inputs=paths)
     results = watch(model, data, results=paths)
     expected = [inputs[paths[0]], *(results[path] for path in paths)]
@@ -94,7 +94,7 @@ def test_moments_are_those_of_the_consumers_inputs(dense, variant):
     chosen, data = VARIANTS[variant], samples(variant)
     statistics = dense.statistics(variant, folds=8)
     paths = {(b, s): chosen.module(b, s) for b in range(BLOCKS) for s in ("heads", "mlp")}
-    seen = watch(unchanged(dense.folder(variant), variant), data, inputs=paths.values())
+    seen = watch(load_stock_once(dense.folder(variant), variant), data, inputs=paths.values())
     for (block, space), path in paths.items():
         found = statistics.read_moments(block)[chosen.tensor(block, space)]
         assert len(found) == 8
@@ -112,7 +112,7 @@ def test_logit_moments_are_grams_of_the_models_projections(dense, variant):
     """Per sample where there are few, summed over products where there are many: both against explicit sums."""
     chosen, data = VARIANTS[variant], samples(variant)
     rows, columns = np.triu_indices(HEAD_DIM)
-    model = unchanged(dense.folder(variant), variant)
+    model = load_stock_once(dense.folder(variant), variant)
     paths = [chosen.module(b, role) for b in range(BLOCKS) for role in ("query", "key")]
     seen = watch(model, data, results=paths)
     forms = set()
@@ -152,7 +152,7 @@ def test_nll_is_that_of_the_whole_model(dense, variant):
     stream, source = stream_on(dense.folder(variant), data)
     for block in range(BLOCKS):
         stream.advance(block, source.read_block(block))
-    expected = perplexity.perplexity(unchanged(dense.folder(variant), variant), data.windows)
+    expected = perplexity.perplexity(load_stock_once(dense.folder(variant), variant), data.windows)
     assert math.exp(stream.measure_nll()) == pytest.approx(expected, rel=1e-5)
 
 
@@ -171,7 +171,7 @@ def check_against_whole(dense, variant, method, out, *, sequential=False, contai
     data, folder = samples(variant), dense.folder(variant)
     source = {"live": data} if sequential else {"statistics": dense.statistics(variant)}
     report = prune(job_on(folder, wanted, **source), out)
-    whole = Whole.of_folder(folder, unchanged(folder, variant), RATIOS)
+    whole = Whole.of_folder(folder, load_stock_once(folder, variant), RATIOS)
     whole.prune(data, {"heads": method, "mlp": method}, "by site" if sequential else "dense")
     assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
     assert_same_outputs(
@@ -204,7 +204,9 @@ def test_nothing_dropped_is_the_source_byte_for_byte(dense, variant, tmp_path):
     report = prune(job_on(folder, wanted, dense.statistics(variant)), tmp_path / "out")
     assert (folder / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert not report["container"]["remote_code"]
-    assert_same_outputs(unchanged(folder, variant), stock(tmp_path / "out", variant), samples(variant, 2), tolerance=0)
+    assert_same_outputs(
+        load_stock_once(folder, variant), stock(tmp_path / "out", variant), samples(variant, 2), tolerance=0
+    )
     assert report["before"] == report["after"]
 
 

@@ -32,7 +32,7 @@ from tests.contract.open_experts import open_up
 from tests.contract.whole import TARGETS, outputs, seen
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
-from tests.pairs import chosen, crossed, every
+from tests.pairs import choose_cases, cross_cases, every
 
 ONE = Case("qwen3_moe", "Qwen3MoeForCausalLM", settings='{"num_experts_per_tok": 1}')
 """Every token goes to one of four experts."""
@@ -237,7 +237,7 @@ MADE_UP = list(zip(WHOLE, itertools.cycle(["drift", "sequential"]), strict=False
 # One with a number that multiplies what experts give, and one with shared experts.
 @pytest.mark.parametrize(
     ("case", "target"),
-    chosen(MADE_UP, lambda own: own[0].model_type in ("granitemoe", "deepseek_v3")),
+    choose_cases(MADE_UP, lambda own: own[0].model_type in ("granitemoe", "deepseek_v3")),
     ids=str,
 )
 def test_experts_that_stay_make_up_for_those_that_go(dense: Dense, case: Case, target: str, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def route_tokens(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # A third of the experts of four in a group is no whole number: it is rounded to one of four.
-@pytest.mark.parametrize(("case", "score"), crossed([BY_BEST, BY_TWO_BEST], ["frequency", "reap"]), ids=str)
+@pytest.mark.parametrize(("case", "score"), cross_cases([BY_BEST, BY_TWO_BEST], ["frequency", "reap"]), ids=str)
 def test_tokens_that_lose_nothing_stay_with_their_experts(case: Case, score: str, tmp_path: Path) -> None:
     moved = stayed = 0
     for seed in range(2):
@@ -416,7 +416,7 @@ def test_a_block_without_experts_is_refused(tmp_path: Path) -> None:
 
 
 # One whose router has another name in memory.
-@pytest.mark.parametrize("case", chosen(WHOLE, lambda case: case.model_type == "mixtral"), ids=str)
+@pytest.mark.parametrize("case", choose_cases(WHOLE, lambda case: case.model_type == "mixtral"), ids=str)
 def test_experts_as_they_are_in_memory(case: Case, tmp_path: Path) -> None:
     """transformers loads and saves them so, too. The output is stored as the input is."""
     hub, memory = Dense(tmp_path / "hub"), Dense(tmp_path / "memory")

@@ -22,7 +22,7 @@ from tests.families import BLOCKS, contents, job_on, make, prune, recipe, stock,
 from tests.interrupting import interrupt_at
 from tests.oracles import closed_forms, perplexity
 from tests.oracles.streams import inputs_of
-from tests.pairs import crossed, every
+from tests.pairs import cross_cases, every
 from tests.stages.oracle import CONSUMERS, per_unit
 
 GRID = [0.01, 1.0, 100.0]
@@ -72,7 +72,7 @@ def through(sources, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
     return files
 
 
-@pytest.mark.parametrize(("name", "blocks"), crossed(list(JOBS), range(BLOCKS)))
+@pytest.mark.parametrize(("name", "blocks"), cross_cases(list(JOBS), range(BLOCKS)))
 def test_a_resumed_run_is_byte_identical(sources, through, tmp_path, name, blocks, monkeypatch):
     expected = through(name)
     with monkeypatch.context() as patch:

@@ -14,11 +14,11 @@ from tests.stages.whole import (
     RULES,
     assert_masked,
     data_of,
+    make_recipe,
     make_wide,
-    masked,
+    prune_by_mask,
     stock,
     tensors_of,
-    wanted,
     watch_reading,
     whole,
 )
@@ -63,7 +63,7 @@ FOURS: list[tuple[str, str, Target]] = [
 )
 def test_blocks_equal_the_whole_model_masked_by_hand(dense, tmp_path, variant, rule, target):
     folder, data = dense.folder(variant), data_of(variant)
-    report = masked(folder, tmp_path / "out", wanted(rule, target), data)
+    report = prune_by_mask(folder, tmp_path / "out", make_recipe(rule, target), data)
     by_hand = whole(stock(folder, variant), variant)
     expected = by_hand.mask(data, RULES[rule][1], target)
     assert_masked(tmp_path / "out", folder, expected, updated="sparsegpt" in rule)
@@ -79,7 +79,7 @@ def test_blocks_equal_the_whole_model_masked_by_hand(dense, tmp_path, variant, r
 def test_a_ratio_of_zero_changes_no_bit(dense, tmp_path):
     folder = dense.folder("opt")
     for rule in ("magnitude", "wanda", "sparsegpt"):
-        masked(folder, tmp_path / rule, wanted(rule, ratio=0.0), data_of("opt"))
+        prune_by_mask(folder, tmp_path / rule, make_recipe(rule, ratio=0.0), data_of("opt"))
         found = tensors_of(tmp_path / rule)
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors_of(folder).items())
 
@@ -87,7 +87,7 @@ def test_a_ratio_of_zero_changes_no_bit(dense, tmp_path):
 def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
     """‖(W − Ŵ) X‖² / ‖W X‖² on what hooks see."""
     folder, data = dense.folder("opt"), data_of("opt")
-    job = encoders.job_on(folder, wanted("sparsegpt"), None, data, diagnostics=True)
+    job = encoders.job_on(folder, make_recipe("sparsegpt"), None, data, diagnostics=True)
     report = prune(job, tmp_path / "out")
     model = whole(stock(folder, "opt"), "opt")
     seen = model.tokens(data, [(b, at) for b in range(encoders.BLOCKS) for at in range(len(model.inputs))])
@@ -103,7 +103,7 @@ def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
 def test_half_precision_is_kept(tmp_path, dtype):
     """The mask is chosen on the stored weights, and what stays of them keeps its bits."""
     folder = families.make(tmp_path / "dense", "mistral", dtype=dtype)
-    masked(folder, tmp_path / "out", wanted("wanda", "by block"), data_of("mistral"))
+    prune_by_mask(folder, tmp_path / "out", make_recipe("wanda", "by block"), data_of("mistral"))
     found, before = tensors_of(tmp_path / "out"), tensors_of(folder)
     linears = [name for name in found if "_proj" in name]
     assert len(linears) == 7 * families.BLOCKS
@@ -118,7 +118,7 @@ def test_half_precision_is_kept(tmp_path, dtype):
 def test_no_two_blocks_are_read_together(tmp_path, monkeypatch):
     folder = make_wide(tmp_path / "dense", "llama", num_hidden_layers=6)
     seen = watch_reading(monkeypatch)
-    masked(folder, tmp_path / "out", wanted("wanda", "by input"), TokenWindows(families.windows(2, 8)))
+    prune_by_mask(folder, tmp_path / "out", make_recipe("wanda", "by input"), TokenWindows(families.windows(2, 8)))
     assert seen.blocks == {str(block) for block in range(6)}
     assert seen.together == 1
     # One is worked on, while the next is read and the last is written.

@@ -24,13 +24,13 @@ from tests.encoders import (
     edit_files,
     heads_of,
     job_on,
+    load_stock_once,
     make,
     outputs,
     pairs_of,
     recipe,
     samples,
     stock,
-    unchanged,
     watch,
 )
 from tests.families import prune
@@ -60,7 +60,7 @@ def run(dense, variant, out, wanted, *, live=False, **more):
 
 
 def whole_of(dense, variant, ratios) -> Whole:
-    return Whole.of_folder(dense.folder(variant), unchanged(dense.folder(variant), variant), ratios)
+    return Whole.of_folder(dense.folder(variant), load_stock_once(dense.folder(variant), variant), ratios)
 
 
 def logits_of(model, variant, data, block) -> list[np.ndarray]:
@@ -84,7 +84,9 @@ def test_nothing_dropped_changes_no_byte(dense, variant, container, tmp_path):
     _, model = run(dense, variant, tmp_path / "out", wanted)
     before, after = ((f / "model.safetensors").read_bytes() for f in (dense.folder(variant), tmp_path / "out"))
     assert before == after
-    assert_same_outputs(model, unchanged(dense.folder(variant), variant), samples(variant, 3, seed=9), tolerance=1e-6)
+    assert_same_outputs(
+        model, load_stock_once(dense.folder(variant), variant), samples(variant, 3, seed=9), tolerance=1e-6
+    )
 
 
 # ---- compensation --------------------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def test_errors_are_those_of_the_logits(dense, variant, tmp_path):
     """Whole layers and heads, before and after, floor and ρ², on the calibration samples, from the logits in full."""
     report, _ = run(dense, variant, tmp_path / "out", recipe({"qk": 0.5}), diagnostics=True)
     paths = [VARIANTS[variant].module(block, role) for block in range(BLOCKS) for role in ("query", "key")]
-    seen = watch(unchanged(dense.folder(variant), variant), samples(variant), results=paths)
+    seen = watch(load_stock_once(dense.folder(variant), variant), samples(variant), results=paths)
     for site in report["sites"]:
         pairs_by_head = pairs_of(*(seen[VARIANTS[variant].module(site["block"], r)] for r in ("query", "key")))
         sums = np.zeros(4)
@@ -152,7 +154,7 @@ def test_lambda_zero_reaches_the_floor_and_absolute_is_absolute(dense, tmp_path)
         floor = site["floor"] / site["j0"] * site["error_uncompensated"]
         assert site["error_compensated"] == pytest.approx(floor, rel=1e-4)
     paths = [VARIANTS["vit"].module(0, role) for role in ("query", "key")]
-    seen = watch(unchanged(dense.folder("vit"), "vit"), samples("vit"), results=paths)
+    seen = watch(load_stock_once(dense.folder("vit"), "vit"), samples("vit"), results=paths)
     first = errors({"lambda": 500.0, "lambda_units": "absolute"}, "absolute")[0]
     total = energy = 0.0
     for head, pairs in enumerate(pairs_of(*(seen[path] for path in paths))):
@@ -170,7 +172,7 @@ def test_lambda_by_folds_is_the_best_on_held_out_samples(dense, tmp_path):
         job_on(dense.folder("vit"), wanted, dense.statistics("vit", folds=4), diagnostics=True), tmp_path / "o"
     )
     paths = [VARIANTS["vit"].module(block, role) for block in range(BLOCKS) for role in ("query", "key")]
-    seen = watch(unchanged(dense.folder("vit"), "vit"), samples("vit"), results=paths)
+    seen = watch(load_stock_once(dense.folder("vit"), "vit"), samples("vit"), results=paths)
     for site in report["sites"]:
         by_head = pairs_of(*(seen[VARIANTS["vit"].module(site["block"], r)] for r in ("query", "key")))
         folds = [[pairs[6 * f : 6 * f + 6] for pairs in by_head] for f in range(4)]
@@ -245,7 +247,7 @@ def test_attention_keeps_the_scale_of_the_original_head(dense, variant, containe
     attention.register_forward_hook(lambda _, args, out: seen.append(out[1]))
     outputs(model, data)
     paths = [chosen.module(0, role) for role in ("query", "key")]
-    dense_seen = watch(unchanged(dense.folder(variant), variant), data, results=paths)
+    dense_seen = watch(load_stock_once(dense.folder(variant), variant), data, results=paths)
     kept = report["sites"][0]["kept"]
     assert len(kept) == 8
     for head in range(HEADS):

@@ -26,11 +26,11 @@ from tests.stages.recovering import (
     is_linear,
     last_states,
     pruned_by,
-    recovered,
+    recover_pruned,
     training_data,
 )
 from tests.stages.test_rotations import random_rotations, rotating
-from tests.stages.whole import data_of, tensors_of, wanted, watch_reading
+from tests.stages.whole import data_of, make_recipe, tensors_of, watch_reading
 
 HEADS = ("dinov2-classifier", "dinov2-swiglu-classifier", "deit-model", "opt-model", "opt-tied")
 HEADS += ("bert-pretraining", "bert-sequence-classification")
@@ -41,7 +41,7 @@ VARIANTS = [variant for variant in (*families.VARIANTS, *encoders.VARIANTS) if v
 def check(dense: Path, pruned: Path, out: Path, variant: str) -> dict:
     """Recover, and hold the output against whole models: the last hidden states say what the report says."""
     data = training_data(variant)
-    report = recovered(pruned, dense, out, data)
+    report = recover_pruned(pruned, dense, out, data)
     changed = assert_recovered(out, pruned, report, dense)
     assert any(changed.values())
     target = dense_states(dense, variant)
@@ -67,7 +67,7 @@ def narrower(variant: str) -> FullRecipe:
 def test_every_variant(dense, tmp_path, variant, way):
     """Masked or narrower, in turns: every family in both, as a family has several variants side by side."""
     folder = dense.folder(variant)
-    recipe = wanted("magnitude") if way == "masked" else narrower(variant)
+    recipe = make_recipe("magnitude") if way == "masked" else narrower(variant)
     pruned = pruned_by(folder, tmp_path / "pruned", recipe, None)
     report = check(folder, pruned, tmp_path / "out", variant)
     if way == "narrower":
@@ -99,11 +99,11 @@ KINDS: dict[str, tuple[str, FullRecipe, str]] = {
     "narrow q and k, opt": ("opt", encoders.recipe({"qk": 0.5, "heads": 0.25}, container="remote"), "remote"),
     "narrow q and k, bert": ("bert-mlm", encoders.recipe({"qk": 0.5, "mlp": 0.25}, container="remote"), "remote"),
     "padded q and k": ("opt", encoders.recipe({"qk": 0.5}, **PAD), "opt"),
-    "magnitude 2:4": ("wide llama", wanted("magnitude 2:4"), "llama"),
-    "wanda": ("dinov2-swiglu", wanted("wanda", "by block"), "dinov2"),
-    "wanda 2:4": ("wide opt", wanted("wanda 2:4", "by input"), "opt"),
-    "sparsegpt": ("bert-mlm", wanted("sparsegpt"), "bert"),
-    "sparsegpt 2:4": ("wide qwen2", wanted("sparsegpt 2:4"), "qwen2"),
+    "magnitude 2:4": ("wide llama", make_recipe("magnitude 2:4"), "llama"),
+    "wanda": ("dinov2-swiglu", make_recipe("wanda", "by block"), "dinov2"),
+    "wanda 2:4": ("wide opt", make_recipe("wanda 2:4", "by input"), "opt"),
+    "sparsegpt": ("bert-mlm", make_recipe("sparsegpt"), "bert"),
+    "sparsegpt 2:4": ("wide qwen2", make_recipe("sparsegpt 2:4"), "qwen2"),
 }
 """Variant, recipe, and what the output is stored as."""
 
@@ -127,7 +127,7 @@ def test_padding_stays_zero(dense, tmp_path):
     variant, recipe, _ = KINDS["padded bert"]
     folder = dense.folder(variant)
     pruned = pruned_by(folder, tmp_path / "pruned", recipe, data_of(variant))
-    report = recovered(pruned, folder, tmp_path / "out", training_data(variant))
+    report = recover_pruned(pruned, folder, tmp_path / "out", training_data(variant))
     after = tensors_of(tmp_path / "out")
     assert report["container"]["padded"] == ["heads"]
     name = encoders.VARIANTS[variant].tensor
@@ -146,7 +146,7 @@ def test_padding_stays_zero(dense, tmp_path):
 )
 def test_half_precision(dense, tmp_path, variant, dtype):
     folder = dense.folder(variant, dtype=dtype)
-    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    pruned = pruned_by(folder, tmp_path / "pruned", make_recipe("magnitude"), None)
     check(folder, pruned, tmp_path / "out", variant)
     linears = [t for n, t in tensors_of(tmp_path / "out").items() if "layer" in n and n.endswith("weight")]
     assert {tensor.dtype for tensor in linears} == {dtype}
@@ -154,9 +154,9 @@ def test_half_precision(dense, tmp_path, variant, dtype):
 
 def test_no_two_blocks_of_a_model_are_read_together(dense, tmp_path, monkeypatch):
     folder = dense.folder("llama")
-    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    pruned = pruned_by(folder, tmp_path / "pruned", make_recipe("magnitude"), None)
     seen = watch_reading(monkeypatch)
-    recovered(pruned, folder, tmp_path / "out", training_data("llama"))
+    recover_pruned(pruned, folder, tmp_path / "out", training_data("llama"))
     assert seen.blocks == {str(block) for block in range(BLOCKS)}
     assert seen.together == 1
     # One is worked on, while the next is read and the last is written.
@@ -189,7 +189,7 @@ def turned(dense, tmp_path_factory) -> Callable[..., Path]:
 def test_the_dense_stream_is_in_the_basis_of_the_rotated_model(dense, turned, tmp_path, variant, kind):
     """Rotated and unpruned: nothing to recover, at any depth, though not a weight of the two is the same."""
     folder, unpruned = dense.folder(variant), turned(variant, kind, 0.0)
-    report = recovered(unpruned, folder, tmp_path / "out", training_data(variant))
+    report = recover_pruned(unpruned, folder, tmp_path / "out", training_data(variant))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (unpruned / "model.safetensors").read_bytes()
     plain = dense_states(folder, variant)
     energy = float(plain.square().mean())
@@ -207,7 +207,7 @@ def test_rotated_and_masked(dense, turned, tmp_path, variant, kind):
     """Against the whole model that is rotated and not masked."""
     pruned, data = turned(variant, kind, 0.5), training_data(variant)
     out = tmp_path / "out"
-    report = recovered(pruned, dense.folder(variant), out, data)
+    report = recover_pruned(pruned, dense.folder(variant), out, data)
     assert any(assert_recovered(out, pruned, report).values())
     assert (out / ROTATIONS).read_bytes() == (pruned / ROTATIONS).read_bytes()
     target = dense_states(turned(variant, kind, 0.0), variant)
@@ -293,6 +293,6 @@ def test_a_weight_beyond_half_precision_is_not_written(dense, tmp_path):
     save_file(tensors, pruned / "model.safetensors", {"format": "pt"})
     # One step takes both down by as much: the one below the least number of float16, the other not.
     step = {"lr": 66000.0, "epochs": 1, "batch": SAMPLES, "only": "mlp", "layers": ":1"}
-    report = recovered(pruned, folder, tmp_path / "out", training_data("opt-no-bias"), **step)
+    report = recover_pruned(pruned, folder, tmp_path / "out", training_data("opt-no-bias"), **step)
     assert_recovered(tmp_path / "out", pruned, report)
     assert report["layers"][0]["diverged"]

@@ -21,7 +21,7 @@ from tests.stages.recovering import (
     training_data,
 )
 from tests.stages.test_rotations import random_rotations, rotating
-from tests.stages.whole import wanted
+from tests.stages.whole import make_recipe
 
 
 def refusal(pruned: Path, dense: Path, out: Path, samples: Samples | None = None, **changes: Any) -> str:
@@ -115,7 +115,7 @@ def test_tokenizers(dense, masked_llama, tmp_path):
 
 def test_image_processors(dense, tmp_path):
     folder = dense.folder("vit")
-    pruned = pruned_by(folder, tmp_path / "pruned", wanted("magnitude"), None)
+    pruned = pruned_by(folder, tmp_path / "pruned", make_recipe("magnitude"), None)
     path = pruned / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
     assert reader_refusal(pruned, folder) is None

@@ -23,7 +23,7 @@ from ckpt_prune.stages.recovery.stage import RecoverRecipe
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
 from tests.oracles import masked_model
-from tests.pairs import chosen, dealt, every, first_of_each
+from tests.pairs import choose_cases, dealt, every, first_of_each
 from tests.reports import recover
 from tests.stages.recovering import (
     QUICK,
@@ -32,12 +32,12 @@ from tests.stages.recovering import (
     block_of,
     is_linear,
     pruned_by,
-    recovered,
+    recover_pruned,
     recovery_job,
     training_data,
 )
 from tests.stages.test_rotations import random_rotations, rotating
-from tests.stages.whole import data_of, stock, tensors_of, wanted, whole
+from tests.stages.whole import data_of, make_recipe, stock, tensors_of, whole
 
 
 def with_recovery(recipe: FullRecipe, **changes: Any) -> FullRecipe:
@@ -67,10 +67,10 @@ def on_the_fly(
 NARROW = {"score": "magnitude", "ratio": 0.5, "compensation": {"method": "none"}}
 NARROW_BERT = {"version": 1, "name": "test", "container": "any", "spaces": {"heads": NARROW, "mlp": NARROW}}
 BLIND: dict[str, tuple[str, FullRecipe]] = {
-    "masked llama": ("llama", wanted("magnitude")),
-    "masked opt": ("opt", wanted("magnitude")),
-    "masked vit": ("vit", wanted("magnitude")),
-    "wanda of the dense model": ("qwen3", wanted("wanda")),
+    "masked llama": ("llama", make_recipe("magnitude")),
+    "masked opt": ("opt", make_recipe("magnitude")),
+    "masked vit": ("vit", make_recipe("magnitude")),
+    "wanda of the dense model": ("qwen3", make_recipe("wanda")),
     "narrower, as mistral": ("llama", families.recipe("none", "magnitude", heads=0.25, mlp=0.5)),
     "narrower mistral": ("mistral", families.recipe("none", "magnitude", heads=0.5, mlp=0.5)),
     "narrower bert, remote": ("bert-mlm", FullRecipe.model_validate(NARROW_BERT)),
@@ -95,7 +95,9 @@ def test_on_the_fly_equals_prune_then_recover(dense, tmp_path, name, monkeypatch
     with monkeypatch.context() as patch:
         random_rotations(patch)
         pruned_by(folder, tmp_path / "pruned", recipe, data_of(variant))
-    after = recovered(tmp_path / "pruned", folder, tmp_path / "after", training_data(variant), after=frozenset({1}))
+    after = recover_pruned(
+        tmp_path / "pruned", folder, tmp_path / "after", training_data(variant), after=frozenset({1})
+    )
     with monkeypatch.context() as patch:
         random_rotations(patch)
         fly = on_the_fly(folder, tmp_path / "fly", recipe, variant, training={"after": frozenset({1})})
@@ -113,7 +115,7 @@ def test_on_the_fly_equals_prune_then_recover(dense, tmp_path, name, monkeypatch
 def test_what_is_pruned_next_sees_recovered_blocks(dense, tmp_path):
     """The mask of each block is that of a whole model whose earlier blocks are the recovered ones."""
     variant, folder = "llama", dense.folder("llama")
-    recipe, data = wanted("wanda", "by block"), data_of("llama")
+    recipe, data = make_recipe("wanda", "by block"), data_of("llama")
     plain = tensors_of(pruned_by(folder, tmp_path / "plain", recipe, data))
     report = on_the_fly(folder, tmp_path / "out", recipe, variant)
     assert_described(tmp_path / "out", tmp_path / "plain", report)
@@ -134,7 +136,7 @@ def test_what_is_pruned_next_sees_recovered_blocks(dense, tmp_path):
 
 
 def test_a_recipe_with_recovery_needs_samples(dense, tmp_path):
-    folder, recipe = dense.folder("llama"), with_recovery(wanted("magnitude"))
+    folder, recipe = dense.folder("llama"), with_recovery(make_recipe("magnitude"))
     with pytest.raises(UserError, match=r"^recipe test recovers on samples, .*: give --text$"):
         prune(encoders.job_on(folder, recipe), tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -143,7 +145,7 @@ def test_a_recipe_with_recovery_needs_samples(dense, tmp_path):
         encoders.job_on(folder, recipe, training=one)
     two = RecoverySamples(TokenWindows(windows(2)), torch.float32)
     with pytest.raises(UserError, match="the model has blocks 0 to 2"):
-        encoders.job_on(folder, with_recovery(wanted("magnitude"), layers="1:4"), training=two)
+        encoders.job_on(folder, with_recovery(make_recipe("magnitude"), layers="1:4"), training=two)
 
 
 # ---- interrupted -------------------------------------------------------------------------------------------------
@@ -173,11 +175,11 @@ def trained_blocks(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 FLY: dict[str, tuple[str, FullRecipe]] = {
-    "masked": ("llama", wanted("magnitude")),
-    "wanda by input": ("opt", wanted("wanda", "by input")),
+    "masked": ("llama", make_recipe("magnitude")),
+    "wanda by input": ("opt", make_recipe("wanda", "by input")),
     "structured": ("llama", families.recipe("ridge", heads=0.25, lam=0.1, target="sequential")),
     "rotated": ("qwen3", rotating("per-layer", {"method": "wanda"}, ratio=0.5)),
-    "images": ("vit", wanted("sparsegpt", "by block")),
+    "images": ("vit", make_recipe("sparsegpt", "by block")),
 }
 SEVERAL = {"after": frozenset({1, 2})}
 
@@ -230,7 +232,7 @@ def prunings(dense, masked_llama, tmp_path_factory) -> dict[str, tuple[str, Path
         turned = pruned_by(dense.folder("opt"), root / "turned", rotating("per-layer", ratio=0.5), None)
     recipe = load_recipe("flap-global", ratio=0.4)
     uneven = pruned_by(dense.folder("seed_oss"), root / "uneven", recipe, data_of("seed_oss"))
-    vit = pruned_by(dense.folder("vit"), root / "vit", wanted("magnitude"), None)
+    vit = pruned_by(dense.folder("vit"), root / "vit", make_recipe("magnitude"), None)
     return {
         "masked": ("llama", masked_llama),
         "turned": ("opt", turned),
@@ -304,7 +306,7 @@ def test_a_job_is_known_by_everything_its_output_depends_on(dense, masked_llama,
     job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"))
     assert set(RecoverySettings.model_fields) <= CHANGED.keys()
     others = [change(job, key) for key in CHANGED]
-    other_pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", wanted("magnitude", ratio=0.4), None)
+    other_pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", make_recipe("magnitude", ratio=0.4), None)
     others.append(replace(job, model=Model.open(other_pruned)))
     others.append(replace(job, dense=Model.open(other_pruned)))
     assert len({each.digest for each in [job, *others]}) == 1 + len(others)
@@ -327,7 +329,7 @@ def test_another_job_does_not_resume(dense, masked_llama, tmp_path, key, monkeyp
 
 @pytest.mark.parametrize(
     ("block", "error"),
-    chosen(
+    choose_cases(
         dealt(range(BLOCKS), [RuntimeError("bug"), torch.OutOfMemoryError("too large")]),
         lambda cell: cell[0] < 2,
     ),

@@ -35,13 +35,13 @@ from tests import encoders, families
 from tests.families import BLOCKS, prune, windows
 from tests.oracles import rotation_entropy
 from tests.oracles.rotation_entropy import full_rotation
-from tests.pairs import chosen, crossed, dealt, every
+from tests.pairs import choose_cases, cross_cases, dealt, every
 from tests.stages.whole import (
     RULES,
     TARGETS,
     assert_masked,
     data_of,
-    masked,
+    prune_by_mask,
     tensors_of,
     whole,
 )
@@ -53,7 +53,7 @@ VARIANTS = [*families.VARIANTS, *OPT]
 TIED = ["llama-gqa-tied", "qwen2", "opt-tied", "opt-no-prefix"]
 TEXT = windows(3, 20, seed=9)
 DEALT = dealt(VARIANTS, KINDS)[::2]
-CELLS = chosen(itertools.product(VARIANTS, KINDS), DEALT.__contains__)
+CELLS = choose_cases(itertools.product(VARIANTS, KINDS), DEALT.__contains__)
 """One kind of every second variant, so that what is rotated serves several tests; the others with `--thorough`."""
 
 
@@ -112,7 +112,7 @@ def turned(dense, tmp_path_factory) -> Callable[..., Path]:
     return make
 
 
-def loaded(folder: Path, kind: str) -> PreTrainedModel:
+def load_rotated(folder: Path, kind: str) -> PreTrainedModel:
     """By stock transformers unless blocks turn the stream."""
     return ckpt_prune.load(folder) if kind == "per-layer" else families.stock(folder)
 
@@ -132,7 +132,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(("variant", "kind"), CELLS)
 def test_logits_are_the_dense_ones(dense, turned, variant, kind):
     expected = logits(families.stock(dense.folder(variant)))
-    assert distance(logits(loaded(turned(variant, kind), kind)), expected) < 1e-5
+    assert distance(logits(load_rotated(turned(variant, kind), kind)), expected) < 1e-5
 
 
 @pytest.mark.parametrize("variant", ["opt-model", "opt-350m-like"])
@@ -229,13 +229,13 @@ def test_heads_and_configs(dense, turned, variant, kind):
     assert (len(entries), len(exits)) == (BLOCKS - first, len(last))
 
 
-@pytest.mark.parametrize(("variant", "kind"), crossed(OPT, ["shared", "per-layer"]))
+@pytest.mark.parametrize(("variant", "kind"), cross_cases(OPT, ["shared", "per-layer"]))
 def test_layer_norms_see_a_stream_without_a_mean(dense, turned, variant, kind):
     """So that subtracting it changes nothing, and they act as RMSNorms."""
     seen: list[Tensor] = []
 
     def means(folder: Path, how: str) -> Tensor:
-        model = loaded(folder, how).double()
+        model = load_rotated(folder, how).double()
         norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm | PlainNorm)]
         assert len(norms) == 2 * BLOCKS + 1
         seen.clear()
@@ -249,7 +249,7 @@ def test_layer_norms_see_a_stream_without_a_mean(dense, turned, variant, kind):
     assert bool((means(turned(variant, kind), kind) < 1e-6).all())
 
 
-@pytest.mark.parametrize(("variant", "kind"), crossed(["llama-gqa-tied", "qwen3", "mistral", "opt"], KINDS))
+@pytest.mark.parametrize(("variant", "kind"), cross_cases(["llama-gqa-tied", "qwen3", "mistral", "opt"], KINDS))
 def test_rotations_are_kept_beside_the_model(dense, turned, variant, kind):
     out = turned(variant, kind)
     found = load_file(out / ROTATIONS)
@@ -281,7 +281,7 @@ def test_rotations_are_kept_beside_the_model(dense, turned, variant, kind):
         norm = "self_attn_layer_norm" if is_opt(variant) else "input_layernorm"
         V = V * W[f"{block}{norm}.weight"].double().numpy()
         right = found["residual" if kind == "shared" else "blocks.1.residual"].double().numpy()
-    expected = rotation_entropy.rotated(V, full_rotation("heads", len(V), None, R2), right)
+    expected = rotation_entropy.rotate(V, full_rotation("heads", len(V), None, R2), right)
     np.testing.assert_allclose(tensors_of(out)[f"{block}self_attn.v_proj.weight"], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -335,7 +335,7 @@ def test_a_bias_where_the_final_gain_is_zero(tmp_path, monkeypatch):
     for source, kind in cases:
         out = tmp_path / f"{source.name}-{kind}"
         prune(encoders.job_on(source, rotating(kind)), out)
-        assert distance(logits(loaded(out, kind)), logits(families.stock(source))) < 1e-5
+        assert distance(logits(load_rotated(out, kind)), logits(families.stock(source))) < 1e-5
 
 
 # ---- masks after rotations ---------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def job_after(dense: Sources, turned: Callable[..., Path], variant: str, kind: s
 def test_moments_under_rotations_are_those_of_the_rotated_model(dense, turned, variant, kind):
     """Moments of every linear's input, from the dense model's statistics, are those that hooks see in the output."""
     job = job_after(dense, turned, variant, kind)
-    model = whole(loaded(turned(variant, kind), kind), variant)
+    model = whole(load_rotated(turned(variant, kind), kind), variant)
     sites = [(block, at) for block in range(BLOCKS) for at in range(len(model.inputs))]
     seen = model.tokens(data_of(variant), sites)
     source = open_moments(job, {})
@@ -401,9 +401,9 @@ def test_masks_after_rotations_are_those_of_the_rotated_model(
     recipe = rotating(kind, mask, ratio=0.5, **TARGETS[target])
     recipe = recipe.model_copy(update={"rotation": recipe.rotation.model_copy(update={"importance": "magnitude"})})
     random_rotations(monkeypatch)
-    masked(dense.folder(variant), tmp_path / "out", recipe, data_of(variant))
+    prune_by_mask(dense.folder(variant), tmp_path / "out", recipe, data_of(variant))
     unpruned = turned(variant, kind)
-    expected = whole(loaded(unpruned, kind), variant).mask(data_of(variant), by_hand, target)
+    expected = whole(load_rotated(unpruned, kind), variant).mask(data_of(variant), by_hand, target)
     assert_masked(tmp_path / "out", unpruned, expected, updated=rule == "sparsegpt")
 
 
@@ -415,10 +415,10 @@ def test_rotating_and_masking_equals_masking_what_was_rotated(dense, turned, tmp
     mask, data, plain = {"method": "wanda", "pattern": "2:4"}, data_of(variant), TARGETS[target]
     first = turned(variant, "shared")
     two_runs = FullRecipe.model_validate({"version": 1, "name": "test", "mask": mask} | plain)
-    masked(first, tmp_path / "two", two_runs, data)
+    prune_by_mask(first, tmp_path / "two", two_runs, data)
     random_rotations(monkeypatch)
     one_run = FullRecipe.model_validate(two_runs.model_dump() | {"rotation": {"kind": "shared", "steps": 2}})
-    report = masked(dense.folder(variant), tmp_path / "one", one_run, data)
+    report = prune_by_mask(dense.folder(variant), tmp_path / "one", one_run, data)
     one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
     assert one.keys() == two.keys()
     zeros = [each["weight"] for each in report["linears"]]
@@ -489,7 +489,7 @@ def learning(kind: str, backbone: str, steps: int = 1, **more: Any) -> FullRecip
 def test_the_entropy_that_is_lowered_is_the_papers(dense, tmp_path, learned, backbone):
     """Learned rotations lower the entropy of the dense weights and inputs, gains of norms in the weights they feed."""
     variant, kind = learned
-    report = masked(dense.folder(variant), tmp_path / "out", learning(kind, backbone), data_of(variant))
+    report = prune_by_mask(dense.folder(variant), tmp_path / "out", learning(kind, backbone), data_of(variant))
     learned, expected = report["rotation"]["learned"], entropy_by_hand(dense, variant, kind, backbone)
     if kind == "shared":
         expected = [sum(expected)]
@@ -500,9 +500,9 @@ def test_the_entropy_that_is_lowered_is_the_papers(dense, tmp_path, learned, bac
 
 @pytest.mark.parametrize(("variant", "kind"), every(2, itertools.product(["llama-gqa-tied", "opt"], KINDS)))
 def test_learned_rotations_leave_the_function_as_it_is(dense, tmp_path, variant, kind):
-    report = masked(dense.folder(variant), tmp_path / "out", learning(kind, "wanda", 20), data_of(variant))
+    report = prune_by_mask(dense.folder(variant), tmp_path / "out", learning(kind, "wanda", 20), data_of(variant))
     assert all(each["entropy_after"] < each["entropy_before"] for each in report["rotation"]["learned"])
-    assert distance(logits(loaded(tmp_path / "out", kind)), logits(families.stock(dense.folder(variant)))) < 1e-5
+    assert distance(logits(load_rotated(tmp_path / "out", kind)), logits(families.stock(dense.folder(variant)))) < 1e-5
     for name, tensor in load_file(tmp_path / "out" / ROTATIONS).items():
         wide = tensor.double()
         identity = torch.eye(wide.shape[-1], dtype=torch.float64).expand_as(wide)
@@ -514,9 +514,9 @@ def test_learned_rotations_leave_the_function_as_it_is(dense, tmp_path, variant,
 def test_terms_that_do_not_fit_in_memory_are_read_again(dense, tmp_path, monkeypatch, backbone):
     """One R1 for all blocks: the same bytes, and nothing is left beside the output."""
     folder, data = dense.folder("qwen3"), data_of("qwen3")
-    masked(folder, tmp_path / "kept", learning("shared", backbone, 3), data)
+    prune_by_mask(folder, tmp_path / "kept", learning("shared", backbone, 3), data)
     monkeypatch.setattr(rotations, "_KEPT_BYTES", 0)
-    masked(folder, tmp_path / "again", learning("shared", backbone, 3), data)
+    prune_by_mask(folder, tmp_path / "again", learning("shared", backbone, 3), data)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "kept"]
     assert families.contents(tmp_path / "again") == families.contents(tmp_path / "kept")
 
@@ -524,12 +524,12 @@ def test_terms_that_do_not_fit_in_memory_are_read_again(dense, tmp_path, monkeyp
 # ---- resuming ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "place"), crossed(["shared", "per-layer"], ["learning", "masking"]))
+@pytest.mark.parametrize(("kind", "place"), cross_cases(["shared", "per-layer"], ["learning", "masking"]))
 def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, kind, place):
     """Killed in the second block: what was learned is read back, and not learned again."""
     recipe = learning(kind, "magnitude", 3, mask={"method": "wanda"}, ratio=0.5, target="sequential")
     folder, data = dense.folder("opt"), data_of("opt")
-    masked(folder, tmp_path / "through", recipe, data)
+    prune_by_mask(folder, tmp_path / "through", recipe, data)
     with monkeypatch.context() as patch:
         if place == "masking":
             kill(patch, Masker, "block", 1)

@@ -16,9 +16,9 @@ from ckpt_prune.stages.rotation.descent import LearnedRotations
 from ckpt_prune.stages.rotation.importance import Term
 from tests import encoders, families
 from tests.families import BLOCKS, prune
-from tests.pairs import crossed
+from tests.pairs import cross_cases
 from tests.stages.test_rotations import kill, random_rotations
-from tests.stages.whole import data_of, masked, tensors_of
+from tests.stages.whole import data_of, prune_by_mask, tensors_of
 
 NORMS = {
     "llama-biases": ("input_layernorm", "post_attention_layernorm"),
@@ -37,7 +37,7 @@ def in_turn(kind: str = "per-layer", method: str = "wanda", **rotation: Any) -> 
     )
 
 
-@pytest.mark.parametrize(("variant", "method"), crossed(list(NORMS), ["wanda", "magnitude"]))
+@pytest.mark.parametrize(("variant", "method"), cross_cases(list(NORMS), ["wanda", "magnitude"]))
 def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch, variant, method):
     """Every block's inputs are those of the dense block on what the output's blocks before it give, turned back."""
     random_rotations(monkeypatch)
@@ -49,7 +49,7 @@ def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch,
 
     monkeypatch.setattr(learning, "learn_rotations", watch_terms)
     recipe = in_turn(method=method, importance="wanda")
-    report = masked(dense.folder(variant), tmp_path / "out", recipe, data_of(variant))
+    report = prune_by_mask(dense.folder(variant), tmp_path / "out", recipe, data_of(variant))
     assert report["calibration"]["target"] == "sequential"
     ids = data_of(variant).batch(slice(0, len(data_of(variant))))["input_ids"]
     ours = ckpt_prune.load(tmp_path / "out").double()
@@ -93,8 +93,8 @@ def test_what_is_masked_before_shows(dense, tmp_path):
     """The first block learns what it did on the dense model, the others something else."""
     folder, data = dense.folder("llama"), data_of("llama")
     pruned, cached = in_turn(), in_turn(measured="dense")
-    one = masked(folder, tmp_path / "one", pruned, data)["rotation"]["learned"]
-    two = masked(folder, tmp_path / "two", cached, data)["rotation"]["learned"]
+    one = prune_by_mask(folder, tmp_path / "one", pruned, data)["rotation"]["learned"]
+    two = prune_by_mask(folder, tmp_path / "two", cached, data)["rotation"]["learned"]
     assert one[0]["entropy_before"] == pytest.approx(two[0]["entropy_before"], rel=1e-6)
     for ours, theirs in zip(one[1:], two[1:], strict=True):
         assert ours["entropy_before"] != pytest.approx(theirs["entropy_before"], rel=1e-6)
@@ -103,7 +103,7 @@ def test_what_is_masked_before_shows(dense, tmp_path):
 @pytest.mark.parametrize("place", ["learning", "masking"])
 def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, place):
     folder, data = dense.folder("opt"), data_of("opt")
-    masked(folder, tmp_path / "through", in_turn(), data)
+    prune_by_mask(folder, tmp_path / "through", in_turn(), data)
     owner, name = (Masker, "block") if place == "masking" else (learning, "learn_rotations")
     with monkeypatch.context() as patch:
         kill(patch, owner, name, 1)

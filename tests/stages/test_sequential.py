@@ -17,7 +17,7 @@ from ckpt_prune.model.model import Model
 from tests.families import BLOCKS, SIZES, VARIANTS, job_on, one_group, prune, recipe, stock, windows
 from tests.oracles import perplexity
 from tests.oracles.streams import inputs_of
-from tests.pairs import crossed, every
+from tests.pairs import cross_cases, every
 from tests.stages.oracle import CONSUMERS
 
 
@@ -118,7 +118,8 @@ def mix_blocks(
 
 
 @pytest.mark.parametrize(
-    ("variant", "true_sequential"), crossed(["llama", "llama-gqa-tied", "qwen2", "seed_oss-biases-mha"], [False, True])
+    ("variant", "true_sequential"),
+    cross_cases(["llama", "llama-gqa-tied", "qwen2", "seed_oss-biases-mha"], [False, True]),
 )
 def test_sequential_moments_are_of_the_pruned_prefix(sources, variant, true_sequential, tmp_path, monkeypatch):
     seen = {}

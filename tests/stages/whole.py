@@ -90,14 +90,14 @@ def whole(model: PreTrainedModel, variant: str) -> Model:
     return Model(model, INPUTS[model.config.model_type], "model.layers", "model.layers.{}.")
 
 
-def wanted(rule: str, target: Target = "dense", **more: Any) -> FullRecipe:
+def make_recipe(rule: str, target: Target = "dense", **more: Any) -> FullRecipe:
     mask, _ = RULES[rule]
     ratio = {} if "pattern" in mask else {"ratio": 0.5}
     values = {"version": 1, "name": "test", "mask": mask} | ratio | TARGETS[target] | more
     return FullRecipe.model_validate(values)
 
 
-def masked(folder: Path, out: Path, recipe: FullRecipe, data: Samples) -> dict[str, Any]:
+def prune_by_mask(folder: Path, out: Path, recipe: FullRecipe, data: Samples) -> dict[str, Any]:
     return prune(encoders.job_on(folder, recipe, None, data), out)
 
 

@@ -90,7 +90,7 @@ class Twins:
         """A whole copy with half of every weight zero, at random, float64."""
         model, generator = self.dense(), torch.Generator().manual_seed(1)
         for block in range(BLOCKS):
-            weights = laco.taken(model, block)
+            weights = laco.copy_weights(model, block)
             for name, tensor in weights.items():
                 if name.endswith(".weight"):
                     tensor[torch.rand(tensor.shape, generator=generator) < 0.5] = 0
@@ -101,7 +101,7 @@ class Twins:
         """All tensors by on-disk name, of blocks' linears what a model has."""
         tensors = self.checkpoint.read(list(self.checkpoint.tensors))
         for block in range(BLOCKS):
-            tensors |= {} if model is None else laco.taken(model, block)
+            tensors |= {} if model is None else laco.copy_weights(model, block)
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def block(self, index: int, tensors: Mapping[str, Tensor]) -> Weights:

@@ -144,7 +144,7 @@ def test_every_linear_and_bias_is_turned_as_in_the_paper(model_type, with_residu
         L, R = full_rotation(left, rows, R1, R2), full_rotation(right, columns, R1, R2)
         name = f"{BLOCK[model_type]}{module}"
         W, b = (tensors[f"{name}.{kind}"].double().numpy() for kind in ("weight", "bias"))
-        np.testing.assert_allclose(found[f"{name}.weight"], rotation_entropy.rotated(W, L, R), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(found[f"{name}.weight"], rotation_entropy.rotate(W, L, R), rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(found[f"{name}.bias"], L.T @ b, rtol=1e-10, atol=1e-12)
         if np.array_equal(L, np.eye(rows)) and np.array_equal(R, np.eye(columns)):
             assert found[f"{name}.weight"] is tensors[f"{name}.weight"]
