@@ -30,7 +30,7 @@ from ckpt_prune.runner.sections import titled_sections
 from ckpt_prune.show.html import print_page
 from ckpt_prune.stages.quantize.record import QuantizationRecord, make_card
 from ckpt_prune.stages.report import AnyPlan, Report, read_report_or_plan
-from tests.cli.running import refused, run
+from tests.cli.running import read_refusal, run
 from tests.evaluation.tiny import tiny_llama
 from tests.forked import posix
 from tests.show.examples import (
@@ -226,11 +226,11 @@ def test_a_tensor_and_a_side_file_with_such_names_are_refused(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     tiny_llama().save_pretrained("dense")
     (Path("dense") / "licence\x1b[2J").write_text("mine")
-    assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out") == (
         "dense/licence\\x1b[2J has control characters in its name, or what is no Unicode; rename it"
     )
     save_file({"a\nverify: ok": torch.zeros(2)}, Path("dense") / "model.safetensors")
-    assert refused("inspect", "dense") == (
+    assert read_refusal("inspect", "dense") == (
         "dense/model.safetensors is not a valid safetensors file (tensor 'a\\nverify: ok' has control characters in "
         "its name); download it again"
     )

@@ -13,7 +13,7 @@ import ckpt_prune
 from ckpt_prune import UserError
 from ckpt_prune.cli.command import Command
 from ckpt_prune.common.errors import to_user_error
-from tests.cli.running import refused
+from tests.cli.running import read_refusal
 
 VERBS = [
     "benchmark",
@@ -118,7 +118,7 @@ def test_functions_are_there_without_torch():
 def test_what_a_command_refuses_its_function_refuses_in_the_same_words(place, verb, given, words):
     with pytest.raises(UserError) as caught:
         function(verb)(**given)
-    assert str(caught.value) == refused(verb, *words)
+    assert str(caught.value) == read_refusal(verb, *words)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_text_that_is_not_there_is_told_before_anything_is_loaded(place, monke
     monkeypatch.setattr("ckpt_prune.model.containers.opening.open_model", lambda *_a, **_k: pytest.fail("loaded"))
     monkeypatch.setattr("ckpt_prune.checkpoint.model_folder.resolve_model", lambda *_a, **_k: pytest.fail("loaded"))
     assert (
-        refused(*words, "--text", "calib.txt", "--text", "clib.txt")
+        read_refusal(*words, "--text", "calib.txt", "--text", "clib.txt")
         == "clib.txt: no such text file: did you mean calib.txt?"
     )
 

@@ -30,7 +30,7 @@ def complaining(connection, participant):
     connection.send(UserError("no room for the cache"))
 
 
-def killed(connection, participant):
+def kill_itself(connection, participant):
     connection.send(Loaded("cpu", None))
     connection.recv()
     os.kill(os.getpid(), signal.SIGKILL)

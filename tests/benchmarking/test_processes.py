@@ -48,7 +48,7 @@ def test_each_answers_for_its_own_participant():
         (targets.crashing, False, "its process was ended by SIGABRT"),
         (targets.leaving, False, "its process ended with code 3"),
         (targets.complaining, True, "no room for the cache"),
-        (targets.killed, True, "its process was killed, as systems do if memory runs out"),
+        (targets.kill_itself, True, "its process was killed, as systems do if memory runs out"),
     ],
 )
 def test_a_process_that_fails_says_why(target, loads, message):

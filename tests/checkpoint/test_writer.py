@@ -426,10 +426,10 @@ class TestEnding:
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
 def test_a_file_system_that_reserves_nothing_still_makes_the_file_as_long(tmp_path, monkeypatch, code) -> None:
-    def refused(*_args: object) -> None:
+    def refuse_to_reserve(*_args: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "posix_fallocate", refused, raising=False)
+    monkeypatch.setattr(os, "posix_fallocate", refuse_to_reserve, raising=False)
     with (tmp_path / "file").open("wb") as file:
         reserve_space(file.fileno(), 12)
     assert (tmp_path / "file").stat().st_size == 12

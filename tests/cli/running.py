@@ -34,14 +34,14 @@ def ok(*args: str) -> str:
     return result.stdout
 
 
-def untimed(said: str) -> str:
+def drop_time_line(said: str) -> str:
     """Return the output of a dry run without the line that estimates time."""
     lines = said.splitlines(keepends=True)
     assert sum(line.startswith("it takes ") for line in lines) == 1, said
     return "".join(line for line in lines if not line.startswith("it takes "))
 
 
-def refused(*args: str) -> str:
+def read_refusal(*args: str) -> str:
     """Return the one line of a command that refuses its input; nothing on disk below the working folder changes."""
     before = listing()
     result = run(*args)
@@ -54,7 +54,7 @@ def refused(*args: str) -> str:
     return lines[0].removeprefix("Error: ")
 
 
-def misused(*args: str) -> str:
+def read_usage_error(*args: str) -> str:
     """Run a command line that click cannot split. Return its error: the first line, the second names the help."""
     before = listing()
     result = run(*args)
@@ -66,7 +66,7 @@ def misused(*args: str) -> str:
     return error.removeprefix("Error: ")
 
 
-def interrupted(job: list[str], commit: int) -> None:
+def interrupt_job(job: list[str], commit: int) -> None:
     """Run a job with the output `out`, Ctrl-C just before a commit: what is done is kept, and nothing else is left."""
     before = {Path(name).parts[0] for name in listing()}
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +80,7 @@ def interrupted(job: list[str], commit: int) -> None:
     assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
 
 
-def resumed(job: list[str]) -> None:
+def resume_job(job: list[str]) -> None:
     """Continue what was interrupted: the files of `whole`, byte for byte. The output is gone afterwards."""
     ok(*job, "-o", "out", "--resume")
     assert same_files("out", "whole")

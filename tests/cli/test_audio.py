@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import WhisperFeatureExtractor
 
 from ckpt_prune.model.skeleton import quiet_transformers
-from tests.cli.running import ok, refused
+from tests.cli.running import ok, read_refusal
 from tests.contract.test_parts import FRAMES, MELS, PartCase
 
 RATE, HOP = 16000, 1142
@@ -77,32 +77,34 @@ def test_sounds_are_what_the_extractor_makes_of_them(whisper: Path) -> None:
 
 
 def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:
-    assert refused(*ENCODER, "-o", "out").endswith("needs statistics: give --statistics, or --audio to measure them")
+    assert read_refusal(*ENCODER, "-o", "out").endswith(
+        "needs statistics: give --statistics, or --audio to measure them"
+    )
     Path("text.txt").write_text("what")
-    assert refused(*ENCODER, "--text", "text.txt", "-o", "out") == "whisper reads audio: give --audio DIR"
-    assert refused(*ENCODER, "--audio", "whisper/none", "-o", "out") == "whisper/none: no such folder of audio"
-    assert refused(*ENCODER, "--audio", "sounds", "--text", "text.txt", "-o", "out") == (
+    assert read_refusal(*ENCODER, "--text", "text.txt", "-o", "out") == "whisper reads audio: give --audio DIR"
+    assert read_refusal(*ENCODER, "--audio", "whisper/none", "-o", "out") == "whisper/none: no such folder of audio"
+    assert read_refusal(*ENCODER, "--audio", "sounds", "--text", "text.txt", "-o", "out") == (
         "give --text or --audio, not both"
     )
     np.save(whisper / "3.npy", np.zeros((MELS, FRAMES + 1), np.float32))
-    assert refused(*ENCODER, "--audio", "sounds", "-o", "out") == (
+    assert read_refusal(*ENCODER, "--audio", "sounds", "-o", "out") == (
         f"sounds/3.npy has features of {MELS} x {FRAMES + 1}, and this model reads {MELS} channels x {FRAMES} "
         "frames: pad or cut them"
     )
     write_sound(whisper / "0.wav", 0, rate=800)
-    assert refused(*ENCODER, "--audio", "sounds", "-o", "out") == (
+    assert read_refusal(*ENCODER, "--audio", "sounds", "-o", "out") == (
         f"sounds/0.wav is sampled at 800 Hz, and this model hears {RATE} Hz: "
         f"`ffmpeg -i 0.wav -ar {RATE} OUT.wav` makes such a file"
     )
     floats = (whisper / "1.wav").read_bytes().replace(b"fmt \x10\0\0\0\1\0", b"fmt \x10\0\0\0\3\0")
     (whisper / "0.wav").write_bytes(floats)
-    assert refused(*ENCODER, "--audio", "sounds", "-o", "out") == (
+    assert read_refusal(*ENCODER, "--audio", "sounds", "-o", "out") == (
         "sounds/0.wav cannot be read: unknown format: 3; integers of 8, 16, 24 or 32 bits are read, and "
         "`ffmpeg -i 0.wav -c:a pcm_s16le OUT.wav` makes such a file"
     )
     (whisper / "0.wav").write_bytes(b"no sound")
-    assert refused(*ENCODER, "--audio", "sounds", "-o", "out").startswith("sounds/0.wav cannot be read: ")
+    assert read_refusal(*ENCODER, "--audio", "sounds", "-o", "out").startswith("sounds/0.wav cannot be read: ")
     Path("whisper/preprocessor_config.json").unlink()
-    assert refused(*ENCODER, "--audio", "sounds", "-o", "out").startswith(
+    assert read_refusal(*ENCODER, "--audio", "sounds", "-o", "out").startswith(
         "whisper: no feature extractor (preprocessor_config.json), which .wav files go through"
     )

@@ -8,7 +8,7 @@ import torch
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.stages.joint_counts.counts import LIMIT
 from tests.cli.joint_axes import JOB, WIDTHS, divergence_on_the_second_fold
-from tests.cli.running import ok, read_json, refused, run
+from tests.cli.running import ok, read_json, read_refusal, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 
@@ -118,15 +118,15 @@ def test_where_nothing_goes_it_is_the_recipe_of_widths(here) -> None:
 )
 def test_recipes_that_contradict_themselves(here, changes: list[str], why: str) -> None:
     given = [part for change in changes for part in ("--set", change)]
-    said = refused("prune", "flat", *JOB, *given, "-o", "out")
+    said = read_refusal("prune", "flat", *JOB, *given, "-o", "out")
     assert said.endswith(why), said
 
 
 def test_what_cannot_be(here) -> None:
-    said = refused("prune", "flat", *JOB, "--target-params", "1", "-o", "out")
+    said = read_refusal("prune", "flat", *JOB, "--target-params", "1", "-o", "out")
     assert said.startswith("1 parameters: out of reach of recipe mine, whose blocks, stream and spaces leave "), said
     bare = ("prune", "flat", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "40%", "-o", "out")
-    assert refused(*bare) == "recipe mine measures the stream itself: give --text in place of --statistics"
+    assert read_refusal(*bare) == "recipe mine measures the stream itself: give --text in place of --statistics"
     steps = (
         "recipe mine drops blocks, narrows the residual stream and then prunes spaces of what is left, which no "
         "statistics are of yet: `ckpt-prune prune --text` (or --images) does all at once; for a plan, `ckpt-prune "
@@ -136,7 +136,7 @@ def test_what_cannot_be(here) -> None:
     )
     # Not after one has calibrated for it.
     for given in ((), ("--text", "calib.txt")):
-        assert refused("plan", "flat", "--recipe", "mine.yaml", *given, "--target-params", "70%") == steps
+        assert read_refusal("plan", "flat", "--recipe", "mine.yaml", *given, "--target-params", "70%") == steps
 
 
 def test_a_size_that_spaces_alone_cannot_reach(here) -> None:

@@ -16,7 +16,7 @@ from ckpt_prune.demo.run import model_folder
 from ckpt_prune.model.descriptions import families_with_experts, known_families
 from ckpt_prune.model.supported import NO_MODEL_TYPE
 from ckpt_prune.runner.estimate import Estimate
-from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, set_config
+from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, read_refusal, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 
 INDEX = "sharded/model.safetensors.index.json"
@@ -32,7 +32,7 @@ every_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMAN
 
 
 def refusal(command: list[str], model: str) -> str:
-    return refused(command[0], model, *command[1:], "-o", "out")
+    return read_refusal(command[0], model, *command[1:], "-o", "out")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_json_in_another_encoding_is_refused_in_the_same_words(place, name, enco
     path = Path("dense", name)
     path.write_bytes(path.read_text().encode(encoding))
     for arguments in (("inspect", "dense"), ("verify", "pruned", "--against", "dense")):
-        assert refused(*arguments) == f"{path} is {reason}"
+        assert read_refusal(*arguments) == f"{path} is {reason}"
     assert refusal(COMMANDS["prune"], "dense") == f"{path} is {reason}"
 
 
@@ -128,7 +128,7 @@ def test_class_names_that_are_none(place, command, names):
 def test_more_layers_than_any_model_has(place, command):
     set_config("dense", num_hidden_layers=10**9)
     out = ["-o", "out"] if command in COMMANDS.values() else []
-    assert refused(command[0], "dense", *command[1:], *out) == (
+    assert read_refusal(command[0], "dense", *command[1:], *out) == (
         "dense/config.json: num_hidden_layers is 1000000000, and 1000 layers are the most that are built"
     )
 
@@ -136,7 +136,7 @@ def test_more_layers_than_any_model_has(place, command):
 def test_a_context_of_no_tokens(place):
     """Costs came out below zero, which no record takes."""
     set_config("dense", max_position_embeddings=-32)
-    assert refused("inspect", "dense") == (
+    assert read_refusal("inspect", "dense") == (
         "dense/config.json: max_position_embeddings is -32, where a model reads one token at least; download it again"
     )
 
@@ -217,7 +217,7 @@ def test_quantised_weights(place, command):
     set_config("dense", quantization_config={"quant_method": "awq", "bits": 4})
     said = "dense is quantised by AWQ (quantization_config in config.json); give the checkpoint it was made from"
     assert refusal(command, "dense") == said
-    assert refused("evaluate", "dense", "--text", "calib.txt", "--window", "16") == said
+    assert read_refusal("evaluate", "dense", "--text", "calib.txt", "--window", "16") == said
 
 
 @every_command
@@ -351,7 +351,9 @@ def test_what_can_be_refused_without_torch_is(place):
 )
 def test_a_mistyped_folder_is_no_hub_id(place, arguments):
     Path("here/model").mkdir(parents=True)
-    assert refused(*arguments) == ("the folder here has no modell (did you mean here/model?); give an existing folder")
+    assert read_refusal(*arguments) == (
+        "the folder here has no modell (did you mean here/model?); give an existing folder"
+    )
 
 
 @pytest.mark.parametrize(
@@ -364,7 +366,7 @@ def test_a_mistyped_folder_is_no_hub_id(place, arguments):
     ],
 )
 def test_an_output_that_is_mistyped(place, arguments, message):
-    assert refused(*arguments).startswith(message)
+    assert read_refusal(*arguments).startswith(message)
 
 
 @every_command
@@ -477,7 +479,7 @@ def test_a_token_that_the_model_has_no_row_for(place, command):
     ],
 )
 def test_a_value_of_the_wrong_kind_is_told_in_plain_words(place, given, message):
-    said = refused("prune", "dense", "--text", "calib.txt", "-o", "out", *given.split())
+    said = read_refusal("prune", "dense", "--text", "calib.txt", "-o", "out", *given.split())
     assert said == message or (message.endswith(": ") and said.startswith(message))
 
 

@@ -20,7 +20,7 @@ from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.onnx.records import Manifest, Source
 from tests.benchmarking import targets
 from tests.benchmarking.forking import fork_what_has_imported
-from tests.cli.running import refused, run
+from tests.cli.running import read_refusal, run
 from tests.graphs import exports, traced_before
 
 DENSE = {"label": "A", "model": "dense"}
@@ -134,7 +134,7 @@ def test_the_table(asked):
 
 @pytest.mark.parametrize("batch", ["0", "1,", "1.5"])
 def test_batch_sizes_are_whole_numbers(asked, batch):
-    assert refused("benchmark", "a", "b", "--batch", batch) == (
+    assert read_refusal("benchmark", "a", "b", "--batch", batch) == (
         f"--batch {batch}: expected whole numbers from 1, for example 1,8"
     )
 
@@ -245,7 +245,7 @@ def graph_folder(name: str, *, task: str = "text-generation", cached: bool = Tru
 )
 def test_a_graph_beside_a_checkpoint(place, idle, options, said):
     graph_folder("graph")
-    assert refused("benchmark", "graph", "dense", *options) == said
+    assert read_refusal("benchmark", "graph", "dense", *options) == said
 
 
 def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
@@ -267,4 +267,4 @@ def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
     ],
 )
 def test_what_cannot_be_timed_is_refused(place, idle, options, said):
-    assert refused("benchmark", "dense", "pruned", *options) == said
+    assert read_refusal("benchmark", "dense", "pruned", *options) == said

@@ -12,7 +12,7 @@ import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests import encoders, families
-from tests.cli.running import TEXT, listing, ok, read_json, refused, run, same_files
+from tests.cli.running import TEXT, listing, ok, read_json, read_refusal, run, same_files
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
 from tests.oracles import whole_best
@@ -62,15 +62,15 @@ def test_best_needs_the_metric_and_folds(here):
     )
     ok("calibrate", "llama", *TEXT, "--folds", "4", "--collect", "gram", "-o", "folded")
     folded = ("--recipe", "best", "--statistics", "folded")
-    assert refused("plan", "llama", *folded) == lacks
-    assert refused("prune", "llama", *folded, "-o", "out") == lacks
-    assert refused("prune", "llama", *folded, "--target-params", "70%", "-o", "out", "--dry-run") == lacks
+    assert read_refusal("plan", "llama", *folded) == lacks
+    assert read_refusal("prune", "llama", *folded, "-o", "out") == lacks
+    assert read_refusal("prune", "llama", *folded, "--target-params", "70%", "-o", "out", "--dry-run") == lacks
     ok("plan", "llama", *folded, "--set", "weigh_by=energy", "-o", "plan.json")
-    assert refused("plan", "llama", "--recipe", "best", "--statistics", "stats") == (
+    assert read_refusal("plan", "llama", "--recipe", "best", "--statistics", "stats") == (
         "method auto needs at least two folds: calibrate with --folds 4"
     )
     one = ("prune", "llama", "--recipe", "best", "--text", "calib.txt", "--window", "16", "-o", "out")
-    assert refused(*one, "--samples", "1") == "method auto needs at least two folds: give at least two samples"
+    assert read_refusal(*one, "--samples", "1") == "method auto needs at least two folds: give at least two samples"
 
 
 # ---- best, from end to end -----------------------------------------------------------------------------------------
@@ -171,10 +171,10 @@ TARGETS = ("--target-params", "4K", "--target-bytes", "10KB", "--target-flops", 
 def test_sizes_that_are_refused(here, command):
     job = (*command, *BEST)
     both = "--target-{} and --{} both say how much goes: give one"
-    assert refused(*job, *TARGETS[:4]) == both.format("params", "target-bytes")
-    assert refused(*job, *TARGETS[4:], "--ratio", "0.2") == both.format("flops", "ratio")
-    assert refused(*job, "--target-params", "5GiB").startswith("--target-params 5GiB: '5GiB' is not a size in ")
-    assert refused(*job, "--target-params", "1K") == (
+    assert read_refusal(*job, *TARGETS[:4]) == both.format("params", "target-bytes")
+    assert read_refusal(*job, *TARGETS[4:], "--ratio", "0.2") == both.format("flops", "ratio")
+    assert read_refusal(*job, "--target-params", "5GiB").startswith("--target-params 5GiB: '5GiB' is not a size in ")
+    assert read_refusal(*job, "--target-params", "1K") == (
         "1K parameters: out of reach of recipe best, whose spaces leave 2,224 at the least, 42.8% of 5,200"
     )
 
@@ -246,21 +246,21 @@ def test_the_curve_of_best(here):
 
 @pytest.mark.parametrize("text", ["0.1", "a:b:c", "0.1:0.2:0.1:0.1", "::", "0:0.5:nan", "0:inf:0.1"])
 def test_what_is_no_curve(here, text):
-    assert refused(*SWEEP, text) == f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1"
+    assert read_refusal(*SWEEP, text) == f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1"
 
 
 @pytest.mark.parametrize(
     "text", ["0.5:0.1:0.1", "0:1:0.5", "0.1:0.2:0", "0:0.5:-0.1", "-0.1:0.5:0.1", "0:0.5:0.0001", "1:1:0.1"]
 )
 def test_ratios_that_are_none(here, text):
-    assert refused(*SWEEP, text) == (
+    assert read_refusal(*SWEEP, text) == (
         f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most 1000 steps"
     )
 
 
 @pytest.mark.parametrize("more", [("--ratio", "0.2"), TARGETS[:2], ("-o", "plan.json")])
 def test_what_does_not_go_with_a_curve(here, more):
-    assert refused(*SWEEP, "0.1:0.2:0.1", *more) == (
+    assert read_refusal(*SWEEP, "0.1:0.2:0.1", *more) == (
         "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it; --set "
         "ratio=0.3 holds one while another key varies"
     )
@@ -303,4 +303,4 @@ def test_a_curve_that_is_measured(here):
     ],
 )
 def test_what_cannot_be_swept(here, options, why):
-    assert refused(*RIDGE, *options) == why
+    assert read_refusal(*RIDGE, *options) == why

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import encoders
-from tests.cli.running import TEXT, ok, read_json, refused
+from tests.cli.running import TEXT, ok, read_json, read_refusal
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.pairs import every
 
@@ -41,6 +41,6 @@ def test_a_recipe_that_is_left_with_nothing(place):
         "version: 1\nname: only\nspaces:\n  qk: {score: logit-energy, optional: true, ratio: 0.5}\n"
     )
     for command in (["prune", "dense", *TEXT, "-o", "out"], ["plan", "dense", "--statistics", "stats"]):
-        assert refused(*command, "--recipe", "only.yaml") == (
+        assert read_refusal(*command, "--recipe", "only.yaml") == (
             "recipe only prunes qk where there is any, and this llama has none: nothing is left to do"
         )

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from ckpt_prune.api.load import load
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import TEXT, ok, read_json, refused
+from tests.cli.running import TEXT, ok, read_json, read_refusal
 from tests.evaluation.tiny import VOCAB, tiny_tokenizer
 
 RULE = (
@@ -53,7 +53,7 @@ def here(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def test_a_recipe_that_insists_is_told_the_rule_and_what_to_do(here):
-    assert refused("prune", "phi3", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out") == (
+    assert read_refusal("prune", "phi3", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out") == (
         f"no stock class fits: {RULE}. Say --container any to store it with code of its own beside the weights, or "
         "--container padded for a stock class that is filled up with zeros, which saves nothing there; --set "
         "spaces.heads.ratio=0 leaves all heads in "
@@ -85,6 +85,6 @@ def test_padded_and_own_code_compute_the_same_under_short_and_long_factors(here)
 
 
 def test_a_narrower_stream_is_told_the_same(here):
-    said = refused("prune", "phi3", "--recipe", "slicegpt-shared", "--set", "hidden.drop=8", *TEXT, "-o", "out")
+    said = read_refusal("prune", "phi3", "--recipe", "slicegpt-shared", "--set", "hidden.drop=8", *TEXT, "-o", "out")
     assert said.startswith("no stock class fits: Phi3Config of transformers refuses a narrower stream (")
     assert said.endswith("say --set hidden.kind=per-block, which needs remote code")

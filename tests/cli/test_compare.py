@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples import choose as choosing
-from tests.cli.running import TEXT, ok, refused
+from tests.cli.running import TEXT, ok, read_refusal
 from tests.evaluation.test_similarity import by_hand
 from tests.evaluation.tiny import tiny_llama
 
@@ -63,23 +63,23 @@ def test_the_page():
         assert f"<h3>{name}</h3>" in page
     assert "logit lens" not in page
     assert page.count("<svg viewBox") == 4
-    assert refused(*BOTH, "--plot", "page.html") == "page.html exists: choose another name or say --overwrite"
+    assert read_refusal(*BOTH, "--plot", "page.html") == "page.html exists: choose another name or say --overwrite"
     ok(*BOTH, "--plot", "page.html", "--overwrite", "--lens")
     assert "logit lens" in Path("page.html").read_text()
     Path("mine.html").write_text("mine")
-    assert refused(*BOTH, "--plot", "mine.html", "--overwrite") == (
+    assert read_refusal(*BOTH, "--plot", "mine.html", "--overwrite") == (
         "mine.html exists and is not a report: it is not overwritten"
     )
 
 
 @pytest.mark.usefixtures("place")
 def test_what_is_refused():
-    said = refused("compare", "dense", "pruned")
+    said = read_refusal("compare", "dense", "pruned")
     assert said == "compare needs --text FILE, --images DIR for vision models, or --audio DIR"
-    assert refused("compare", "./dense", "./prunde", *TEXT).startswith("./prunde ")
-    assert refused(*BOTH, "--plot", "nowhere/page.html").endswith("nowhere does not exist; create it first")
+    assert read_refusal("compare", "./dense", "./prunde", *TEXT).startswith("./prunde ")
+    assert read_refusal(*BOTH, "--plot", "nowhere/page.html").endswith("nowhere does not exist; create it first")
     with quiet_transformers():
         tiny_llama(num_hidden_layers=1).save_pretrained("short")
-    assert refused("compare", "dense", "short", *TEXT) == (
+    assert read_refusal("compare", "dense", "short", *TEXT) == (
         "short has 1 blocks and dense has 2: two models are compared, block by block"
     )

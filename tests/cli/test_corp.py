@@ -8,7 +8,7 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run, same_files, set_config
+from tests.cli.running import TEXT, edit_weights, ok, read_json, read_refusal, run, same_files, set_config
 from tests.encoders import assert_same_outputs, make, samples, stock
 from tests.images import write_csv, write_images, write_vit
 from tests.pairs import every
@@ -191,7 +191,7 @@ def test_a_split_takes_its_calibration_rows(here):
 def test_images_that_do_not_decode_are_counted_and_named(here):
     Path("images/03.png").write_bytes(b"no image")
     arguments = ("calibrate", "vit", "--images", "images", "-o", "out")
-    assert refused(*arguments).startswith("1 of 12 images do not decode, more than the allowed share of 0.05; ")
+    assert read_refusal(*arguments).startswith("1 of 12 images do not decode, more than the allowed share of 0.05; ")
     result = run(*arguments, "--max-corrupt", "0.1")
     assert result.exit_code == 0
     assert "1 of 12 images do not decode and are left out: images/03.png" in result.stderr
@@ -203,21 +203,24 @@ def test_images_that_do_not_decode_are_counted_and_named(here):
 
 def test_queries_and_keys_of_a_rope_family(here):
     said = QK_OF_LLAMA.format("corp")
-    assert refused("prune", "llama", "--recipe", "corp", *TEXT, "-o", "out") == said
-    assert refused("plan", "llama", "--recipe", "corp", "--statistics", "llama-stats") == said
-    assert refused("inspect", "llama", "--recipe", "corp", "--ratio", "0.5") == said
+    assert read_refusal("prune", "llama", "--recipe", "corp", *TEXT, "-o", "out") == said
+    assert read_refusal("plan", "llama", "--recipe", "corp", "--statistics", "llama-stats") == said
+    assert read_refusal("inspect", "llama", "--recipe", "corp", "--ratio", "0.5") == said
 
 
 def test_data_of_the_wrong_kind(here):
     said = "vit reads images: give --images DIR"
-    assert refused("calibrate", "vit", *TEXT, "-o", "out") == said
-    assert refused("prune", "vit", "--recipe", "corp", *TEXT, "-o", "out") == said
+    assert read_refusal("calibrate", "vit", *TEXT, "-o", "out") == said
+    assert read_refusal("prune", "vit", "--recipe", "corp", *TEXT, "-o", "out") == said
     for model in ("opt", "llama"):
         said = f"{model} reads text: give --text FILE"
-        assert refused("calibrate", model, *IMAGES, "-o", "out") == said
-        assert refused("prune", model, "--recipe", "corp-mlp", *IMAGES, "-o", "out") == said
-    assert refused("calibrate", "vit", *TEXT, "--images", "images", "-o", "out") == "give --text or --images, not both"
-    assert refused("prune", "vit", "--recipe", "corp", "-o", "out") == (
+        assert read_refusal("calibrate", model, *IMAGES, "-o", "out") == said
+        assert read_refusal("prune", model, "--recipe", "corp-mlp", *IMAGES, "-o", "out") == said
+    assert (
+        read_refusal("calibrate", "vit", *TEXT, "--images", "images", "-o", "out")
+        == "give --text or --images, not both"
+    )
+    assert read_refusal("prune", "vit", "--recipe", "corp", "-o", "out") == (
         "recipe corp needs statistics: give --statistics, or --images to measure them"
     )
 
@@ -226,7 +229,7 @@ def test_lambda_zero_with_too_few_samples(here):
     """6 of 8 dimensions: 36 unknowns, of which an image of five tokens settles 25 at most."""
     bare = ("--recipe", "corp-qk", "--ratio", "0.25", "--set", "spaces.qk.compensation.lambda=0")
     low_rank = (*bare, "--set", "spaces.qk.compensation.method=low-rank")
-    assert refused("prune", "small", *low_rank, "--images", "images", "--samples", "1", "-o", "out") == (
+    assert read_refusal("prune", "small", *low_rank, "--images", "images", "--samples", "1", "-o", "out") == (
         "low-rank with lambda 0 needs at least 2 images for the 8 x 6 unknowns of a head, and there are 1: give more, "
         "or a lambda above 0"
     )
@@ -234,10 +237,10 @@ def test_lambda_zero_with_too_few_samples(here):
         "logit with lambda 0 needs at least 2 images for the 6 x 6 unknowns of a head, and there are 1: "
         "give more, or a lambda above 0"
     )
-    assert refused("prune", "small", *bare, "--images", "images", "--samples", "1", "-o", "out") == said
+    assert read_refusal("prune", "small", *bare, "--images", "images", "--samples", "1", "-o", "out") == said
     ok("calibrate", "small", "--images", "images", "--samples", "1", "-o", "one")
-    assert refused("prune", "small", *bare, "--statistics", "one", "-o", "out") == said
-    assert refused("plan", "small", *bare, "--statistics", "one") == said
+    assert read_refusal("prune", "small", *bare, "--statistics", "one", "-o", "out") == said
+    assert read_refusal("plan", "small", *bare, "--statistics", "one") == said
     ok("prune", "small", "--recipe", "corp-qk", "--ratio", "0.25", "--statistics", "one", "-o", "shrunk")
     ok("prune", "small", *bare, "--images", "images", "--samples", "2", "-o", "two")
 
@@ -247,8 +250,8 @@ def test_a_missing_processor(here):
     said = (
         "vit: no image processor (preprocessor_config.json); copy the model's preprocessor_config.json into the folder"
     )
-    assert refused("calibrate", "vit", *IMAGES, "-o", "out") == said
-    assert refused("prune", "vit", "--recipe", "corp", *IMAGES, "-o", "out") == said
+    assert read_refusal("calibrate", "vit", *IMAGES, "-o", "out") == said
+    assert read_refusal("prune", "vit", "--recipe", "corp", *IMAGES, "-o", "out") == said
 
 
 def test_a_processor_of_another_size(here):
@@ -268,7 +271,7 @@ def test_a_processor_of_another_size(here):
 def test_statistics_of_another_processor(here):
     config = read_json("vit/preprocessor_config.json")
     Path("vit/preprocessor_config.json").write_text(json.dumps(config | {"image_mean": [0.1, 0.1, 0.1]}))
-    said = refused("prune", "vit", "--recipe", "corp", "--statistics", "stats", "-o", "out")
+    said = read_refusal("prune", "vit", "--recipe", "corp", "--statistics", "stats", "-o", "out")
     assert "processor" in said
 
 
@@ -283,9 +286,9 @@ def test_an_input_that_asks_for_code_of_its_own(here, model):
         f"{model} asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
         "where you have read and trust it, say --trust-remote-code"
     )
-    assert refused("calibrate", model, *data, "-o", "out") == said
-    assert refused("prune", model, "--recipe", "corp", *data, "-o", "out") == said
-    assert refused("plan", model, "--recipe", "magnitude") == said
+    assert read_refusal("calibrate", model, *data, "-o", "out") == said
+    assert read_refusal("prune", model, "--recipe", "corp", *data, "-o", "out") == said
+    assert read_refusal("plan", model, "--recipe", "magnitude") == said
     trust = "--trust-remote-code"
     ok("calibrate", model, *data, trust, "-o", "measured")
     ok("plan", model, "--recipe", "corp", "--statistics", "measured", trust, "-o", "plan.json")
@@ -314,19 +317,19 @@ def test_an_edited_plan_is_refused(here, change, message):
     plan = read_json("plan.json")
     plan["sites"][0]["kept"] = sorted(change(plan["sites"][0]["kept"]))
     Path("plan.json").write_text(json.dumps(plan))
-    assert message in refused("prune", "vit", "--plan", "plan.json", "-o", "out")
+    assert message in read_refusal("prune", "vit", "--plan", "plan.json", "-o", "out")
 
 
 def test_a_ranking_over_blocks_with_lambda_0_and_images(here):
     ranked = ["--recipe", "flap-global", "--set", "spaces.mlp.compensation.method=ridge"]
     ranked += ["--set", "spaces.mlp.compensation.lambda=0", *IMAGES]
     ok("prune", "vit", *ranked, "-o", "out")
-    assert refused("prune", "small", *ranked, "--samples", "1", "-o", "more").startswith(
+    assert read_refusal("prune", "small", *ranked, "--samples", "1", "-o", "more").startswith(
         "ridge with lambda 0 needs at least "
     )
 
 
 def test_an_output_with_remote_code_that_lost_a_tensor_is_not_measured(here):
     edit_weights("pruned", lambda tensors: tensors.pop("vit.encoder.layer.1.attention.attention.query.weight"))
-    said = refused("evaluate", "pruned", "--against", "vit", "--images", "images")
+    said = read_refusal("evaluate", "pruned", "--against", "vit", "--images", "images")
     assert said.startswith("pruned: tensors are missing or of the wrong shape: vit.")

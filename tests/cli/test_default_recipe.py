@@ -13,7 +13,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.scoring.costs import DropOrder
 from tests import families
-from tests.cli.running import TEXT, listing, ok, read_json, refused, untimed
+from tests.cli.running import TEXT, drop_time_line, listing, ok, read_json, read_refusal
 from tests.oracles import whole_best
 
 SIZE = ("--target-params", "70%")
@@ -104,12 +104,12 @@ MEASURED = ": the inputs of every block's layers, and what pruning each does to 
 def test_a_dry_run_tells_what_it_can_without_measuring(place):
     dry = ("prune", "dense", "-o", "out", "--dry-run")
     before = listing()
-    assert untimed(ok(*dry, "--ratio", "0.5")) == DRY.format(
+    assert drop_time_line(ok(*dry, "--ratio", "0.5")) == DRY.format(
         f"{MEASURED}; give --text FILE for it (128 windows of 32 tokens, unless you say --samples), or --statistics "
         "STATS"
     )
     on_text = f" first{MEASURED}, on 8 windows of 16 tokens of calib.txt"
-    assert untimed(ok(*dry, "--ratio", "0.5", *TEXT)) == DRY.format(on_text)
+    assert drop_time_line(ok(*dry, "--ratio", "0.5", *TEXT)) == DRY.format(on_text)
     said = json.loads(ok(*dry, "--ratio", "0.5", *TEXT, "--json"))
     assert (said["widths"], said["widths_are_known"]) == ([{"heads": 1, "mlp": 12}] * 2, False)
     assert said["container"] is None
@@ -134,4 +134,4 @@ def test_a_dry_run_tells_what_it_can_without_measuring(place):
 def test_a_dry_run_still_refuses_what_is_wrong(place, option, message):
     shutil.rmtree("stats")
     Path("stats").mkdir()
-    assert refused("prune", "dense", "-o", "out", "--dry-run", *option).startswith(message)
+    assert read_refusal("prune", "dense", "-o", "out", "--dry-run", *option).startswith(message)

@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.runner.messages import SECOND_ORDER
 from ckpt_prune.stages.recovery.block_training import SampleSplit
-from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, resumed, run, untimed
+from tests.cli.running import TEXT, drop_time_line, edit_weights, ok, read_json, read_refusal, resume_job, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
@@ -89,7 +89,7 @@ def test_given_blocks_go_without_any_data(here) -> None:
 
 
 def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
-    said = untimed(ok("prune", "deep", "--recipe", "depth", "--ratio", "0.5", "--dry-run", "-o", "out"))
+    said = drop_time_line(ok("prune", "deep", "--recipe", "depth", "--ratio", "0.5", "--dry-run", "-o", "out"))
     assert said.splitlines()[-4:] == [
         "3 of 6 blocks stay: which ones is measured first",
         "to be stored as llama",
@@ -180,7 +180,7 @@ def test_verify_finds_what_is_not_the_dense_models(here) -> None:
     ],
 )
 def test_what_cannot_be(here, changes: list[str], why: str) -> None:
-    said = refused("prune", "deep", "--recipe", "replaceme", *changes, *TEXT, "-o", "out")
+    said = read_refusal("prune", "deep", "--recipe", "replaceme", *changes, *TEXT, "-o", "out")
     assert said.endswith(why), said
 
 
@@ -193,9 +193,9 @@ def test_statistics_choose_the_blocks_and_text_fits_the_maps(here) -> None:
     assert Path("live/model.safetensors").read_bytes() == Path("both/model.safetensors").read_bytes()
     gaps = [read_json(f"{folder}/ckpt_prune.json")["depth"]["gaps"] for folder in ("live", "both")]
     assert gaps[0][0]["divergence"] == pytest.approx(gaps[1][0]["divergence"], rel=1e-5)
-    said = refused("prune", "deep", *asked, "--statistics", "deep-stats", "-o", "out")
+    said = read_refusal("prune", "deep", *asked, "--statistics", "deep-stats", "-o", "out")
     assert said == "recipe depth fits maps on the model itself: give --text as well"
-    said = refused("prune", "deep", "--recipe", "sleb", "--statistics", "deep-stats", "-o", "out")
+    said = read_refusal("prune", "deep", "--recipe", "sleb", "--statistics", "deep-stats", "-o", "out")
     assert said == "recipe sleb runs the model itself: give --text in place of --statistics"
     ok("prune", "deep", "--recipe", "shortgpt", "--statistics", "deep-stats", "-o", "out")
 
@@ -219,9 +219,9 @@ def test_a_plan_chooses_the_blocks(here) -> None:
     ok("prune", "deep", "--plan", "plan.json", *TEXT, "-o", "out")
     ok("prune", "deep", *asked, *TEXT, "-o", "direct")
     assert Path("out/model.safetensors").read_bytes() == Path("direct/model.safetensors").read_bytes()
-    said = refused("prune", "deep", "--plan", "plan.json", "-o", "bare")
+    said = read_refusal("prune", "deep", "--plan", "plan.json", "-o", "bare")
     assert said == "recipe depth fits maps on the model itself: give --text as well"
-    said = refused("prune", "dense", "--plan", "plan.json", *TEXT, "-o", "bare")
+    said = read_refusal("prune", "dense", "--plan", "plan.json", *TEXT, "-o", "bare")
     assert said.startswith("the plan was made for another model (")
     for change, why in (
         ({"kept": [0, 1, 2, 7]}, "the plan keeps blocks that are not among the model's 6 blocks"),
@@ -229,11 +229,11 @@ def test_a_plan_chooses_the_blocks(here) -> None:
         ({"gaps": []}, "the plan's gaps are not the blocks that it drops"),
     ):
         Path("edited.json").write_text(json.dumps(plan | {"depth": plan["depth"] | change}))
-        said = refused("prune", "deep", "--plan", "edited.json", *TEXT, "-o", "bare")
+        said = read_refusal("prune", "deep", "--plan", "edited.json", *TEXT, "-o", "bare")
         assert said == f"{why}: plan again instead of editing it"
-    said = refused("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats", "--test", "deep-stats")
+    said = read_refusal("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats", "--test", "deep-stats")
     assert said == "--test holds sites against other samples, and recipe depth drops whole blocks: leave it out"
-    said = refused("plan", "deep", "--recipe", "sleb", "--statistics", "deep-stats")
+    said = read_refusal("plan", "deep", "--recipe", "sleb", "--statistics", "deep-stats")
     assert said == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
 
 
@@ -250,7 +250,7 @@ def test_depth_beside_width_in_one_table(here) -> None:
 
 def test_statistics_that_do_not_say_what_blocks_do(here) -> None:
     ok("calibrate", "deep", *TEXT, "--collect", "moments,gram", "-o", "deep-stats")
-    said = refused("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats")
+    said = read_refusal("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats")
     assert said == (
         "deep-stats does not say what blocks do, by which recipe depth chooses them: run `ckpt-prune calibrate --folds "
         "4` again"
@@ -260,7 +260,7 @@ def test_statistics_that_do_not_say_what_blocks_do(here) -> None:
 def test_blocks_that_share_keys_and_values_stay(here) -> None:
     config = read_json("deep/config.json") | {"num_kv_shared_layers": 2}
     Path("deep/config.json").write_text(json.dumps(config))
-    said = refused(*GIVEN, "-o", "out")
+    said = read_refusal(*GIVEN, "-o", "out")
     assert "num_kv_shared_layers" in said
 
 
@@ -282,7 +282,7 @@ def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> N
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         assert run(*job, "-o", "out").exit_code == 130
-    resumed(job)
+    resume_job(job)
 
 
 def silence(model: Any, block: int, part: str) -> Any:
@@ -354,8 +354,8 @@ def test_parts_by_loss_and_by_divergence(here) -> None:
     ],
 )
 def test_parts_that_cannot_be(here, change: str, why: str) -> None:
-    assert refused("prune", "deep", "--recipe", "shortgpt", "--set", change, *TEXT, "-o", "out").endswith(why)
-    said = refused(
+    assert read_refusal("prune", "deep", "--recipe", "shortgpt", "--set", change, *TEXT, "-o", "out").endswith(why)
+    said = read_refusal(
         "prune", "deep", "--recipe", "shortgpt", "--set", "depth.part=mlp", "--target-params", "90%", *TEXT, "-o", "o"
     )
     assert said == "depth.part: mlp leaves zeros, which save nothing: say --ratio, or part: block"

@@ -12,7 +12,7 @@ from ckpt_prune.benchmarking.participants import Participant
 from ckpt_prune.benchmarking.runners import TorchRunner
 from ckpt_prune.evaluation import device_map
 from ckpt_prune.options.machine import SpreadOptions
-from tests.cli.running import ok, refused
+from tests.cli.running import ok, read_refusal
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are filled first")
 SPREAD = ("--device-map", "auto", "--max-memory", "cpu=20KiB")
@@ -94,12 +94,12 @@ def test_a_dry_run_of_two_models_counts_both(place):
 
 def test_what_means_nothing_is_refused(place, monkeypatch):
     evaluate = ("evaluate", "dense", *TEXT)
-    assert refused(*evaluate, "--max-memory", "cpu=1GiB") == "--max-memory goes with --device-map auto"
+    assert read_refusal(*evaluate, "--max-memory", "cpu=1GiB") == "--max-memory goes with --device-map auto"
     for wrong in ("cpu", "cpu=", "disk=1GiB", "cpu=50%", "x=1GiB"):
-        assert refused(*evaluate, "--device-map", "auto", "--max-memory", wrong) == (
+        assert read_refusal(*evaluate, "--device-map", "auto", "--max-memory", wrong) == (
             f"--max-memory {wrong}: expected cpu=SIZE or the number of a GPU, 0=SIZE, such as cpu=24GiB"
         )
-    assert refused(*evaluate, "--device-map", "auto", "--max-memory", "3=1GiB") == (
+    assert read_refusal(*evaluate, "--device-map", "auto", "--max-memory", "3=1GiB") == (
         "--max-memory 3: this machine has cpu"
     )
     little = ("--device-map", "auto", "--max-memory", "cpu=1KiB")
@@ -107,12 +107,12 @@ def test_what_means_nothing_is_refused(place, monkeypatch):
         "--device-map auto: no device has room for the embeddings of dense, where its input goes: give more with "
         "--max-memory"
     )
-    assert refused(*evaluate, *little) == no_room
-    assert refused("evaluate", "dense", "--dry-run", *little) == no_room
-    assert refused("evaluate", "dense", "--dry-run") == (
+    assert read_refusal(*evaluate, *little) == no_room
+    assert read_refusal("evaluate", "dense", "--dry-run", *little) == no_room
+    assert read_refusal("evaluate", "dense", "--dry-run") == (
         "--dry-run tells where the parts of a model would go: it goes with --device-map auto"
     )
     monkeypatch.setattr(device_map, "find_spec", lambda _name: None)
-    assert refused(*evaluate, "--device-map", "auto") == (
+    assert read_refusal(*evaluate, "--device-map", "auto") == (
         "--device-map needs accelerate: pip install 'ckpt-prune[devices]'"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
-from tests.cli.running import edit_weights, ok, poison, read_json, refused, run, set_config
+from tests.cli.running import edit_weights, ok, poison, read_json, read_refusal, run, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 
 TEXT = ("--text", "calib.txt", "--window", "16")
@@ -82,10 +82,10 @@ def full_disk(*_: object) -> None:
 
 
 def test_what_evaluate_needs(place):
-    assert refused("evaluate", "dense") == (
+    assert read_refusal("evaluate", "dense") == (
         "evaluate needs --text FILE, --images DIR for a vision model, --tasks, or --generate PROMPT"
     )
-    assert refused("evaluate", "dense", "--text", "calib.txt") == (
+    assert read_refusal("evaluate", "dense", "--text", "calib.txt") == (
         "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
     )
 
@@ -93,33 +93,33 @@ def test_what_evaluate_needs(place):
 def test_different_tokenizers(place):
     shutil.copytree("dense", "other")
     tiny_tokenizer().save_pretrained("other")
-    assert refused("evaluate", "dense", "--against", "other", *TEXT) == (
+    assert read_refusal("evaluate", "dense", "--against", "other", *TEXT) == (
         "dense and other have different tokenizers: their figures cannot be compared"
     )
 
 
 def test_windows_that_do_not_fit(place):
-    assert refused("evaluate", "dense", "--text", "calib.txt", "--window", "33") == (
+    assert read_refusal("evaluate", "dense", "--text", "calib.txt", "--window", "33") == (
         "window of 33 tokens is longer than the model's context of 32; use a window of at most 32"
     )
     Path("short.txt").write_text("the cat")
-    assert refused("evaluate", "dense", "--text", "short.txt", "--window", "16") == (
+    assert read_refusal("evaluate", "dense", "--text", "short.txt", "--window", "16") == (
         "the text is too short for one window: it has 8 tokens, a window takes 16; give more text, or say --window 8"
     )
 
 
 def test_models_that_are_not_whole(place):
     edit_weights("dense", poison("model.norm.weight"))
-    assert refused("evaluate", "dense", *TEXT) == (
+    assert read_refusal("evaluate", "dense", *TEXT) == (
         "the model's logits are not numbers (NaN): its weights are damaged or overflow in this dtype"
     )
     edit_weights("dense", lambda tensors: tensors.pop("model.norm.weight"))
-    assert refused("evaluate", "dense", *TEXT) == (
+    assert read_refusal("evaluate", "dense", *TEXT) == (
         "dense: tensors are missing or of the wrong shape: model.norm.weight; "
         "run `ckpt-prune verify dense` for all of them"
     )
     set_config("sharded", auto_map={"AutoModelForCausalLM": "other.Model"})
-    assert refused("evaluate", "sharded", *TEXT) == (
+    assert read_refusal("evaluate", "sharded", *TEXT) == (
         "sharded asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
         "where you have read and trust it, say --trust-remote-code"
     )

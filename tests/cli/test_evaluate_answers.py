@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import ok, refused
+from tests.cli.running import ok, read_refusal
 
 ITEMS = [
     {"question": "the cat", "choices": ["sat on a mat", "ran"], "answer": 0},
@@ -63,23 +63,25 @@ def test_what_a_terminal_would_obey_is_not_printed(tasks, monkeypatch):
 
 
 def test_bad_input(tasks):
-    assert refused("evaluate", "dense", "--tasks", "nowhere.jsonl") == "nowhere.jsonl: no such file of items"
-    assert refused("evaluate", "dense", "--tasks", " ,") == (
+    assert read_refusal("evaluate", "dense", "--tasks", "nowhere.jsonl") == "nowhere.jsonl: no such file of items"
+    assert read_refusal("evaluate", "dense", "--tasks", " ,") == (
         "--tasks names no task: give .jsonl files of items, or names of lm-eval tasks"
     )
-    assert refused("evaluate", "dense", "--tasks", "pets.jsonl,piqa") == (
+    assert read_refusal("evaluate", "dense", "--tasks", "pets.jsonl,piqa") == (
         "--tasks: .jsonl files and lm-eval's own tasks are run in calls of their own"
     )
-    assert refused("evaluate", "dense", "--tasks", "pets.jsonl", "--include-path", "stats") == (
+    assert read_refusal("evaluate", "dense", "--tasks", "pets.jsonl", "--include-path", "stats") == (
         "--include-path is for lm-eval tasks: it does not go with .jsonl files"
     )
     Path("stats/pets.jsonl").write_text(json.dumps(ITEMS[0]))
-    assert refused("evaluate", "dense", "--tasks", "pets.jsonl,stats/pets.jsonl") == (
+    assert read_refusal("evaluate", "dense", "--tasks", "pets.jsonl,stats/pets.jsonl") == (
         "--tasks: two files have the same name: figures could not be told apart"
     )
     Path("pets.jsonl").write_text("{}\n")
-    assert refused("evaluate", "dense", "--tasks", "pets.jsonl").startswith("pets.jsonl, line 1: no multiple-choice ")
-    assert refused("evaluate", "stats", "--generate", "a") == (
+    assert read_refusal("evaluate", "dense", "--tasks", "pets.jsonl").startswith(
+        "pets.jsonl, line 1: no multiple-choice "
+    )
+    assert read_refusal("evaluate", "stats", "--generate", "a") == (
         "stats has no config.json; give a checkpoint folder as published on the Hub"
     )
 

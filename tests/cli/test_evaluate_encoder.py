@@ -12,7 +12,7 @@ from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.whole_model import load_model, quiet_transformers
 from ckpt_prune.measure.samples.samples import TokenWindows
-from tests.cli.running import edit_weights, ok, refused
+from tests.cli.running import edit_weights, ok, read_refusal
 from tests.encoders import CONTEXT, Pixels, make
 from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
 from tests.images import write_images, write_processor
@@ -173,7 +173,7 @@ class TestFeaturesOfImages:
     def test_images_of_another_size(self, encoders):
         for name in ("vit-model", "vit-model-2"):
             write_processor(Path(name))
-        assert refused("evaluate", "vit-model-2", "--against", "vit-model", "--images", "flat") == (
+        assert read_refusal("evaluate", "vit-model-2", "--against", "vit-model", "--images", "flat") == (
             "the model does not take the images: Input image size (8*8) doesn't match model (12*12)."
         )
 
@@ -181,11 +181,11 @@ class TestFeaturesOfImages:
 class TestRefusals:
     def test_a_base_model_alone(self, encoders):
         said = "{} has no head, so there is nothing to score: compare it with --against MODEL2"
-        assert refused("evaluate", "bert-model", *DATA) == said.format("bert-model")
-        assert refused("evaluate", "dinov2-model", "--images", "flat") == said.format("dinov2-model")
+        assert read_refusal("evaluate", "bert-model", *DATA) == said.format("bert-model")
+        assert read_refusal("evaluate", "dinov2-model", "--images", "flat") == said.format("dinov2-model")
 
     def test_what_is_not_measured(self, encoders):
-        assert refused("evaluate", "bert-classifier", *DATA) == (
+        assert read_refusal("evaluate", "bert-classifier", *DATA) == (
             "bert-classifier is for text-classification, and nothing here says what is right: compare it with "
             "--against MODEL2"
         )
@@ -193,12 +193,12 @@ class TestRefusals:
         Path("bert-classifier/config.json").write_text(
             json.dumps(config | {"architectures": ["BertForMultipleChoice"]})
         )
-        assert refused("evaluate", "bert-classifier", *DATA) == (
+        assert read_refusal("evaluate", "bert-classifier", *DATA) == (
             "bert-classifier is a MultipleChoice model, which evaluate does not measure"
         )
 
     def test_windows_that_do_not_fit(self, encoders):
-        assert refused("evaluate", "bert-mlm", "--text", "some.txt", "--window", "3") == (
+        assert read_refusal("evaluate", "bert-mlm", "--text", "some.txt", "--window", "3") == (
             "--window 3 is too short: the tokenizer adds 2 tokens of its own"
         )
         assert json.loads(ok("evaluate", "bert-mlm", "--text", "some.txt", "--window", "4", "--json"))["window"] == 4
@@ -207,12 +207,12 @@ class TestRefusals:
             f"use a window of at most {CONTEXT}"
         )
         long = ("--text", "some.txt", "--window", str(CONTEXT + 1))
-        assert refused("evaluate", "bert-mlm", *long) == said
-        assert refused("evaluate", "bert-model", "--against", "bert-model-2", *long) == said
+        assert read_refusal("evaluate", "bert-mlm", *long) == said
+        assert read_refusal("evaluate", "bert-model", "--against", "bert-model-2", *long) == said
 
     def test_no_mask_token(self, encoders):
         tiny_tokenizer("<s> $A </s>").save_pretrained("bert-mlm")
-        assert refused("evaluate", "bert-mlm", *DATA) == (
+        assert read_refusal("evaluate", "bert-mlm", *DATA) == (
             "bert-mlm: its tokenizer has no mask token, so nothing can be masked"
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import ok, refused
+from tests.cli.running import ok, read_refusal
 from tests.onnx_graphs.exports import make_exports
 
 TEXT = ("--text", "text.txt", "--window", "16", "--samples", "4")
@@ -48,22 +48,22 @@ def test_a_graph_against_its_model_and_against_another_in_its_folder(place):
     assert (found["kl"], found["top1_agreement"]) == (pytest.approx(0, abs=1e-6), 1.0)
     said = ok("evaluate", graph, "--against", "llama-gqa-tied-onnx/model_other.onnx", *TEXT)
     assert "model_other.onnx" in said
-    assert refused("evaluate", "llama-gqa-tied-onnx", *TEXT) == (
+    assert read_refusal("evaluate", "llama-gqa-tied-onnx", *TEXT) == (
         "llama-gqa-tied-onnx holds 2 graphs: give one of them, such as llama-gqa-tied-onnx/model.onnx"
     )
 
 
 def test_what_is_for_checkpoints(place):
-    assert refused("evaluate", "llama-gqa-tied-onnx", "--generate", "the cat") == (
+    assert read_refusal("evaluate", "llama-gqa-tied-onnx", "--generate", "the cat") == (
         "llama-gqa-tied-onnx/model.onnx is a graph: --generate is for checkpoints; validate lets both continue"
     )
-    assert refused("evaluate", "llama-gqa-tied-onnx", "--tasks", "arc_easy") == (
+    assert read_refusal("evaluate", "llama-gqa-tied-onnx", "--tasks", "arc_easy") == (
         "llama-gqa-tied-onnx/model.onnx is a graph: it is measured with --text, --images or --tasks FILE.jsonl"
     )
 
 
 def test_what_is_no_graph(place):
     Path("llama-gqa-tied-onnx/model.onnx").write_bytes(b"graph")
-    said = refused("evaluate", "llama-gqa-tied-onnx", *TEXT)
+    said = read_refusal("evaluate", "llama-gqa-tied-onnx", *TEXT)
     assert said.startswith("llama-gqa-tied-onnx/model.onnx: onnxruntime cannot load it: ")
-    assert refused("evaluate", "none.onnx", *TEXT) == "none.onnx: there is no such graph"
+    assert read_refusal("evaluate", "none.onnx", *TEXT) == "none.onnx: there is no such graph"

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests import encoders
-from tests.cli.running import edit_weights, ok, refused
+from tests.cli.running import edit_weights, ok, read_refusal
 from tests.cli.test_evaluate_encoder import WORDS, bert_tokenizer, nudge
 
 DATA = ("--text", "some.txt", "--window", "12")
@@ -102,4 +102,4 @@ def test_other_classes_and_broken_weights_are_refused(head: str) -> None:
         broken = torch.full((16,), math.nan)
         edit_weights("near", lambda tensors: tensors.update({f"{name}.encoder.layer.0.output.dense.bias": broken}))
         said = "the model's logits are not finite numbers: the weights are damaged or overflow in this dtype"
-    assert refused("evaluate", "near", "--against", "dense", *DATA) == said
+    assert read_refusal("evaluate", "near", "--against", "dense", *DATA) == said

@@ -14,7 +14,7 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
-from tests.cli.running import edit_weights, ok, poison, refused, set_config
+from tests.cli.running import edit_weights, ok, poison, read_refusal, set_config
 from tests.images import tiny_vit, write_csv, write_images, write_processor, write_vit
 
 LABELS = [3, 0, 5, 1, 2, 4, 0, 1, 2, 3, 4, 5]
@@ -99,7 +99,7 @@ def test_against(pictures):
 def test_images_that_do_not_decode(pictures):
     for i in (4, 7):
         Path(f"listed/images/{i:02}.png").write_text("no image")
-    assert refused("evaluate", "vit", "--images", "listed") == (
+    assert read_refusal("evaluate", "vit", "--images", "listed") == (
         "2 of 12 images do not decode, more than the allowed share of 0.05; the first is listed/images/04.png: "
         "not a BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP image"
     )
@@ -113,14 +113,14 @@ def test_images_that_do_not_decode(pictures):
 def test_options_that_do_not_go_together(pictures):
     for option, value in (("--text", "calib.txt"), ("--tasks", "arc_easy")):
         named = " and ".join(sorted(["--images", option], key=["--text", "--images", "--tasks"].index))
-        assert refused("evaluate", "vit", "--images", "listed", option, value) == (
+        assert read_refusal("evaluate", "vit", "--images", "listed", option, value) == (
             f"{named}: a model reads either images or text; measure each by itself"
         )
-    assert refused("evaluate", "vit", "--images", "listed", "--window", "16") == (
+    assert read_refusal("evaluate", "vit", "--images", "listed", "--window", "16") == (
         "--window goes with --text, not with --images"
     )
-    assert refused("evaluate", "vit", "--labels", "listed/labels.csv") == "--labels goes with --images"
-    assert refused("evaluate", "vit", "--tasks", "arc_easy", "--trust-remote-code") == (
+    assert read_refusal("evaluate", "vit", "--labels", "listed/labels.csv") == "--labels goes with --images"
+    assert read_refusal("evaluate", "vit", "--tasks", "arc_easy", "--trust-remote-code") == (
         "lm-eval tasks never run a checkpoint's own code: leave --trust-remote-code out"
     )
 
@@ -140,17 +140,17 @@ def test_a_classifier_of_no_family_of_ours(pictures):
 
 
 def test_images_without_labels_and_no_reference(pictures):
-    assert refused("evaluate", "vit", "--images", "flat") == (
+    assert read_refusal("evaluate", "vit", "--images", "flat") == (
         "flat: images without classes say nothing of one model; "
         "give --labels FILE, a sub-folder per class, or --against MODEL2"
     )
 
 
 def test_images_that_do_not_fit(pictures):
-    assert refused("evaluate", "vit", "--images", "nowhere") == "nowhere: no such image folder"
-    assert refused("evaluate", "vit", "--images", "listed", "--labels", "no.csv") == "no.csv: no such labels file"
+    assert read_refusal("evaluate", "vit", "--images", "nowhere") == "nowhere: no such image folder"
+    assert read_refusal("evaluate", "vit", "--images", "listed", "--labels", "no.csv") == "no.csv: no such labels file"
     Path("foldered/n01").rename("foldered/goldfish")
-    assert refused("evaluate", "vit", "--images", "foldered") == (
+    assert read_refusal("evaluate", "vit", "--images", "foldered") == (
         "foldered/goldfish: label 'goldfish' is none of the model's 6 classes, which look like 'n01 tench'; "
         "give a class's index or its name in config.json's id2label"
     )
@@ -158,12 +158,12 @@ def test_images_that_do_not_fit(pictures):
 
 def test_models_that_cannot_be_compared(pictures):
     write_processor(Path("other"), resample=3)
-    assert refused("evaluate", "other", "--against", "vit", "--images", "listed") == (
+    assert read_refusal("evaluate", "other", "--against", "vit", "--images", "listed") == (
         "other and vit have different image processors: their figures cannot be compared"
     )
     with quiet_transformers():
         write_vit(Path("seven"), classes=7)
-    assert refused("evaluate", "seven", "--against", "vit", "--images", "listed") == (
+    assert read_refusal("evaluate", "seven", "--against", "vit", "--images", "listed") == (
         "seven and vit have 7 and 6 classes: their figures cannot be compared"
     )
 
@@ -174,27 +174,29 @@ def test_text_models_and_images(place, pictured):
         "dense is no image classifier (LlamaForCausalLM): --images does not go with it; "
         "measure a language model with --text"
     )
-    assert refused("evaluate", "dense", "--images", images) == message
-    assert refused("evaluate", str(pictured / "vit"), "--against", "dense", "--images", images) == message
+    assert read_refusal("evaluate", "dense", "--images", images) == message
+    assert read_refusal("evaluate", str(pictured / "vit"), "--against", "dense", "--images", images) == message
 
 
 def test_vision_models_and_text(place, pictured):
     shutil.copytree(pictured / "vit", "vit")
     message = "vit is a vision model: --text does not go with it; measure it with --images"
     text = ("--text", "calib.txt", "--window", "16")
-    assert refused("evaluate", "vit", *text) == message
-    assert refused("evaluate", "dense", "--against", "vit", *text) == message
+    assert read_refusal("evaluate", "vit", *text) == message
+    assert read_refusal("evaluate", "dense", "--against", "vit", *text) == message
 
 
 def test_models_that_are_not_whole(pictures):
     edit_weights("vit", poison("classifier.bias"))
-    assert refused("evaluate", "vit", "--images", "listed") == (
+    assert read_refusal("evaluate", "vit", "--images", "listed") == (
         "the model's logits are not finite numbers: the weights are damaged or overflow in this dtype"
     )
     set_config("vit", id2label={"a": "b"})
-    assert refused("evaluate", "vit", "--images", "listed").startswith("config.json's id2label and num_labels cannot ")
+    assert read_refusal("evaluate", "vit", "--images", "listed").startswith(
+        "config.json's id2label and num_labels cannot "
+    )
     Path("vit/config.json").unlink()
-    assert refused("evaluate", "vit", "--images", "listed") == (
+    assert read_refusal("evaluate", "vit", "--images", "listed") == (
         "vit has no config.json; give a checkpoint folder as published on the Hub"
     )
 
@@ -207,7 +209,7 @@ def test_remote_code_is_run_only_when_trusted(pictures, monkeypatch):
         f"Path({str(pictures / 'ran')!r}).touch()\n"
         "class Ours(ViTForImageClassification):\n    pass\n"
     )
-    assert re.search(r"remote", refused("evaluate", "vit", "--images", "listed"))
+    assert re.search(r"remote", read_refusal("evaluate", "vit", "--images", "listed"))
     assert not Path("ran").exists()
     said = json.loads(ok("evaluate", "vit", "--images", "listed", "--trust-remote-code", "--json"))
     assert Path("ran").exists()

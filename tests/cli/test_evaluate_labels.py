@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 from ckpt_prune.datasets.files import DATA_VARIABLE
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests import encoders
-from tests.cli.running import edit_weights, ok, refused
+from tests.cli.running import edit_weights, ok, read_refusal
 from tests.cli.test_evaluate_encoder import WORDS, bert_tokenizer, nudge
 from tests.hub_server import Hub, Repo
 from tests.oracles import labels as oracle
@@ -141,7 +141,7 @@ def test_numbers(here):
 def test_from_the_hub(here, hub: Hub):
     repo = hub.repos["datasets/nyu-mll/glue"] = Repo(private=False)
     repo.commit({"mrpc/validation-00000-of-00001.parquet": b"PAR1"}, "data")
-    said = refused("evaluate", "dense", "--tasks", "glue:mrpc")
+    said = read_refusal("evaluate", "dense", "--tasks", "glue:mrpc")
     file, _, fault = said.partition(".parquet: ")
     assert file.endswith("mrpc/validation-00000-of-00001")
     assert fault.startswith(("reading parquet needs pyarrow", "cannot be read as labelled texts: Parquet"))
@@ -171,13 +171,13 @@ def test_bad_input(here):
         ("dense", "data/glue:mrpc,a/mrpc.jsonl"): "a/mrpc.jsonl: no such file of items",
         ("dense", "data/glue:mrpc,data/glue:mrpc"): "--tasks: two have the same name: figures could not be told apart",
     }.items():
-        assert refused("evaluate", args[0], "--tasks", args[1]) == message
-    said = refused("evaluate", "dense", "--tasks", "bare.jsonl")
+        assert read_refusal("evaluate", args[0], "--tasks", args[1]) == message
+    said = read_refusal("evaluate", "dense", "--tasks", "bare.jsonl")
     assert said.startswith("bare.jsonl, row 1: no labelled text; expected label, and ")
 
 
 def test_a_model_without_labels_is_refused(place):
     write("data/glue/mrpc/validation.jsonl", pairs(1))
-    assert refused("evaluate", "dense", "--tasks", "data/glue:mrpc") == (
+    assert read_refusal("evaluate", "dense", "--tasks", "data/glue:mrpc") == (
         "dense gives no labels of texts: tasks of GLUE are for models with a sequence-classification head"
     )

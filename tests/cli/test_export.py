@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.onnx import export as exporting
-from tests.cli.running import edit_weights, listing, ok, poison, read_json, refused, run
+from tests.cli.running import edit_weights, listing, ok, poison, read_json, read_refusal, run
 from tests.graphs import trace_as_commands_do, traced_before
 from tests.onnx_graphs.exports import make_exports
 
@@ -130,7 +130,7 @@ def test_overwrite_keeps_the_old_graph_until_the_new_one_passes(vision):
     ok("export", "vision", "-o", "out", "--no-validate")
     Path("out/note.txt").write_text("mine")
     assert (
-        refused("export", "vision", "-o", "out")
+        read_refusal("export", "vision", "-o", "out")
         == f"{Path.cwd() / 'out'} exists; --overwrite replaces it, or give another -o"
     )
     before = listing()
@@ -216,12 +216,12 @@ def test_a_graph_that_loses_more_than_is_allowed_is_not_written(decoder):
     ],
 )
 def test_options_that_do_not_go_together_are_refused(decoder, untraced, options, message):
-    assert refused("export", "decoder", "-o", "out", *options) == message
+    assert read_refusal("export", "decoder", "-o", "out", *options) == message
 
 
 def test_a_block_size_that_does_not_divide_is_refused(decoder):
     before = listing()
-    said = refused("export", "decoder", "-o", "out", *ROUNDED[2:], "--block-size", "64")
+    said = read_refusal("export", "decoder", "-o", "out", *ROUNDED[2:], "--block-size", "64")
     assert said == (
         "--block-size 64 does not divide the 16 inputs of lm_head.weight: leave it out, and last blocks are padded, or "
         "prune to multiples of it"
@@ -236,22 +236,22 @@ def test_a_block_size_that_does_not_divide_is_refused(decoder):
 def untraced(monkeypatch):
     """Nothing is loaded or traced before the input is checked."""
 
-    def loaded(*_, **__):
+    def fail_on_load(*_, **__):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(exporting, "load_model", loaded)
+    monkeypatch.setattr(exporting, "load_model", fail_on_load)
 
 
 def test_what_a_model_cannot_do_is_refused(vision, untraced):
-    assert refused("export", "vision", "-o", "out", "--task", "fill-mask") == (
+    assert read_refusal("export", "vision", "-o", "out", "--task", "fill-mask") == (
         "this model has no head for fill-mask: it can be exported for image-classification or feature-extraction"
     )
-    assert refused("export", "vision", "-o", "out", "--text", "nowhere.txt").startswith("nowhere.txt")
+    assert read_refusal("export", "vision", "-o", "out", "--text", "nowhere.txt").startswith("nowhere.txt")
 
 
 def test_a_weight_that_is_missing_is_refused(vision):
     edit_weights("vision", lambda tensors: tensors.pop("deit.layernorm.weight"))
-    assert refused("export", "vision", "-o", "out") == (
+    assert read_refusal("export", "vision", "-o", "out") == (
         "vision: tensors are missing or of the wrong shape: deit.layernorm.weight; "
         "run `ckpt-prune verify vision` for all of them"
     )

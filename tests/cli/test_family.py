@@ -12,7 +12,7 @@ from transformers import ArceeConfig, ArceeForCausalLM
 import ckpt_prune
 from ckpt_prune.model.descriptions import OUTSIDE_KEY
 from ckpt_prune.model.skeleton import quiet_transformers
-from tests.cli.running import TEXT, ok, read_json, refused, set_config
+from tests.cli.running import TEXT, ok, read_json, read_refusal, set_config
 from tests.evaluation.tiny import VOCAB, tiny_tokenizer
 
 SIZES = {
@@ -111,17 +111,17 @@ def test_descriptions_that_are_not_so(arcee, change, message):
     )
     join = ": " if message else " "
     for command in (["inspect", "arcee"], [*PRUNE[:2], "--recipe", "magnitude", "-o", "out"]):
-        assert refused(*command, *FAMILY) == f"--family arcee.json{join}{said}"
+        assert read_refusal(*command, *FAMILY) == f"--family arcee.json{join}{said}"
 
 
 def test_a_description_that_is_no_file_or_for_another_model(arcee):
-    assert refused("inspect", "arcee", "--family", "absent.json").startswith(
+    assert read_refusal("inspect", "arcee", "--family", "absent.json").startswith(
         "absent.json is not a readable JSON object"
     )
     shutil.copytree("arcee", "other")
     set_config("other", model_type="helium")
     unknown = "model_type 'helium' is not one of the "
-    assert refused("plan", "other", *FAMILY, "--recipe", "magnitude", "-o", "p.json").startswith(unknown)
+    assert read_refusal("plan", "other", *FAMILY, "--recipe", "magnitude", "-o", "p.json").startswith(unknown)
     assert "made from" not in ok("inspect", "dense", *FAMILY)  # llama, which needs none
 
 
@@ -131,13 +131,13 @@ def test_a_family_like_none(arcee):
         "ckpt_prune/model/FAMILIES.md lists those that can be pruned, and recipes/guides/add-a-family.md says how to "
         "describe another"
     )
-    said = refused("inspect", "arcee")
+    said = read_refusal("inspect", "arcee")
     assert said.startswith("model_type 'rwkv' is like none of the families that this version knows: ")
     assert said.endswith(pages)
     set_config("arcee", model_type="arce")
-    assert refused("inspect", "arcee") == (
+    assert read_refusal("inspect", "arcee") == (
         f"model_type 'arce' is known neither here nor to transformers {transformers.__version__}; a newer transformers "
         f"may have it; {pages}"
     )
     set_config("arcee", model_type="lama")
-    assert " (did you mean llama?); a newer " in refused("inspect", "arcee")
+    assert " (did you mean llama?); a newer " in read_refusal("inspect", "arcee")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import ok, read_json, refused, run
+from tests.cli.running import ok, read_json, read_refusal, run
 
 USED = "calib.txt has 98 windows of 16 tokens: all are used, not "
 
@@ -27,6 +27,6 @@ def test_more_than_there_are(place, many):
 
 def test_no_window_is_an_error_with_the_remedy_that_works(place):
     Path("short.txt").write_text("the cat")
-    said = refused("calibrate", "dense", "--text", "short.txt", "-o", "own")
+    said = read_refusal("calibrate", "dense", "--text", "short.txt", "-o", "own")
     assert said.endswith("it has 8 tokens, a window takes 32; give more text, or say --window 8")
     ok("calibrate", "dense", "--text", "short.txt", "--window", "8", "-o", "own")

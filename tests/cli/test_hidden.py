@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import ckpt_prune
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, resumed, run, untimed
+from tests.cli.running import TEXT, drop_time_line, edit_weights, ok, read_json, read_refusal, resume_job, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import logits, stock, windows
 from tests.interrupting import interrupt_at
@@ -95,7 +95,7 @@ def test_one_basis_and_one_table(here) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for recipe, more in (("rcpu", ("--ratio", "0.5")), ("wanda-50", ())):
         ok("prune", "out", "--recipe", recipe, *more, *TEXT, "-o", f"again-{recipe}")
-    said = refused("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
+    said = read_refusal("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
     assert "12 hidden dimensions and tied has 16" in said.replace(str(here), "").replace("/", "")
 
 
@@ -148,7 +148,7 @@ def test_a_size_takes_the_most_dimensions(here) -> None:
 
 
 def test_a_dry_run_says_the_width_and_what_is_measured(here) -> None:
-    said = untimed(ok("prune", "tied", "--recipe", "slicegpt", *SLICE, "--dry-run", "-o", "out")).splitlines()
+    said = drop_time_line(ok("prune", "tied", "--recipe", "slicegpt", *SLICE, "--dry-run", "-o", "out")).splitlines()
     assert said[-3:] == [
         "residual stream: 12 of 16 dimensions stay (ratio 0.25)",
         "to be measured: the residual stream, wherever a block reads it; give --text FILE for it (128 windows of 32 "
@@ -166,7 +166,7 @@ def test_an_interrupted_run_goes_on(here, job: tuple[str, ...], units: int) -> N
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, Journal, "record", units + 1)
         assert run(*job, "-o", "out").exit_code == 130
-    resumed(list(job))
+    resume_job(list(job))
 
 
 def test_what_is_not_the_dense_models_is_found(here) -> None:
@@ -205,17 +205,17 @@ def test_a_weight_that_is_not_the_dense_one_in_the_basis(here, name, said) -> No
 
 def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
     ok(*PER_BLOCK, "-o", "out")
-    said = refused("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
+    said = read_refusal("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
     assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
-    said = refused("recover", "out", "--method", "lora", *TEXT, "-o", "recovered")
+    said = read_refusal("recover", "out", "--method", "lora", *TEXT, "-o", "recovered")
     assert said.endswith("adapters have no place beside its skip connections")
-    said = refused("compare", "tied", "out", *TEXT)
+    said = read_refusal("compare", "tied", "out", *TEXT)
     assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
     turns = "its residual stream turns between blocks"
     again = {"units are counted alike": "prune --recipe slicegpt", turns: "prune --recipe wanda-50"}
     for why, command in {**again, f"{turns}, which": "calibrate"}.items():
         name, *options = command.split()
-        assert f"(remote code): {why}" in refused(name, "out", *options, *TEXT, "-o", "again")
+        assert f"(remote code): {why}" in read_refusal(name, "out", *options, *TEXT, "-o", "again")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
     ),
 )
 def test_what_cannot_be(here, changes: list[str], why: str) -> None:
-    said = refused("prune", "tied", "--recipe", "slicegpt", *changes, *TEXT, "-o", "out")
+    said = read_refusal("prune", "tied", "--recipe", "slicegpt", *changes, *TEXT, "-o", "out")
     assert why in said, said
 
 
@@ -270,7 +270,7 @@ def test_one_basis_from_statistics(here) -> None:
     """Statistics of every linear's input tell what the blocks' norms give: all but what the final norm reads."""
     ok("calibrate", "tied", *TEXT, "--collect", "moments,gram", "-o", "few")
     job = (*SHARED[:3], "slicegpt-shared", *SLICE, "--statistics")
-    assert refused(*job, "few", "-o", "out") == (
+    assert read_refusal(*job, "few", "-o", "out") == (
         "recipe slicegpt-shared needs Grams of what the blocks' norms give, and few has no linears: calibrate with "
         "--collect moments,gram,linears"
     )
@@ -285,16 +285,18 @@ def test_one_basis_from_statistics(here) -> None:
 
 
 def test_statistics_plans_and_ratios_are_not_for_it(here) -> None:
-    said = refused("prune", "dense", "--recipe", "slicegpt", "--statistics", "stats", "-o", "out")
+    said = read_refusal("prune", "dense", "--recipe", "slicegpt", "--statistics", "stats", "-o", "out")
     assert said == "recipe slicegpt measures the stream itself: give --text in place of --statistics"
-    said = refused("plan", "dense", "--recipe", "slicegpt", "--statistics", "stats")
+    said = read_refusal("plan", "dense", "--recipe", "slicegpt", "--statistics", "stats")
     assert said == (
         "recipe slicegpt slices the residual stream, of which a plan says nothing: `ckpt-prune prune --dry-run` tells "
         "its width and size"
     )
-    said = refused("inspect", "dense", "--recipe", "slicegpt", "--ratio", "0.25")
+    said = read_refusal("inspect", "dense", "--recipe", "slicegpt", "--ratio", "0.25")
     assert said == (
         "recipe slicegpt slices the residual stream: `ckpt-prune prune --recipe slicegpt --dry-run` tells the size"
     )
-    said = refused("prune", "dense", "--recipe", "slicegpt-shared", "--set", "hidden.tied=keep", *TEXT, "-o", "out")
+    said = read_refusal(
+        "prune", "dense", "--recipe", "slicegpt-shared", "--set", "hidden.tied=keep", *TEXT, "-o", "out"
+    )
     assert said == "recipe slicegpt-shared says hidden.tied, and the head of this model is not its embedding"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.running import edit_weights, misused, ok, refused
+from tests.cli.running import edit_weights, ok, read_refusal, read_usage_error
 
 LLAMA_7B = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,7 +64,7 @@ def test_a_recipe_that_is_named_has_a_row_by_its_own_ratios(place):
     (size,) = json.loads(ok("inspect", "dense", "--recipe", "r.yaml", "--json"))["pruned"]
     assert (size["ratio"], size["units"]) == (None, {"heads": 1, "mlp": 18})
     Path("r.yaml").write_text("version: 1\nname: r\nspaces: {mlp: {score: magnitude}}\nsize: {params: 70%}\n")
-    assert refused("inspect", "dense", "--recipe", "r.yaml") == (
+    assert read_refusal("inspect", "dense", "--recipe", "r.yaml") == (
         "recipe r.yaml has a size, which `plan` finds the widths of: say --ratio"
     )
 
@@ -92,14 +92,16 @@ def test_llama_7b_from_its_config_alone(tmp_path):
     ],
 )
 def test_bad_ratios(place, ratio, message):
-    assert refused("inspect", "dense", "--ratio", ratio) == message
+    assert read_refusal("inspect", "dense", "--ratio", ratio) == message
 
 
 def test_wrong_arguments(place):
-    assert misused("inspect") == "Missing argument 'MODEL'."
-    assert misused("inspect", "dense", "dense") == "Got unexpected extra argument (dense)"
-    assert refused("inspect", "calib.txt") == "calib.txt is a file; give the folder that holds config.json"
-    assert refused("inspect", "stats") == "stats has no config.json; give a checkpoint folder as published on the Hub"
+    assert read_usage_error("inspect") == "Missing argument 'MODEL'."
+    assert read_usage_error("inspect", "dense", "dense") == "Got unexpected extra argument (dense)"
+    assert read_refusal("inspect", "calib.txt") == "calib.txt is a file; give the folder that holds config.json"
+    assert (
+        read_refusal("inspect", "stats") == "stats has no config.json; give a checkpoint folder as published on the Hub"
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_wrong_arguments(place):
 def test_a_config_alone_that_is_none(tmp_path, content, message):
     path = tmp_path / "config.json"
     path.write_text(content)
-    assert refused("inspect", str(tmp_path)) == message.format(path=path)
+    assert read_refusal("inspect", str(tmp_path)) == message.format(path=path)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_a_config_alone_that_is_none(tmp_path, content, message):
 )
 def test_reports_that_are_damaged_or_of_others(place, content, reason):
     Path("pruned/ckpt_prune.json").write_text(content)
-    assert refused("inspect", "pruned").startswith(f"pruned/ckpt_prune.json is damaged ({reason}")
+    assert read_refusal("inspect", "pruned").startswith(f"pruned/ckpt_prune.json is damaged ({reason}")
 
 
 # ---- zeros -------------------------------------------------------------------------------------------------------
@@ -166,6 +168,6 @@ def test_zeros_of_an_output_with_remote_code(place):
 
 def test_a_config_has_no_zeros(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
-    assert refused("inspect", str(tmp_path), "--sparsity") == (
+    assert read_refusal("inspect", str(tmp_path), "--sparsity") == (
         f"{tmp_path} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
     )

@@ -10,7 +10,7 @@ import yaml
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.joint_axes import divergence
-from tests.cli.running import TEXT, ok, read_json, refused, run
+from tests.cli.running import TEXT, ok, read_json, read_refusal, run
 from tests.cli.test_depth import windows
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 
@@ -101,22 +101,22 @@ def test_a_ratio_is_the_size_that_it_leaves(here) -> None:
 )
 def test_recipes_that_contradict_themselves(here, changes: dict[str, Any], why: str) -> None:
     Path("other.yaml").write_text(json.dumps(yaml.safe_load(RECIPE) | changes))
-    said = refused("prune", "deep", "--recipe", "other.yaml", *JOB[2:], "-o", "out")
+    said = read_refusal("prune", "deep", "--recipe", "other.yaml", *JOB[2:], "-o", "out")
     assert said.endswith(why), said
 
 
 def test_what_cannot_be(here) -> None:
-    said = refused("plan", "deep", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "70%")
+    said = read_refusal("plan", "deep", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "70%")
     assert said == (
         "recipe mine drops blocks and then prunes spaces of those that stay, which no statistics are of yet: "
         "`ckpt-prune prune --text` (or --images) does both at once; for a plan, `ckpt-prune prune --recipe depth --set "
         "depth.drop=N` first, then calibrate and plan what it has written, by a recipe of "
         "spaces alone such as best-uniform"
     )
-    said = refused("prune", "deep", *JOB, "--target-params", "1", "-o", "out")
+    said = read_refusal("prune", "deep", *JOB, "--target-params", "1", "-o", "out")
     assert said.startswith("1 parameters: out of reach of recipe mine, whose blocks and spaces leave "), said
     ok("calibrate", "deep", *TEXT, "--folds", "2", "-o", "deep-stats")
     bare = ("prune", "deep", "--recipe", "mine.yaml", "--statistics", "deep-stats", "--target-params", "70%")
-    said = refused(*bare, "-o", "out")
+    said = read_refusal(*bare, "-o", "out")
     assert said == "recipe mine compares numbers of blocks by running the model itself: give --text as well"
     ok(*bare, *TEXT, "--folds", "2", "-o", "both")

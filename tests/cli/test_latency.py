@@ -12,7 +12,7 @@ from ckpt_prune.benchmarking import latency_table
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.runner.sections import latency_sentences
 from ckpt_prune.stages.report import Report
-from tests.cli.running import TEXT, ok, read_json, refused, run
+from tests.cli.running import TEXT, ok, read_json, read_refusal, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.show.examples import report
 
@@ -180,7 +180,7 @@ def test_a_table_is_kept_and_told_apart(here, timed) -> None:
     ],
 )
 def test_what_is_no_latency(here, timed, asked: str, why: str) -> None:
-    assert why in refused("prune", "deep", *JOB, asked, "-o", "out")
+    assert why in read_refusal("prune", "deep", *JOB, asked, "-o", "out")
 
 
 def test_what_is_out_of_reach(here, timed) -> None:

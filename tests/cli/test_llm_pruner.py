@@ -10,7 +10,7 @@ from ckpt_prune.job.cost import cost_of
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from tests import encoders
-from tests.cli.running import TEXT, ok, read_json, refused
+from tests.cli.running import TEXT, ok, read_json, read_refusal
 from tests.images import write_images, write_vit
 
 RECIPE = ("--recipe", "llm-pruner-taylor2")
@@ -51,17 +51,17 @@ def test_statistics_and_text_give_the_same_and_the_units_of_least_importance_go(
 
 def test_statistics_without_gradients(here):
     ok("calibrate", "opt", *TEXT, "--collect", "moments", "-o", "bare")
-    assert refused("prune", "opt", *RECIPE, "--statistics", "bare", "-o", "out") == (
+    assert read_refusal("prune", "opt", *RECIPE, "--statistics", "bare", "-o", "out") == (
         "recipe llm-pruner-taylor2 ranks units by gradients of the loss, and bare has none: run `ckpt-prune calibrate "
         "--collect moments,taylor`"
     )
-    assert refused("prune", "opt", *RECIPE, "-o", "out") == (
+    assert read_refusal("prune", "opt", *RECIPE, "-o", "out") == (
         "recipe llm-pruner-taylor2 needs statistics: give --statistics, or --text to measure them"
     )
 
 
 def test_a_model_of_too_few_blocks(here):
-    assert refused("prune", "dense", *RECIPE, *TEXT, "-o", "out") == (
+    assert read_refusal("prune", "dense", *RECIPE, *TEXT, "-o", "out") == (
         "layers 12.5%:93.75%: the model has blocks 0 to 1, say 0:2 for all"
     )
 
@@ -70,10 +70,10 @@ def test_a_vision_model(here):
     write_images(here / "images", ["a.png", "b.png"])
     write_vit(here / "vit")
     data = ("--images", "images")
-    assert refused("prune", "vit", *RECIPE, "--set", "layers=null", *data, "-o", "out") == (
+    assert read_refusal("prune", "vit", *RECIPE, "--set", "layers=null", *data, "-o", "out") == (
         "recipe llm-pruner-taylor2 ranks units by gradients of the loss of next tokens, which is for causal language "
         "models, and this one is for image-classification: choose another score"
     )
-    assert refused("calibrate", "vit", *data, "--collect", "taylor", "-o", "out").startswith(
+    assert read_refusal("calibrate", "vit", *data, "--collect", "taylor", "-o", "out").startswith(
         "--collect taylor: choose from moments,gram,"
     )

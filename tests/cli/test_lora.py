@@ -16,8 +16,8 @@ from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
 from ckpt_prune.stages.recovery import run_afterwards
 from ckpt_prune.stages.recovery.block_training import SampleSplit
-from tests.cli.running import TEXT, edit_weights, ok, refused, run
-from tests.cli.test_recover import changed, linears, report_of, tensors
+from tests.cli.running import TEXT, edit_weights, ok, read_refusal, run
+from tests.cli.test_recover import find_changed, linears, report_of, tensors
 from tests.contract.models import CASES
 from tests.families import contents
 from tests.images import write_csv, write_images, write_vit
@@ -45,7 +45,7 @@ def test_zeros_stay_and_the_stored_model_has_the_loss_that_is_said(place: Path):
     assert lora["loss_before"] == pytest.approx(held_out_loss("masked"), rel=1e-4)
     assert lora["loss_after"] == pytest.approx(held_out_loss("out"), rel=1e-4)
     assert lora["loss_after"] < lora["loss_before"] - 0.05
-    assert changed("out", "masked") == linears(0, 1)
+    assert find_changed("out", "masked") == linears(0, 1)
     ours, theirs = tensors("out"), tensors("masked")
     for name in linears(0, 1):
         assert ((ours[name] == 0) == (theirs[name] == 0)).all(), name
@@ -68,7 +68,7 @@ def test_where_nothing_is_gained_weights_stay(place: Path):
     done = run("recover", "pruned", *LORA[:-4], "--lr", "100000", "--patience", "1", "-o", "out")
     assert done.exit_code == 0, done.output
     assert "no epoch was better on the held-out samples: the weights stay as they are\n" in done.stderr
-    assert changed("out") == set()
+    assert find_changed("out") == set()
     lora = report_of("out")["adapters"]
     assert (lora["modules"], lora["loss_after"]) == (0, lora["loss_before"])
 
@@ -78,7 +78,7 @@ def test_a_classifier_learns_its_classes(tmp_path: Path):
     names = [f"{index}.png" for index in range(12)]
     write_images(Path("pictures"), names)
     images = ("--method", "lora", "--images", "pictures", "--epochs", "6", "--lr", "0.005", "--held-out", "0.25")
-    assert refused("recover", "vit", *images, "-o", "out") == (
+    assert read_refusal("recover", "vit", *images, "-o", "out") == (
         "--method lora needs the images' classes: give --labels FILE or a sub-folder per class"
     )
     write_csv(Path("pictures/labels.csv"), "file,label", *(f"{name},1" for name in names))
@@ -112,13 +112,15 @@ def test_a_classifier_learns_its_classes(tmp_path: Path):
     ],
 )
 def test_what_it_does_not_do_is_refused(place: Path, words: tuple[str, ...], message: str):
-    assert message in refused("recover", "pruned", *LORA, *words, "-o", "out")
+    assert message in read_refusal("recover", "pruned", *LORA, *words, "-o", "out")
 
 
 def test_an_encoder_without_a_head_is_refused(place: Path):
     case = next(case for case in CASES if case.model_type == "bert" and case.architecture == "BertModel")
     case.write(Path("bert"))
-    assert refused("recover", "bert", "--method", "lora", "--text", "calib.txt", "--window", "12", "-o", "out") == (
+    assert read_refusal(
+        "recover", "bert", "--method", "lora", "--text", "calib.txt", "--window", "12", "-o", "out"
+    ) == (
         "--method lora trains on the next token or an image's class, which bert (feature-extraction) does not predict: "
         "recover it with --method laco"
     )
@@ -126,7 +128,9 @@ def test_an_encoder_without_a_head_is_refused(place: Path):
 
 def test_without_peft_it_says_which_extra(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert refused("recover", "pruned", *LORA, "-o", "out") == "peft is not installed; `pip install ckpt-prune[lora]`"
+    assert (
+        read_refusal("recover", "pruned", *LORA, "-o", "out") == "peft is not installed; `pip install ckpt-prune[lora]`"
+    )
 
 
 @pytest.mark.parametrize("entry", ["adapters", "block 1"])
@@ -152,12 +156,12 @@ def test_a_source_that_changes_while_adapters_are_trained_is_an_error(place: Pat
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
     train = run_afterwards.train_adapters
 
-    def then(*given: Any, **more: Any) -> Any:
+    def train_then_edit_source(*given: Any, **more: Any) -> Any:
         adapted = train(*given, **more)
         edit_weights("masked", lambda tensors: tensors["lm_head.weight"].mul_(2))
         return adapted
 
-    monkeypatch.setattr(run_afterwards, "train_adapters", then)
+    monkeypatch.setattr(run_afterwards, "train_adapters", train_then_edit_source)
     said = run("recover", "masked", *LORA, "--epochs", "1", "-o", "out")
     assert said.exit_code == 2
     assert said.stderr.splitlines()[-1] == "Error: masked/model.safetensors changed since it was opened; run again"
@@ -208,7 +212,7 @@ def test_no_adapter_is_kept_where_nothing_is_gained_or_nobody_asks(place: Path):
     for out in ("plain", "out"):
         assert not Path(out, "adapter").exists()
         assert "The adapter by itself" not in Path(out, "README.md").read_text()
-    assert refused("recover", "pruned", "--dense", "dense", *TEXT, "--keep-adapter", "-o", "scaled") == (
+    assert read_refusal("recover", "pruned", "--dense", "dense", *TEXT, "--keep-adapter", "-o", "scaled") == (
         "--keep-adapter is for --method lora"
     )
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run
+from tests.cli.running import TEXT, edit_weights, ok, read_json, read_refusal, run
 from tests.oracles import factors
 
 PRUNE = ("prune", "dense", "--recipe", "svd-llm-w", "--ratio", "0.4")
@@ -101,7 +101,7 @@ def test_the_update_is_that_of_the_dense_weights_behind_factored_blocks(place):
 def test_the_update_needs_data(place):
     ok("calibrate", "dense", *TEXT, "--collect", "moments,gram,linears", "-o", "grams")
     given = ("prune", "dense", "--recipe", "svd-llm", "--ratio", "0.4", "--statistics", "grams")
-    assert refused(*given, "-o", "out") == (
+    assert read_refusal(*given, "-o", "out") == (
         "recipe svd-llm fits factors to what reaches them behind factored blocks: give --text in place of --statistics"
     )
 
@@ -128,8 +128,8 @@ def test_what_else_reads_it(factored):
 
 def test_what_does_not_read_it(factored):
     has = "out has two thin linears in the place of each, which recovery does not train"
-    assert refused("recover", "out", "--dense", "dense", *TEXT, "-o", "again") == has
-    assert refused("plan", "dense", "--recipe", "svd-llm-w") == (
+    assert read_refusal("recover", "out", "--dense", "dense", *TEXT, "-o", "again") == has
+    assert read_refusal("plan", "dense", "--recipe", "svd-llm-w") == (
         "recipe svd-llm-w factors linears, which a plan does not list: `ckpt-prune prune` applies it, with --dry-run "
         "to see sizes"
     )
@@ -150,11 +150,11 @@ def test_what_does_not_read_it(factored):
 )
 def test_recipes_that_mean_nothing(place, changes, said):
     options = [each for change in changes for each in ("--set", change)]
-    assert said in refused("prune", "dense", "--recipe", "svd-llm-w", *options, *TEXT, "-o", "out")
+    assert said in read_refusal("prune", "dense", "--recipe", "svd-llm-w", *options, *TEXT, "-o", "out")
 
 
 def test_ranks_that_save_nothing(place):
-    assert refused(*PRUNE, "--set", "low_rank.multiple_of=64", *TEXT, "-o", "out") == (
+    assert read_refusal(*PRUNE, "--set", "low_rank.multiple_of=64", *TEXT, "-o", "out") == (
         "ratio 0.4 leaves every linear as it is: with ranks that are multiples of 64 two thin ones are no smaller; say "
         "a larger ratio"
     )

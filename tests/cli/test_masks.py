@@ -24,15 +24,15 @@ from ckpt_prune.stages.rotation.stage import Rotation
 from tests import encoders, families
 from tests.cli.running import (
     TEXT,
+    drop_time_line,
     edit_weights,
     listing,
     ok,
     read_json,
-    refused,
+    read_refusal,
     run,
     same_files,
     set_config,
-    untimed,
 )
 from tests.evaluation.tiny import random_windows
 from tests.images import write_images, write_vit
@@ -263,11 +263,11 @@ def test_a_vision_transformer(here, recipe):
 
 @pytest.mark.parametrize("recipe", every(2, ["wanda-2-4", "sparsegpt-2-4", "cayley-rotator-shared-wanda-2-4"]))
 def test_a_pattern_is_its_own_ratio(here, recipe):
-    assert refused(*PRUNE, recipe, "--ratio", "0.3", *TEXT) == (
+    assert read_refusal(*PRUNE, recipe, "--ratio", "0.3", *TEXT) == (
         "--ratio 0.3 does not go with pattern 2:4, which says by itself how much is zeroed: take a recipe without one, "
         "or say --set mask.pattern=unstructured as well"
     )
-    assert refused(*PRUNE, recipe, "--set", "mask.pattern=unstructured", *TEXT) == (
+    assert read_refusal(*PRUNE, recipe, "--set", "mask.pattern=unstructured", *TEXT) == (
         f"{shipped_recipes()[recipe].path}, with --set: an unstructured mask needs ratio, the share of weights to "
         "zero; N:M patterns do not"
     )
@@ -333,7 +333,7 @@ def test_every_named_rotation_is_an_option():
     ],
 )
 def test_options_that_a_recipe_does_not_fit(here, words, message):
-    assert refused(*PRUNE, *words, *TEXT) == message
+    assert read_refusal(*PRUNE, *words, *TEXT) == message
 
 
 # ---- statistics, dry runs, JSON, plans -----------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_options_that_a_recipe_does_not_fit(here, words, message):
 )
 def test_statistics_that_lack_something(here, recipe, collected, lacks, wants):
     ok("calibrate", "dense", *TEXT, "--collect", collected, "-o", "less")
-    message = refused(*PRUNE, recipe, "--statistics", "less")
+    message = read_refusal(*PRUNE, recipe, "--statistics", "less")
     needs = wants.replace(",", " and ")
     assert message == f"recipe {recipe} needs {needs}, and less has no {lacks}: calibrate with --collect {wants}"
     ok("calibrate", "dense", *TEXT, "--collect", wants, "-o", "enough")
@@ -373,7 +373,7 @@ def test_statistics_that_lack_something(here, recipe, collected, lacks, wants):
     ],
 )
 def test_rotations_that_cannot_be_learned_so(here, recipe, change, why):
-    message = refused(*PRUNE, recipe, *TEXT, "--set", change)
+    message = read_refusal(*PRUNE, recipe, *TEXT, "--set", change)
     assert message.endswith(why)
     assert "\n" not in message
 
@@ -393,7 +393,7 @@ def test_rotations_that_cannot_be_learned_so(here, recipe, change, why):
 )
 def test_dry_run(here, recipe, expected):
     before = listing()
-    assert untimed(ok(*PRUNE, recipe, *TEXT, "--dry-run")) == expected + "everything checked, nothing written\n"
+    assert drop_time_line(ok(*PRUNE, recipe, *TEXT, "--dry-run")) == expected + "everything checked, nothing written\n"
     assert listing() == before
 
 
@@ -447,8 +447,8 @@ NOT_MEANT = (
 )
 def test_what_is_wrong_with_a_recipe(here, text, message):
     Path("mine.yaml").write_text(text)
-    assert refused("recipe", "validate", "mine.yaml") == message
-    assert refused(*PRUNE, "mine.yaml", *TEXT) == message
+    assert read_refusal("recipe", "validate", "mine.yaml") == message
+    assert read_refusal(*PRUNE, "mine.yaml", *TEXT) == message
 
 
 # ---- models that a recipe does not fit -----------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def test_what_is_wrong_with_a_recipe(here, text, message):
 )
 def test_a_width_that_groups_do_not_fill(here, pattern, what):
     for option in ([], ["--dry-run"]):
-        assert refused(*PRUNE, "wanda-2-4", "--set", f"mask.pattern={pattern}", *TEXT, *option) == (
+        assert read_refusal(*PRUNE, "wanda-2-4", "--set", f"mask.pattern={pattern}", *TEXT, *option) == (
             f"model.layers.0.{what}: use another pattern, or unstructured"
         )
 
@@ -505,18 +505,18 @@ def test_models_that_no_rotation_passes_through(here, model, kinds, why):
     if "values" in kinds:
         kinds = [kind for kind in kinds if kind != "values"]
         args = ("prune", model, "--recipe", "denoise-rotator-wanda-50", "--set", "rotation.kind=values", "-o", "out")
-        assert refused(*args, *data) == (
+        assert read_refusal(*args, *data) == (
             f"{model} cannot be rotated: which of its modules make values is described for causal language models only"
         )
     for kind in kinds:
         args = ("prune", model, "--recipe", "cayley-rotator-wanda-50", "--set", f"rotation.kind={kind}", "-o", "out")
-        assert refused(*args, *data) == why
-        assert refused(*args, *data, "--dry-run") == why
+        assert read_refusal(*args, *data) == why
+        assert read_refusal(*args, *data, "--dry-run") == why
 
 
 @pytest.mark.parametrize("container", ["llama", "mistral"])
 def test_a_container_that_cannot_turn(here, container):
-    assert refused(*PRUNE, "denoise-rotator-wanda-50", "--container", container, *TEXT) == (
+    assert read_refusal(*PRUNE, "denoise-rotator-wanda-50", "--container", container, *TEXT) == (
         f"rotation per-layer turns the residual stream between blocks, which container {container} cannot: "
         "leave container out for remote code, or choose rotation kind shared"
     )
@@ -539,7 +539,7 @@ def test_gains_that_a_weight_cannot_take_in(here, kind):
     """The gain of a norm is folded into what reads it: 2000 times 100 is more than float16 holds."""
     in_half("dense", {"input_layernorm.weight": 2000, "q_proj.weight": 100})
     args = (*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--set")
-    assert refused(*args, f"rotation.kind={kind}").startswith(
+    assert read_refusal(*args, f"rotation.kind={kind}").startswith(
         "model.layers.0.self_attn.q_proj.weight: with the gains of norms absorbed it does not fit its dtype torch.f"
     )
     ok(*args, "rotation.kind=values")
@@ -550,7 +550,7 @@ def test_gains_that_a_weight_cannot_take_in(here, kind):
 def test_gains_that_the_head_cannot_take_in(here, kind):
     in_half("dense", {"model.norm.weight": 2000, "lm_head.weight": 100})
     args = (*PRUNE, "denoise-rotator-magnitude-50", *FEW, "--set", f"rotation.kind={kind}")
-    assert refused(*args).startswith("lm_head.weight: with the gains of norms absorbed it does not fit its dtype ")
+    assert read_refusal(*args).startswith("lm_head.weight: with the gains of norms absorbed it does not fit its dtype ")
     assert not Path("out").exists()
 
 
@@ -568,7 +568,7 @@ def test_zeros_that_another_prune_loses(here):
 def test_updates_that_a_weight_cannot_take_in(here):
     name = "model.layers.0.mlp.down_proj.weight"
     in_half("dense", {name: 6e4 / float(tensors("dense")[name].abs().max())})
-    assert refused(*PRUNE, "sparsegpt-2-4", *TEXT).startswith(
+    assert read_refusal(*PRUNE, "sparsegpt-2-4", *TEXT).startswith(
         f"{name}: the new tensor does not fit its dtype torch.float16: "
     )
 
@@ -597,7 +597,7 @@ def test_singular_hessians_are_damped_and_said(here):
 
 def test_a_hessian_that_stays_singular_is_named(here, monkeypatch):
     monkeypatch.setattr(damping, "dampings", lambda damp, most: iter([damp]))
-    assert refused(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS).startswith(
+    assert read_refusal(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS).startswith(
         "model.layers.0.self_attn.q_proj.weight: the Hessian is singular with damping 0 of its mean diagonal: "
     )
 

@@ -17,7 +17,7 @@ from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import CalibrateOptions
 from tests import encoders
-from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed, run
+from tests.cli.running import TEXT, interrupt_job, ok, read_json, read_refusal, resume_job, run
 from tests.images import write_images, write_vit
 from tests.pairs import dealt, every
 
@@ -134,8 +134,8 @@ def test_every_pattern_goes_in_and_comes_back(here, family, recipe):
     """Measured on the masked prefix, interrupted, checked, loaded and trained."""
     job = ["prune", family, "--recipe", recipe, *TEXT]
     ok(*job, "-o", "whole")
-    interrupted(job, 2)
-    resumed(job)
+    interrupt_job(job, 2)
+    resume_job(job)
     shares = [
         float((tensor == 0).double().mean())
         for name, tensor in weights("whole").items()
@@ -170,14 +170,14 @@ UNITS = "units are counted alike in every block, and its blocks may differ"
 def test_what_is_refused(here):
     masks = f"{UNITS}; masks alone go into it"
     for given in (("magnitude",), ("depth", *TEXT), ("values", *TEXT)):
-        assert refused("prune", "llama", "--recipe", *given, "-o", "out") == REFUSED.format("llama", masks)
+        assert read_refusal("prune", "llama", "--recipe", *given, "-o", "out") == REFUSED.format("llama", masks)
     rotating = ("prune", "llama", "--recipe", "cayley-rotator-shared-wanda-50", *TEXT, "-o", "out")
-    assert refused(*rotating) == REFUSED.format(
+    assert read_refusal(*rotating) == REFUSED.format(
         "llama", "rotations are absorbed by blocks of the stock shape; masks without them go into it"
     )
-    assert refused("inspect", "llama", "--ratio", "0.5") == REFUSED.format("llama", UNITS)
-    said = refused("calibrate", "llama", *TEXT, "--collect", "moments,fisher", "-o", "s")
+    assert read_refusal("inspect", "llama", "--ratio", "0.5") == REFUSED.format("llama", UNITS)
+    said = read_refusal("calibrate", "llama", *TEXT, "--collect", "moments,fisher", "-o", "s")
     assert said.endswith(": choose from moments,gram,linears (mistral with code of its own)")
-    assert refused("recover", "dense-llama", "--dense", "llama", *TEXT, "-o", "out") == REFUSED.format(
+    assert read_refusal("recover", "dense-llama", "--dense", "llama", *TEXT, "-o", "out") == REFUSED.format(
         "llama", "no other model is held against it"
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import listing, ok, refused
+from tests.cli.running import listing, ok, read_refusal
 from tests.images import CLASSES, write_csv, write_images, write_vit
 
 HELD_OUT = ("--evaluate", "calib.txt", "--window", "16", "--evaluate-samples", "4")
@@ -98,10 +98,10 @@ def test_images(tmp_path, monkeypatch, labelled):
     ],
 )
 def test_bad_input(place, options, why):
-    assert refused("plan", "dense", *options) == why
+    assert read_refusal("plan", "dense", *options) == why
 
 
 def test_all_values_are_checked_before_the_first_is_pruned(place, monkeypatch):
     monkeypatch.setattr("ckpt_prune.runner.run_job.run_job", lambda *_a, **_k: pytest.fail("pruned"))
     how = ("--recipe", "shortgpt", *TRAIN, *HELD_OUT, "--sweep", "depth.drop=1,9")
-    assert "9" in refused("plan", "dense", *how)
+    assert "9" in read_refusal("plan", "dense", *how)

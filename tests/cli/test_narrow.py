@@ -8,7 +8,7 @@ import torch
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.joint_axes import JOB, WIDTHS
-from tests.cli.running import ok, read_json, refused, resumed, run
+from tests.cli.running import ok, read_json, read_refusal, resume_job, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
@@ -80,7 +80,7 @@ def test_an_interrupted_choice_goes_on(here) -> None:
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, Journal, "record", 5)
         assert run(*job, "-o", "out").exit_code == 130
-    resumed(job)
+    resume_job(job)
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_an_interrupted_choice_goes_on(here) -> None:
 )
 def test_recipes_that_contradict_themselves(here, changes: list[str], why: str) -> None:
     given = [part for change in changes for part in ("--set", change)]
-    said = refused("prune", "flat", *JOB, *given, "-o", "out")
+    said = read_refusal("prune", "flat", *JOB, *given, "-o", "out")
     assert said.endswith(why), said

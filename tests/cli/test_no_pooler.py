@@ -12,7 +12,7 @@ from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.model.model import Model
 from tests import graphs
-from tests.cli.running import edit_weights, ok, refused
+from tests.cli.running import edit_weights, ok, read_refusal
 from tests.encoders import edit_files, make, no_pooler, samples
 
 PRUNE = ["--recipe", "magnitude", "--set", "spaces.heads.ratio=0", "--set", "spaces.mlp.ratio=0.5"]
@@ -75,6 +75,6 @@ def test_outputs_for_effects_are_those_of_the_model(variant):
 def test_half_a_pooler_is_damage(variant):
     make(Path("whole"), variant)
     edit_weights("whole", lambda tensors: tensors.pop("pooler.dense.bias"))
-    assert refused("inspect", "whole") == (
+    assert read_refusal("inspect", "whole") == (
         "whole lacks tensor pooler.dense.bias (1 missing), which its config.json asks for"
     )

@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration
 import ckpt_prune
 from ckpt_prune.model import composites
 from ckpt_prune.model.skeleton import quiet_transformers
-from tests.cli.running import TEXT, edit_weights, ok, read_json, refused, run, set_config
+from tests.cli.running import TEXT, edit_weights, ok, read_json, read_refusal, run, set_config
 from tests.contract.test_parts import PartCase
 from tests.evaluation.tiny import tiny_tokenizer
 
@@ -72,7 +72,7 @@ def test_measured_once_and_planned(llava):
     names = [path.name for path in Path("out").glob("*.safetensors")]
     assert names
     assert all(Path("out", name).read_bytes() == Path("planned", name).read_bytes() for name in names)
-    other = refused("prune", "llava", "--part", "vision", "--statistics", "own", *recipe, "-o", "other")
+    other = read_refusal("prune", "llava", "--part", "vision", "--statistics", "own", *recipe, "-o", "other")
     assert "own" in other
 
 
@@ -84,7 +84,7 @@ def test_another_part_that_was_changed_is_noticed(llava):
         tensors["multi_modal_projector.linear_1.bias"] += 1
 
     edit_weights("other", shift)
-    assert refused("verify", "out", "--against", "other") == "out was not made from other: its report names llava"
+    assert read_refusal("verify", "out", "--against", "other") == "out was not made from other: its report names llava"
     edit_weights("out", shift)
     assert "other parts: multi_modal_projector.linear_1.bias is not the dense model's\n" in run_verify()
 
@@ -101,44 +101,46 @@ HEADS = "the stock class has heads of hidden size by number of heads, and no key
 
 
 def test_what_cannot_be_done_is_refused_by_name(llava):
-    assert refused("prune", "llava", *TEXT, "-o", "out") == (
+    assert read_refusal("prune", "llava", *TEXT, "-o", "out") == (
         "llava is made of several models: --part text or --part vision prunes one"
     )
-    assert refused("inspect", "llava") == "llava is made of several models: --part text or --part vision prunes one"
-    assert refused(*RIDGE[:2], "--part", "encoder", *TEXT, "-o", "out") == (
+    assert (
+        read_refusal("inspect", "llava") == "llava is made of several models: --part text or --part vision prunes one"
+    )
+    assert read_refusal(*RIDGE[:2], "--part", "encoder", *TEXT, "-o", "out") == (
         "llava has no part encoder, but text or vision"
     )
-    assert refused("prune", "dense", "--part", "text", *TEXT, "-o", "out") == (
+    assert read_refusal("prune", "dense", "--part", "text", *TEXT, "-o", "out") == (
         "--part is for models that are made of several (clip, gemma3, llava, paligemma, qwen2_5_vl, qwen2_vl, siglip, "
         "whisper), which a llama is not"
     )
-    assert refused("prune", "llava", "--part", "audio", "-o", "out") == (
+    assert read_refusal("prune", "llava", "--part", "audio", "-o", "out") == (
         "--part: audio is not one of text, vision, encoder, decoder"
     )
-    assert refused(*RIDGE, "--container", "remote", "-o", "out") == (
+    assert read_refusal(*RIDGE, "--container", "remote", "-o", "out") == (
         "--part text: blocks that need remote code have no place in another model: choose a recipe with widths: "
         "uniform and a compensation that opens no bias, such as ridge"
     )
     set_config("llava", model_type="whisper")
-    assert refused(*RIDGE[:2], "--part", "decoder", *TEXT, "-o", "out") == (
+    assert read_refusal(*RIDGE[:2], "--part", "decoder", *TEXT, "-o", "out") == (
         "--part decoder of whisper cannot be pruned: its blocks attend to what the encoder makes of audio as well, and "
         "calibration has no text with the audio it belongs to"
     )
-    assert refused("prune", "llava", *TEXT, "-o", "out") == (
+    assert read_refusal("prune", "llava", *TEXT, "-o", "out") == (
         "whisper is made of several models: --part encoder prunes one"
     )
 
 
 def test_rotations_do_not_reach_what_feeds_a_part(llava):
     recipe = ("--recipe", "cayley-rotator-shared-magnitude-50")
-    assert refused("prune", "llava", "--part", "text", *recipe, *TEXT, "-o", "out") == (
+    assert read_refusal("prune", "llava", "--part", "text", *recipe, *TEXT, "-o", "out") == (
         "--part text: what reads and writes its stream from outside does not follow rotations"
     )
 
 
 def test_heads_that_another_class_cannot_narrow(place):
     save("qwen2_5_vl")
-    assert refused("prune", "qwen2_5_vl", "--part", "text", "--recipe", "ridge", *TEXT, "-o", "out").startswith(
+    assert read_refusal("prune", "qwen2_5_vl", "--part", "text", "--recipe", "ridge", *TEXT, "-o", "out").startswith(
         f"recipe ridge prunes heads, of which none can go in qwen2: {HEADS}. Leave out spaces.heads: "
     )
 
@@ -153,12 +155,12 @@ def test_biases_where_the_whole_has_slots_for_them(llava):
 
 def test_a_tower_of_no_known_family_and_a_class_without_slots(place):
     save("gemma3")
-    assert refused("prune", "gemma3", "--part", "text", "--recipe", "flap", *TEXT, "-o", "out").startswith(
+    assert read_refusal("prune", "gemma3", "--part", "text", "--recipe", "flap", *TEXT, "-o", "out").startswith(
         "no stock class fits: gemma3_text has no slot for a bias on "
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composites, "known_families", lambda: ())
-        assert refused("inspect", "gemma3", "--part", "vision") == (
+        assert read_refusal("inspect", "gemma3", "--part", "vision") == (
             "--part vision of gemma3 is a siglip_vision_model, which this version has no description of"
         )
 
@@ -193,6 +195,6 @@ def test_a_tower_that_reads_patches_is_pruned_on_images(place: Path) -> None:
     }
     assert "kept units" in ok("verify", "out", "--against", "qwen")
     Image.effect_noise((8, 32), 40).save(photos / "wide.png")
-    assert refused(*prune, "-o", "out2").endswith(
+    assert read_refusal(*prune, "-o", "out2").endswith(
         "give images of one size (`mogrify -resize 448x448! *.jpg` makes such)"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.runner.messages import SECOND_ORDER
-from tests.cli.running import TEXT, ok, read_json, refused
+from tests.cli.running import TEXT, ok, read_json, read_refusal
 
 RCPU = ("--recipe", "rcpu", "--statistics", "stats", "--ratio", "0.5")
 
@@ -65,7 +65,7 @@ def test_applying_the_plan_is_applying_the_recipe(place):
 def test_a_plan_of_other_statistics(place):
     ok("plan", "dense", *RCPU, "-o", "plan.json")
     ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite")
-    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--plan", "plan.json", "-o", "out") == (
         "the plan was made from other statistics than stats: plan again"
     )
 
@@ -85,9 +85,9 @@ def test_a_plan_has_settled_everything(place):
         ["--for", "vllm"],
         ["--ratio", "0.3", *TEXT],
     ):
-        assert refused(*prune, *option) == message
+        assert read_refusal(*prune, *option) == message
     for given, data in (("--text", TEXT), ("--images", ("--images", "."))):
-        assert refused(*prune, *data) == f"a plan has settled its statistics: {given} does not go with it"
+        assert read_refusal(*prune, *data) == f"a plan has settled its statistics: {given} does not go with it"
 
 
 # ---- places ----------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_a_plan_has_settled_everything(place):
 def test_an_existing_plan_stays_unless_told(place):
     ok("plan", "dense", *RCPU, "-o", "plan.json")
     before = Path("plan.json").read_bytes()
-    assert refused("plan", "dense", *RCPU, "-o", "plan.json") == (
+    assert read_refusal("plan", "dense", *RCPU, "-o", "plan.json") == (
         "plan.json exists: choose another name or say --overwrite"
     )
     ok("plan", "dense", *RCPU[:-1], "0.4", "-o", "plan.json", "--overwrite")
@@ -105,13 +105,13 @@ def test_an_existing_plan_stays_unless_told(place):
 
 @pytest.mark.parametrize("out", ["calib.txt", "stats/statistics.json", "dense/config.json", "dense"])
 def test_overwrite_replaces_plans_only(place, out):
-    assert refused("plan", "dense", *RCPU, "-o", out, "--overwrite") == (
+    assert read_refusal("plan", "dense", *RCPU, "-o", out, "--overwrite") == (
         f"{out} exists and is not a plan: it is not overwritten"
     )
 
 
 def test_a_plan_does_not_go_into_the_model(place):
-    assert refused("plan", "dense", *RCPU, "-o", "dense/plan.json") == (
+    assert read_refusal("plan", "dense", *RCPU, "-o", "dense/plan.json") == (
         "output dense/plan.json overlaps the source dense: choose a place outside it"
     )
 
@@ -120,13 +120,13 @@ def test_a_plan_does_not_go_into_the_model(place):
 
 
 def test_what_plan_needs(place):
-    assert refused("plan", "dense") == (
+    assert read_refusal("plan", "dense") == (
         "recipe best-uniform needs statistics: run `ckpt-prune calibrate --folds 4` and give --statistics STATS"
     )
-    assert refused("plan", "dense", "--recipe", "rcpu") == (
+    assert read_refusal("plan", "dense", "--recipe", "rcpu") == (
         "recipe rcpu needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"
     )
-    assert refused("plan", "dense", "--recipe", "ridge-perplexity", "--statistics", "stats") == (
+    assert read_refusal("plan", "dense", "--recipe", "ridge-perplexity", "--statistics", "stats") == (
         "recipe ridge-perplexity chooses lambda by perplexity, on text and while pruning: "
         "use `ckpt-prune prune --text`, or lambda_by: folds"
     )
@@ -156,12 +156,12 @@ def test_plans_that_were_edited(place, edit, message):
     plan = read_json("plan.json")
     edit(plan["sites"])
     Path("plan.json").write_text(json.dumps(plan))
-    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == message
+    assert read_refusal("prune", "dense", "--plan", "plan.json", "-o", "out") == message
 
 
 @pytest.mark.parametrize("option", ["--text", "--images"])
 def test_those_who_give_data_are_told_where_it_goes(place, option):
-    assert refused("plan", "dense", option, "calib.txt") == (
+    assert read_refusal("plan", "dense", option, "calib.txt") == (
         "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) and "
         "give --statistics STATS, or let `ckpt-prune prune` measure"
     )

@@ -3,7 +3,7 @@
 import json
 import re
 
-from tests.cli.running import TEXT, listing, ok, refused
+from tests.cli.running import TEXT, listing, ok, read_refusal
 
 BOTH = ("plan", "dense", "--recipe", "wanda-sp", "--recipe", "ridge", "--ratio", "0.5")
 
@@ -55,12 +55,14 @@ def test_what_a_recipe_has_to_say_stands_below_with_its_name(place):
 
 
 def test_bad_input(place):
-    assert refused(*BOTH, "--statistics", "stats", "-o", "plan.json") == (
+    assert read_refusal(*BOTH, "--statistics", "stats", "-o", "plan.json") == (
         "several recipes are compared, not written: --sweep and -o go with one --recipe"
     )
-    assert refused(*BOTH, "--statistics", "stats", "--sweep", "0.1:0.5:0.1") == (
+    assert read_refusal(*BOTH, "--statistics", "stats", "--sweep", "0.1:0.5:0.1") == (
         "several recipes are compared, not written: --sweep and -o go with one --recipe"
     )
-    assert refused(*BOTH, "--recipe", "ridge", "--statistics", "stats") == "--recipe: one is given twice"
-    assert refused(*BOTH, "--recipe", "rigde", "--statistics", "stats").startswith("no recipe 'rigde': did you mean ")
-    assert refused(*BOTH).startswith("recipe wanda-sp needs statistics: ")
+    assert read_refusal(*BOTH, "--recipe", "ridge", "--statistics", "stats") == "--recipe: one is given twice"
+    assert read_refusal(*BOTH, "--recipe", "rigde", "--statistics", "stats").startswith(
+        "no recipe 'rigde': did you mean "
+    )
+    assert read_refusal(*BOTH).startswith("recipe wanda-sp needs statistics: ")

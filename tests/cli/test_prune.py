@@ -16,13 +16,13 @@ from ckpt_prune.cli.main import main
 from ckpt_prune.cli.prune_command import hints
 from tests.cli.running import (
     TEXT,
-    interrupted,
+    interrupt_job,
     listing,
-    misused,
     ok,
     read_json,
-    refused,
-    resumed,
+    read_refusal,
+    read_usage_error,
+    resume_job,
     run,
     same_files,
     set_config,
@@ -90,7 +90,9 @@ def test_report_and_card_say_which_texts_the_windows_are_of(place):
     """Equal shares of each text; conversations need the model's chat template."""
     Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "the cat sat on the mat"}]}\n' * 9)
     how = (*SEQUENTIAL, "--text", "chats.jsonl", "--samples", "6", "--window", "8", "-o", "mixed")
-    assert refused(*how).startswith("chats.jsonl, line 1: a conversation, and the tokenizer dense has no chat template")
+    assert read_refusal(*how).startswith(
+        "chats.jsonl, line 1: a conversation, and the tokenizer dense has no chat template"
+    )
     Path("dense/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     ok(*how)
     told = f"3 of {TEXT[1]}, 3 of chats.jsonl (9 by the chat template)"
@@ -165,15 +167,18 @@ def test_json_alone_is_on_standard_output(place, recipe):
 
 
 def test_what_prune_needs(place):
-    assert refused("prune", "dense", "-o", "out") == (
+    assert read_refusal("prune", "dense", "-o", "out") == (
         "recipe best-uniform needs statistics: give --statistics, or --text to measure them"
     )
-    assert refused("prune", "dense", "--recipe", "rcpu") == (
+    assert read_refusal("prune", "dense", "--recipe", "rcpu") == (
         "give -o OUT, the folder to write; without one, --dry-run checks everything and prints sizes"
     )
-    assert misused("prune", "--recipe", "rcpu", "-o", "out") == "Missing argument 'MODEL'."
-    assert misused("prune", "out", "dense", "--recipe", "rcpu", "-o", "out") == "Got unexpected extra argument (dense)"
-    assert refused(*SEQUENTIAL, "-o", "out", "--resume", "--overwrite") == (
+    assert read_usage_error("prune", "--recipe", "rcpu", "-o", "out") == "Missing argument 'MODEL'."
+    assert (
+        read_usage_error("prune", "out", "dense", "--recipe", "rcpu", "-o", "out")
+        == "Got unexpected extra argument (dense)"
+    )
+    assert read_refusal(*SEQUENTIAL, "-o", "out", "--resume", "--overwrite") == (
         "--resume and --overwrite exclude each other; give one"
     )
 
@@ -184,7 +189,7 @@ def test_what_prune_needs(place):
 @pytest.mark.parametrize("out", ["dense", "dense/out", ".", "..", "/", "dense/../dense"])
 @pytest.mark.parametrize("option", ["--dry-run", "--overwrite", "--resume"])
 def test_the_model_is_no_place_for_the_output(place, out, option):
-    assert refused("prune", "dense", "--recipe", "magnitude", "-o", out, option) == (
+    assert read_refusal("prune", "dense", "--recipe", "magnitude", "-o", out, option) == (
         f"output {Path(out)} overlaps the source dense: choose a place outside it"
     )
 
@@ -192,7 +197,7 @@ def test_the_model_is_no_place_for_the_output(place, out, option):
 @pytest.mark.parametrize("option", [[], ["--dry-run"], ["--overwrite"]])
 @pytest.mark.parametrize(("out", "reason"), [("stats", "it has no ckpt_prune.json"), ("calib.txt", "it is no folder")])
 def test_what_is_never_replaced(place, out, reason, option):
-    assert refused("prune", "dense", "--recipe", "magnitude", "-o", out, *option) == (
+    assert read_refusal("prune", "dense", "--recipe", "magnitude", "-o", out, *option) == (
         f"{Path(out).absolute()} exists and is not an output of this tool ({reason}), so it is never replaced; "
         "choose another name"
     )
@@ -201,8 +206,8 @@ def test_what_is_never_replaced(place, out, reason, option):
 def test_an_existing_output_stays_unless_told(place):
     args = ["prune", "dense", "--recipe", "magnitude", "-o", "pruned"]
     message = f"{Path('pruned').absolute()} exists; --overwrite replaces it, or give another -o"
-    assert refused(*args) == message
-    assert refused(*args, "--resume") == message
+    assert read_refusal(*args) == message
+    assert read_refusal(*args, "--resume") == message
     ok(*args, "--overwrite")
     assert read_json("pruned/ckpt_prune.json")["recipe"]["name"] == "magnitude"
     assert not Path("pruned.partial").exists()
@@ -216,7 +221,7 @@ def test_a_partial_folder_of_someone_else(place):
         "move it away or choose another output name"
     )
     for option in ([], ["--resume"], ["--overwrite"]):
-        assert refused("prune", "dense", "--recipe", "magnitude", "-o", "out", *option) == message
+        assert read_refusal("prune", "dense", "--recipe", "magnitude", "-o", "out", *option) == message
 
 
 # ---- interruption ----------------------------------------------------------------------------------------------
@@ -230,14 +235,14 @@ def test_ctrl_c_and_resume(place, recipe):
     job = ["prune", "dense", "--recipe", recipe, *HALF, *TEXT]
     ok(*job, "-o", "whole")
     for commit in (1, 2, 3):
-        interrupted(job, commit)
+        interrupt_job(job, commit)
         left = f"{Path('out.partial').absolute()} is left from an unfinished run; --resume continues it, "
-        assert refused(*job, "-o", "out") == left + "--overwrite starts afresh"
-        assert refused(*job, "--seed", "1", "-o", "out", "--resume") == (
+        assert read_refusal(*job, "-o", "out") == left + "--overwrite starts afresh"
+        assert read_refusal(*job, "--seed", "1", "-o", "out", "--resume") == (
             f"{Path('out.partial').absolute()} was begun by a different job; "
             "--resume needs the same one, --overwrite starts afresh"
         )
-        resumed(job)
+        resume_job(job)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bug"), torch.OutOfMemoryError("too large")])
@@ -266,7 +271,7 @@ def test_a_crash_keeps_the_blocks_that_are_done(place, error):
 def test_remote_code_of_the_source_does_not_travel(place):
     set_config("dense", auto_map={"AutoModelForCausalLM": "theirs.Model"})
     job = ("prune", "dense", "--recipe", "magnitude", *HALF, "-o", "out")
-    assert refused(*job) == (
+    assert read_refusal(*job) == (
         "dense asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
         "where you have read and trust it, say --trust-remote-code"
     )
@@ -306,7 +311,7 @@ def test_two_runs_on_one_output(place):
 def test_statistics_of_a_plan_that_are_gone(place):
     ok("plan", "dense", "--recipe", "rcpu", *HALF, "--statistics", "stats", "-o", "plan.json")
     Path("stats").rename("moved")
-    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--plan", "plan.json", "-o", "out") == (
         "the plan's statistics are no longer at stats: say where with --statistics"
     )
     ok("prune", "dense", "--plan", "plan.json", "--statistics", "moved", "-o", "out")
@@ -322,7 +327,7 @@ RECOVERING = ("prune", "dense", "--recipe", "rcpu", *HALF, *MANY, *TWO)
 @pytest.mark.parametrize("option", [[], ["--dry-run"], ["--statistics", "stats"]])
 @pytest.mark.parametrize("recipe", ["magnitude", "rcpu", "magnitude-50"])
 def test_recovery_needs_data(place, recipe, option):
-    said = refused("prune", "dense", "--recipe", recipe, *TWO, *option, "-o", "out")
+    said = read_refusal("prune", "dense", "--recipe", recipe, *TWO, *option, "-o", "out")
     if recipe == "rcpu" and not option:
         assert said == "recipe rcpu needs samples to be measured and recovered on: give --text"
     else:
@@ -331,9 +336,9 @@ def test_recovery_needs_data(place, recipe, option):
 
 def test_statistics_and_text_without_recovery_exclude_each_other(place):
     args = ("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out")
-    assert refused(*args, *TEXT) == "give --statistics or --text, not both"
-    assert refused(*args, "--images", ".") == "give --statistics or --images, not both"
-    assert refused(*args, "--perplexity-after", "all") == (
+    assert read_refusal(*args, *TEXT) == "give --statistics or --text, not both"
+    assert read_refusal(*args, "--images", ".") == "give --statistics or --images, not both"
+    assert read_refusal(*args, "--perplexity-after", "all") == (
         "--perplexity-after is for recipes with recovery, which rcpu has not"
     )
 
@@ -365,19 +370,19 @@ RECOVERY_KEYS = (
 def test_recovery_that_a_model_or_its_data_does_not_allow(place):
     rest = [*RECOVERING, "-o", "out"]
     for option in ([], ["--dry-run"]):
-        assert refused(*rest, *option, "--set", "recovery.layers=9:12") == (
+        assert read_refusal(*rest, *option, "--set", "recovery.layers=9:12") == (
             "layers 9:12: the model has blocks 0 to 1, say 0:2 for all"
         )
-        assert refused(*rest, *option, "--samples", "1") == (
+        assert read_refusal(*rest, *option, "--samples", "1") == (
             "recovery needs samples to train on and others to hold out: give at least 2, not 1"
         )
-        assert refused(*rest, *option, "--compute-dtype", "float16") == (
+        assert read_refusal(*rest, *option, "--compute-dtype", "float16") == (
             "--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16"
         )
-        assert refused(*rest, *option, "--perplexity-after", "7") == (
+        assert read_refusal(*rest, *option, "--perplexity-after", "7") == (
             "--perplexity-after 7: expected numbers of blocks from 0 to 2 with commas between, or all"
         )
-    assert refused(*rest, "--set", "recovery=true") == (
+    assert read_refusal(*rest, "--set", "recovery=true") == (
         f"--set: recovery: keys are expected ({RECOVERY_KEYS}), got True"
     )
 
@@ -428,7 +433,7 @@ def test_an_evaluation_that_is_interrupted_is_named_in_json(place, monkeypatch):
 
 
 def test_what_cannot_be_evaluated_on_is_refused_first(place):
-    assert refused("prune", "dense", "--recipe", "magnitude", "-o", "out", "--evaluate", "nothing.txt") == (
+    assert read_refusal("prune", "dense", "--recipe", "magnitude", "-o", "out", "--evaluate", "nothing.txt") == (
         "nothing.txt: no such text file"
     )
 

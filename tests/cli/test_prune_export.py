@@ -15,7 +15,7 @@ from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx import export as exporting
 from tests.cli.conftest import EXPORT, PRUNE
-from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
+from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, read_refusal, run
 from tests.cli.test_prune import COSTS
 from tests.graphs import traced_before
 
@@ -117,7 +117,7 @@ def test_the_disk_has_room_for_both(place, monkeypatch, dtype, size):
     monkeypatch.setattr(writing, "_MARGIN_BYTES", 0)
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     for more in ([], ["--dry-run"]):
-        assert refused(*args, *more) == (
+        assert read_refusal(*args, *more) == (
             f"{Path.cwd()} has {(needed - 1) / 1024:.1f} KiB free and the output needs {needed / 1024:.1f} KiB; "
             "free space or choose another place"
         )
@@ -130,10 +130,10 @@ def test_the_disk_has_room_for_both(place, monkeypatch, dtype, size):
 
 def test_what_the_model_cannot_do_is_refused_first(place):
     args = [*PRUNE, "-o", "out", *EXPORT, "--set"]
-    assert refused(*args, "export.task=fill-mask") == (
+    assert read_refusal(*args, "export.task=fill-mask") == (
         "this model has no head for fill-mask: it can be exported for text-generation or feature-extraction"
     )
-    said = refused(*args, "export.fuse=true")
+    said = read_refusal(*args, "export.fuse=true")
     assert "export.fuse" in said
     assert "optimize" in said
 
@@ -221,9 +221,9 @@ def test_another_recipe_is_not_resumed(again, monkeypatch):
     leave_without_graph(monkeypatch)
     exists = f"{Path.cwd() / 'out'} exists; --overwrite replaces it, or give another -o"
     for other in (("--set", "name=other"), ("--set", "export.dtype=fp16"), ("--set", "spaces.mlp.multiple_of=2")):
-        assert refused(*PRUNE, *EXPORT, *other, "-o", "out", "--resume") == exists
+        assert read_refusal(*PRUNE, *EXPORT, *other, "-o", "out", "--resume") == exists
     edit_weights("dense", poison("model.norm.weight", 0.5))
-    assert refused(*PRUNE, *EXPORT, "-o", "out", "--resume") == exists
+    assert read_refusal(*PRUNE, *EXPORT, "-o", "out", "--resume") == exists
 
 
 def test_an_export_that_was_killed_is_resumed(again, monkeypatch):

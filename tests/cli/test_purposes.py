@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 import ckpt_prune
 from ckpt_prune.onnx.tasks import Task, choose_task
-from tests.cli.running import ok, refused
+from tests.cli.running import ok, read_refusal
 from tests.evaluation.tiny import BOS, EOS, VOCAB, tiny_tokenizer
 
 _LETTERS = np.random.default_rng(0).choice(list("abcdefghijklmnopqrstuvwxyz     "), (10, 40))
@@ -165,7 +165,7 @@ def test_sentence_transformers_loads_own_code_of_an_embedder_with_a_head(here: P
 def test_measures_of_a_vocabulary_head_are_refused(here: Path, kind: str, recipe: str, why: str) -> None:
     dense = write_embedder("dense", **EMBEDDERS[kind])
     named = json.loads((dense / "config.json").read_text())["architectures"][0]
-    assert refused("prune", "dense", "--recipe", recipe, *DATA, "-o", "out").startswith(why.format(named))
+    assert read_refusal("prune", "dense", "--recipe", recipe, *DATA, "-o", "out").startswith(why.format(named))
 
 
 def numbers(folder: str, windows: Tensor) -> np.ndarray[Any, Any]:
@@ -204,8 +204,10 @@ def test_a_reward_model_of_a_causal_family(here: Path, padding: int | None) -> N
     assert 'AutoModelForSequenceClassification.from_pretrained("PATH")' in Path("out/README.md").read_text()
     graph = ("export", "out", "-o", "onnx", "--text", "held_out.txt")
     if padding is None:
-        assert refused(*graph).startswith("config.json has no pad_token_id, by which the class knows the last token")
-        assert refused("prune", "dense", *RIDGE, "--set", "export.format=onnx", "-o", "other").startswith(
+        assert read_refusal(*graph).startswith(
+            "config.json has no pad_token_id, by which the class knows the last token"
+        )
+        assert read_refusal("prune", "dense", *RIDGE, "--set", "export.format=onnx", "-o", "other").startswith(
             "config.json has no pad_token_id"
         )
         return
@@ -238,7 +240,7 @@ def test_a_class_that_is_not_taken_is_named(here: Path, model: str, named: str, 
     save_file(tensors | {"score.weight": torch.ones(1, 16)}, "dense/model.safetensors", {"format": "pt"})
     said = f"config.json names {named}, which is not a known class of {model.lower()}; known are {classes}"
     for command in (("inspect", "dense"), ("prune", "dense", *RIDGE, "-o", "out")):
-        assert refused(*command).startswith(f"dense: {said}")
+        assert read_refusal(*command).startswith(f"dense: {said}")
 
 
 @pytest.mark.parametrize("false", [7, None])
@@ -266,10 +268,10 @@ def test_a_reranker_by_the_logits_of_two_tokens(here: Path, false: int | None) -
 def test_models_for_different_things_are_not_compared(here: Path) -> None:
     write_embedder("embedder")
     write("causal", "Qwen3ForCausalLM")
-    assert refused("evaluate", "embedder", "--against", "causal", *HELD_OUT) == (
+    assert read_refusal("evaluate", "embedder", "--against", "causal", *HELD_OUT) == (
         "embedder is for sentence-similarity and causal is for text-generation: what they give cannot be compared"
     )
     for asked in (("--generate", "the"), ("--tasks", "arc_easy")):
-        assert refused("evaluate", "embedder", *asked) == (
+        assert read_refusal("evaluate", "embedder", *asked) == (
             "embedder does not generate text: --tasks and --generate are for causal language models"
         )

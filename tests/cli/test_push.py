@@ -10,7 +10,7 @@ import yaml
 
 import ckpt_prune
 from ckpt_prune.api.verify import verify
-from tests.cli.running import edit_weights, ok, poison, refused, run
+from tests.cli.running import edit_weights, ok, poison, read_refusal, run
 from tests.hub_server import READER, TOKEN, Hub, Repo
 
 # The Hub's client of this version, as it uploads.
@@ -124,7 +124,7 @@ def test_overwriting_replaces_what_was_pushed_and_nothing_else(licensed: Path, h
     repo = hub.repos["team/small"]
     repo.commit(repo.files | {"mine.md": b"my own"}, "mine")
     before = len(repo.commits)
-    assert refused("push", "out", "team/small") == (
+    assert read_refusal("push", "out", "team/small") == (
         "team/small is on the Hub and not empty: choose another name or say --overwrite"
     )
     shutil.rmtree("out")
@@ -141,7 +141,7 @@ def refuse_push(hub: Hub, *words: str) -> str:
     """The line; nothing has changed on the Hub, nor was anything uploaded."""
     before = {name: list(repo.commits) for name, repo in hub.repos.items()}
     hub.asked.clear()
-    line = refused("push", *words)
+    line = read_refusal("push", *words)
     assert hub.uploads() == []
     assert {name: repo.commits for name, repo in hub.repos.items()} == before
     return line
@@ -228,12 +228,12 @@ def test_a_file_that_changes_while_it_is_verified_is_not_pushed(
 ):
     """A file that changes during verification is not pushed: it once went to the Hub, with exit code 0."""
 
-    def then(*given: Any, **more: Any) -> Any:
+    def verify_then_truncate(*given: Any, **more: Any) -> Any:
         found = verify(*given, **more)
         (licensed / name).write_bytes((licensed / name).read_bytes()[:-9])
         return found
 
-    monkeypatch.setattr("ckpt_prune.api.push.verify", then)
+    monkeypatch.setattr("ckpt_prune.api.push.verify", verify_then_truncate)
     said = run("push", "out", "team/x")
     assert said.exit_code == 2
     assert said.stderr.splitlines()[-1] == f"Error: out/{name} changed while it was verified: push again"
@@ -253,7 +253,7 @@ def test_a_link_is_not_followed(licensed: Path, hub: Hub):
 @pytest.mark.parametrize("broken", ["blob", "commit"])
 def test_an_upload_that_fails_leaves_an_empty_repository(licensed: Path, hub: Hub, broken: str):
     hub.breaks.add(broken)
-    said = refused("push", "out", "team/small")
+    said = read_refusal("push", "out", "team/small")
     assert said.startswith("team/small cannot be pushed to (")
     assert said.endswith("); it was made, and is empty: push again")
     assert TOKEN not in said
@@ -292,11 +292,13 @@ def test_a_recipe_replaces_another_only_where_that_is_asked_for(place: Path, hub
     ok("recipe", "copy", "magnitude", "mine.yaml")
     ok("recipe", "push", "mine.yaml", "team/recipes")
     hub.asked.clear()
-    assert refused("recipe", "push", "mine.yaml", "team/recipes") == (
+    assert read_refusal("recipe", "push", "mine.yaml", "team/recipes") == (
         "team/recipes has a mine.yaml: choose another name or say --overwrite"
     )
     Path("mine.yaml").write_text("name: mine\nrun: 3\n")
-    assert "mine.yaml, line 2: unknown key run" in refused("recipe", "push", "mine.yaml", "team/recipes", "--overwrite")
+    assert "mine.yaml, line 2: unknown key run" in read_refusal(
+        "recipe", "push", "mine.yaml", "team/recipes", "--overwrite"
+    )
     assert hub.uploads() == []
     shutil.copy(Path(ckpt_prune.__file__).parents[1] / "recipes/papers/rcpu.yaml", "mine.yaml")
     ok("recipe", "push", "mine.yaml", "team/recipes", "--overwrite")
@@ -320,15 +322,15 @@ def test_prune_pushes_what_it_wrote(place: Path, hub: Hub):
 def test_the_place_is_looked_at_before_anything_is_computed(place: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch):
     hub.repos["team/small"] = Repo()
     hub.repos["team/small"].commit({"x": b""}, "x")
-    assert refused(*PUSHED) == (
+    assert read_refusal(*PUSHED) == (
         "team/small is on the Hub and not empty: choose another name, or prune and then `ckpt-prune push out "
         "team/small --overwrite`"
     )
-    assert refused("prune", "dense", "-o", "out", "--public") == "--public goes with --push"
+    assert read_refusal("prune", "dense", "-o", "out", "--public") == "--public goes with --push"
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "no/such/file")
-    assert refused(*PUSHED) == "there is no token of the Hub: run `hf auth login`, or set HF_TOKEN"
-    assert refused(*PUSHED, "--dry-run") == "there is no token of the Hub: run `hf auth login`, or set HF_TOKEN"
+    assert read_refusal(*PUSHED) == "there is no token of the Hub: run `hf auth login`, or set HF_TOKEN"
+    assert read_refusal(*PUSHED, "--dry-run") == "there is no token of the Hub: run `hf auth login`, or set HF_TOKEN"
 
 
 def test_a_push_that_fails_leaves_the_output(place: Path, hub: Hub):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.stages.quantize import step as quantise
-from tests.cli.running import edit_weights, ok, read_json, refused, run
+from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
 from tests.contract.models import CASES
 from tests.evaluation.tiny import random_windows, tiny_llama, tiny_tokenizer
 from tests.families import contents
@@ -218,7 +218,7 @@ def test_it_is_evaluated_and_pushed_like_any_other(here: Path, hub: Hub):
 )
 def test_what_transformers_cannot_load_is_refused(here: Path, model_type: str, message: str):
     next(case for case in CASES if case.model_type == model_type).write(here / "small")
-    assert refused("quantize", "small", "-o", "out", "--format", "int8") == message
+    assert read_refusal("quantize", "small", "-o", "out", "--format", "int8") == message
 
 
 @pytest.mark.parametrize(
@@ -253,13 +253,13 @@ def test_bad_input_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch, word
     Path("there").mkdir()
     place = () if "-o" in words else ("-o", "out")
     given = ("--overwrite",) if "-o" in words else ()
-    said = refused("quantize", *words, *place, *given, "--format", "int4")
+    said = read_refusal("quantize", *words, *place, *given, "--format", "int4")
     assert message in said
 
 
 def test_without_the_library_it_says_which_extra(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
-    assert refused("quantize", "dense", "-o", "out", "--format", "int8") == (
+    assert read_refusal("quantize", "dense", "-o", "out", "--format", "int8") == (
         "compressed-tensors is not installed; `pip install ckpt-prune[quantize]`"
     )
 
@@ -279,7 +279,7 @@ def test_code_of_its_own_is_refused(place: Path):
         "-o",
         "own",
     )
-    assert refused("quantize", "own", "-o", "out", "--format", "int8") == (
+    assert read_refusal("quantize", "own", "-o", "out", "--format", "int8") == (
         "own needs code of its own, which runtimes of quantised weights do not run: prune with widths: uniform (recipe "
         "best-uniform)"
     )
@@ -416,18 +416,18 @@ def test_recipes_that_cannot_round_are_refused(here: Path, recipe: str, words: t
 
 def test_statistics_take_the_place_of_text(here: Path):
     ok(*CALIBRATE)
-    assert refused("quantize", "dense", "-o", "out", "--format", "int4", "--statistics", "stats", *TEXT) == (
+    assert read_refusal("quantize", "dense", "-o", "out", "--format", "int4", "--statistics", "stats", *TEXT) == (
         "--statistics takes the place of --text: give one of them"
     )
 
 
 def test_statistics_of_another_kind_or_model_are_refused(here: Path):
     ok("calibrate", "dense", "--text", "calib.txt", "--window", "16", "--collect", "moments,gram", "-o", "stats")
-    assert refused("quantize", "dense", "-o", "out", "--format", "int4", "--statistics", "stats") == (
+    assert read_refusal("quantize", "dense", "-o", "out", "--format", "int4", "--statistics", "stats") == (
         "stats has no Grams of the inputs of all linear weights: calibrate with --collect moments,gram,linears"
     )
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "other")
-    said = refused("quantize", "other", "-o", "out", "--format", "int4", "--statistics", "stats")
+    said = read_refusal("quantize", "other", "-o", "out", "--format", "int4", "--statistics", "stats")
     assert "stats" in said
     assert "model" in said
 

@@ -14,7 +14,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages.spaces.widths import dense_ranking
-from tests.cli.running import TEXT, ok, read_json, refused
+from tests.cli.running import TEXT, ok, read_json, read_refusal
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 
@@ -121,7 +121,7 @@ def test_widths_by_the_least_error(here):
 def test_effects_of_query_heads_are_measured_on_request(here):
     """For statistics of any recipe they would take time that few need; where they lack, others have no scale beside."""
     given = ("--recipe", "budget.yaml", "--target-params", "60%")
-    assert refused("plan", "dense", *given, "--statistics", "stats", "-o", "plan.json") == (
+    assert read_refusal("plan", "dense", *given, "--statistics", "stats", "-o", "plan.json") == (
         "stats holds no effects of queries, which allocation least-error weighs beside those of other spaces: "
         "calibrate with --collect moments,gram,fisher,queries, or say --set weigh_by=energy"
     )
@@ -138,7 +138,7 @@ def test_effects_of_query_heads_are_measured_on_request(here):
         assert index["effects"][name.format(block)] == [[1, pytest.approx(float(first.errors[1]))]]
     ok("plan", "dense", *given, "--statistics", "more", "-o", "plan.json")
     ok("prune", "dense", "--plan", "plan.json", "-o", "out")
-    assert refused("calibrate", "dense", *TEXT, "--collect", "gram,queries", "-o", "less") == (
+    assert read_refusal("calibrate", "dense", *TEXT, "--collect", "gram,queries", "-o", "less") == (
         "--collect gram,queries: queries are tried out with the metric, add fisher"
     )
 
@@ -151,7 +151,7 @@ def test_effects_of_query_heads_are_measured_on_request(here):
 
 def test_groups_of_one_query_head(here):
     small("mha", num_key_value_heads=4)
-    assert refused("plan", "mha", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "plan.json") == (
+    assert read_refusal("plan", "mha", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "plan.json") == (
         "recipe mine prunes queries, query heads inside KV groups, and none can go by itself in this llama: "
         "spaces.heads drops them with their keys and values"
     )

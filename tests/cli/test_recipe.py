@@ -11,7 +11,7 @@ import yaml
 
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
-from tests.cli.running import misused, ok, refused
+from tests.cli.running import ok, read_refusal, read_usage_error
 
 TOP = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
@@ -115,16 +115,16 @@ def test_names_that_no_file_can_have(place):
         ["plan", "dense", "--recipe", "magnitude", "-o", long],
         ["statistics", "show", long],
     ):
-        assert refused(*command).endswith(": File name too long; give another path or mend this one")
+        assert read_refusal(*command).endswith(": File name too long; give another path or mend this one")
 
 
 def test_copy_replaces_nothing(place):
-    assert refused("recipe", "copy", "rcpu", "calib.txt") == "calib.txt exists: choose another name"
+    assert read_refusal("recipe", "copy", "rcpu", "calib.txt") == "calib.txt exists: choose another name"
     assert (
-        refused("recipe", "copy", "rcpu", "no/r.yaml")
+        read_refusal("recipe", "copy", "rcpu", "no/r.yaml")
         == f"the folder {Path('no').absolute()} does not exist; create it first"
     )
-    assert misused("recipe", "copy") == "Missing argument 'NAME'."
+    assert read_usage_error("recipe", "copy") == "Missing argument 'NAME'."
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -178,9 +178,9 @@ def test_schema():
 )
 def test_what_is_wrong_is_said_with_its_line(place, text, message):
     Path("r.yaml").write_text(text)
-    assert refused("recipe", "validate", "r.yaml") == message
-    assert refused("prune", "dense", "--recipe", "r.yaml", "--statistics", "stats", "-o", "out") == message
-    assert refused("plan", "dense", "--recipe", "r.yaml", "--statistics", "stats") == message
+    assert read_refusal("recipe", "validate", "r.yaml") == message
+    assert read_refusal("prune", "dense", "--recipe", "r.yaml", "--statistics", "stats", "-o", "out") == message
+    assert read_refusal("plan", "dense", "--recipe", "r.yaml", "--statistics", "stats") == message
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_is_wrong_is_said_with_its_line(place, text, message):
 )
 def test_what_is_not_yaml(place, text):
     Path("r.yaml").write_text(text)
-    assert refused("recipe", "validate", "r.yaml").startswith("r.yaml is not YAML: ")
+    assert read_refusal("recipe", "validate", "r.yaml").startswith("r.yaml is not YAML: ")
 
 
 @pytest.mark.parametrize("reference", ["dense", "", ".", "/"])
@@ -196,26 +196,26 @@ def test_no_such_recipe(place, reference):
     message = f"{reference} is a folder without a recipe; give a .yaml file"
     if not reference:
         message = "no recipe '': `ckpt-prune recipe list --all` shows all; or give a path to a .yaml file"
-    assert refused("recipe", "validate", reference) == message
-    assert refused("recipe", "show", reference) == message
-    assert refused("prune", "dense", "--recipe", reference, "-o", "out") == message
+    assert read_refusal("recipe", "validate", reference) == message
+    assert read_refusal("recipe", "show", reference) == message
+    assert read_refusal("prune", "dense", "--recipe", reference, "-o", "out") == message
 
 
 def test_the_nearest_names_are_suggested(place):
-    assert refused("recipe", "show", "ridge@0885e95") == (
+    assert read_refusal("recipe", "show", "ridge@0885e95") == (
         "ridge@0885e95: only recipes from elsewhere are pinned, ORG/REPO/NAME.yaml@COMMIT on the Hub and "
         "https://…#sha256=DIGEST; ridge comes with ckpt-prune: leave @0885e95 off"
     )
-    assert refused("recipe", "show", f"ridge#sha256={64 * 'a'}").endswith("aaa off")
-    assert refused("recipe", "show", "wandasp").startswith("no recipe 'wandasp': did you mean 'wanda-sp' or ")
+    assert read_refusal("recipe", "show", f"ridge#sha256={64 * 'a'}").endswith("aaa off")
+    assert read_refusal("recipe", "show", "wandasp").startswith("no recipe 'wandasp': did you mean 'wanda-sp' or ")
 
 
 def test_a_config_or_a_plan_is_not_a_recipe(place):
-    assert refused("recipe", "validate", "dense/config.json") == (
+    assert read_refusal("recipe", "validate", "dense/config.json") == (
         "dense/config.json is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)"
     )
     ok("plan", "dense", "--recipe", "magnitude", "-o", "plan.json")
-    assert refused("prune", "dense", "--recipe", "plan.json", "-o", "out").startswith("plan.json")
+    assert read_refusal("prune", "dense", "--recipe", "plan.json", "-o", "out").startswith("plan.json")
 
 
 # ---- --set and --ratio -----------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_a_config_or_a_plan_is_not_a_recipe(place):
     ],
 )
 def test_nonsense_in_set(place, override, message):
-    said = refused("prune", "dense", "--recipe", "magnitude", "--set", override, "-o", "out")
+    said = read_refusal("prune", "dense", "--recipe", "magnitude", "--set", override, "-o", "out")
     assert said == message.format(shipped_recipes()["magnitude"].path)
 
 
@@ -244,6 +244,6 @@ def test_percentages_are_ratios(place, change):
         return ok("plan", "dense", "--recipe", "magnitude", *changes, "--json")
 
     assert plan(*change) == plan(change[0], change[1].replace("50%", "0.5"))
-    assert refused("prune", "dense", "--recipe", "magnitude", "--ratio", "100%", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--recipe", "magnitude", "--ratio", "100%", "-o", "out") == (
         "--ratio 1: a ratio is in [0, 1)"
     )

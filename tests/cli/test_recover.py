@@ -21,11 +21,11 @@ from tests.cli.running import (
     TEXT,
     edit_weights,
     listing,
-    misused,
     ok,
     poison,
     read_json,
-    refused,
+    read_refusal,
+    read_usage_error,
     run,
     same_files,
     set_config,
@@ -50,7 +50,7 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
     return {name: t for path in sorted(Path(folder).glob("model*.safetensors")) for name, t in load_file(path).items()}
 
 
-def changed(folder: str, before: str = "pruned") -> set[str]:
+def find_changed(folder: str, before: str = "pruned") -> set[str]:
     """Names of the tensors that are not bit for bit as they were; shapes and dtypes are."""
     ours, theirs = tensors(folder), tensors(before)
     assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
@@ -132,7 +132,7 @@ def test_text(place):
         assert layer["mse_after"] < layer["mse_start"]
         assert layer["best_epoch"] in (1, 2)
     assert lines[3:] == [*summary(layers, 2), curve("out"), "written to out"]
-    assert changed("out") == linears(0, 1)
+    assert find_changed("out") == linears(0, 1)
 
 
 # ---- which weights ---------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_layers(place, layers, blocks):
     found = report_of("out")["layers"]
     assert [layer["block"] for layer in found if layer["recovered"]] == blocks
     assert [layer["epochs"] for layer in found] == [2 * (block in blocks) for block in (0, 1)]
-    assert changed("out") == linears(*blocks)
+    assert find_changed("out") == linears(*blocks)
     kept = [f"weights of epoch {layer['best_epoch']}" if layer["recovered"] else "old weights kept" for layer in found]
     assert [cells(line)[1] for line in lines[1:3]] == kept
     assert lines[3:6] == summary(found, len(blocks))
@@ -156,7 +156,7 @@ def test_layers(place, layers, blocks):
 
 @pytest.mark.parametrize("layers", ["a:b", "", "0:1.5", "²:3"])
 def test_layers_that_are_no_range(place, layers):
-    assert refused(*RECOVER, "--layers", layers, "-o", "out") == (
+    assert read_refusal(*RECOVER, "--layers", layers, "-o", "out") == (
         f"--layers {layers}: {layers!r} is not a range of blocks: say A:B, such as 0:4, 4: or :4"
     )
 
@@ -165,7 +165,7 @@ def test_zeros_stay_zeros(place):
     ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "masked")
     args = ("--lr", "0.02", "-o", "out")
     ok("recover", "masked", *RECOVER[2:], *args)
-    assert changed("out", "masked") == linears(0, 1)
+    assert find_changed("out", "masked") == linears(0, 1)
     ours, theirs = tensors("out"), tensors("masked")
     assert all(torch.equal(ours[name] == 0, theirs[name] == 0) for name in ours)
     pruned, recovered = (ok("inspect", name, "--sparsity").replace(name, "-") for name in ("masked", "out"))
@@ -187,7 +187,7 @@ def test_a_learning_rate_that_gets_lost(place):
         "written to out",
     ]
     assert all(layer["diverged"] and layer["mse_after"] == layer["mse_start"] for layer in layers)
-    assert changed("out") == set()
+    assert find_changed("out") == set()
 
 
 @pytest.mark.parametrize(("layers", "told"), every(2, [("0:2", "2 blocks (0, 1)"), ("1:", "1 block (1)")]))
@@ -199,7 +199,7 @@ def test_epochs_that_gain_nothing_are_said(place, layers, told):
     assert "use more samples or epochs" in line
     assert "1e-30" in line
     assert not any("diverged" in line for line in lines)
-    assert changed("out") == set()
+    assert find_changed("out") == set()
     assert "no epoch" not in ok(*RECOVER, "--layers", layers, "-o", "better")
 
 
@@ -230,7 +230,7 @@ def test_hidden_states_that_are_not_finite(place, model, block):
     assert not any("no epoch" in line for line in lines)
     found = [entry["perplexity"] for entry in report["recovery"]["perplexity_after"]]
     assert [figure is None for figure in found] == [model == "pruned"] * 2
-    assert changed("out", "masked") == linears(*range(block))
+    assert find_changed("out", "masked") == linears(*range(block))
     assert ok("report", "out") == "report written to out.report.html\n"
     assert "nan" not in Path("out.report.html").read_text().lower()
     assert f"{block} of 2 blocks have new weights" in Path("out/README.md").read_text()
@@ -243,7 +243,7 @@ def test_hidden_states_that_are_not_finite(place, model, block):
 
 @pytest.mark.parametrize("after", ["x", "3", "0,,1", "-1", "²"])
 def test_perplexity_after_what_is_not_there(place, after):
-    assert refused(*RECOVER, "--perplexity-after", after, "-o", "out") == (
+    assert read_refusal(*RECOVER, "--perplexity-after", after, "-o", "out") == (
         f"--perplexity-after {after}: expected numbers of blocks from 0 to 2 with commas between, or all"
     )
 
@@ -266,12 +266,14 @@ def test_ctrl_c_and_resume(place, commit):
     )
     assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
     left = Path("out.partial").absolute()
-    assert refused(*job) == f"{left} is left from an unfinished run; --resume continues it, --overwrite starts afresh"
+    assert (
+        read_refusal(*job) == f"{left} is left from an unfinished run; --resume continues it, --overwrite starts afresh"
+    )
     for other in (["--lr", "0.5"], ["--epochs", "3"], ["--seed", "1"], ["--only", "mlp"], ["--samples", "6"]):
-        assert refused(*job, *other, "--resume") == (
+        assert read_refusal(*job, *other, "--resume") == (
             f"{left} was begun by a different job; --resume needs the same one, --overwrite starts afresh"
         )
-    assert refused(*job, "--resume", "--overwrite") == "--resume and --overwrite exclude each other; give one"
+    assert read_refusal(*job, "--resume", "--overwrite") == "--resume and --overwrite exclude each other; give one"
     ok(*job, "--resume")
     assert same_files("out", "whole")
     assert not left.exists()
@@ -347,7 +349,7 @@ def test_kinds_of_models(here, kind):
     assert report["container"] == before["container"]
     assert all(layer["mse_after"] <= layer["mse_start"] for layer in report["layers"])
     assert any(layer["recovered"] for layer in report["layers"])
-    assert changed("out", "p") != set()
+    assert find_changed("out", "p") != set()
     ours, theirs = tensors("out"), tensors("p")
     assert all(torch.equal(ours[n] == 0, theirs[n] == 0) for n in ours if n.endswith("weight"))
     causal = model not in ("bert", "vit")
@@ -389,7 +391,7 @@ def test_pruned_elsewhere(here):
     shutil.copytree("dense", "theirs")
     edit_weights("theirs", halve)
     ok("recover", "theirs", *RECOVER[2:], "-o", "out")
-    assert changed("out", "theirs") == linears(0, 1)
+    assert find_changed("out", "theirs") == linears(0, 1)
     report = report_of("out")
     assert report["recipe"] == {"name": "pruned elsewhere"}
     assert report["source"]["name"] == report["recovery"]["dense"]["name"] == "dense"
@@ -408,15 +410,15 @@ def test_pruned_elsewhere(here):
 
 
 def test_what_recover_needs(place):
-    assert refused("recover", "pruned", *TEXT, "-o", "out") == (
+    assert read_refusal("recover", "pruned", *TEXT, "-o", "out") == (
         "recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)"
     )
-    assert misused(*RECOVER) == "Missing option '-o' / '--output'."
-    assert misused("recover", "--dense", "dense", *TEXT, "-o", "out") == "Missing argument 'PRUNED'."
-    said = refused(*BARE, "-o", "out")
+    assert read_usage_error(*RECOVER) == "Missing option '-o' / '--output'."
+    assert read_usage_error("recover", "--dense", "dense", *TEXT, "-o", "out") == "Missing argument 'PRUNED'."
+    said = read_refusal(*BARE, "-o", "out")
     assert said == "recover needs --text FILE, --images DIR for a vision model, or --audio DIR"
-    assert refused(*RECOVER, "--images", ".", "-o", "out") == "give --text or --images, not both"
-    assert refused(*RECOVER, "--compute-dtype", "float16", "-o", "out") == (
+    assert read_refusal(*RECOVER, "--images", ".", "-o", "out") == "give --text or --images, not both"
+    assert read_refusal(*RECOVER, "--compute-dtype", "float16", "-o", "out") == (
         "--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16"
     )
 
@@ -424,7 +426,7 @@ def test_what_recover_needs(place):
 def test_too_little_text(place):
     Path("one.txt").write_text("the cat sat on a mat")
     for more in ((), ("--perplexity-after", "all")):
-        assert refused(*BARE, "--text", "one.txt", "--window", "16", *more, "-o", "out") == (
+        assert read_refusal(*BARE, "--text", "one.txt", "--window", "16", *more, "-o", "out") == (
             "recovery needs samples to train on and others to hold out: give at least 2, not 1"
         )
     Path("two.txt").write_text("the cat sat on a mat and then the dog ran")
@@ -436,13 +438,13 @@ def test_too_little_text(place):
 def test_data_of_the_other_kind(here):
     ok("prune", "vit", "--recipe", "magnitude", "-o", "small-vit")
     vit = ("recover", "small-vit", "--dense", "vit", "-o", "out")
-    assert refused(*BARE, "--images", "images", "-o", "out") == "dense reads text: give --text FILE"
-    assert refused(*vit, *TEXT) == "vit reads images: give --images DIR"
+    assert read_refusal(*BARE, "--images", "images", "-o", "out") == "dense reads text: give --text FILE"
+    assert read_refusal(*vit, *TEXT) == "vit reads images: give --images DIR"
     for option in (["--window", "8"], ["--bos", "never"]):
-        assert refused(*vit, "--images", "images", *option) == (
+        assert read_refusal(*vit, "--images", "images", *option) == (
             "--window and --bos are for text: they do not go with --images"
         )
-    assert refused(*vit, "--images", "images", "--perplexity-after", "all") == (
+    assert read_refusal(*vit, "--images", "images", "--perplexity-after", "all") == (
         "--perplexity-after is for causal language models, which a vit is not"
     )
 
@@ -470,12 +472,12 @@ BELONGS = "a model is recovered against the dense one it was made from"
 )
 def test_a_dense_model_of_another_shape(place, changes, message):
     other(**changes)
-    assert refused("recover", "pruned", "--dense", "other", *TEXT, "-o", "out") == message
+    assert read_refusal("recover", "pruned", "--dense", "other", *TEXT, "-o", "out") == message
 
 
 def test_a_dense_model_of_other_weights(place):
     other(seed=1)
-    said = refused("recover", "pruned", "--dense", "other", *TEXT, "-o", "out")
+    said = read_refusal("recover", "pruned", "--dense", "other", *TEXT, "-o", "out")
     assert re.fullmatch(
         r"the two models make different hidden states of the same samples before their first block \(relative "
         r"difference \d\.\d\d\): the pruned one was not made from this dense one, or was rotated since",
@@ -486,7 +488,7 @@ def test_a_dense_model_of_other_weights(place):
 @pytest.mark.parametrize("model", ["opt", "bert", "vit"])
 def test_a_dense_model_of_another_family(here, model):
     data = IMAGES if model == "vit" else SHORT
-    assert refused("recover", "pruned", "--dense", model, *data, "-o", "out") == (
+    assert read_refusal("recover", "pruned", "--dense", model, *data, "-o", "out") == (
         f"pruned is of type llama and {model} of type {model}: {BELONGS}"
     )
 
@@ -497,7 +499,7 @@ def test_a_dense_model_of_another_tokenizer(place):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
     path.write_text(json.dumps(tokenizer))
-    assert refused(*RECOVER, "-o", "out") == (
+    assert read_refusal(*RECOVER, "-o", "out") == (
         "pruned and dense have different tokenizers: they read the text differently"
     )
 
@@ -508,7 +510,7 @@ def test_weights_that_are_not_finite(place, model, value):
     name = "model.layers.1.mlp.up_proj.weight"
     elements = tensors(model)[name].numel()
     edit_weights(model, poison(name, value))
-    assert refused(*RECOVER, "-o", "out") == (
+    assert read_refusal(*RECOVER, "-o", "out") == (
         f"{model}/model.safetensors: tensor '{name}' has 1 NaN or Inf among {elements} elements; "
         "download it again or repair it"
     )
@@ -517,7 +519,7 @@ def test_weights_that_are_not_finite(place, model, value):
 @pytest.mark.parametrize("model", ["pruned", "dense"])
 def test_code_of_others_is_not_run(place, model):
     set_config(model, auto_map={"AutoModelForCausalLM": "theirs.Model"})
-    assert refused(*RECOVER, "-o", "out").startswith(
+    assert read_refusal(*RECOVER, "-o", "out").startswith(
         f"{model} asks for remote code that is not this tool's (auto_map in config.json): it is not run"
     )
 
@@ -529,7 +531,7 @@ def test_code_of_others_is_not_run(place, model):
 @pytest.mark.parametrize("out", ["{}", "{}/out", ".", "/", "{}/../{}"])
 @pytest.mark.parametrize("model", ["pruned", "dense"])
 def test_the_models_are_no_place_for_the_output(place, model, out, option):
-    said = refused(*RECOVER, "-o", out.format(model, model), *option)
+    said = read_refusal(*RECOVER, "-o", out.format(model, model), *option)
     path = Path(out.format(model, model))
     both = [f"output {path} overlaps the source {each}: choose a place outside it" for each in ("dense", "pruned")]
     assert said in (both if out in (".", "/") else both[model == "pruned" :][:1])

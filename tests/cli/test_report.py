@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.common.filenames import REPORT
-from tests.cli.running import ok, refused
+from tests.cli.running import ok, read_refusal
 from tests.show.examples import (
     Json,
     elsewhere,
@@ -76,7 +76,7 @@ def test_neither_torch_nor_transformers_is_loaded(here):
 def test_what_is_no_report_is_never_overwritten(here, place):
     Path("other").mkdir()
     Path("gone.html").symlink_to("nowhere")
-    assert refused("report", "out", "-o", place, "--overwrite") == (
+    assert read_refusal("report", "out", "-o", place, "--overwrite") == (
         f"{place} exists and is not a report: it is not overwritten"
     )
 
@@ -86,28 +86,30 @@ def test_nothing_is_written_into_the_checkpoint(here, place):
     Path("link").symlink_to("out")
     for source in ("out", f"out/{REPORT}"):
         assert (
-            refused("report", source, "-o", place) == f"{place} is inside out, a checkpoint: choose a place outside it"
+            read_refusal("report", source, "-o", place)
+            == f"{place} is inside out, a checkpoint: choose a place outside it"
         )
 
 
 def test_a_place_that_cannot_be_written(here):
     place = "a" * 300 + ".html"
-    assert refused("report", "out", "-o", place) == (
+    assert read_refusal("report", "out", "-o", place) == (
         f"cannot write {place} (File name too long); free space or choose another place"
     )
 
 
 def test_what_is_not_there(here):
-    assert refused("report", "nowhere") == f"nowhere cannot be read (No such file or directory): {WANTED}"
+    assert read_refusal("report", "nowhere") == f"nowhere cannot be read (No such file or directory): {WANTED}"
     name = "b" * 300
-    assert refused("report", name) == f"{name} cannot be read (File name too long): {WANTED}"
+    assert read_refusal("report", name) == f"{name} cannot be read (File name too long): {WANTED}"
 
 
 def test_a_folder_without_a_report(here):
     Path("dense").mkdir()
-    assert refused("report", "dense") == f"dense has no ckpt_prune.json: {WANTED}"
+    assert read_refusal("report", "dense") == f"dense has no ckpt_prune.json: {WANTED}"
     assert (
-        refused("report", f"dense/{REPORT}") == f"dense/{REPORT} cannot be read (No such file or directory): {WANTED}"
+        read_refusal("report", f"dense/{REPORT}")
+        == f"dense/{REPORT} cannot be read (No such file or directory): {WANTED}"
     )
 
 
@@ -150,16 +152,18 @@ def test_a_damaged_report(here, value, reason):
         path.write_text(value)
     else:
         write(path, value)
-    assert refused("report", "out") == f"out/ckpt_prune.json is damaged ({reason}): prune again"
+    assert read_refusal("report", "out") == f"out/ckpt_prune.json is damaged ({reason}): prune again"
 
 
 def test_what_is_no_plan(here):
     write("config.json", {"model_type": "vit"})
-    assert refused("report", "config.json") == f"config.json is no plan (recipe: field required): {WANTED}"
+    assert read_refusal("report", "config.json") == f"config.json is no plan (recipe: field required): {WANTED}"
     write("plan.json", plan([site(0)], model=None))
-    assert refused("report", "plan.json") == f"plan.json is no plan (model: input should be a valid string): {WANTED}"
+    assert (
+        read_refusal("report", "plan.json") == f"plan.json is no plan (model: input should be a valid string): {WANTED}"
+    )
     Path("text.txt").write_text("words")
-    assert refused("report", "text.txt").startswith("text.txt is no plan (Expecting value")
+    assert read_refusal("report", "text.txt").startswith("text.txt is no plan (Expecting value")
 
 
 # ---- real outputs ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from transformers import PhiConfig, PhiForCausalLM
 
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import TEXT, ok, read_json, refused, run
+from tests.cli.running import TEXT, ok, read_json, read_refusal, run
 from tests.evaluation.tiny import tiny_tokenizer
 
 RECIPE = """\
@@ -118,7 +118,7 @@ def test_a_model_that_is_rotated_in_part(here):
     with quiet_transformers():
         PhiForCausalLM(PhiConfig(**SMALL, partial_rotary_factor=0.5)).save_pretrained("phi")
     tiny_tokenizer("<s> $A").save_pretrained("phi")
-    assert refused("prune", "phi", "--recipe", "mine.yaml", *TEXT, "-o", "out") == (
+    assert read_refusal("prune", "phi", "--recipe", "mine.yaml", *TEXT, "-o", "out") == (
         "recipe mine prunes rotary, pairs of rotary positions, and in phi none can go: only a part of a head's "
         "dimensions is rotated (partial_rotary_factor)"
     )
@@ -145,11 +145,11 @@ def test_a_model_that_is_rotated_in_part(here):
     ],
 )
 def test_what_pairs_cannot_be_asked_for(here, changes, message):
-    assert refused("prune", "dense", "--recipe", "mine.yaml", *changes, *TEXT, "-o", "out") == message
+    assert read_refusal("prune", "dense", "--recipe", "mine.yaml", *changes, *TEXT, "-o", "out") == message
 
 
 def test_statistics_without_their_moments(here):
-    assert refused("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out") == (
         "recipe mine prunes rotary pairs, and stats has no moments of them: calibrate with --collect moments,rotary"
     )
     ok("calibrate", "dense", *TEXT, "--collect", "rotary", "-o", "one")

@@ -15,8 +15,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples import choose as choosing
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_file, read_text, tokenise_text
 from ckpt_prune.stages.recovery.block_training import SampleSplit
-from tests.cli.running import TEXT, ok, refused, run
-from tests.cli.test_recover import changed, linears, report_of, tensors
+from tests.cli.running import TEXT, ok, read_refusal, run
+from tests.cli.test_recover import find_changed, linears, report_of, tensors
 from tests.families import contents
 from tests.interrupting import interrupt_at, stop_before
 from tests.oracles.scales import divergence
@@ -57,7 +57,7 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
     assert told["loss_before"] == pytest.approx(told_divergence("masked"), rel=1e-4)
     assert told["loss_after"] == pytest.approx(told_divergence("out"), rel=1e-4)
     assert told["loss_after"] < 0.97 * told["loss_before"]
-    assert changed("out", "masked") == linears(0, 1)
+    assert find_changed("out", "masked") == linears(0, 1)
     ours, theirs = tensors("out"), tensors("masked")
     for name in linears(0, 1):
         assert ((ours[name] == 0) == (theirs[name] == 0)).all(), name
@@ -102,7 +102,7 @@ def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
     assert done.stderr.endswith(
         "the model predicts what the dense one does: there is nothing to fit, and its weights stay as they are\n"
     )
-    assert changed("out", "dense") == set()
+    assert find_changed("out", "dense") == set()
     told = report_of("out")["adapters"]
     assert (told["modules"], told["loss_after"]) == (0, told["loss_before"])
     card = Path("out/README.md").read_text()
@@ -118,7 +118,7 @@ def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
     ],
 )
 def test_options_of_other_methods_are_refused(place: Path, words: str, said: str):
-    assert refused("recover", "pruned", *SCALES, *words.split(), "-o", "out") == said
+    assert read_refusal("recover", "pruned", *SCALES, *words.split(), "-o", "out") == said
 
 
 @pytest.mark.parametrize("stopped", ["block 1", "scales"])
@@ -245,7 +245,7 @@ def test_a_text_that_fails_the_second_time_is_no_text_without_others(place: Path
 
     monkeypatch.setattr(choosing, "read_file", fails)
     step = ("--set", "recovery.method=scales")
-    said = refused("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, *step, "-o", "out")
+    said = read_refusal("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, *step, "-o", "out")
     assert said == "calib.txt: cannot be read: Input/output error"
 
 
@@ -268,7 +268,7 @@ def test_a_run_that_is_interrupted_goes_on(place: Path, recipe: str, more: tuple
             assert run(*job, "-o", "out").exit_code == 130
         said = run(*job, "-o", "out", "--resume").stderr
         assert f"2 of 2 blocks masked, scales fitted, {call - 1} of 2 blocks scaled\n" in said
-        assert changed("out", "whole") == set()
+        assert find_changed("out", "whole") == set()
         assert without_stages(report_of("out")) == without_stages(report_of("whole"))
         shutil.rmtree("out")
 
@@ -295,7 +295,7 @@ def test_a_run_that_is_interrupted_goes_on(place: Path, recipe: str, more: tuple
     ],
 )
 def test_what_a_recipe_with_scales_cannot_say_is_refused(place: Path, given: tuple[str, ...], said: str):
-    assert refused("prune", "dense", "--recipe", "magnitude-50", *TEXT, *STEP, *given, "-o", "out").endswith(said)
+    assert read_refusal("prune", "dense", "--recipe", "magnitude-50", *TEXT, *STEP, *given, "-o", "out").endswith(said)
 
 
 def test_a_plan_is_applied_with_its_scales(place: Path):
@@ -304,9 +304,9 @@ def test_a_plan_is_applied_with_its_scales(place: Path):
         "the recipe ends with recovery (scales), which these figures leave out: `prune --plan` asks for the samples "
         "that it takes\n"
     ) in said
-    assert refused("prune", "dense", "--plan", "plan.json", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--plan", "plan.json", "-o", "out") == (
         "recipe ridge recovers on samples, beside any statistics: give --text"
     )
     ok("prune", "dense", "--plan", "plan.json", *TEXT, "-o", "out")
     ok("prune", "dense", "--recipe", "ridge", "--statistics", "stats", "--ratio", "0.5", *TEXT, *STEP, "-o", "whole")
-    assert changed("out", "whole") == set()
+    assert find_changed("out", "whole") == set()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli.running import edit_weights, ok, refused
+from tests.cli.running import edit_weights, ok, read_refusal
 from tests.cli.test_evaluate_encoder import nudge
 from tests.encoders import make
 from tests.sentence_folders import make_sentences
@@ -49,7 +49,7 @@ def test_the_structure_travels(dense: Path) -> None:
     # A second output takes the first one's place, and what somebody put among its files is not lost.
     ok("prune", "dense", *PRUNE, "-o", "out", "--overwrite")
     Path("out/1_Pooling/notes.txt").write_text("mine")
-    assert refused("prune", "dense", *PRUNE, "-o", "out", "--overwrite") == (
+    assert read_refusal("prune", "dense", *PRUNE, "-o", "out", "--overwrite") == (
         f"{Path('out').absolute() / '1_Pooling' / 'notes.txt'} was not written with the output that is there, and the "
         "new one needs its name; move it away or choose another output name"
     )
@@ -62,14 +62,14 @@ def test_modules_that_are_not_known_here_travel_all_the_same(dense: Path) -> Non
     Path("dense/modules.json").write_text(json.dumps(modules))
     ok("prune", "dense", *PRUNE, "-o", "out")
     assert Path("out/2_Dense/config.json").is_file()
-    assert refused("evaluate", "out", "--against", "near", "--text", "lines.txt", "--window", "20") == (
+    assert read_refusal("evaluate", "out", "--against", "near", "--text", "lines.txt", "--window", "20") == (
         "out/modules.json does not begin with a Transformer in the folder itself"
     )
 
 
 def test_weights_of_a_module_that_are_a_pickle_are_refused(dense: Path) -> None:
     Path("dense/2_Dense/model.safetensors").rename("dense/2_Dense/pytorch_model.bin")
-    assert refused("prune", "dense", *PRUNE, "-o", "out") == (
+    assert read_refusal("prune", "dense", *PRUNE, "-o", "out") == (
         "dense/2_Dense has its weights in pytorch_model.bin only, a pickle: store them as model.safetensors"
     )
 
@@ -101,13 +101,13 @@ def test_an_encoder_that_names_another_class_than_its_modules_use(dense: Path, h
 
 def test_what_cannot_be_compared_is_refused(dense: Path) -> None:
     data = ("--text", "lines.txt", "--window", "20")
-    assert refused("evaluate", "dense", *data) == (
+    assert read_refusal("evaluate", "dense", *data) == (
         "dense has no head, so there is nothing to score: compare it with --against MODEL2"
     )
-    assert refused("evaluate", "dense", "--against", "plain", *data) == (
+    assert read_refusal("evaluate", "dense", "--against", "plain", *data) == (
         "dense is a sentence-transformers folder and plain is not (it has no modules.json): what they give for a text "
         "cannot be compared"
     )
-    assert refused("evaluate", "dense", "--against", "near", *data, "--samples", "2") == (
+    assert read_refusal("evaluate", "dense", "--against", "near", *data, "--samples", "2") == (
         "the text has 2 lines that are not empty, each a text; 3 are needed"
     )

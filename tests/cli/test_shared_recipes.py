@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import ok, refused
+from tests.cli.running import ok, read_refusal
 from tests.hub_server import Hub, Repo
 
 MINE = "version: 1\nname: mine\nratio: 0.5\nspaces:\n  mlp: {score: magnitude, compensation: {method: none}}  # by me\n"
@@ -47,7 +47,7 @@ def test_what_was_fetched_is_there_without_the_hub(place: Path, hub: Hub, recipe
     hub.asked.clear()
     assert ok("recipe", "show", "org/recipes/mine.yaml").startswith(MINE)
     assert ok("recipe", "show", f"org/recipes/mine.yaml@{recipes.head}").startswith(MINE)
-    assert refused("prune", "dense", "--recipe", "org/recipes/deep/er/mine.yaml", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--recipe", "org/recipes/deep/er/mine.yaml", "-o", "out") == (
         "org/recipes/deep/er/mine.yaml is not in the Hub cache, and HF_HUB_OFFLINE is set; run `hf download "
         "org/recipes deep/er/mine.yaml` while connected, or give a file"
     )
@@ -97,17 +97,17 @@ def test_what_is_no_recipe_is_one_line(place: Path, hub: Hub, recipes: Repo, ref
         "binary.yaml": b"\xff\xfe\x00",
     }
     recipes.commit(recipes.files | files, "more")
-    assert message in refused("prune", "dense", "--recipe", reference, "-o", "out")
+    assert message in read_refusal("prune", "dense", "--recipe", reference, "-o", "out")
     assert not any("huge" in path for method, path in hub.asked if method == "GET")
 
 
 def test_a_folder_stands_for_its_only_recipe():
     Path("mine").mkdir()
-    assert refused("recipe", "show", "mine") == "mine is a folder without a recipe; give a .yaml file"
+    assert read_refusal("recipe", "show", "mine") == "mine is a folder without a recipe; give a .yaml file"
     Path("mine/first.yaml").write_text(MINE)
     assert ok("recipe", "show", "mine").startswith(MINE)
     Path("mine/second.yaml").write_text("x: 1\n")
-    assert refused("recipe", "show", "mine") == "mine has 2 recipes; give one of them: mine/first, mine/second"
+    assert read_refusal("recipe", "show", "mine") == "mine has 2 recipes; give one of them: mine/first, mine/second"
     assert ok("recipe", "show", "mine/second") == "x: 1\n"
 
 
@@ -215,21 +215,21 @@ def test_a_recipe_of_the_web_is_fetched_kept_and_on_record(place: Path, web: Web
 )
 def test_what_the_web_has_instead_is_one_line(web: Web, reply, message):
     web.files["/mine.yaml"] = reply
-    assert refused("recipe", "show", f"{web.url}/mine.yaml") == message.format(f"{web.url}/mine.yaml")
+    assert read_refusal("recipe", "show", f"{web.url}/mine.yaml") == message.format(f"{web.url}/mine.yaml")
     assert not list(Path().rglob("mine.yaml"))
 
 
 def test_a_pin_that_does_not_hold_is_refused(web: Web):
     web.files["/mine.yaml"] = (200, {}, MINE.encode())
     found = hashlib.sha256(MINE.encode()).hexdigest()
-    assert refused("recipe", "show", f"{web.url}/mine.yaml#sha256={'0' * 64}") == (
+    assert read_refusal("recipe", "show", f"{web.url}/mine.yaml#sha256={'0' * 64}") == (
         f"{web.url}/mine.yaml has sha256 {found}, not {'0' * 64}: it is not the file that was pinned"
     )
 
 
 def test_without_network_only_what_was_fetched(web: Web, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert refused("recipe", "show", f"{web.url}/mine.yaml") == (
+    assert read_refusal("recipe", "show", f"{web.url}/mine.yaml") == (
         f"{web.url}/mine.yaml was not fetched before, and HF_HUB_OFFLINE is set; give a file"
     )
     assert web.asked == []
@@ -238,7 +238,7 @@ def test_without_network_only_what_was_fetched(web: Web, monkeypatch: pytest.Mon
 def test_a_server_that_nobody_vouches_for_is_refused(web: Web, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SSL_CERT_FILE")
     web.files["/mine.yaml"] = (200, {}, MINE.encode())
-    said = refused("recipe", "show", f"{web.url}/mine.yaml")
+    said = read_refusal("recipe", "show", f"{web.url}/mine.yaml")
     assert said.startswith(f"{web.url}/mine.yaml cannot be fetched (")
     assert "certificate" in said.lower()
     assert web.asked == []

@@ -13,7 +13,7 @@ from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics
 from tests.cli.conftest import WORDS
-from tests.cli.running import TEXT, ok, refused
+from tests.cli.running import TEXT, ok, read_refusal
 
 ALL = ("--samples", "99", "--window", "16")
 RIDGE = ("--recipe", "ridge", "--ratio", "0.5", "--statistics", "stats")
@@ -152,20 +152,20 @@ def test_on_other_statistics_of_the_same_text_nothing_moves(place, method):
 
 
 def test_bad_input(other):
-    assert refused("plan", "dense", *RIDGE, "--recipe", "rcpu", "--test", "others") == (
+    assert read_refusal("plan", "dense", *RIDGE, "--recipe", "rcpu", "--test", "others") == (
         "--test holds one plan against other statistics: it goes with one --recipe and no --sweep"
     )
-    assert refused("plan", "dense", *RIDGE, "--test", "missing") == (
+    assert read_refusal("plan", "dense", *RIDGE, "--test", "missing") == (
         "missing holds no statistics.json: statistics are written by `ckpt-prune calibrate`"
     )
     for same in ("stats", "./stats"):
-        assert refused("plan", "dense", *RIDGE, "--test", same) == (
+        assert read_refusal("plan", "dense", *RIDGE, "--test", same) == (
             "--test stats holds the same statistics as --statistics: measure others, on other samples"
         )
     ok("calibrate", "dense", "--text", "other.txt", *ALL, "--collect", "moments", "-o", "bare")
-    assert refused("plan", "dense", *RIDGE, "--test", "bare") == (
+    assert read_refusal("plan", "dense", *RIDGE, "--test", "bare") == (
         "--test needs Grams, and bare has none: calibrate with --collect moments,gram"
     )
-    assert refused("plan", "dense", "--recipe", "magnitude", "--ratio", "0.5", "--test", "others") == (
+    assert read_refusal("plan", "dense", "--recipe", "magnitude", "--ratio", "0.5", "--test", "others") == (
         "--test holds a plan against other statistics than it was made from: give --statistics"
     )

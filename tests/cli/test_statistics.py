@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.measure.statistics.files import INDEX
 from ckpt_prune.measure.statistics.folder import Statistics
-from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, refused, run
+from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, read_refusal, run
 from tests.interrupting import interrupt_at
 
 DRY = ("calibrate", "dense", *TEXT, "--folds", "2", "--dry-run", "-o", "s")
@@ -51,8 +51,8 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
 
 
 def test_a_dry_run_refuses_what_a_run_would(place):
-    assert refused(*DRY[:-1], "stats") == f"{place / 'stats'} exists; --overwrite replaces it, or give another -o"
-    assert refused(*DRY, "--folds", "9") == "9 folds of 8 samples: every fold needs at least one"
+    assert read_refusal(*DRY[:-1], "stats") == f"{place / 'stats'} exists; --overwrite replaces it, or give another -o"
+    assert read_refusal(*DRY, "--folds", "9") == "9 folds of 8 samples: every fold needs at least one"
 
 
 def test_what_counts_as_active_is_said_and_kept(place):
@@ -76,18 +76,18 @@ def test_what_counts_as_active_is_said_and_kept(place):
     assert found.active.tolist() == (reads[0].abs() > 0.05).sum(0).tolist()
     (site,) = (each for each in report["sites"] if (each["block"], each["space"]) == (1, "mlp"))
     assert site["active"] == pytest.approx(float((reads[0].abs() > 0.05).double().mean()))
-    assert refused("statistics", "add", "larger", "usual", "-o", "sum") == (
+    assert read_refusal("statistics", "add", "larger", "usual", "-o", "sum") == (
         "larger and usual are of different thresholds of activity: only equal ones can be added"
     )
 
 
 def test_an_existing_folder_stays_unless_told(place):
-    assert refused("calibrate", "dense", *TEXT, "-o", "stats") == (
+    assert read_refusal("calibrate", "dense", *TEXT, "-o", "stats") == (
         f"{Path('stats').absolute()} exists; --overwrite replaces it, or give another -o"
     )
     ok("calibrate", "dense", *TEXT, "--seed", "1", "-o", "stats", "--overwrite")
     assert Statistics(Path("stats")).index.seed == 1
-    assert refused("calibrate", "dense", *TEXT, "-o", "pruned", "--overwrite") == (
+    assert read_refusal("calibrate", "dense", *TEXT, "-o", "pruned", "--overwrite") == (
         f"{Path('pruned').absolute()} exists and is not a statistics folder (it has no statistics.json), so it is "
         "never replaced; choose another name"
     )
@@ -95,7 +95,7 @@ def test_an_existing_folder_stays_unless_told(place):
 
 def test_a_link_is_not_replaced(place):
     Path("link").symlink_to("stats")
-    assert refused("calibrate", "dense", *TEXT, "-o", "link", "--overwrite") == (
+    assert read_refusal("calibrate", "dense", *TEXT, "-o", "link", "--overwrite") == (
         f"{Path('link').absolute()} exists and is not a statistics folder (it is a link), so it is never replaced; "
         "choose another name"
     )
@@ -159,7 +159,7 @@ def stop(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("out", ["dense", "dense/stats", ".", "dense/../dense"])
 def test_the_model_is_no_place_for_statistics(place, out):
-    assert refused("calibrate", "dense", *TEXT, "-o", out, "--overwrite") == (
+    assert read_refusal("calibrate", "dense", *TEXT, "-o", out, "--overwrite") == (
         f"output {Path(out)} overlaps the source dense: choose a place outside it"
     )
 
@@ -192,7 +192,7 @@ def test_add(place):
     name = "model.layers.1.mlp.down_proj.weight"
     assert both[name][0].count == 256
     assert (both[name][0].square == a[name][0].square + b[name][0].square).all()
-    assert refused("statistics", "add", "stats", "more", "-o", "sum").endswith(
+    assert read_refusal("statistics", "add", "stats", "more", "-o", "sum").endswith(
         "sum exists; --overwrite replaces it, or give another -o"
     )
     ok("statistics", "add", "stats", "more", "-o", "sum", "--overwrite")
@@ -203,10 +203,10 @@ def test_add(place):
 @pytest.mark.parametrize("folder", ["dense", "nowhere"])
 def test_what_is_not_statistics(place, folder):
     message = f"{folder} holds no statistics.json: statistics are written by `ckpt-prune calibrate`"
-    assert refused("statistics", "show", folder) == message
-    assert refused("statistics", "add", "stats", folder, "-o", "sum") == message
-    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", folder, "-o", "out") == message
-    assert refused("plan", "dense", "--recipe", "rcpu", "--statistics", folder, "-o", "plan.json") == message
+    assert read_refusal("statistics", "show", folder) == message
+    assert read_refusal("statistics", "add", "stats", folder, "-o", "sum") == message
+    assert read_refusal("prune", "dense", "--recipe", "rcpu", "--statistics", folder, "-o", "out") == message
+    assert read_refusal("plan", "dense", "--recipe", "rcpu", "--statistics", folder, "-o", "plan.json") == message
 
 
 # ---- statistics that do not belong to the model, or are damaged ------------------------------------------------
@@ -214,13 +214,13 @@ def test_what_is_not_statistics(place, folder):
 
 def test_statistics_of_a_retokenised_or_edited_model(place):
     edit_weights("dense", poison("model.norm.weight", 0.5))
-    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
         "stats was measured on another model than this checkpoint: measure again"
     )
     shutil.rmtree("dense")
     shutil.copytree("sharded", "dense")
     (Path("dense") / "tokenizer_config.json").unlink()
-    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
         "stats was measured with another tokenizer than this checkpoint's: measure again"
     )
 
@@ -228,7 +228,7 @@ def test_statistics_of_a_retokenised_or_edited_model(place):
 def test_an_edited_index(place):
     path = Path("stats/statistics.json")
     path.write_text(json.dumps(read_json(path) | {"consumers": {}}))
-    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
         "stats/statistics.json does not list this model's blocks and consumers: measure again"
     )
 
@@ -241,7 +241,7 @@ def test_names_in_an_index_are_no_formats(place, name):
         index = read_json(f"{folder}/statistics.json")
         changes = {"consumers": {**index["consumers"], name: 3}, "data": [data]}
         Path(folder, "statistics.json").write_text(json.dumps(index | changes))
-    assert refused("statistics", "add", "stats", "other", "-o", "sum") == (
+    assert read_refusal("statistics", "add", "stats", "other", "-o", "sum") == (
         f"stats/block-00000.safetensors is damaged (File does not contain tensor {name}/0/sum): measure again"
     )
 
@@ -261,7 +261,7 @@ def test_shapes_that_are_not_what_was_measured(place, file, name, meant):
     index = read_json("stats/statistics.json")
     index["files"] |= sha256_files(Path("stats"), [f"{file}.safetensors"])
     Path("stats/statistics.json").write_text(json.dumps(index))
-    assert refused("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "-o", "plan.json") == (
+    assert read_refusal("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "-o", "plan.json") == (
         f"stats/{file}.safetensors: {name} has shape [3, 3], where {meant}: measure again"
     )
 
@@ -270,7 +270,7 @@ def test_a_block_with_other_numbers(place):
     """Finite and well-formed, but not what was measured."""
     name = "model.layers.1.mlp.down_proj.weight/0/sum"
     edit_weights("stats", lambda tensors: tensors[name].add_(1), "block-00001.safetensors")
-    assert refused("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
         "stats/block-00001.safetensors is not the file that was measured (its digest differs): measure again"
     )
 
@@ -297,27 +297,27 @@ def test_a_shard_is_not_added_twice_nor_what_overlaps_it(place):
         ok("calibrate", "dense", *TEXT, "--shard", shard, "--collect", "moments,gram,linears,fisher", "-o", shard[::2])
     half, other, third = "12", "22", "23"
     for twice in ((half, half), (half, other, half), (half, third), (other, third), ("stats", half)):
-        assert refused("statistics", "add", *twice, "-o", "sum").endswith(
+        assert read_refusal("statistics", "add", *twice, "-o", "sum").endswith(
             "hold the same calibration samples: they would count twice"
         )
     ok("statistics", "add", half, other, "-o", "sum")
-    assert refused("statistics", "add", "sum", third, "-o", "more").endswith("they would count twice")
-    assert refused("statistics", "add", half, "-o", "more") == (
+    assert read_refusal("statistics", "add", "sum", third, "-o", "more").endswith("they would count twice")
+    assert read_refusal("statistics", "add", half, "-o", "more") == (
         "there is nothing to add: name two statistics folders, or more"
     )
 
 
 @pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b", "1/2/3", "-1/2", "1/0"])
 def test_what_is_no_shard_is_refused(place, shard):
-    assert refused("calibrate", "dense", *TEXT, f"--shard={shard}", "-o", "s") == (
+    assert read_refusal("calibrate", "dense", *TEXT, f"--shard={shard}", "-o", "s") == (
         f"--shard {shard}: expected I/N, the I-th of N shards, I from 1 to N"
     )
 
 
 def test_shards_that_would_be_empty_or_do_not_add_are_refused(place):
-    assert refused("calibrate", "dense", *TEXT, "--shard", "1/9", "-o", "s") == (
+    assert read_refusal("calibrate", "dense", *TEXT, "--shard", "1/9", "-o", "s") == (
         "--shard 1/9: 8 samples make no 9 shards; say fewer, or more --samples"
     )
-    assert refused("calibrate", "dense", *TEXT, "--shard", "1/2", "--collect", "moments,taylor", "-o", "s") == (
+    assert read_refusal("calibrate", "dense", *TEXT, "--shard", "1/2", "--collect", "moments,taylor", "-o", "s") == (
         "--shard: taylor, absolute values of sums over all samples, does not add: leave it out"
     )

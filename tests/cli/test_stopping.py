@@ -13,7 +13,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.cli.stopping import Stopped, exit_code, stoppable
 from ckpt_prune.model import skeleton
-from tests.cli.running import TEXT, resumed, run
+from tests.cli.running import TEXT, resume_job, run
 from tests.forked import posix, run_forked
 
 
@@ -37,7 +37,7 @@ def test_what_is_done_is_kept_and_can_be_resumed(place, monkeypatch, tmp_path):
         "Interrupted.",
     ]
     assert Path("out.partial").is_dir()
-    resumed(job)
+    resume_job(job)
 
 
 @posix

@@ -12,7 +12,7 @@ from ckpt_prune.job.step import PruneStep
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.parallel import torchrun as joining
 from ckpt_prune.parallel.group import ALONE
-from tests.cli.running import TEXT, listing, ok, refused
+from tests.cli.running import TEXT, listing, ok, read_refusal
 from tests.forked import posix
 from tests.parallel.ranks import DAY, Ended, in_processes
 
@@ -110,11 +110,11 @@ def test_a_command_for_one_process_says_so(place, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("ckpt_prune.cli.main.join_processes", lambda: pytest.MonkeyPatch.context())
-    assert refused("verify", "pruned") == "verify runs in one process: start it without torchrun"
+    assert read_refusal("verify", "pruned") == "verify runs in one process: start it without torchrun"
 
 
 def test_adapters_are_trained_in_one_process(place, monkeypatch):
     monkeypatch.setattr(ALONE, "size", 2)
-    assert refused("recover", "pruned", "--method", "lora", *TEXT, "-o", "out") == (
+    assert read_refusal("recover", "pruned", "--method", "lora", *TEXT, "-o", "out") == (
         "--method lora trains in one process: start it without torchrun"
     )

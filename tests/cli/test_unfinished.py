@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
 from ckpt_prune.common.errors import DiskError
 from ckpt_prune.measure.statistics import measurement as measuring
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from tests.cli.running import TEXT, listing, ok, read_json, refused, run, same_files
+from tests.cli.running import TEXT, listing, ok, read_json, read_refusal, run, same_files
 from tests.interrupting import interrupt_at
 
 FLAP = ("prune", "dense", "--recipe", "flap", "--ratio", "0.5", *TEXT, "-o", "out")
@@ -35,7 +35,7 @@ LOOKING = [("verify",), ("verify", "--json"), ("report",), ("inspect",)]
 @pytest.mark.parametrize("command", LOOKING, ids=" ".join)
 def test_an_unfinished_run_is_no_output(place, command):
     stop_before(*FLAP, record=4)
-    assert refused(command[0], "out.partial", *command[1:]) == (
+    assert read_refusal(command[0], "out.partial", *command[1:]) == (
         "out.partial is an unfinished run: the command that began it goes on with --resume, or starts afresh with "
         "--overwrite"
     )
@@ -90,7 +90,10 @@ def test_a_report_of_a_former_version_is_no_finished_job(place):
     assert {"tokenizer.json", "README.md", "ckpt_prune.json"} <= set(report["side_files"])
     former = {key: value for key, value in report.items() if key not in ("job", "side_files")}
     path.write_text(json.dumps(former))
-    assert refused(*FLAP, "--resume") == f"{Path('out').absolute()} exists; --overwrite replaces it, or give another -o"
+    assert (
+        read_refusal(*FLAP, "--resume")
+        == f"{Path('out').absolute()} exists; --overwrite replaces it, or give another -o"
+    )
     ok("verify", "out", "--against", "dense")
     ok("report", "out")
     # Its tokenizer is not listed, and is the same as the new one's: nothing is lost.
@@ -110,27 +113,29 @@ def test_inputs_inside_the_output_are_refused(place):
         shutil.move(name, f"pruned/{name}")
     shutil.copy("pruned/calib.txt", "pruned/stats/calib.txt")
     text = ("--text", "pruned/calib.txt", "--window", "16", "--samples", "8")
-    assert refused(
+    assert read_refusal(
         "prune", "dense", "--recipe", "rcpu", "--statistics", "pruned/stats", "-o", "pruned", "--overwrite"
     ) == inside("pruned/stats", "pruned")
-    assert refused("prune", "dense", "--recipe", "rcpu", *text, "-o", "pruned", "--overwrite") == (
+    assert read_refusal("prune", "dense", "--recipe", "rcpu", *text, "-o", "pruned", "--overwrite") == (
         inside("pruned/calib.txt", "pruned")
     )
     shutil.copytree("pruned", "other")
-    assert refused("recover", "other", "--dense", "dense", *text, "-o", "pruned", "--overwrite") == (
+    assert read_refusal("recover", "other", "--dense", "dense", *text, "-o", "pruned", "--overwrite") == (
         inside("pruned/calib.txt", "pruned")
     )
     shutil.move("pruned/stats", "stats")
     text = ("--text", "stats/calib.txt", "--window", "16", "--samples", "8")
-    assert refused("calibrate", "dense", *text, "-o", "stats", "--overwrite") == inside("stats/calib.txt", "stats")
-    assert refused("export", "dense", "--text", "stats/calib.txt", "-o", "stats", "--overwrite") == (
+    assert read_refusal("calibrate", "dense", *text, "-o", "stats", "--overwrite") == inside("stats/calib.txt", "stats")
+    assert read_refusal("export", "dense", "--text", "stats/calib.txt", "-o", "stats", "--overwrite") == (
         inside("stats/calib.txt", "stats")
     )
     shutil.copytree("stats", "stats/other")
-    assert refused("statistics", "add", "stats", "stats/other", "-o", "stats", "--overwrite").startswith("stats and")
+    assert read_refusal("statistics", "add", "stats", "stats/other", "-o", "stats", "--overwrite").startswith(
+        "stats and"
+    )
     ok("calibrate", "dense", *text, "--seed", "1", "-o", "more")
     shutil.move("more", "stats/more")
-    assert refused("statistics", "add", "stats", "stats/more", "-o", "stats", "--overwrite") == (
+    assert read_refusal("statistics", "add", "stats", "stats/more", "-o", "stats", "--overwrite") == (
         inside("stats/more", "stats")
     )
 

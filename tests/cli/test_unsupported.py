@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.running import TEXT, refused
+from tests.cli.running import TEXT, read_refusal
 
 WHY = {
     "gpt_oss": "its experts have biases, a clamped activation, and rows of gate and up that alternate; ",
@@ -24,6 +24,6 @@ def test_it_is_refused_by_name(model_type: str) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     save_file({"weight": torch.ones(2, 2)}, folder / "model.safetensors")
     expected = f"{model_type} is not supported: {WHY[model_type]}"
-    assert refused("inspect", model_type).startswith(expected)
-    assert refused("prune", model_type, "--recipe", "ridge", *TEXT, "-o", "out").startswith(expected)
-    assert refused("calibrate", model_type, *TEXT, "-o", "stats").startswith(expected)
+    assert read_refusal("inspect", model_type).startswith(expected)
+    assert read_refusal("prune", model_type, "--recipe", "ridge", *TEXT, "-o", "out").startswith(expected)
+    assert read_refusal("calibrate", model_type, *TEXT, "-o", "stats").startswith(expected)

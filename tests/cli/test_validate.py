@@ -13,7 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.samples import choose_proof_samples
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.options.data import ProofOptions
-from tests.cli.running import ok, read_json, refused, run
+from tests.cli.running import ok, read_json, read_refusal, run
 from tests.encoders import IMAGE
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.graphs import exports
@@ -114,7 +114,7 @@ def test_a_folder_without_a_tokenizer_is_compared_on_noise(place: Path) -> None:
     lines = ok("validate", "decoder-onnx", "--against", "decoder").splitlines()
     assert lines[-3] == "metric: not measured on noise: give --text"
     assert lines[-2].startswith("compared on: random tokens (decoder-onnx: no tokenizer (tokenizer.json, ")
-    assert refused("validate", "decoder-onnx", "--against", "decoder", "--text", "text.txt").startswith(
+    assert read_refusal("validate", "decoder-onnx", "--against", "decoder", "--text", "text.txt").startswith(
         "decoder-onnx: no tokenizer"
     )
 
@@ -126,7 +126,7 @@ def test_a_tokenizer_of_another_model_is_no_use(place: Path) -> None:
     large = tokenizer.convert_tokens_to_ids("cat")
     assert large > 40
     tokenizer.save_pretrained("encoder-onnx")
-    said = refused("validate", "encoder-onnx", "--against", "encoder", "--text", "text.txt")
+    said = read_refusal("validate", "encoder-onnx", "--against", "encoder", "--text", "text.txt")
     assert said == f"token id {large} is outside the model's vocabulary of 40; the tokenizer belongs to another model"
 
 
@@ -157,7 +157,9 @@ def test_images_are_of_the_split_that_is_asked_for(place: Path) -> None:
     assert len(found.images) == 2
     with pytest.raises(UserError, match="no row of split eval; its splits are calib"):
         choose_proof_samples(Path("vision"), task, options)
-    assert "no row of split eval" in refused("validate", "vision-onnx", "--against", "vision", "--images", "photos")
+    assert "no row of split eval" in read_refusal(
+        "validate", "vision-onnx", "--against", "vision", "--images", "photos"
+    )
 
 
 def test_a_model_of_a_type_of_its_own_is_read_where_it_is_trusted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,12 +208,12 @@ def test_a_model_of_a_type_of_its_own_is_read_where_it_is_trusted(place: Path, m
     ],
 )
 def test_bad_input_is_refused_in_one_line(place: Path, args: str, said: str) -> None:
-    assert refused("validate", *args.split()) == said
+    assert read_refusal("validate", *args.split()) == said
 
 
 def test_a_damaged_record_is_refused(place: Path) -> None:
     Path("decoder-onnx/ckpt_prune_onnx.json").write_text("{}")
-    assert refused("validate", "decoder-onnx", "--against", "decoder") == (
+    assert read_refusal("validate", "decoder-onnx", "--against", "decoder") == (
         "decoder-onnx/ckpt_prune_onnx.json is damaged: export again"
     )
 
@@ -223,7 +225,7 @@ def test_a_graph_knows_the_model_that_it_lies_in_or_beside(place: Path) -> None:
     assert last_line("vision-onnx").startswith("the graph agrees with deit-teacher (fp32, cpu,")
     config = read_json("deit-teacher/config.json")
     Path("deit-teacher/config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.5}))
-    assert "neither lies in nor beside deit-teacher" in refused("validate", "deit-teacher/onnx")
+    assert "neither lies in nor beside deit-teacher" in read_refusal("validate", "deit-teacher/onnx")
 
 
 def last_line(*args: str) -> str:
@@ -251,19 +253,21 @@ def test_the_metric_alone_of_a_graph_of_another_tool(place: Path) -> None:
     ]
     assert ok("validate", "theirs", *about[2:], "--max-loss", "2%").splitlines() == told
     assert sorted(place.rglob("*")) == before  # nothing is written
-    assert refused(*about) == (
+    assert read_refusal(*about) == (
         "theirs/model_quantized.onnx has no record of this tool's that says how it is rounded: say what it may lose, "
         "--max-loss 2%"
     )
-    assert refused("validate", "theirs", *ONLY, "--max-loss", "2%") == (
+    assert read_refusal("validate", "theirs", *ONLY, "--max-loss", "2%") == (
         "theirs/model_quantized.onnx has no record of what it was made from: give --against MODEL"
     )
     noise = ("--metric-only", "--max-loss", "2%")
     shutil.copy("vision-onnx/model.onnx", "theirs/seen.onnx")
-    assert refused("validate", "theirs/seen.onnx", "--against", "vision", *noise) == (
+    assert read_refusal("validate", "theirs/seen.onnx", "--against", "vision", *noise) == (
         "no metric is measured on noise: give --images"
     )
-    assert refused("validate", "theirs", "--against", "vision", *noise).startswith("theirs holds 2 graphs: give one")
+    assert read_refusal("validate", "theirs", "--against", "vision", *noise).startswith(
+        "theirs holds 2 graphs: give one"
+    )
 
 
 def test_the_metric_alone_fails_beyond_what_is_allowed(place: Path) -> None:
@@ -288,6 +292,6 @@ def test_the_metric_alone_of_a_folder_with_a_record_is_held_to_its_type(place: P
             "the graph agrees with decoder (fp32, cpu, tolerance 0.0001 of the largest output)"
         )
     assert not before or Path("decoder-onnx/validation.json").read_bytes() == before
-    assert refused("validate", "decoder-onnx", "--against", "encoder", *ONLY) == (
+    assert read_refusal("validate", "decoder-onnx", "--against", "encoder", *ONLY) == (
         "decoder-onnx was not made from encoder: its record names llama-gqa-tied"
     )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
-from tests.cli.running import TEXT, interrupted, ok, read_json, refused, resumed
+from tests.cli.running import TEXT, interrupt_job, ok, read_json, read_refusal, resume_job
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.families import stock
 
@@ -117,8 +117,8 @@ def test_beside_heads_queries_and_columns(here):
     rows = ("queries (query heads inside KV groups) | 2 of 4", "heads (heads, or KV groups) | 1 of 2")
     rows += ("values (directions of values) | 6 of 8", "mlp (columns of the MLP) | 18 of 24")
     assert all(f"| {row} |" in card for row in rows)
-    interrupted(job, 3)
-    resumed(job)
+    interrupt_job(job, 3)
+    resume_job(job)
     # On what was measured of the dense model, too.
     cached = ("--set", "spaces.values.compensation.method=ridge", "--statistics", "stats")
     ok("plan", "dense", "--recipe", "beside.yaml", *cached, "-o", "plan.json")
@@ -148,13 +148,13 @@ def test_padded_values_are_the_same_function(here):
 
 def test_what_is_refused(here):
     given = ("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
-    assert refused(*given, "--container", "auto") == (
+    assert read_refusal(*given, "--container", "auto") == (
         "no stock class fits: no stock class has values narrower than queries and keys. Say --container any to "
         "store it with code of its own beside the weights, or --container padded for a stock class that is filled up "
         "with zeros, which saves nothing there"
     )
     ranked = ("--set", "allocation=across-layers", "--set", "widths=per_layer")
-    assert refused(*given, *ranked).endswith(
+    assert read_refusal(*given, *ranked).endswith(
         "every KV head keeps as many value directions as the next: allocation: uniform or least-error"
     )
     with quiet_transformers():
@@ -163,7 +163,7 @@ def test_what_is_refused(here):
         config = GPT2Config(n_embd=16, n_head=4, n_layer=1, vocab_size=300, n_positions=32)
         GPT2LMHeadModel(config).save_pretrained("fused")
     tiny_tokenizer("<s> $A").save_pretrained("fused")
-    assert refused("prune", "fused", "--recipe", "mine.yaml", *TEXT, "-o", "out") == (
+    assert read_refusal("prune", "fused", "--recipe", "mine.yaml", *TEXT, "-o", "out") == (
         "recipe mine prunes values, and values of gpt2 stay as wide as they are: one projection makes queries, keys "
         "and values. Leave out spaces.values"
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, refused, run, set_config
+from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, read_refusal, run, set_config
 from tests.onnx_graphs.exports import make_exports as graphs
 
 WELL = """\
@@ -82,7 +82,9 @@ def test_a_side_file_with_a_byte_order_mark_is_refused(place, name):
     """`sharded` has no digests that would tell."""
     path = Path("sharded", name)
     path.write_bytes(BOM_UTF8 + path.read_bytes())
-    assert refused("verify", "sharded") == (f"{path} is UTF-8 with a byte order mark: save it as UTF-8 without one")
+    assert read_refusal("verify", "sharded") == (
+        f"{path} is UTF-8 with a byte order mark: save it as UTF-8 without one"
+    )
 
 
 def test_a_tokenizer_that_does_not_load(place):
@@ -239,16 +241,16 @@ def test_a_byte_of_a_graphs_weight(vision):
 def test_against_another_model(place):
     shutil.copytree("dense", "other")
     edit_weights("other", poison("model.norm.weight", 0.5))
-    assert refused("verify", "pruned", "--against", "other") == (
+    assert read_refusal("verify", "pruned", "--against", "other") == (
         "pruned was not made from other: its report names dense"
     )
-    assert refused("verify", "pruned", "--against", "pruned") == (
+    assert read_refusal("verify", "pruned", "--against", "pruned") == (
         "pruned was not made from pruned: its report names dense"
     )
 
 
 def test_against_without_a_report(place):
-    assert refused("verify", "sharded", "--against", "dense") == (
+    assert read_refusal("verify", "sharded", "--against", "dense") == (
         "sharded has no ckpt_prune.json: it cannot be compared with the model it was made from"
     )
 
@@ -256,7 +258,7 @@ def test_against_without_a_report(place):
 @pytest.mark.parametrize("content", ["", "{}", '{"source": 5, "files": {}, "sites": []}'])
 def test_a_damaged_report(place, content):
     Path("pruned/ckpt_prune.json").write_text(content)
-    assert refused("verify", "pruned") == "pruned/ckpt_prune.json is damaged: prune again"
+    assert read_refusal("verify", "pruned") == "pruned/ckpt_prune.json is damaged: prune again"
 
 
 # ---- a bit --------------------------------------------------------------------------------------------------------
@@ -330,7 +332,7 @@ def test_what_cannot_be_computed_again(place):
     assert "recomputed: not computed again: it was measured on text or images" in ok(
         "verify", "out", "--against", "dense", "--statistics", "stats"
     )
-    assert refused("verify", "pruned", "--statistics", "stats") == (
+    assert read_refusal("verify", "pruned", "--statistics", "stats") == (
         "--statistics needs --against MODEL: blocks are computed again from both"
     )
     ok("prune", "dense", "--recipe", "rcpu", "--set", "target=dense", "--statistics", "stats", "-o", "other")

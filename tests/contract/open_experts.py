@@ -41,7 +41,7 @@ class OpenExperts(nn.ModuleList):
         return torch.stack([expert(tokens, every[:, n, None]) for n, expert in enumerate(self)]).sum(0)
 
 
-def unstacked(family: Family, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def unstack_experts(family: Family, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a file, with the parts of those that hold all experts in their place."""
     found = dict(tensors)
     for stack, (each,) in family.experts.stacks.items() if family.experts is not None else ():

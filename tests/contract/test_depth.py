@@ -25,7 +25,7 @@ from tests.pairs import choose_cases, every
 from .dense import Dense
 from .models import ALIKE, FIRST, Case, unlike_cases
 from .open_experts import open_up, paths_of
-from .whole import assert_same_outputs, outputs, plain, seen
+from .whole import assert_same_outputs, outputs, plain, record_states
 
 KEPT, COMPUTED = 1e-5, 5e-4
 STRENGTH = 0.05
@@ -97,7 +97,7 @@ class Mapped:
             for name, module in model.get_submodule(block).named_modules()
             if isinstance(module, nn.LayerNorm)
         ]
-        found = seen(model, data, inputs=norms, results=[path, *layers, *norms])
+        found = record_states(model, data, inputs=norms, results=[path, *layers, *norms])
         linear: Any = model.get_submodule(path)
         bias = getattr(linear, "bias", None)
         old = 0 if bias is None else bias.detach().numpy()
@@ -137,7 +137,7 @@ def _rows(values: Any) -> Any:
 
 
 def _inputs(model: nn.Module, data: Samples, path: str) -> Any:
-    return _rows(seen(model, data, inputs=[path])[path])
+    return _rows(record_states(model, data, inputs=[path])[path])
 
 
 def path_of(case: Case, block: int, module: str) -> str:

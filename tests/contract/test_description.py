@@ -20,7 +20,7 @@ from tests.pairs import choose_cases, every
 
 from .dense import Dense
 from .models import BLOCKS, CASES, LONG, Case, first_cases
-from .open_experts import unstacked
+from .open_experts import unstack_experts
 
 
 def shapes_of(case: Case, **changes: object) -> dict[str, tuple[int, ...]]:
@@ -78,7 +78,7 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
     stored = load_file(dense.folder(case) / "model.safetensors")
     values = dict(case.model().named_parameters())
     paths = module_paths(case.family)
-    stored = unstacked(case.family, stored)
+    stored = unstack_experts(case.family, stored)
     for index in range(BLOCKS):
         prefix = case.family.block.format(block=index)
         added = tuple(f"{path.format(block=index)}." for path in case.family.lookups if "{block}" in path)

@@ -15,7 +15,7 @@ from tests.oracles.drift import Tokens, assert_measured
 
 from .dense import Dense
 from .models import Case, first_cases
-from .whole import seen
+from .whole import record_states
 
 FOLDS = 2
 Scale = Callable[[nn.Module, Tensor], Tensor]
@@ -67,8 +67,8 @@ class Seen:
         path = f"{case.family.layers}.1"
         consumers = {space: f"{path}.{case.family.spaces[space].solved_from[0]}" for space in SCALES[case.model_type]}
         data = case.samples(6)
-        results = seen(model, data, results=[*consumers.values(), path])
-        inputs = seen(model, data, inputs=[*consumers.values(), path])
+        results = record_states(model, data, results=[*consumers.values(), path])
+        inputs = record_states(model, data, inputs=[*consumers.values(), path])
         block = model.get_submodule(path)
         self.inputs = {space: torch.from_numpy(inputs[name]) for space, name in consumers.items()}
         self.outputs = {space: torch.from_numpy(results[name]) for space, name in consumers.items()}

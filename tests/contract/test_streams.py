@@ -10,7 +10,7 @@ from tests.pairs import choose_cases
 
 from .dense import Dense
 from .models import BLOCKS, LONG, Case, first_cases
-from .whole import assert_same_outputs, outputs, seen
+from .whole import assert_same_outputs, outputs, record_states
 
 NEAR = 1e-9
 FLOAT32 = {"dinov3_vit": 1e-6}
@@ -26,7 +26,7 @@ def test_states_and_outputs_are_those_of_the_whole_model(dense: Dense, case: Cas
     assert case.family.modality == "text" or model.tokens == data.tokens
     whole, near = case.model().double(), FLOAT32.get(case.model_type, NEAR)
     paths = [f"{case.family.layers}.{index}" for index in range(BLOCKS)]
-    expected = seen(whole, data, results=paths)
+    expected = record_states(whole, data, results=paths)
     for index, path in enumerate(paths):
         stream.advance(index, model.read_block(index))
         assert_same_outputs({path: stream.states}, {path: torch.from_numpy(expected[path])}, near)

@@ -55,7 +55,7 @@ def wide(data: Samples) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def seen(
+def record_states(
     model: nn.Module, data: Samples, *, inputs: Iterable[str] = (), results: Iterable[str] = ()
 ) -> dict[str, Array]:
     """Input or output of modules by path: (samples, tokens, width)."""
@@ -131,7 +131,7 @@ class Whole:
                 described = self.family.spaces[space]
                 paths = [self.path(block, module) for module in described.solved_from]
                 (inputs if described.ends in ("columns", "values") else results).extend(paths)
-            found = seen(self.model, data, inputs=inputs, results=results)
+            found = record_states(self.model, data, inputs=inputs, results=results)
             with torch.no_grad():
                 for block, space in stage:
                     ends = self.family.spaces[space].ends
@@ -168,7 +168,7 @@ class Whole:
             stay += [group * units + unit for unit in best]
         self.kept[block, space] = stay
         K = [unit * whole + i for unit in stay for i in range(whole) if unit * whole + i in held]
-        weight, bias = _fitted(method, W[:, K], X[:, K], X @ W.T)
+        weight, bias = _fit_columns(method, W[:, K], X[:, K], X @ W.T)
         consumer.weight.zero_()
         consumer.weight[:, K] = torch.from_numpy(weight)
         if expert_of(space) is None:
@@ -195,7 +195,7 @@ class Whole:
                 Z += [X[:, at] @ Q[:, :keep] for at in own]
                 V += [W[:, at] @ P[:, :keep] for at in own]
                 back += [(at, Q[:, :keep]) for at in own]
-        weight, bias = _fitted(method, np.hstack(V), np.hstack(Z), X @ W.T)
+        weight, bias = _fit_columns(method, np.hstack(V), np.hstack(Z), X @ W.T)
         consumer.weight.zero_()
         for index, (at, Q) in enumerate(back):
             consumer.weight[:, at] = torch.from_numpy(weight[:, index * keep : (index + 1) * keep] @ Q.T)
@@ -291,7 +291,7 @@ class Whole:
         self.kept[block, space] = kept
 
 
-def _fitted(method: str, W: Array, X: Array, Y: Array) -> tuple[Array, Array]:
+def _fit_columns(method: str, W: Array, X: Array, Y: Array) -> tuple[Array, Array]:
     """Return weight and bias of columns as a compensation makes them."""
     if method not in WITH_STRENGTH:
         found: tuple[Array, Array] = STRENGTHLESS[method](W, X, Y)

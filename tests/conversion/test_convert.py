@@ -20,7 +20,7 @@ from transformers import (
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
-from tests.cli.running import ok, refused, run
+from tests.cli.running import ok, read_refusal, run
 from tests.encoders import randomise
 from tests.families import contents
 from tests.images import write_images
@@ -167,7 +167,9 @@ def test_an_existing_output_is_replaced_when_asked_to() -> None:
     timm(Path("timm"))
     ok("convert", "timm", "-o", "out")
     before = Path("out/model.safetensors").read_bytes()
-    assert refused("convert", "timm", "-o", "out").endswith("out exists; --overwrite replaces it, or give another -o")
+    assert read_refusal("convert", "timm", "-o", "out").endswith(
+        "out exists; --overwrite replaces it, or give another -o"
+    )
     ok("convert", "timm", "-o", "out", "--overwrite")
     assert Path("out/model.safetensors").read_bytes() == before
     found = json.loads(ok("convert", "timm", "-o", "out", "--overwrite", "--json"))
@@ -188,7 +190,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 8)
         assert "out.partial keeps what is done" in run(*job).stderr
-    assert "is left from an unfinished run; --resume continues it" in refused(*job[:-1])
+    assert "is left from an unfinished run; --resume continues it" in read_refusal(*job[:-1])
     assert "7 of 40 tensors converted" in run(*job[:-1], "--resume").stderr
     assert contents(Path("out")) == contents(Path("whole"))
     # A kill between the swap and the end of deleting what was replaced.
@@ -199,10 +201,10 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(monkeypatch: pytest.MonkeyPat
 
 def test_sources_that_cannot_be_converted_are_refused_before_anything_is_written() -> None:
     tensors = timm(Path("timm"))
-    assert "overlaps the source" in refused("convert", "timm", "-o", "timm/out")
+    assert "overlaps the source" in read_refusal("convert", "timm", "-o", "timm/out")
     tensors["norm.bias"][0] = torch.nan
     save_file(tensors, "timm/model.safetensors")
-    assert "norm.bias" in refused("convert", "timm", "-o", "out")
+    assert "norm.bias" in read_refusal("convert", "timm", "-o", "out")
     assert [path.name for path in Path().iterdir()] == ["timm"]
 
 
@@ -246,7 +248,7 @@ def test_what_computes_something_else_is_refused(what: str) -> None:
     if more:
         save_file(tensors | {"dist_token": torch.ones(1, 1, HIDDEN)}, "timm/model.safetensors")
     place = Path.cwd() / "timm"
-    assert refused("convert", "timm", "-o", "out").replace(str(place), "timm") == message
+    assert read_refusal("convert", "timm", "-o", "out").replace(str(place), "timm") == message
 
 
 @pytest.mark.parametrize(
@@ -259,12 +261,12 @@ def test_what_computes_something_else_is_refused(what: str) -> None:
 def test_tensors_of_something_else_are_refused(name: str, message: str) -> None:
     tensors = timm(Path("timm"))
     save_file(tensors | {name: torch.ones(HIDDEN)}, "timm/model.safetensors")
-    assert message in refused("convert", "timm", "-o", "out")
+    assert message in read_refusal("convert", "timm", "-o", "out")
     save_file(tensors | {"pos_embed": torch.ones(10, HIDDEN)}, "timm/model.safetensors")
-    assert refused("convert", "timm", "-o", "out").endswith("pos_embed has shape [10, 16], which no ViT's has")
+    assert read_refusal("convert", "timm", "-o", "out").endswith("pos_embed has shape [10, 16], which no ViT's has")
     del tensors["blocks.1.mlp.fc2.bias"]
     save_file(tensors, "timm/model.safetensors")
-    assert refused("convert", "timm", "-o", "out").endswith("lacks tensor blocks.1.mlp.fc2.bias")
+    assert read_refusal("convert", "timm", "-o", "out").endswith("lacks tensor blocks.1.mlp.fc2.bias")
 
 
 # ---- masked autoencoders -------------------------------------------------------------------------------------------
@@ -301,6 +303,6 @@ def test_other_models_are_not_converted() -> None:
     Path("bert").mkdir()
     Path("bert/config.json").write_text(json.dumps({"model_type": "bert"}))
     save_file({"a": torch.ones(1)}, "bert/model.safetensors")
-    assert refused("convert", "bert", "-o", "out").endswith(
+    assert read_refusal("convert", "bert", "-o", "out").endswith(
         "bert is a bert: only folders of timm and vit_mae are converted"
     )

@@ -14,7 +14,7 @@ from ckpt_prune.datasets.texts import NamedText, parse_text_name
 from ckpt_prune.measure.samples.text import read_text
 from ckpt_prune.options.data import CalibrationOptions, EvaluationOptions
 from ckpt_prune.options.option import check_options
-from tests.cli.running import ok, refused, run
+from tests.cli.running import ok, read_refusal, run
 from tests.hub_server import Hub, Repo
 from tests.shared_data import shared_data
 
@@ -125,7 +125,7 @@ def test_commands_take_names(place, monkeypatch):
     assert (said["window"], said["windows"]) == (16, 2)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert refused("prune", "dense", "--text", "wikitext2", "-o", "out") == (
+    assert read_refusal("prune", "dense", "--text", "wikitext2", "-o", "out") == (
         f"wikitext2:train: no local copy ({place / 'copies'}), and Salesforce/wikitext/wikitext-2-raw-v1/"
         "train-00000-of-00001.parquet is not in the Hub cache, and HF_HUB_OFFLINE is set; run `hf download "
         "Salesforce/wikitext wikitext-2-raw-v1/train-00000-of-00001.parquet --repo-type dataset` while connected, or "
@@ -174,7 +174,7 @@ def test_parquet_without_pyarrow(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # what Python itself knows an absent package by
     Path("copies").mkdir()
     Path("copies/test-00000-of-00001.parquet").write_bytes(b"PAR1")
-    assert refused("evaluate", "dense", "--text", "copies/wikitext2:test", "--window", "16") == (
+    assert read_refusal("evaluate", "dense", "--text", "copies/wikitext2:test", "--window", "16") == (
         "copies/test-00000-of-00001.parquet: reading parquet needs pyarrow: pip install 'ckpt-prune[eval]'"
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_prune.demo import corpus
 from ckpt_prune.demo import run as demo
-from tests.cli.running import ok, refused
+from tests.cli.running import ok, read_refusal
 from tests.graphs import with_layers
 
 ROWS = [
@@ -79,10 +79,12 @@ def test_the_whole_path_and_what_it_keeps(small):
 def test_a_folder_in_use_is_refused(small):
     Path("taken").mkdir()
     Path("taken/file").touch()
-    assert refused("demo", "-o", "taken") == "taken is not empty: choose another folder for the demo"
+    assert read_refusal("demo", "-o", "taken") == "taken is not empty: choose another folder for the demo"
     Path("text").write_text("a file")
-    assert refused("demo", "-o", "text") == "text is not a folder: choose another one for the demo"
-    assert refused("demo", "-o", "no/where") == f"the folder {Path('no').absolute()} does not exist; create it first"
+    assert read_refusal("demo", "-o", "text") == "text is not a folder: choose another one for the demo"
+    assert (
+        read_refusal("demo", "-o", "no/where") == f"the folder {Path('no').absolute()} does not exist; create it first"
+    )
 
 
 def test_no_standard_library_sources(small, monkeypatch):
@@ -91,7 +93,7 @@ def test_no_standard_library_sources(small, monkeypatch):
 
     Path("nothing").mkdir()
     monkeypatch.setattr(corpus, "read_corpus", none)
-    assert refused("demo", "-o", "out") == (
+    assert read_refusal("demo", "-o", "out") == (
         "nothing holds no Python source: the demo reads the standard library's own text"
     )
 

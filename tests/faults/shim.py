@@ -90,29 +90,29 @@ class Shim:
             signal.signal(number, signal.default_int_handler if own == "SIGINT" else signal.SIG_DFL)
         shim, plain_open, sync, claim = self, io.open, os.fsync, os.posix_fallocate
 
-        def opened(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **more: Any) -> Any:
+        def open_watched(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **more: Any) -> Any:
             if not set(mode) & set("wax+") or shim._of(file) is None:
                 return plain_open(file, mode, buffering, *rest, **more)
             return shim._watched(file, mode, buffering, *rest, **more)
 
-        def synced(descriptor: Any) -> None:
+        def count_sync(descriptor: Any) -> None:
             shim._reach("sync", shim._of(descriptor))
 
-        def claimed(descriptor: Any, offset: int, size: int) -> None:
+        def count_and_claim(descriptor: Any, offset: int, size: int) -> None:
             shim._reach("claim", shim._of(descriptor))
             claim(descriptor, offset, size)
 
-        def saved(tensors: Any, path: Any, metadata: Any = None) -> None:
+        def save_watched(tensors: Any, path: Any, metadata: Any = None) -> None:
             # The library's own goes through no Python; these are its bytes.
-            with opened(path, "wb") as file:
+            with open_watched(path, "wb") as file:
                 file.write(save(tensors, metadata))
 
         del sync  # nothing here has a power cut
-        io.open = builtins.open = opened  # type: ignore[assignment]
-        os.fsync, os.posix_fallocate = synced, claimed  # type: ignore[assignment]
+        io.open = builtins.open = open_watched  # type: ignore[assignment]
+        os.fsync, os.posix_fallocate = count_sync, count_and_claim  # type: ignore[assignment]
         shutil._USE_CP_SENDFILE = False  # type: ignore[attr-defined]
         for name in ("ckpt_prune.measure.statistics.folder", "ckpt_prune.stages.rotation.learner"):
-            importlib.import_module(name).save_file = saved  # type: ignore[attr-defined]
+            importlib.import_module(name).save_file = save_watched  # type: ignore[attr-defined]
         sys.addaudithook(self._audit)
 
     def off(self) -> None:

@@ -126,7 +126,7 @@ class Machine:
                 try:
                     main(arguments, "ckpt-prune")
                 except KeyboardInterrupt as error:
-                    if _reached(error):
+                    if _was_raised_in_tool(error):
                         raise
                     raise SystemExit(128 + signal.SIGINT) from None
                 finally:
@@ -167,7 +167,7 @@ class Machine:
         reference, job, place = self.reference(name), JOBS[name], self.place(name)
         try:
             ran = self.run(name, place, job.arguments, fault)
-            return self._judged(job, name, place, reference, ran, _allowed(fault), then)
+            return self._judged(job, name, place, reference, ran, _list_allowed_codes(fault), then)
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
@@ -313,7 +313,7 @@ def _hear() -> None:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
-def _reached(error: KeyboardInterrupt) -> bool:
+def _was_raised_in_tool(error: KeyboardInterrupt) -> bool:
     """Whether Ctrl-C came behind the first line of this tool; before it nobody can make a line of it but Python."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(Path(frame.f_code.co_filename).is_relative_to(_TOOL) for frame in frames)
@@ -333,7 +333,7 @@ def can_mount(folder: Path) -> bool:
     return True
 
 
-def _allowed(fault: Fault) -> set[int]:
+def _list_allowed_codes(fault: Fault) -> set[int]:
     if fault.what in SIGNALS:
         number = getattr(signal, fault.what)
         return {-number} if fault.what == "SIGKILL" else {128 + number}

@@ -49,7 +49,7 @@ CONTAINERS: list[Callable[[], Any]] = [
 ]
 
 
-def mutated(data: bytes, kind: str, rng: random.Random) -> bytes:
+def mutate_data(data: bytes, kind: str, rng: random.Random) -> bytes:
     """A file's bytes, changed in one to three places.
 
     Args:
@@ -74,10 +74,10 @@ def _in_json(data: bytes, rng: random.Random) -> bytes:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return _in_bytes(data, rng)
-    return json.dumps(changed(value, rng), ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+    return json.dumps(mutate_value(value, rng), ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
 
 
-def changed(value: Any, rng: random.Random) -> Any:
+def mutate_value(value: Any, rng: random.Random) -> Any:
     """A JSON value, one of the values in it changed, gone, doubled or moved elsewhere."""
     value = copy.deepcopy(value)
     places = list(_places(value))

@@ -26,7 +26,7 @@ from ckpt_prune.runtimes import in_transformers, proof
 from ckpt_prune.runtimes.task import RuntimeAnswer, RuntimeTask
 from tests.cli.running import listing
 from tests.forked import begin
-from tests.fuzz.mutate import CANARY, mutated
+from tests.fuzz.mutate import CANARY, mutate_data
 from tests.fuzz.targets import TARGETS
 
 SECONDS = 20
@@ -95,7 +95,7 @@ def batch(place: Path, target: str, seed: int, first: int, count: int, *, waited
 def case_bytes(place: Path, target: str, seed: int, number: int) -> bytes:
     """The changed file of a case."""
     own = TARGETS[target]
-    return mutated((place / own.file).read_bytes(), own.kind, random.Random(f"{seed} {target} {number}"))
+    return mutate_data((place / own.file).read_bytes(), own.kind, random.Random(f"{seed} {target} {number}"))
 
 
 def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path, waited: int | None) -> None:
@@ -133,7 +133,7 @@ def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path,
         for number in range(first, end):
             command = own.commands[number % len(own.commands)]
             tell(case=[number, " ".join(command)])
-            path.write_bytes(mutated(whole, own.kind, random.Random(f"{seed} {target} {number}")))
+            path.write_bytes(mutate_data(whole, own.kind, random.Random(f"{seed} {target} {number}")))
             before = listing()
             seen.clear()
             for what in [*_faults(command, own.file, waited), *seen]:

@@ -22,7 +22,7 @@ _IMAGES = ("calibrate", "vit", "--images", "flat", "--samples", "3", *_MOMENTS)
 
 @dataclass(frozen=True)
 class Target:
-    """A file, how it is changed (see `mutate.mutated`), and what reads it."""
+    """A file, how it is changed (see `mutate.mutate_data`), and what reads it."""
 
     file: str
     kind: str

@@ -16,9 +16,9 @@ from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages import FullRecipe
-from tests.cli.running import refused
+from tests.cli.running import read_refusal
 from tests.forked import posix
-from tests.fuzz.mutate import mutated
+from tests.fuzz.mutate import mutate_data
 from tests.fuzz.run import batch, case_bytes
 from tests.fuzz.targets import GRAPHS, RECIPE, TARGETS
 from tests.pairs import every
@@ -51,7 +51,7 @@ def test_the_machine_sees_what_does_not_hold(place: Path, monkeypatch: pytest.Mo
 def test_a_large_ratio_in_quotes_is_a_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (place / "quoted.json").write_text(json.dumps(RECIPE | {"ratio": "20"}))
-    assert refused("recipe", "validate", "quoted.json").endswith("less than 1, got '20': did you mean 20% or 0.2?")
+    assert read_refusal("recipe", "validate", "quoted.json").endswith("less than 1, got '20': did you mean 20% or 0.2?")
 
 
 @posix
@@ -94,7 +94,7 @@ def test_the_same_seed_makes_the_same_file(place: Path) -> None:
     assert len({case_bytes(place, "config", 1, number) for number in range(30)}) > 20
     rng = random.Random(0)
     header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    assert len({mutated(len(header).to_bytes(8, "little") + header, "safetensors", rng) for _ in range(50)}) > 30
+    assert len({mutate_data(len(header).to_bytes(8, "little") + header, "safetensors", rng) for _ in range(50)}) > 30
 
 
 @few

@@ -220,7 +220,7 @@ MADE = [
 LETTERS = [*"▁ \nthenaibxé.,<1>", "\u4f60"]
 
 
-def published() -> dict[str, object]:
+def make_published_keys() -> dict[str, object]:
     """Keys of a file made from SentencePiece: a piece of text has the score of a token that is no piece of text, and
     the scores have a gap, as in the published file of Gemma 3."""
     tokens = [*PUBLISHED, *MADE, *(letter for letter in LETTERS if letter != " ")]
@@ -273,7 +273,7 @@ def by_scores(values: dict[str, object], text: str) -> list[int]:
 
 
 def test_pieces_of_a_file_are_merged_by_their_scores(tmp_path):
-    values = published()
+    values = make_published_keys()
     tokenizer = tokenizer_of(values, Path("m.gguf"))
     rng = random.Random(0)
     alphabet = [*LETTERS, "\u00df", "\U0001f600", "<h1>", "<eos>", "banana", "\n\n\n", "    "]
@@ -291,7 +291,7 @@ def test_pieces_of_a_file_are_merged_by_their_scores(tmp_path):
 
 
 def test_scores_that_no_merges_follow_are_refused():
-    values = published()
+    values = make_published_keys()
     tokens = values["tokenizer.ggml.tokens"]
     for without in ("x", "é"):  # llama.cpp would merge the two halves of a piece, though one is no token
         fewer = [f"<{index}>" if token == without else token for index, token in enumerate(tokens)]

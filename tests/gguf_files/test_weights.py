@@ -12,7 +12,7 @@ TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"]
 FAMILIES = {"llama": {}, "phi3": {}, "gemma3_text": WINDOWED, "starcoder2": {}}
 
 
-def written(folder, kind, model_type="llama"):
+def save_as_gguf(folder, kind, model_type="llama"):
     model = save(folder / "model", model_type, **FAMILIES[model_type])
     export_gguf(str(model), folder / "m.gguf", proving(model), kind=kind, proof=False)
     return folder / "m.gguf", open_model(str(model))
@@ -25,12 +25,12 @@ def wrong(file, model):
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_is_written_is_the_checkpoints(tmp_path, kind, model_type):
-    assert wrong(*written(tmp_path, kind, model_type)) == []
+    assert wrong(*save_as_gguf(tmp_path, kind, model_type)) == []
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_one_damaged_block_is_named(tmp_path, kind):
-    file, model = written(tmp_path, kind)
+    file, model = save_as_gguf(tmp_path, kind)
     info = open_gguf(file).tensors["blk.3.attn_q.weight"]
     data = bytearray(file.read_bytes())
     block = info.bytes // (info.shape[0] * info.shape[1] // 32)
@@ -42,7 +42,7 @@ def test_one_damaged_block_is_named(tmp_path, kind):
 
 
 def test_weights_of_another_model_are_not_the_checkpoints(tmp_path):
-    file, _ = written(tmp_path, "q4_0")
+    file, _ = save_as_gguf(tmp_path, "q4_0")
     other = save(tmp_path / "other", "llama", initializer_range=1.0)
     assert len(wrong(file, open_model(str(other)))) > 30
     narrower = save(tmp_path / "narrower", "llama", intermediate_size=32)

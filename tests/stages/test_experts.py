@@ -29,7 +29,7 @@ from ckpt_prune.verification.verify import verify
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import BLOCKS, LED, Case, first_cases
 from tests.contract.open_experts import open_up
-from tests.contract.whole import TARGETS, outputs, seen
+from tests.contract.whole import TARGETS, outputs, record_states
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
 from tests.pairs import choose_cases, cross_cases, every
@@ -73,7 +73,7 @@ def expected_of(dense: Dense, block: int) -> tuple[list[int], np.ndarray]:
     path = f"model.layers.{block}.mlp.experts.{UNSEEN}"
     expert: Any = model.get_submodule(path)
     # Before it is known which tokens are whose.
-    gates = seen(model, ONE.samples(), inputs=[f"model.layers.{block}.mlp.gate"])
+    gates = record_states(model, ONE.samples(), inputs=[f"model.layers.{block}.mlp.gate"])
     tokens = torch.from_numpy(next(iter(gates.values()))).flatten(0, -2)
     with torch.no_grad():
         X = (expert.activation(expert.gate(tokens)) * expert.up(tokens)).numpy()

@@ -15,7 +15,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.family import Family
 from ckpt_prune.stages import FullRecipe
 from tests import encoders, families
-from tests.contract.open_experts import unstacked
+from tests.contract.open_experts import unstack_experts
 from tests.families import prune
 from tests.oracles import masked_model
 from tests.oracles.masked_model import INPUTS, Model, Rule, Target
@@ -114,7 +114,7 @@ def assert_masked(
     found, before = tensors_of(out), tensors_of(source)
     assert found.keys() == before.keys()
     if family is not None:
-        found, before = unstacked(family, found), unstacked(family, before)
+        found, before = unstack_experts(family, found), unstack_experts(family, before)
     assert expected.keys() <= found.keys()
     for name, tensor in found.items():
         if name not in expected:

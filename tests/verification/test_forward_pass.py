@@ -15,7 +15,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.verification import forward_pass
 from ckpt_prune.verification.forward_pass import BOUNDS, check_forward
 from tests import encoders, families
-from tests.cli.running import listing, ok, refused
+from tests.cli.running import listing, ok, read_refusal
 from tests.contract.dense import Dense
 from tests.contract.models import CASES, Case
 from tests.pairs import every
@@ -96,7 +96,7 @@ def test_a_switch_of_the_config_that_no_description_knows(tmp_path: Path, monkey
         ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT, "-o", "out"),
         ("prune", "dense", "--recipe", "laco-wanda-50", *TEXT, "-o", "out", "--dry-run"),
     ):
-        found = refused(*command)
+        found = read_refusal(*command)
         assert re.fullmatch(line, found), found
         assert listing() == before
 
