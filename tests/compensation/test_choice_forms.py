@@ -50,7 +50,7 @@ def form(monkeypatch) -> str:
     name, known = "small-bias", oracle.fit_answer
     monkeypatch.setitem(METHODS, name, Method(name, "", "", True, True, True, form=small_bias))
     monkeypatch.setattr(
-        oracle, "fitted", lambda method, *of: small_bias_of_tokens(*of) if method == name else known(method, *of)
+        oracle, "fit_answer", lambda method, *of: small_bias_of_tokens(*of) if method == name else known(method, *of)
     )
     return name
 
