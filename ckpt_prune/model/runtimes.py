@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 from typing import Any, Literal, get_args
 
-from ckpt_prune.checkpoint.quantised import is_packed
+from ckpt_prune.checkpoint.quantised import QUANTISATION_KEY, is_packed, weight_settings
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.graph_types import GGUF_FILES, GGUF_ROWS, GRAPH_FILES, GraphType
@@ -295,10 +295,17 @@ def types_exported(config: Mapping[str, Any], export: Mapping[str, Any] | None) 
         return ()
     dtypes = export.get("dtype") or ()
     types = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
-    if export.get("format") == "gguf":
-        stored = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-        return types or tuple(stored[dtype] for dtype in [config.get("dtype")] if dtype in stored)
-    return types or ("fp32",)
+    if export.get("format") != "gguf":
+        return types or ("fp32",)
+    # Without a type a file has that of the weights (gguf.types.default_type).
+    if (
+        not types
+        and is_packed(config)
+        and any(each.get("num_bits") == 4 for each in weight_settings(config[QUANTISATION_KEY]))
+    ):
+        return ("q4_0",)
+    stored = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+    return types or tuple(stored[dtype] for dtype in [config.get("dtype")] if dtype in stored)
 
 
 def places(

@@ -143,3 +143,6 @@ def test_one_recipe_prunes_rounds_and_ends_in_a_file_of_the_same_weights(tmp_pat
     text = proving(model).text
     out = prune(str(model), recipe=str(recipe), text=text, window=32, samples=8, output=tmp_path / "out").path
     check_same_weights(out / "model-q4_0.gguf", out)
+    assert "llama-cli -m PATH/model-q4_0.gguf" in (out / "README.md").read_text()
+    notices = prune(str(model), recipe=str(recipe), text=text, window=32, samples=8, output=out, resume=True).notices
+    assert not any("missing" in line for line in notices)

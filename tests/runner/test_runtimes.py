@@ -75,6 +75,13 @@ def test_types_that_a_recipe_exports(export, types):
     assert types_exported({"dtype": "bfloat16"}, export) == types
 
 
+@pytest.mark.parametrize(("bits", "types"), [(4, ("q4_0",)), (8, ("bf16",))])
+def test_a_file_of_rounded_weights_has_their_type(bits, types):
+    weights = {"config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"} | weights
+    assert types_exported({"dtype": "bfloat16", "quantization_config": config}, {"format": "gguf"}) == types
+
+
 @pytest.mark.parametrize("text", ["ollama", "vllm:q4_0", "llama.cpp:", "exllamav3:", "transformers:int4", ""])
 def test_what_is_no_runtime_is_refused(text):
     with pytest.raises(UserError, match=r"is no (runtime|option)"):

@@ -29,7 +29,8 @@ class Export(GraphSettings, Stage):
         """Return whether an output has what is exported of it."""
         if self.format == "onnx":
             return (output / GRAPH_FOLDER).exists()
-        kinds = ("f32", "f16", "bf16") if self.gguf_type is None else (self.gguf_type,)
+        # Without a type it is that of the weights: q4_0 for those of 4 bits.
+        kinds = ("f32", "f16", "bf16", "q4_0") if self.gguf_type is None else (self.gguf_type,)
         return any((output / GGUF_FILES[kind]).is_file() for kind in kinds)
 
     @classmethod
