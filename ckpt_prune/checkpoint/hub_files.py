@@ -138,10 +138,8 @@ def fetch_hub_file(
     import huggingface_hub
 
     what = f"{repo}/{name}" if revision is None else f"{repo}/{name}@{revision}"
-    kind, at = (
-        "" if repo_type == "model" else f" --repo-type {repo_type}",
-        f" --revision {revision}" if revision else "",
-    )
+    kind = "" if repo_type == "model" else f" --repo-type {repo_type}"
+    at = f" --revision {revision}" if revision else ""
     remedy = f"run `hf download {repo} {name}{kind}{at}` while connected, or give a file"
     with hub_failures(repo, what, revision=revision, given="file", remedy=remedy), show_hub_bars(False):
         if not is_offline():

@@ -27,7 +27,7 @@ def list_recipes(options: RecipeListOptions) -> "Groups":
 
     time is what pruning takes, as a multiple of recipe ridge. loads with: stock is a class of transformers; own code is
     `ckpt_prune.load(OUT)`, or trust_remote_code=True without this package. data is what prune needs besides the model:
-    --text, --images for a vision model, or --statistics. Of several one is enough; any stands for all three.
+    --text, --images for a vision model, or --statistics. Where several are named, one is enough; any means all three.
     """
     from ckpt_prune.recipe.catalogue import group_recipes
     from ckpt_prune.recipe.reading import load_recipe

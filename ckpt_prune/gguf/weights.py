@@ -26,7 +26,7 @@ _FARTHEST = {
 }
 """Type → how far a block may be from what it was rounded from, as a share of its norm."""
 _OTHERS = 0.9
-"""The same of whole rows of other types, which have steps of several sizes."""
+"""How far a whole row of any other type may be, as a share of its norm: such types mix steps of several sizes."""
 _NOISE = 1e-3
 """Numbers so much smaller than the rest of a tensor may become anything as small: float16 has no smaller ones."""
 

@@ -283,13 +283,15 @@ def small_share_line(sizes: Mapping[str, str | None]) -> str | None:
         sizes: kind → size, as options have them; each can be read.
     """
     for kind, text in sizes.items():
-        size = None if text is None else parse_size(cast(SizeKind, kind), text)
-        if text is not None and size is not None and size.share is not None and size.share < Fraction(1, 2):
+        if text is None:
+            continue
+        size_kind = cast(SizeKind, kind)
+        share = parse_size(size_kind, text).share
+        if share is not None and share < Fraction(1, 2):
             amount, at, work = text.partition("@")
             less = "shorter" if kind == "latency" else "smaller"
-            other = f"{float(100 * (1 - size.share)):g}%{at}{work}"
             return (
-                f"--target-{kind} {text} keeps {amount} of the {_UNITS[cast(SizeKind, kind)].what}; to make it "
-                f"{amount} {less} say {other}"
+                f"--target-{kind} {text} keeps {amount} of the {_UNITS[size_kind].what}; to make it "
+                f"{amount} {less} say {float(100 * (1 - share)):g}%{at}{work}"
             )
     return None
