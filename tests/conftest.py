@@ -138,8 +138,8 @@ def find_imports(path: Path) -> Iterator[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the thorough cells, and put the files that take longest first."""
     if not config.getoption("--thorough"):
-        left = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=left)
+        deselected = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))

@@ -105,8 +105,8 @@ class Variant:
 
     @property
     def model_type(self) -> str:
-        known = {"ViT": "vit", "DeiT": "deit", "Dinov2": "dinov2", "OPT": "opt", "Bert": "bert"}
-        return next(value for key, value in known.items() if self.architecture.startswith(key))
+        model_types = {"ViT": "vit", "DeiT": "deit", "Dinov2": "dinov2", "OPT": "opt", "Bert": "bert"}
+        return next(value for key, value in model_types.items() if self.architecture.startswith(key))
 
     @property
     def alone(self) -> bool:
@@ -115,7 +115,7 @@ class Variant:
 
     @property
     def auto(self) -> Any:
-        known = {
+        auto_classes = {
             "ForImageClassification": "AutoModelForImageClassification",
             "ForImageClassificationWithTeacher": "AutoModelForImageClassification",
             "ForCausalLM": "AutoModelForCausalLM",
@@ -124,7 +124,9 @@ class Variant:
             "ForSequenceClassification": "AutoModelForSequenceClassification",
             "Model": "AutoModel",
         }
-        return getattr(transformers, next(auto for end, auto in known.items() if self.architecture.endswith(end)))
+        return getattr(
+            transformers, next(auto for end, auto in auto_classes.items() if self.architecture.endswith(end))
+        )
 
     @property
     def swiglu(self) -> bool:
@@ -321,9 +323,9 @@ def calibrate(
     kinds = list_collected_by_default(model) if collect is None else collect
     how: dict[str, Any] = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
 
-    def finish(found: Statistics) -> None:
+    def finish(statistics: Statistics) -> None:
         if "fisher" in kinds:
-            add_gradients(model, found, data, **how)
+            add_gradients(model, statistics, data, **how)
 
     return measure_statistics(model, data, out, seed=0, folds=folds, collect=kinds, finish=finish, **how)
 
@@ -349,20 +351,20 @@ def recipe(ratios: Mapping[str, float], *, methods: Mapping[str, Any] | str | No
     """
     spaces = {}
     for space, ratio in ratios.items():
-        own: dict[str, Any] = DEFAULTS[space] | {"ratio": ratio}
+        settings: dict[str, Any] = DEFAULTS[space] | {"ratio": ratio}
         method = methods.get(space) if isinstance(methods, Mapping) else methods
         if isinstance(method, str):
             strength = {"lambda": STRENGTH} if method in WITH_STRENGTH or method in FITS_LOGITS else {}
-            own["compensation"] = {"method": method} | strength
+            settings["compensation"] = {"method": method} | strength
         elif method is not None:
-            own["compensation"] = method
-        spaces[space] = own
+            settings["compensation"] = method
+        spaces[space] = settings
     return FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces, **top})
 
 
 def request_on(
     folder: Path,
-    wanted: FullRecipe,
+    full_recipe: FullRecipe,
     statistics: Statistics | None = None,
     live: Samples | None = None,
     *,
@@ -370,12 +372,12 @@ def request_on(
     **more: Any,
 ) -> Job:
     samples = None if live is None else LiveSamples(live, folds, torch.float32)
-    return Job(Model.open(folder), wanted, statistics, samples, **more)
+    return Job(Model.open(folder), full_recipe, statistics, samples, **more)
 
 
-def job_on(folder: Path, wanted: FullRecipe, *given: Any, **more: Any) -> Prepared:
+def job_on(folder: Path, full_recipe: FullRecipe, *given: Any, **more: Any) -> Prepared:
     """The same, settled."""
-    return prepare_plan(request_on(folder, wanted, *given, **more))
+    return prepare_plan(request_on(folder, full_recipe, *given, **more))
 
 
 def stock(folder: Path, variant: str, **options: Any) -> PreTrainedModel:
@@ -399,9 +401,9 @@ def outputs(model: nn.Module, data: Samples) -> dict[str, Tensor]:
     """Every tensor a model returns: logits of each head, hidden states, what is pooled."""
     batch = data.batch(slice(len(data)))
     options = {"use_cache": False} if "input_ids" in batch and hasattr(model, "generate") else {}
-    found = {k: v for k, v in model(**batch, **options).items() if isinstance(v, Tensor)}
-    assert found
-    return found
+    tensors = {k: v for k, v in model(**batch, **options).items() if isinstance(v, Tensor)}
+    assert tensors
+    return tensors
 
 
 def assert_same_outputs(a: nn.Module, b: nn.Module, data: Samples, *, tolerance: float = 1e-4) -> None:
@@ -437,8 +439,10 @@ def watch(
     model(**data.batch(slice(len(data))))
     for handle in handles:
         handle.remove()
-    assert all(len(found) == 1 for found in seen.values())
-    return {path: found.reshape(len(data), -1, found.shape[-1]).double().numpy() for path, (found,) in seen.items()}
+    assert all(len(batches) == 1 for batches in seen.values())
+    return {
+        path: batches.reshape(len(data), -1, batches.shape[-1]).double().numpy() for path, (batches,) in seen.items()
+    }
 
 
 STRENGTHLESS: dict[str, Any] = {

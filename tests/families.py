@@ -154,7 +154,7 @@ def one_group(variant: str) -> float:
 
 def request_on(
     folder: Path,
-    wanted: FullRecipe,
+    full_recipe: FullRecipe,
     statistics: Statistics | None = None,
     live: Tensor | None = None,
     *,
@@ -163,12 +163,12 @@ def request_on(
 ) -> Job:
     """Return the job; `live` are windows to measure on."""
     samples = None if live is None else LiveSamples(TokenWindows(live), folds, torch.float32)
-    return Job(Model.open(folder), wanted, statistics, samples, **more)
+    return Job(Model.open(folder), full_recipe, statistics, samples, **more)
 
 
-def job_on(folder: Path, wanted: FullRecipe, *given: Any, **more: Any) -> Prepared:
+def job_on(folder: Path, full_recipe: FullRecipe, *given: Any, **more: Any) -> Prepared:
     """The same, settled."""
-    return prepare_plan(request_on(folder, wanted, *given, **more))
+    return prepare_plan(request_on(folder, full_recipe, *given, **more))
 
 
 def prune(prepared: Prepared, out: Path, **options: Any) -> dict[str, Any]:

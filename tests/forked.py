@@ -41,12 +41,12 @@ class Child:
         if not waited:
             os.kill(self.process, signal.SIGKILL)
         _, status = os.waitpid(self.process, 0)
-        said = [path.read_text() for path in self.files]
+        outputs = [path.read_text() for path in self.files]
         for path in self.files:
             path.unlink()
         if not waited:
-            raise TimeoutError(f"it did not end in {seconds} s; it said {said}")
-        return subprocess.CompletedProcess([], os.waitstatus_to_exitcode(status), *said)
+            raise TimeoutError(f"it did not end in {seconds} s; it said {outputs}")
+        return subprocess.CompletedProcess([], os.waitstatus_to_exitcode(status), *outputs)
 
 
 def _ends(process: int, seconds: float) -> bool:

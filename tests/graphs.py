@@ -89,8 +89,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Maker
                 writer.write(embedded=embedded)
             return place / name
 
-        told = repr((embedded, sorted(settings.items())))
-        return model(name), once(root / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:12]}", write)
+        description = repr((embedded, sorted(settings.items())))
+        return model(name), once(root / f"{name}-{hashlib.sha256(description.encode()).hexdigest()[:12]}", write)
 
     return export
 
@@ -104,9 +104,9 @@ def traced_for_others(patch: pytest.MonkeyPatch, graph: Path) -> None:
     """The same for a model of the same shapes: its own weights stand in the graph."""
 
     def replace_weights(model: torch.nn.Module, *_: Any, **__: Any) -> onnx_ir.Model:
-        found, weights = _whole(graph), model.state_dict()
+        graph_model, weights = _whole(graph), model.state_dict()
         placed = []
-        for name, value in found.graph.initializers.items():
+        for name, value in graph_model.graph.initializers.items():
             tensor = weights.pop(name.removesuffix(".T"), None)
             if tensor is not None:
                 placed.append(tensor)
@@ -115,23 +115,23 @@ def traced_for_others(patch: pytest.MonkeyPatch, graph: Path) -> None:
                 assert array.shape == tuple(value.const_value.shape)
                 value.const_value = onnx_ir.tensor(array, name=name)
         # Norms that are equal are in a graph once.
-        assert all(any(torch.equal(tensor, each) for each in placed) for tensor in weights.values())
-        return found
+        assert all(any(torch.equal(tensor, other) for other in placed) for tensor in weights.values())
+        return graph_model
 
     patch.setattr(exporting, "trace_model", replace_weights)
 
 
 def graph_of(folder: Path) -> Path:
     """The only graph of a folder."""
-    (found,) = folder.glob("*.onnx")
-    return found
+    (file,) = folder.glob("*.onnx")
+    return file
 
 
 def _whole(graph: Path) -> onnx_ir.Model:
     """A graph with its weights in memory: its file may be replaced meanwhile."""
-    found = onnx_ir.load(graph_of(graph))
-    onnx_ir.external_data.load_to_model(found)
-    return found
+    onnx_model = onnx_ir.load(graph_of(graph))
+    onnx_ir.external_data.load_to_model(onnx_model)
+    return onnx_model
 
 
 @contextmanager

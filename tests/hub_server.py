@@ -64,7 +64,9 @@ class Hub:
 
     def uploads(self) -> list[tuple[str, str]]:
         """Requests that write something."""
-        return [each for each in self.asked if each[0] in ("POST", "PUT") and "validate-yaml" not in each[1]]
+        return [
+            request for request in self.asked if request[0] in ("POST", "PUT") and "validate-yaml" not in request[1]
+        ]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -78,8 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
         data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
         self.send_response(status)
-        own = {"Content-Type": "application/json", "Content-Length": str(len(data))} | (headers or {})
-        for name, value in own.items():
+        fields = {"Content-Type": "application/json", "Content-Length": str(len(data))} | (headers or {})
+        for name, value in fields.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -163,74 +165,76 @@ class _Handler(BaseHTTPRequestHandler):
         orgs = [{"name": TEAM, "roleInOrg": "write"}]
         self._reply(200, {"name": USER, "type": "user", "orgs": orgs, "auth": {"accessToken": {"role": role}}})
 
-    def _info(self, rest: str) -> None:
-        if "/tree/" in rest:
-            self._tree(*rest.split("/tree/", 1))
+    def _info(self, path: str) -> None:
+        if "/tree/" in path:
+            self._tree(*path.split("/tree/", 1))
             return
-        name, _, revision = rest.partition("/revision/")
+        name, _, revision = path.partition("/revision/")
         repo = self._repo(name)
         if repo is None:
             return
-        found = repo.at(revision or "main")
-        if found is None:
+        commit = repo.at(revision or "main")
+        if commit is None:
             self._refuse(404, "RevisionNotFound", "Invalid rev id")
             return
-        siblings = [{"rfilename": file} for file in found[1]]
+        siblings = [{"rfilename": file} for file in commit[1]]
         self._reply(
             200,
-            {"id": name, "modelId": name, "sha": found[0], "private": repo.private, "siblings": siblings, "tags": []},
+            {"id": name, "modelId": name, "sha": commit[0], "private": repo.private, "siblings": siblings, "tags": []},
         )
 
     def _tree(self, name: str, revision: str) -> None:
         repo = self._repo(name)
-        found = None if repo is None else repo.at(revision)
-        if found is not None:
-            entries = [("file", path, hashlib.sha1(data).hexdigest(), len(data)) for path, data in found[1].items()]
-            self._reply(200, [dict(zip(("type", "path", "oid", "size"), each, strict=True)) for each in entries])
+        commit = None if repo is None else repo.at(revision)
+        if commit is not None:
+            entries = [("file", path, hashlib.sha1(data).hexdigest(), len(data)) for path, data in commit[1].items()]
+            self._reply(200, [dict(zip(("type", "path", "oid", "size"), entry, strict=True)) for entry in entries])
 
-    def _resolve(self, name: str, rest: str) -> None:
+    def _resolve(self, name: str, path: str) -> None:
         repo = self._repo(name)
         if repo is None:
             return
-        revision, _, file = rest.partition("/")
-        found = repo.at(revision)
-        if found is None:
+        revision, _, file = path.partition("/")
+        commit = repo.at(revision)
+        if commit is None:
             self._refuse(404, "RevisionNotFound", "Invalid rev id")
-        elif file not in found[1]:
+        elif file not in commit[1]:
             self._refuse(404, "EntryNotFound", "Entry not found")
         else:
-            data = found[1][file]
-            headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": found[0]}
+            data = commit[1][file]
+            headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit[0]}
             if file in self.hub.sizes:
                 headers["X-Linked-Size"] = str(self.hub.sizes[file])
             self._reply(200, data, headers | {"Content-Type": "text/plain"})
 
-    def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked.get('organization') or USER}/{asked['name']}"
+    def _create(self, request: dict[str, Any]) -> None:
+        name = f"{request.get('organization') or USER}/{request['name']}"
         if name.split("/")[0] not in (USER, TEAM):
             self._refuse(403, message="You don't have the rights to create a model under this namespace")
         elif name in self.hub.repos:
             self._refuse(409, message="You already created this model repo")
         else:
-            self.hub.repos[name] = Repo(private=asked.get("visibility") == "private" or asked.get("private") is True)
+            self.hub.repos[name] = Repo(
+                private=request.get("visibility") == "private" or request.get("private") is True
+            )
             self._reply(200, {"url": f"{self.hub.url}/{name}"})
 
-    def _preupload(self, asked: dict[str, Any]) -> None:
-        found = [
+    def _preupload(self, request: dict[str, Any]) -> None:
+        files = [
             {
                 "path": file["path"],
                 "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".onnx")) else "regular",
                 "shouldIgnore": False,
             }
-            for file in asked["files"]
+            for file in request["files"]
         ]
-        self._reply(200, {"files": found})
+        self._reply(200, {"files": files})
 
-    def _batch(self, asked: dict[str, Any]) -> None:
+    def _batch(self, request: dict[str, Any]) -> None:
         objects = []
-        for each in asked["objects"]:
-            upload = {"actions": {"upload": {"href": f"{self.hub.url}/blobs/{each['oid']}"}}}
-            objects.append(each | ({} if each["oid"] in self.hub.blobs else upload))
+        for blob in request["objects"]:
+            upload = {"actions": {"upload": {"href": f"{self.hub.url}/blobs/{blob['oid']}"}}}
+            objects.append(blob | ({} if blob["oid"] in self.hub.blobs else upload))
         self._reply(200, {"transfer": "basic", "objects": objects})
 
     def _commit(self, name: str, body: bytes) -> None:

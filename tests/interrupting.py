@@ -27,9 +27,9 @@ def stop_before(patch: pytest.MonkeyPatch, stopped: str) -> None:
     """Let a run end just before it notes that this is done."""
     commit = CheckpointWriter.commit
 
-    def stopping(self: CheckpointWriter, unit: str, *rest: Any, **more: Any) -> None:
+    def stopping(self: CheckpointWriter, unit: str, *args: Any, **more: Any) -> None:
         if unit == stopped:
             raise KeyboardInterrupt
-        commit(self, unit, *rest, **more)
+        commit(self, unit, *args, **more)
 
     patch.setattr(CheckpointWriter, "commit", stopping)

@@ -23,10 +23,10 @@ def once(place: Path, make: Callable[[Path], Path]) -> Path:
         make: writes below `place` and returns where. After a failure the next process that asks makes it again.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
-    told = place.with_name(place.name + ".made")
+    record = place.with_name(place.name + ".made")
     with FileLock(place.with_name(place.name + ".lock")):
-        if not told.exists():
+        if not record.exists():
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
-            told.write_text(str(make(place)))
-    return Path(told.read_text())
+            record.write_text(str(make(place)))
+    return Path(record.read_text())

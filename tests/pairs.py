@@ -34,9 +34,9 @@ def dealt(first: Iterable[Any], second: Sequence[Any], each: int = 1) -> list[tu
     Values of the first that stand side by side get different ones.
     """
     turn = itertools.cycle(second)
-    found = [(one, next(turn)) for one in first for _ in range(each)]
-    assert len(found) >= len(second), "the second axis is longer"
-    return found
+    pairs = [(one, next(turn)) for one in first for _ in range(each)]
+    assert len(pairs) >= len(second), "the second axis is longer"
+    return pairs
 
 
 def choose_cases(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[ParameterSet]:
@@ -46,11 +46,11 @@ def choose_cases(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Par
         values: tuples where a test takes several.
         keep: of a value, whether it is always tested: others go through the same code.
     """
-    found = []
+    cases = []
     for value in values:
         marks = () if keep(value) else (pytest.mark.thorough,)
-        found.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
-    return found
+        cases.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+    return cases
 
 
 def cross_cases(first: Sequence[Any], second: Sequence[Any], each: int = 1) -> list[ParameterSet]:

@@ -24,8 +24,8 @@ class Block:
 
     def terms(self, backbone: Backbone) -> list[Term]:
         return [
-            Term(name, W, sensitivity(H, backbone, right is not None, DAMP), left, right)
-            for name, (W, H, left, right) in self.weights.items()
+            Term(name, W, sensitivity(H, backbone, right_side is not None, DAMP), left_side, right_side)
+            for name, (W, H, left_side, right_side) in self.weights.items()
         ]
 
 

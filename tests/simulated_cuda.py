@@ -42,7 +42,7 @@ class Pretending(TorchFunctionMode):
                 return {"device": CUDA, "is_cuda": True, "is_cpu": False}[name]
         if name == "_parse_to":  # of `Module.to`: it reads arguments and moves nothing
             return func(*args, **kwargs)
-        tensors = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name in LOOKING_IN and any(map(_there, tensors)):
             raise TypeError(f"{name}: a tensor of cuda:0 cannot be looked into from main memory")
         _check(name, args, tensors)
@@ -53,13 +53,13 @@ class Pretending(TorchFunctionMode):
         if name == "cuda":
             func, args, kwargs = Tensor.clone, args[:1], {}
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs)
-            if name in MOVING and isinstance(found, Tensor) and goes != _there(tensors[0]):
+            result = func(*args, **kwargs)
+            if name in MOVING and isinstance(result, Tensor) and goes != _there(tensors[0]):
                 # The other device has memory of its own.
-                found = found.clone() if found.data_ptr() == tensors[0].data_ptr() else found
-        known = {id(each) for each in tensors}
+                result = result.clone() if result.data_ptr() == tensors[0].data_ptr() else result
+        originals = {id(tensor) for tensor in tensors}
         with torch._C.DisableTorchFunction():
-            return _map(found, lambda each: each if id(each) in known else _dress(each, goes))
+            return _map(result, lambda leaf: leaf if id(leaf) in originals else _dress(leaf, goes))
 
 
 def _there(tensor: Tensor) -> bool:
@@ -69,8 +69,8 @@ def _there(tensor: Tensor) -> bool:
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of tuples, lists and mappings; torch's own walk takes several times as long as its use here."""
     if isinstance(value, tuple | list):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     elif isinstance(value, dict):
         yield from _leaves(list(value.values()))
     else:
@@ -79,10 +79,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple | list):
-        changed = [_map(each, change) for each in value]
+        changed = [_map(item, change) for item in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if isinstance(value, dict):
-        return {key: _map(each, change) for key, each in value.items()}
+        return {key: _map(item, change) for key, item in value.items()}
     return change(value)
 
 
@@ -93,22 +93,22 @@ def _in_truth(value: Any) -> Any:
     return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
 
 
-def _dress(found: Any, goes: bool) -> Any:
-    if not isinstance(found, Tensor) or found.is_meta or goes == _there(found):
-        return found
-    return found.as_subclass(Pretended if goes else Tensor)
+def _dress(value: Any, goes: bool) -> Any:
+    if not isinstance(value, Tensor) or value.is_meta or goes == _there(value):
+        return value
+    return value.as_subclass(Pretended if goes else Tensor)
 
 
 def _goes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
     if name in ("cpu", "cuda"):
         return name == "cuda"
-    asked = kwargs.get("device")
-    if name == "to" and asked is None:
-        asked = next((each for each in args[1:] if isinstance(each, torch.device | str)), None)
-        others = [each for each in args[1:] if isinstance(each, Tensor)]
-        asked = CUDA if others and _there(others[0]) else CPU if others else asked
-    if asked is not None:
-        return torch.device(asked).type == "cuda"
+    device = kwargs.get("device")
+    if name == "to" and device is None:
+        device = next((argument for argument in args[1:] if isinstance(argument, torch.device | str)), None)
+        others = [argument for argument in args[1:] if isinstance(argument, Tensor)]
+        device = CUDA if others and _there(others[0]) else CPU if others else device
+    if device is not None:
+        return torch.device(device).type == "cuda"
     return _there(tensors[0]) if name in MIXING and tensors else any(map(_there, tensors))
 
 
@@ -117,10 +117,10 @@ def _check(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
     if name in MIXING or len(tensors) < 2:
         return
     if name in INDEXING:
-        strange = not _there(args[0]) and any(isinstance(each, Pretended) for each in _leaves(args[1]))
+        strange = not _there(args[0]) and any(isinstance(leaf, Pretended) for leaf in _leaves(args[1]))
     else:
         with torch._C.DisableTorchFunction():
-            solid = {_there(each) for each in tensors if each.dim() or name in WITHOUT_NUMBERS}
+            solid = {_there(tensor) for tensor in tensors if tensor.dim() or name in WITHOUT_NUMBERS}
         # A number of main memory goes with a tensor of the device, and not the other way round.
         strange = len(solid) > 1 or (solid == {False} and any(map(_there, tensors)))
     if strange:

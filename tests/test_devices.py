@@ -50,17 +50,17 @@ def device_of(name: str) -> Iterator[torch.device]:
 def prune(
     folder: Path,
     out: Path,
-    wanted: FullRecipe,
+    full_recipe: FullRecipe,
     samples: Samples,
     device: torch.device,
     statistics: Statistics | None = None,
 ) -> Path:
     """Prune by statistics, or live without any."""
-    live = LiveSamples(samples, folds=2 if wanted.needs_folds else 1, compute_dtype=torch.float32)
-    training = RecoverySamples(samples, torch.float32) if wanted.recovery else None
+    live = LiveSamples(samples, folds=2 if full_recipe.needs_folds else 1, compute_dtype=torch.float32)
+    training = RecoverySamples(samples, torch.float32) if full_recipe.recovery else None
     request = Job(
         Model.open(folder),
-        wanted,
+        full_recipe,
         statistics=statistics,
         live=None if statistics else live,
         training=training,
@@ -119,11 +119,11 @@ def test_a_pretended_gpu_refuses_what_a_gpu_refuses(wrong):
     ],
 )
 def test_a_language_model_is_pruned_on_a_gpu_as_on_a_cpu(sources, tmp_path, recipe, overrides):
-    wanted = load_recipe(recipe, overrides, ratio=None if "wanda" in recipe or "rotator" in recipe else 0.25)
+    full_recipe = load_recipe(recipe, overrides, ratio=None if "wanda" in recipe or "rotator" in recipe else 0.25)
     data, folder = TokenWindows(windows(6, 12)), sources.folder("llama-gqa-tied")
     for name in DEVICES:
         with device_of(name) as device:
-            prune(folder, tmp_path / name, wanted, data, device)
+            prune(folder, tmp_path / name, full_recipe, data, device)
     assert_same(tmp_path / "cpu", tmp_path / "gpu")
 
 

@@ -54,12 +54,12 @@ def headings(path: Path) -> list[str]:
 def anchors(path: Path) -> set[str]:
     """Anchors of a document's headings, as GitHub makes them."""
     seen: Counter[str] = Counter()
-    found = set()
+    slugs = set()
     for heading in headings(path):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        slugs.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
         seen[slug] += 1
-    return found
+    return slugs
 
 
 def dangling(path: Path) -> Iterator[str]:
@@ -116,7 +116,7 @@ def test_every_key_of_a_description_is_explained() -> None:
 
 
 def family_keys_models() -> list[type[StrictModel]]:
-    return [each for each in vars(family_keys).values() if isinstance(each, type) and issubclass(each, StrictModel)]
+    return [value for value in vars(family_keys).values() if isinstance(value, type) and issubclass(value, StrictModel)]
 
 
 def test_links_that_lead_nowhere_are_noticed(tmp_path: Path):
@@ -146,8 +146,8 @@ def keys_of(schema: Any) -> set[str]:
         return set().union(*map(keys_of, schema))
     if not isinstance(schema, dict):
         return set()
-    own = schema.get("properties", {})
-    return set(own).union(*map(keys_of, schema.values()))
+    properties = schema.get("properties", {})
+    return set(properties).union(*map(keys_of, schema.values()))
 
 
 def test_every_key_of_a_recipe_is_named():
@@ -196,7 +196,9 @@ def test_docstrings_cite_nothing_outside_the_repository():
 def test_the_versions_that_are_tested_are_allowed_and_no_later_transformers(name: str):
     """A later transformers may rename what the exporter and the loading of outputs need: it is tried first."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (bounds,) = (wanted.specifier for wanted in map(Requirement, project["dependencies"]) if wanted.name == name)
+    (bounds,) = (
+        requirement.specifier for requirement in map(Requirement, project["dependencies"]) if requirement.name == name
+    )
     (pinned,) = re.findall(rf"^{name}==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert bounds.contains(pinned)
     oldest = dict(line.split(";")[0].strip().split("==") for line in constraints())[name]

@@ -31,17 +31,17 @@ def test_what_differs_is_named(run, tmp_path):
     assert run(str(file), *JOBS)[1].startswith("2 outputs with 93 hashes, 1 refusals; {'torch': ")
     assert run("--check", str(file), *JOBS) == (0, "all are the same")
 
-    known = json.loads(file.read_text())
-    assert list(known["hashes"]) == ["magnitude/llama", "magnitude/opt", "magnitude/opt container=any"]
-    own, name = known["hashes"]["magnitude/llama"], "model.safetensors model.norm.weight"
-    right = own[name]
+    record = json.loads(file.read_text())
+    assert list(record["hashes"]) == ["magnitude/llama", "magnitude/opt", "magnitude/opt container=any"]
+    hashes, name = record["hashes"]["magnitude/llama"], "model.safetensors model.norm.weight"
+    right = hashes[name]
     assert right.startswith("torch.float32 [64] ")
-    own[name] = "torch.float32 [64] 00"
-    known["hashes"]["magnitude/vit"] = known["hashes"]["ridge/llama"] = {}
-    file.write_text(json.dumps(known))
+    hashes[name] = "torch.float32 [64] 00"
+    record["hashes"]["magnitude/vit"] = record["hashes"]["ridge/llama"] = {}
+    file.write_text(json.dumps(record))
     assert run("--check", str(file), *JOBS) == (1, f"magnitude/llama: {name}: torch.float32 [64] 00 -> {right}")
-    code, said = run("--check", str(file), "--only", "ridge/llama")
-    assert (code, said.split(": ")[:2]) == (1, ["ridge/llama", "model.safetensors model.norm.weight"])
+    code, output = run("--check", str(file), "--only", "ridge/llama")
+    assert (code, output.split(": ")[:2]) == (1, ["ridge/llama", "model.safetensors model.norm.weight"])
     assert list(golden.differences({"a": {}, "b": {"x": "1"}}, {"b": {"y": "1"}, "c": {}})) == [
         "a: is no longer there",
         "b: x: 1 -> is no longer there",

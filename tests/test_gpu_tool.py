@@ -29,7 +29,7 @@ def step(name: str, **more: object) -> Step:
 
 
 def table(outcomes: list[Outcome]) -> list[tuple[str, str, str | None]]:
-    return [(each.name, each.status, each.reason) for each in outcomes]
+    return [(outcome.name, outcome.status, outcome.reason) for outcome in outcomes]
 
 
 def test_a_step_that_fails_is_recorded_and_what_needs_it_is_skipped():
@@ -41,8 +41,8 @@ def test_a_step_that_fails_is_recorded_and_what_needs_it_is_skipped():
         Step("lost", "nowhere:nothing"),
         step("works", device="cuda", skip="no GPU"),
     ]
-    found = list(run(steps, lambda each, seconds: attempt(each), until=math.inf))
-    assert table(found) == [
+    outcomes = list(run(steps, lambda task, seconds: attempt(task), until=math.inf))
+    assert table(outcomes) == [
         ("works", "ok", None),
         ("fails", "failed", "ValueError: a first line"),
         ("cannot", "skipped", "not on this machine"),
@@ -50,25 +50,25 @@ def test_a_step_that_fails_is_recorded_and_what_needs_it_is_skipped():
         ("lost", "failed", "ModuleNotFoundError: No module named 'nowhere'"),
         ("works", "skipped", "no GPU"),
     ]
-    assert found[0].values == {"value": 3}
-    assert found[0].rss_bytes > 2**20
-    assert found[0].seconds >= 0
-    assert 'raise ValueError("a first line' in found[1].traceback
-    assert found[5].data() == {"name": "works", "device": "cuda", "status": "skipped", "reason": "no GPU"}
+    assert outcomes[0].values == {"value": 3}
+    assert outcomes[0].rss_bytes > 2**20
+    assert outcomes[0].seconds >= 0
+    assert 'raise ValueError("a first line' in outcomes[1].traceback
+    assert outcomes[5].data() == {"name": "works", "device": "cuda", "status": "skipped", "reason": "no GPU"}
 
 
 def test_what_no_longer_fits_is_left_out_and_none_has_more_time_than_is_left():
     now, given = [0.0], []
 
-    def do(each: Step, seconds: float) -> Outcome:
-        given.append((each.name, seconds))
+    def do(task: Step, seconds: float) -> Outcome:
+        given.append((task.name, seconds))
         now[0] += 30
-        return Outcome(each.name, each.device, "ok")
+        return Outcome(task.name, task.device, "ok")
 
     steps = [Step("a", "", most=40), Step("b", ""), Step("long", "", least=20), Step("short", "", least=1)]
-    found = list(run(steps, do, until=RESERVE + 70, clock=lambda: now[0]))
+    outcomes = list(run(steps, do, until=RESERVE + 70, clock=lambda: now[0]))
     assert given == [("a", 40), ("b", 40), ("short", 10)]
-    assert table(found)[2] == ("long", "left out", "10 s were left, and it takes 20 or more")
+    assert table(outcomes)[2] == ("long", "left out", "10 s were left, and it takes 20 or more")
 
 
 def test_a_process_that_dies_or_hangs_is_replaced(tmp_path):
@@ -95,29 +95,29 @@ def steps(tmp_path) -> list[Step]:
 
 
 def test_every_step_is_planned_once_after_what_it_needs(steps):
-    labels = [each.label for each in steps]
+    labels = [task.label for task in steps]
     assert len(labels) == len(set(labels))
-    for index, each in enumerate(steps):
-        assert set(each.after) <= set(labels[:index])
-        module, _, function = each.function.partition(":")
+    for index, task in enumerate(steps):
+        assert set(task.after) <= set(labels[:index])
+        module, _, function = task.function.partition(":")
         assert hasattr({"tools.gpu_models": gpu_models, "tools.gpu_blocks": gpu_blocks}[module], function)
-    outputs = [each.arguments["out"] for each in steps if "out" in each.arguments]
+    outputs = [task.arguments["out"] for task in steps if "out" in task.arguments]
     assert len(outputs) == len(set(outputs))
 
 
 def test_both_devices_get_the_same_work(steps):
     for name in ("embedded: best", "embedded: recover", "vit-tiny-imagenet: corp", "llama-pycode-16m: calibrate"):
-        cpu, cuda = (next(each for each in steps if each.label == f"{name}, {device}") for device in ("cpu", "cuda"))
+        cpu, cuda = (next(task for task in steps if task.label == f"{name}, {device}") for device in ("cpu", "cuda"))
         differ = {key for key, value in cpu.arguments.items() if cuda.arguments[key] != value}
         assert differ == {"device", "out"} | ({"statistics"} if "corp" in name else set())
-        compared = next(each for each in steps if each.name == f"{name} compared")
+        compared = next(task for task in steps if task.name == f"{name} compared")
         assert compared.after == (cpu.label, cuda.label)
         assert compared.arguments["cpu"] == cpu.arguments["out"]
         assert compared.arguments["cuda"] == cuda.arguments["out"]
 
 
 def test_steps_that_are_asked_for_bring_what_they_need(steps):
-    assert [each.label for each in gpu.choose_steps("vit-tiny-imagenet: corp, cuda", steps)] == [
+    assert [task.label for task in gpu.choose_steps("vit-tiny-imagenet: corp, cuda", steps)] == [
         "vit-tiny-imagenet: calibrate, cuda",
         "vit-tiny-imagenet: corp, cuda",
     ]
@@ -125,23 +125,23 @@ def test_steps_that_are_asked_for_bring_what_they_need(steps):
 
 
 def test_without_a_gpu_or_data_the_rest_is_skipped_for_that_reason(tmp_path):
-    found = gpu.plan(tmp_path, data=None, gpu=False, small=True)
-    assert {each.skip for each in found if each.device == "cuda"} <= {gpu.NO_GPU, gpu.NO_DATA}
-    made = [each for each in found if each.skip is None]
-    assert {each.name.split(":")[0] for each in made} == {
+    all_steps = gpu.plan(tmp_path, data=None, gpu=False, small=True)
+    assert {task.skip for task in all_steps if task.device == "cuda"} <= {gpu.NO_GPU, gpu.NO_DATA}
+    runnable = [task for task in all_steps if task.skip is None]
+    assert {task.name.split(":")[0] for task in runnable} == {
         "texts",
         "embedded",
         "7B layer at a tenth of the width",
         "70B layer at a tenth of the width",
     }
-    assert all(each.arguments["cuda"] is None for each in made if each.name.endswith("compared"))
+    assert all(task.arguments["cuda"] is None for task in runnable if task.name.endswith("compared"))
 
 
 def test_the_record_holds_every_step_and_its_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        gpu, "plan", lambda work, **asked: [step("works"), step("fails"), Step("needs one", "", skip=gpu.NO_GPU)]
+        gpu, "plan", lambda work, **options: [step("works"), step("fails"), Step("needs one", "", skip=gpu.NO_GPU)]
     )
-    monkeypatch.setattr(Workers, "do", lambda self, each, seconds: attempt(each))
+    monkeypatch.setattr(Workers, "do", lambda self, task, seconds: attempt(task))
     out = tmp_path / "gpu.json"
     monkeypatch.setattr("sys.argv", ["gpu.py", "--out", str(out), "--limit", "100"])
     with pytest.raises(SystemExit) as stopped:
@@ -149,7 +149,7 @@ def test_the_record_holds_every_step_and_its_failure(tmp_path, monkeypatch, caps
     assert stopped.value.code == 1
     record = json.loads(out.read_text())
     assert record["environment"]["torch"] == torch.__version__
-    assert [(each["name"], each["status"]) for each in record["steps"]] == [
+    assert [(entry["name"], entry["status"]) for entry in record["steps"]] == [
         ("environment", "ok"),
         ("works", "ok"),
         ("fails", "failed"),
@@ -187,7 +187,7 @@ def test_the_stages_of_a_layer_make_up_for_what_is_dropped():
     assert gpu_blocks.moments(**size)["tokens"] == 96
     assert gpu_blocks.obs(**size, per_unit=4)["rising"]
     for method in ("ridge", "rotation"):
-        found = gpu_blocks.refit(**size, method=method)
-        assert 0 < found["error"] < found["uncompensated"] < 1
+        errors = gpu_blocks.refit(**size, method=method)
+        assert 0 < errors["error"] < errors["uncompensated"] < 1
     assert gpu_blocks.choice(**size)["chosen"] in gpu_blocks.CANDIDATES
-    assert [gpu_blocks.mask(**size, method=each)["kept"] for each in ("wanda", "sparsegpt")] == [0.5, 0.5]
+    assert [gpu_blocks.mask(**size, method=method_name)["kept"] for method_name in ("wanda", "sparsegpt")] == [0.5, 0.5]

@@ -97,10 +97,10 @@ def with_evil(value: Any, path: Sequence[str | int]) -> Any:
 def check_markdown(text: str) -> None:
     """Assert that any markup outside code and escaped signs is this tool's own."""
     assert CONTROL_CHARACTERS.search(text) is None
-    front, *rest = text.removeprefix("---\n").split("\n---\n") if text.startswith("---\n") else ("", text)
-    assert len(rest) == 1
+    front, *parts = text.removeprefix("---\n").split("\n---\n") if text.startswith("---\n") else ("", text)
+    assert len(parts) == 1
     assert isinstance(yaml.safe_load(front), dict | None)
-    body = re.sub(r"```\w*\n.*?\n```", "", rest[0], flags=re.DOTALL)
+    body = re.sub(r"```\w*\n.*?\n```", "", parts[0], flags=re.DOTALL)
     body = re.sub(r"\\.", "", re.sub(r"`[^`\n]+`", "", body))
     for sign in ("<", "`", "]("):
         assert sign not in body, text
@@ -117,11 +117,11 @@ def check_html(html: str) -> None:
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_no_text_of_a_report_or_plan_is_markup(tmp_path: Path, name: str) -> None:
-    made = REPORTS[name]
+    content = REPORTS[name]
     file = tmp_path / ("plan.json" if name == "plan" else REPORT)
-    together = made
-    for path in leaves(made):
-        for values in (with_evil(made, path), with_evil(together, path)):
+    together = content
+    for path in leaves(content):
+        for values in (with_evil(content, path), with_evil(together, path)):
             try:
                 read = (AnyPlan if name == "plan" else Report).read(values)
             except ValueError:

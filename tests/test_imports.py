@@ -25,19 +25,19 @@ def modules(folder: Path = PACKAGE) -> dict[str, Path]:
 
 def imports(*, lazily: bool = False) -> dict[str, set[str]]:
     """Module → modules of this package that it imports anywhere; stages may import their own work lazily."""
-    known = modules()
-    found: dict[str, set[str]] = {}
-    for name, path in known.items():
-        own = found[name] = set()
+    paths = modules()
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        imported = graph[name] = set()
         tree = parse(path)
         for node in tree.body if lazily and path.name == "stage.py" else ast.walk(tree):
             if isinstance(node, ast.Import):
-                own |= {alias.name for alias in node.names if alias.name in known}
-            elif isinstance(node, ast.ImportFrom) and node.module in known:
+                imported |= {alias.name for alias in node.names if alias.name in paths}
+            elif isinstance(node, ast.ImportFrom) and node.module in paths:
                 inside = {f"{node.module}.{alias.name}" for alias in node.names}
-                own |= (inside & known.keys()) or {node.module}
-        own -= {name}
-    return found
+                imported |= (inside & paths.keys()) or {node.module}
+        imported -= {name}
+    return graph
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -50,12 +50,12 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
         if node in done:
             return []
         for other in sorted(graph[node]):
-            if found := walk(other, [*path, node]):
-                return found
+            if nodes := walk(other, [*path, node]):
+                return nodes
         done.add(node)
         return []
 
-    return next((found for node in sorted(graph) if (found := walk(node, []))), [])
+    return next((nodes for node in sorted(graph) if (nodes := walk(node, []))), [])
 
 
 def room(module: str) -> str:
@@ -68,8 +68,8 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_no_room_imports_itself_by_way_of_others():
     rooms: dict[str, set[str]] = {}
-    for module, own in imports().items():
-        rooms.setdefault(room(module), set()).update(room(other) for other in own)
+    for module, imported in imports().items():
+        rooms.setdefault(room(module), set()).update(room(other) for other in imported)
     for name, others in rooms.items():
         others.discard(name)
     assert circle(rooms) == []
@@ -103,15 +103,15 @@ def names_of(path: Path) -> set[str]:
 
 def missing(script: ast.Module) -> list[str]:
     """Names of this package and its tests that a script imports and that do not exist."""
-    known = modules() | modules(ROOT / "tests")
-    found = []
+    existing = modules() | modules(ROOT / "tests")
+    absent = []
     for node in ast.walk(script):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if is_own(alias.name) and alias.name not in known]
+            absent += [alias.name for alias in node.names if is_own(alias.name) and alias.name not in existing]
         elif isinstance(node, ast.ImportFrom) and not node.level and is_own(node.module or ""):
-            wanted = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in known]
-            found += [f"{node.module}.{name}" for name in wanted if not has(str(node.module), name)]
-    return found
+            names = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in existing]
+            absent += [f"{node.module}.{name}" for name in names if not has(str(node.module), name)]
+    return absent
 
 
 def has(module: str, name: str) -> bool:

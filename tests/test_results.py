@@ -70,7 +70,7 @@ def contrast(colour: str, page: str) -> float:
     def luminance(text: str) -> float:
         shares = [int(text[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
-        return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+        return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
     dark, light = sorted(map(luminance, (colour, page)))
     return (light + 0.05) / (dark + 0.05)
@@ -82,9 +82,9 @@ def test_the_chart_can_be_read_anywhere(figures):
     root = ET.fromstring(drawing)
     assert root.tag == f"{SVG}svg"
     _, _, width, height = map(float, root.attrib["viewBox"].split())
-    for each in root.iter():
-        assert not any(name.endswith("href") for name in each.attrib)
-        assert each.tag.removeprefix(SVG) in {"svg", "title", "style", "text", "rect"}
+    for element in root.iter():
+        assert not any(name.endswith("href") for name in element.attrib)
+        assert element.tag.removeprefix(SVG) in {"svg", "title", "style", "text", "rect"}
     outside = re.findall(r"url\(|@import|https?://\S+", drawing)
     assert outside == ['http://www.w3.org/2000/svg"']
     for colour in re.findall(r"#[0-9a-f]{6}(?!;fill-opacity)", drawing):
@@ -94,8 +94,8 @@ def test_the_chart_can_be_read_anywhere(figures):
         assert 0 <= x < x + wide <= width
         assert y + high <= height
         assert wide < width / 1.2 or high < 20  # no page behind it
-    labels = [each for each in root.iter(f"{SVG}text") if (each.text or "").endswith("%")]
-    assert len(labels) == len({(each.attrib["x"], each.attrib["y"]) for each in labels})
+    labels = [element for element in root.iter(f"{SVG}text") if (element.text or "").endswith("%")]
+    assert len(labels) == len({(element.attrib["x"], element.attrib["y"]) for element in labels})
     assert len(labels) == sum(key in row for row in figures.values() for key in ("parameters", "perplexity", "top1"))
 
 

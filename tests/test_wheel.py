@@ -55,9 +55,9 @@ main(["demo", "--recipe", "magnitude"])
 
 
 def test_the_wheel_runs_the_demo(site, tmp_path):
-    said = python("-c", DEMO, cwd=tmp_path, PYTHONPATH=str(site), HF_HUB_OFFLINE="1")
-    where, _, rest = said.partition("\n")
+    output = python("-c", DEMO, cwd=tmp_path, PYTHONPATH=str(site), HF_HUB_OFFLINE="1")
+    where, _, printed = output.partition("\n")
     assert Path(where).is_relative_to(site)
-    assert rest.startswith("ckpt-prune ")
-    _, _, table = rest.partition("best-uniform is the default.")
+    assert printed.startswith("ckpt-prune ")
+    _, _, table = printed.partition("best-uniform is the default.")
     assert [line.split()[0] for line in table.splitlines() if line.strip()][-4:-1] == ["recipe", "dense", "magnitude"]

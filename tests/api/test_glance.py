@@ -51,8 +51,8 @@ def test_what_is_made_of_checkpoints() -> None:
     assert f"parameters={after}, " in repr(described)
     assert len(repr(described)) < LINE
     assert len(str(described)) < LINE
-    for held in (pruned.report, pruned.settled, planned.plan):
-        assert len(str(held)) < LINE
+    for value in (pruned.report, pruned.settled, planned.plan):
+        assert len(str(value)) < LINE
     quantised = ckpt_prune.quantize(pruned, output="int8", format="int8", **QUIET)
     assert repr(quantised).startswith(
         "QuantizedModel(path=PosixPath('int8'), record=QuantizationRecord(source='small', "
@@ -62,9 +62,11 @@ def test_what_is_made_of_checkpoints() -> None:
 
 def test_a_graph(finished: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(finished)
-    found = ckpt_prune.validate("out/onnx", against="out", text="calib.txt", window=16, samples=4, **QUIET)
-    assert repr(found.graphs[0]).startswith("Validation(file='model.onnx', passed=True, provider='cpu', dtype='fp32', ")
-    assert len(repr(found)) < LINE
+    validations = ckpt_prune.validate("out/onnx", against="out", text="calib.txt", window=16, samples=4, **QUIET)
+    assert repr(validations.graphs[0]).startswith(
+        "Validation(file='model.onnx', passed=True, provider='cpu', dtype='fp32', "
+    )
+    assert len(repr(validations)) < LINE
 
 
 def test_what_grows_with_blocks_items_and_files() -> None:
@@ -77,7 +79,7 @@ def test_what_grows_with_blocks_items_and_files() -> None:
     machine = Machine(processor="cpu", gpu=None, cores=2, threads=1, versions={})
     row = Row.model_construct(label="A", model="a", latencies_ms=[[1.0]] * 999)
     timed = Block.model_construct(phase="prefill", batch=1, rows=[row])
-    found = [
+    results = [
         Benchmark.model_construct(machine=machine, rounds=999, runs=[], blocks=[timed]),
         Comparison(Path("a"), Path("b"), blocks, 0.1, logits=True, samples=8, tokens=16),
         Sweep("ridge", ("heads", "mlp"), size, points),
@@ -86,9 +88,9 @@ def test_what_grows_with_blocks_items_and_files() -> None:
         TaskResult(Path("a"), {"results": {f"task{at}": task for at in range(20)}, "versions": {}}),
         Pushed("org/name", False, {f"model-{at:05d}-of-00099.safetensors": at for at in range(99)}),
     ]
-    assert [each for each in found if len(repr(each)) >= LINE] == []
-    assert repr(found[2]) == (
+    assert [result for result in results if len(repr(result)) >= LINE] == []
+    assert repr(results[2]) == (
         "Sweep(recipe='ridge', key='ratio', values='0.0 to 0.98', points=50, before=Cost(parameters=100, bytes=400, "
         "flops=100, tokens=8, cache=None))"
     )
-    assert repr(found[-1]) == "Pushed(repo='org/name', public=False, files=99, bytes=4851)"
+    assert repr(results[-1]) == "Pushed(repo='org/name', public=False, files=99, bytes=4851)"

@@ -68,11 +68,11 @@ def test_data_is_what_json_prints(place):
 
 def test_notices_are_printed_and_kept_unless_progress_is_off(place, capsys):
     given = {"dense": "dense", "text": "calib.txt", "samples": 4, "window": 16, "epochs": 1}
-    told = ckpt_prune.recover("pruned", **given, output="a")
-    assert told.notices
-    assert capsys.readouterr().err.splitlines() == list(told.notices)
+    result = ckpt_prune.recover("pruned", **given, output="a")
+    assert result.notices
+    assert capsys.readouterr().err.splitlines() == list(result.notices)
     silent = ckpt_prune.recover("pruned", **given, output="b", **QUIET)
-    assert silent.notices == told.notices
+    assert silent.notices == result.notices
     assert capsys.readouterr() == ("", "")
 
 
@@ -111,7 +111,7 @@ def test_of_several_processes_one_makes_the_graph_and_pushes(place, monkeypatch)
     monkeypatch.setattr("ckpt_prune.api.prune.push_output", record("push"))
     monkeypatch.setattr("ckpt_prune.api.prune._check_pushed", record("look"))
     given = {"recipe": "rcpu", "statistics": "stats", "ratio": 0.5, "overrides": ["export.format=onnx"]}
-    made = in_threads(2, lambda _group: ckpt_prune.prune("dense", **given, output="out", push="me/small", **QUIET))
+    results = in_threads(2, lambda _group: ckpt_prune.prune("dense", **given, output="out", push="me/small", **QUIET))
     # What one does, it does alone; the look before any work shares nothing.
     assert done == [("look", 2), ("graph", 1), ("push", 1)]
-    assert all(each.graph.passed and each.pushed.passed for each in made)
+    assert all(result.graph.passed and result.pushed.passed for result in results)

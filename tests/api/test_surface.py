@@ -34,21 +34,21 @@ VERBS = [
 
 
 def function(verb: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(ckpt_prune, verb)
-    return found
+    public_function: Callable[..., Any] = getattr(ckpt_prune, verb)
+    return public_function
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_function_takes_what_its_command_takes(verb):
     command = importlib.import_module(f"ckpt_prune.cli.{verb}_command").command
     if verb == "plan":  # its command also compares plans and sweeps
-        assert {"sweep", "recipes"} < {each.name for each in command.params}
+        assert {"sweep", "recipes"} < {option.name for option in command.params}
         command = Command(ckpt_prune.plan, examples=[])
     parameters = inspect.signature(function(verb)).parameters
-    assert parameters.keys() - {"progress"} == {each.name for each in command.params} - {"as_json"}
+    assert parameters.keys() - {"progress"} == {option.name for option in command.params} - {"as_json"}
     assert parameters["progress"].default is True
-    required = {name for name, each in parameters.items() if each.default is inspect.Parameter.empty}
-    assert required == {each.name for each in command.params if each.required}
+    required = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
+    assert required == {option.name for option in command.params if option.required}
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "sweep"])
@@ -141,9 +141,9 @@ def test_a_text_that_is_not_there_is_told_before_anything_is_loaded(place, monke
 
 def test_what_the_system_says_is_a_user_error():
     """A file name that is too long and a library's error without a file name both become a `UserError`."""
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as caught:
         ckpt_prune.plan("model", recipe="magnitude", output="x" * 300)
-    assert str(found.value) == f"{'x' * 300}: File name too long; give another path or mend this one"
+    assert str(caught.value) == f"{'x' * 300}: File name too long; give another path or mend this one"
     assert ckpt_prune.plan is ckpt_prune.plan
     assert ckpt_prune.plan.__name__ == "plan"
     assert str(to_user_error(OSError("cannot\nread"))) == "cannot read; look at the disk and the files that were named"

@@ -38,17 +38,17 @@ def options(**given) -> BenchmarkOptions:
 
 
 def open_it(folder, **given):
-    said = []
-    return open_model("A", str(folder), options(**given), said.append), said
+    messages = []
+    return open_model("A", str(folder), options(**given), messages.append), messages
 
 
 def test_the_graph_in_its_folder_is_taken(output):
-    found, said = open_it(output)
-    assert found.graph == output / "onnx"
-    assert found.manifest.task == "text-generation"
-    assert found.checkpoint.path == output
-    assert said == [f"{output}: using the graph in {output / 'onnx'}"]
-    assert open_it(output, dtype="fp32", optimize="none")[1] == said
+    benchmark_model, messages = open_it(output)
+    assert benchmark_model.graph == output / "onnx"
+    assert benchmark_model.manifest.task == "text-generation"
+    assert benchmark_model.checkpoint.path == output
+    assert messages == [f"{output}: using the graph in {output / 'onnx'}"]
+    assert open_it(output, dtype="fp32", optimize="none")[1] == messages
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,16 @@ def test_the_graph_in_its_folder_is_taken(output):
     [({"dtype": "fp16"}, "it is fp32"), ({"optimize": "cpu"}, "it was written with --optimize none")],
 )
 def test_another_graph_than_that_in_its_folder_is_wanted(output, wish, reason):
-    found, said = open_it(output, **wish)
-    assert (found.graph, found.manifest) == (None, None)
-    assert said == [f"{output}: the graph in {output / 'onnx'} is not used: {reason}"]
+    benchmark_model, messages = open_it(output, **wish)
+    assert (benchmark_model.graph, benchmark_model.manifest) == (None, None)
+    assert messages == [f"{output}: the graph in {output / 'onnx'} is not used: {reason}"]
 
 
 def test_a_graph_of_other_weights_is_not_taken(output):
     edit_weights(output, lambda tensors: tensors["model.norm.weight"].add_(1))
-    found, said = open_it(output)
-    assert found.graph is None
-    assert said == [f"{output}: the graph in {output / 'onnx'} is not used: it was made of other weights"]
+    benchmark_model, messages = open_it(output)
+    assert benchmark_model.graph is None
+    assert messages == [f"{output}: the graph in {output / 'onnx'} is not used: it was made of other weights"]
 
 
 @pytest.mark.parametrize(
@@ -81,26 +81,28 @@ def test_a_graph_of_other_weights_is_not_taken(output):
 def test_a_graph_for_another_task_is_not_taken(output, record, reason):
     path = output / "onnx" / GRAPH_RECORD
     path.write_text(json.dumps(json.loads(path.read_text()) | record))
-    found, said = open_it(output)
-    assert (found.graph, found.manifest) == (None, None)
-    assert said == [f"{output}: the graph in {output / 'onnx'} is not used: {reason}"]
+    benchmark_model, messages = open_it(output)
+    assert (benchmark_model.graph, benchmark_model.manifest) == (None, None)
+    assert messages == [f"{output}: the graph in {output / 'onnx'} is not used: {reason}"]
 
 
 def test_a_graph_is_made_as_wanted(exported, tmp_path, monkeypatch):
     """The exporter is another room's; here only what it is asked for."""
     model, graph = exported(VARIANT)
-    asked = []
+    exports = []
 
     def write(writer, *, trust):
-        asked.append((writer.source.path, writer.out, writer._settings.dtype, writer._settings.optimize, trust))
+        exports.append((writer.source.path, writer.out, writer._settings.dtype, writer._settings.optimize, trust))
         return models.read_manifest(graph)
 
     monkeypatch.setattr(GraphWriter, "write", write)
-    found, said = open_it(model)
-    made = add_graph(found, options(optimize="cpu", dtype="fp16", trust_remote_code=True), tmp_path, said.append)
-    assert asked == [(model, tmp_path / "A", ("fp16",), "cpu", True)]
-    assert made.graph == tmp_path / "A"
-    assert said == [f"{model}: exporting a graph, for this run only"]
+    benchmark_model, messages = open_it(model)
+    with_graph = add_graph(
+        benchmark_model, options(optimize="cpu", dtype="fp16", trust_remote_code=True), tmp_path, messages.append
+    )
+    assert exports == [(model, tmp_path / "A", ("fp16",), "cpu", True)]
+    assert with_graph.graph == tmp_path / "A"
+    assert messages == [f"{model}: exporting a graph, for this run only"]
 
 
 def test_what_cannot_be_exported_is_named(exported, tmp_path):
@@ -108,9 +110,9 @@ def test_what_cannot_be_exported_is_named(exported, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2}))
-    found, said = open_it(tmp_path / "model")
+    benchmark_model, messages = open_it(tmp_path / "model")
     with pytest.raises(UserError) as caught:
-        add_graph(found, options(), tmp_path / "scratch", said.append)
+        add_graph(benchmark_model, options(), tmp_path / "scratch", messages.append)
     assert str(caught.value).startswith(f"{tmp_path / 'model'} in onnxruntime: ")
 
 

@@ -166,24 +166,24 @@ def test_ends_with_its_parent(number):
             # else.
             assert [parent.stdout.readline() for _ in range(2)] == ["both answer\n", "at work\n"]
         (os.killpg if number == signal.SIGINT else os.kill)(parent.pid, number)
-        _, said = parent.communicate()  # until the last process that could write to it has ended
+        _, stderr = parent.communicate()  # until the last process that could write to it has ended
     for pid in pids:
         wait_gone(pid)
     assert parent.returncode == -number
     if number == signal.SIGINT:
-        assert said.count("Traceback") == 1
-        assert said.rstrip().endswith("KeyboardInterrupt")
+        assert stderr.count("Traceback") == 1
+        assert stderr.rstrip().endswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize(("own", "waits"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_sleep_while_they_wait_from_the_first_import_on(monkeypatch, own, waits):
+@pytest.mark.parametrize(("policy", "waits"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_sleep_while_they_wait_from_the_first_import_on(monkeypatch, policy, waits):
     """A script that imports torch is imported by its workers before anything of `serve` runs."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if own:
-        monkeypatch.setenv("OMP_WAIT_POLICY", own)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     with start_workers([participant()], targets.telling_how_it_waits) as (worker,):
         assert worker.wait_until_loaded().device == waits
-    assert os.environ.get("OMP_WAIT_POLICY") == own
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
 WORK = Workload("image", 1, 0, 0, False, False, 0, (3, 8, 8))
@@ -198,11 +198,11 @@ class Runner:
     def time(self, workload: Workload) -> dict[str, list[float]]:
         assert workload is WORK
         self.log.append(self.name)
-        return {"forward": [float(sum(each.isalpha() for each in self.log))]}
+        return {"forward": [float(sum(mark.isalpha() for mark in self.log))]}
 
 
 def turns(names: str, **options: float) -> tuple[str, list[list[float]]]:
     """The order of runs with a stroke after every round, and the counted timings of each."""
     log: list[str] = []
-    found = take_turns([Runner(name, log) for name in names], WORK, tick=lambda: log.append("|"), **options)
-    return "".join(log), [[timing["forward"][0] for timing in each] for each in found]
+    timings = take_turns([Runner(name, log) for name in names], WORK, tick=lambda: log.append("|"), **options)
+    return "".join(log), [[timing["forward"][0] for timing in of_model] for of_model in timings]

@@ -103,22 +103,22 @@ class Binding:
 
 def test_onnxruntime_runs_on_the_gpu_that_is_asked_for(monkeypatch):
     """This machine has none: what onnxruntime is asked for, and what is said of where it ran."""
-    asked, binding = [], Binding()
+    session_options, binding = [], Binding()
     inner = SimpleNamespace(io_binding=lambda: binding, run_with_iobinding=lambda _: None)
 
     def open_session(folder, file, **options):
-        asked.append(options)
+        session_options.append(options)
         outputs = dict.fromkeys(["logits", "present.0.key"])
         return SimpleNamespace(session=Session(inner, options["provider"], None), outputs=outputs)
 
     monkeypatch.setattr(runners, "OnnxModel", open_session)
     runner = OnnxRunner(Participant("A", "tiny", "onnxruntime", "graph", "cuda:1", 1, "fp32"))
-    assert asked == [{"provider": "cuda", "threads": 1, "device": 1}]
+    assert session_options == [{"provider": "cuda", "threads": 1, "device": 1}]
     assert runner.device == "cuda:1"
     assert runner._run({}, {}) == {"logits": "logits", "present.0.key": "key"}
     assert binding.outputs == [("logits", "cpu"), ("present.0.key", "cuda", 1)]
     runner = OnnxRunner(Participant("A", "tiny", "onnxruntime", "graph", "cuda", 1, "fp32"))
-    assert (asked[1]["device"], runner.device) == (0, "cuda")
+    assert (session_options[1]["device"], runner.device) == (0, "cuda")
 
 
 def test_weights_that_hold_two_of_four_are_packed_and_others_are_not():

@@ -30,19 +30,19 @@ def choose(a: ModelInputs, b: ModelInputs, *, batches=(1,), tokens=None, steps=N
     return choose_workloads([a, b], ["dense", "pruned"], batches=batches, tokens=tokens, steps=steps)
 
 
-def refusal(*args, **asked) -> str:
+def refusal(*args, **options) -> str:
     with pytest.raises(UserError) as caught:
-        choose(*args, **asked)
+        choose(*args, **options)
     return str(caught.value)
 
 
-def lengths(context: int | None, **asked: int) -> tuple[int, int]:
-    (found,) = choose(text(context=context and context + 50), text(context=context), **asked)
-    return found.tokens, found.steps
+def lengths(context: int | None, **options: int) -> tuple[int, int]:
+    (workload,) = choose(text(context=context and context + 50), text(context=context), **options)
+    return workload.tokens, workload.steps
 
 
 @pytest.mark.parametrize(
-    ("context", "asked", "found"),
+    ("context", "options", "expected"),
     [
         (256, {}, (128, 16)),
         (None, {}, (128, 16)),
@@ -57,20 +57,20 @@ def lengths(context: int | None, **asked: int) -> tuple[int, int]:
         (100, {"tokens": 60, "steps": 40}, (60, 40)),
     ],
 )
-def test_text_and_what_is_generated_fit_the_shorter_context(context, asked, found):
-    assert lengths(context, **asked) == found
+def test_text_and_what_is_generated_fit_the_shorter_context(context, options, expected):
+    assert lengths(context, **options) == expected
 
 
 @pytest.mark.parametrize(
-    ("asked", "length", "remedy"),
+    ("options", "length", "remedy"),
     [
         ({"tokens": 257}, "257 tokens is", "use --tokens 256 or less"),
         ({"tokens": 250, "steps": 7}, "250 tokens and 7 generated after it are", "use smaller --tokens and --generate"),
         ({"steps": 256}, "1 token and 256 generated after it are", "use smaller --tokens and --generate"),
     ],
 )
-def test_what_does_not_fit_is_refused(asked, length, remedy):
-    assert refusal(text(), text(), **asked) == f"a text of {length} more than the context of 256 tokens: {remedy}"
+def test_what_does_not_fit_is_refused(options, length, remedy):
+    assert refusal(text(), text(), **options) == f"a text of {length} more than the context of 256 tokens: {remedy}"
 
 
 def test_inputs_come_from_the_seed_alone():
@@ -78,7 +78,9 @@ def test_inputs_come_from_the_seed_alone():
     first = workload.make_inputs()["input_ids"]
     torch.manual_seed(9)
     assert workload.make_inputs()["input_ids"].equal(first)
-    pixels = [each.make_inputs()["pixel_values"] for each in choose(image(3, 4, 5), image(3, 4, 5), batches=(2,)) * 2]
+    pixels = [
+        choice.make_inputs()["pixel_values"] for choice in choose(image(3, 4, 5), image(3, 4, 5), batches=(2,)) * 2
+    ]
     assert pixels[0].shape == (2, 3, 4, 5)
     assert pixels[0].equal(pixels[1])
 
@@ -105,7 +107,7 @@ SAME_INPUT = ": they cannot be timed on the same input"
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "asked", "said"),
+    ("a", "b", "options", "message"),
     [
         (text(), image(3, 8, 8), {}, f"dense reads text and pruned reads images{SAME_INPUT}"),
         (
@@ -131,8 +133,8 @@ SAME_INPUT = ": they cannot be timed on the same input"
         ),
     ],
 )
-def test_pairs_that_do_not_go_together_are_refused(a, b, asked, said):
-    assert refusal(a, b, **asked) == said
+def test_pairs_that_do_not_go_together_are_refused(a, b, options, message):
+    assert refusal(a, b, **options) == message
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def as_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def same(left: Tensor, right: Tensor) -> bool:
-    return left.dtype == right.dtype and left.shape == right.shape and as_bytes(left) == as_bytes(right)
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and as_bytes(a) == as_bytes(b)
 
 
 @contextmanager

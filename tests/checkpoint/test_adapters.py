@@ -64,9 +64,9 @@ def logits(folder, ids):
 
 def test_convert_writes_what_peft_merges(llama, tmp_path):
     base, adapter, merged = llama
-    code, said = run("convert", adapter, "-o", tmp_path / "out")
-    assert code == 0, said
-    assert "with the adapter merged" in said
+    code, output = run("convert", adapter, "-o", tmp_path / "out")
+    assert code == 0, output
+    assert "with the adapter merged" in output
     ids = windows(2, 16)
     with torch.no_grad():
         assert torch.allclose(logits(tmp_path / "out", ids), merged(ids).logits, atol=1e-5)
@@ -78,8 +78,8 @@ def test_a_prune_of_an_adapter_is_that_of_the_merged_model(llama, tmp_path):
     merged.save_pretrained(tmp_path / "merged")
     for name in ("adapter", "merged"):
         source = adapter if name == "adapter" else tmp_path / name
-        code, said = run("prune", source, "--recipe", "magnitude", "-o", tmp_path / f"{name}-out")
-        assert code == 0, said
+        code, output = run("prune", source, "--recipe", "magnitude", "-o", tmp_path / f"{name}-out")
+        assert code == 0, output
     ids = windows(2, 16)
     assert torch.allclose(logits(tmp_path / "adapter-out", ids), logits(tmp_path / "merged-out", ids), atol=1e-5)
     assert json.loads((tmp_path / "adapter-out" / "ckpt_prune.json").read_text())["source"]["name"] == "adapter"
@@ -119,38 +119,38 @@ def test_another_alpha_is_another_model(adapter):
 )
 def test_what_cannot_be_merged_is_refused(adapter, tmp_path, values, message):
     change(adapter, **values)
-    code, said = run("prune", adapter, "--recipe", "magnitude", "-o", tmp_path / "out")
+    code, output = run("prune", adapter, "--recipe", "magnitude", "-o", tmp_path / "out")
     assert code == 2
-    assert message in said
+    assert message in output
     assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_of_itself_or_without_weights_is_refused(adapter):
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
-    code, said = run("inspect", adapter)
+    code, output = run("inspect", adapter)
     assert code == 2
-    assert "has no adapter_model.safetensors" in said
+    assert "has no adapter_model.safetensors" in output
     change(adapter, base_model_name_or_path=str(adapter))
-    code, said = run("inspect", adapter)
+    code, output = run("inspect", adapter)
     assert code == 2
-    assert "it is an adapter itself" in said
+    assert "it is an adapter itself" in output
 
 
 def test_an_adapter_of_another_model_is_refused(adapter, tmp_path):
     change(adapter, base_model_name_or_path=str(GPT2.write(tmp_path / "other")))
-    code, said = run("inspect", adapter)
+    code, output = run("inspect", adapter)
     assert code == 2
-    assert "base_model_name_or_path names another model than the adapter was trained on" in said
+    assert "base_model_name_or_path names another model than the adapter was trained on" in output
 
 
 def test_whole_models_are_wanted_elsewhere(adapter, tmp_path):
     (tmp_path / "text.txt").write_text("some words of a text " * 100)
-    code, said = run("evaluate", adapter, "--text", tmp_path / "text.txt", "--window", 16)
+    code, output = run("evaluate", adapter, "--text", tmp_path / "text.txt", "--window", 16)
     assert code == 2
-    assert f"`ckpt-prune convert {adapter} -o MERGED` makes one" in said
-    code, said = run("prune", adapter, "--recipe", "magnitude", "-o", tmp_path / "out", "--evaluate", tmp_path)
+    assert f"`ckpt-prune convert {adapter} -o MERGED` makes one" in output
+    code, output = run("prune", adapter, "--recipe", "magnitude", "-o", tmp_path / "out", "--evaluate", tmp_path)
     assert code == 2
-    assert "-o MERGED` makes one" in said
+    assert "-o MERGED` makes one" in output
 
 
 def test_an_output_with_code_of_its_own_takes_adapters(tmp_path):

@@ -140,8 +140,8 @@ class TestRefusals:
     def test_weights_that_transformers_reads_from_elsewhere(self, single: Path) -> None:
         config = json.loads((single / "config.json").read_text())
         for named, auto_map in (("other.safetensors", None), ("other.safetensors", {}), ("no file", None)):
-            told = {} if auto_map is None else {"auto_map": auto_map}
-            (single / "config.json").write_text(json.dumps(config | {"transformers_weights": named} | told))
+            own_code = {} if auto_map is None else {"auto_map": auto_map}
+            (single / "config.json").write_text(json.dumps(config | {"transformers_weights": named} | own_code))
             assert message_of(single) == (
                 f"{single}/config.json: transformers reads weights from {named!r} (transformers_weights), and they "
                 "are read from model.safetensors here; rename the file, or take the key out where "
@@ -217,14 +217,14 @@ class TestRefusals:
 
     def test_shards_without_an_index(self, sharded: Path) -> None:
         (sharded / "model.safetensors.index.json").unlink()
-        said = (
+        message = (
             f"{sharded} has shards ({FIRST} and 1 more) and no model.safetensors.index.json, which says what each "
             "holds; download that as well"
         )
-        assert message_of(sharded) == said
+        assert message_of(sharded) == message
         with pytest.raises(UserError) as caught:
             load_reported(sharded)
-        assert str(caught.value) == said
+        assert str(caught.value) == message
         (sharded / SECOND).unlink()
         assert message_of(sharded) == (
             f"{sharded} has shards ({FIRST}) and no model.safetensors.index.json, which says what each holds; "
@@ -247,14 +247,14 @@ class TestRefusals:
 class TestRead:
     def test_values_in_the_order_asked(self, sharded: Path, tensors: dict[str, Tensor]) -> None:
         order = list(reversed(tensors))
-        found = Checkpoint.open(sharded).read(iter(order))
-        assert list(found) == order
-        assert all(same(found[name], tensor) for name, tensor in tensors.items())
+        values = Checkpoint.open(sharded).read(iter(order))
+        assert list(values) == order
+        assert all(same(values[name], tensor) for name, tensor in tensors.items())
 
     def test_tensors_own_their_memory(self, single: Path, tensors: dict[str, Tensor]) -> None:
         before = (single / "model.safetensors").read_bytes()
-        found = Checkpoint.open(single).read(tensors)
-        for tensor in found.values():
+        values = Checkpoint.open(single).read(tensors)
+        for tensor in values.values():
             tensor.fill_(3)
         assert (single / "model.safetensors").read_bytes() == before
         assert str(single) not in Path("/proc/self/maps").read_text()

@@ -78,18 +78,18 @@ def test_tokenizer_fingerprint(tmp_path: Path) -> None:
 
 def test_processor_fingerprint(tmp_path: Path) -> None:
     assert processor_fingerprint(tmp_path) is None
-    own, of_all = tmp_path / "preprocessor_config.json", tmp_path / "processor_config.json"
-    own.write_text("{}")
+    image_config, of_all = tmp_path / "preprocessor_config.json", tmp_path / "processor_config.json"
+    image_config.write_text("{}")
     alone = processor_fingerprint(tmp_path)
     of_all.write_text("{}")  # transformers lets its image_processor, if any, win
     both = processor_fingerprint(tmp_path)
     of_all.write_text('{"image_processor": {}}')
     won = processor_fingerprint(tmp_path)
-    own.unlink()
+    image_config.unlink()
     assert len({alone, both, won, processor_fingerprint(tmp_path), None}) == 5
     (tmp_path / "vocab.json").write_text("{}")
     of_all.unlink()
-    own.write_text("{}")
+    image_config.write_text("{}")
     assert processor_fingerprint(tmp_path) == alone
 
 

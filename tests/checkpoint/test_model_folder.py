@@ -105,15 +105,15 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 def test_only_data_files_of_the_top_level_and_of_modules_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: dict[str, object] = {}
+    request: dict[str, object] = {}
 
     def snapshot_download(model: str, **options: object) -> str:
-        asked.update(options, model=model)
+        request.update(options, model=model)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert resolve_model("org/name") == tmp_path
-    assert asked["model"] == "org/name"
+    assert request["model"] == "org/name"
     published = [
         "config.json", "model.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja", "README.md",
         "1_Pooling/config.json", "2_Dense/model.safetensors",
@@ -122,8 +122,8 @@ def test_only_data_files_of_the_top_level_and_of_modules_are_asked_for(
     ]  # fmt: skip
     fetched = huggingface_hub.utils.filter_repo_objects(
         published,
-        allow_patterns=asked["allow_patterns"],  # type: ignore[arg-type]
-        ignore_patterns=asked["ignore_patterns"],  # type: ignore[arg-type]
+        allow_patterns=request["allow_patterns"],  # type: ignore[arg-type]
+        ignore_patterns=request["ignore_patterns"],  # type: ignore[arg-type]
     )
     assert list(fetched) == published[:8]
 

@@ -39,8 +39,8 @@ def write_folder(folder: Path, kind: FolderKind, files: dict[str, str], **record
 
 def old_output(out: Path, version: str = "old", **record: Any) -> Path:
     files = {"config.json": version, "model-00001-of-00002.safetensors": version, "tokenizer.json": version}
-    made = {"README.md": version, "modeling_pruned.py": version, "model.safetensors.index.json": version}
-    return fill(write_folder(out, OUTPUT_KIND, files, **record), made)
+    texts = {"README.md": version, "modeling_pruned.py": version, "model.safetensors.index.json": version}
+    return fill(write_folder(out, OUTPUT_KIND, files, **record), texts)
 
 
 def replacing(out: Path, files: dict[str, str] | None = None, **options: Any) -> Staging:
@@ -212,10 +212,10 @@ def test_a_kill_at_any_moment_loses_nothing(out):
         staging = replacing(out)
         died = killed_at(number, staging.publish)
         staging.release()
-        found = tree(out) if out.exists() else {}
-        states.add(found.get("config.json", "absent"))
-        found.pop(JOURNAL, None)
-        assert {name: text for name, text in found.items() if name not in users} in ({}, old, NEW)
+        contents = tree(out) if out.exists() else {}
+        states.add(contents.get("config.json", "absent"))
+        contents.pop(JOURNAL, None)
+        assert {name: text for name, text in contents.items() if name not in users} in ({}, old, NEW)
         everywhere = tree(out.parent).items()
         for name, text in users.items():
             assert [other for path, other in everywhere if path.endswith(("out/" + name, "replaced/" + name))] == [text]

@@ -31,26 +31,26 @@ def make_float8(*shape: int) -> Tensor:
 
 
 def fp8(
-    folder: Path, shape: tuple[int, ...], scale: Tensor, said: dict[str, Any] = FP8, suffix: str = "_scale_inv"
+    folder: Path, shape: tuple[int, ...], scale: Tensor, quantization: dict[str, Any] = FP8, suffix: str = "_scale_inv"
 ) -> Path:
     tensors = {NAME: make_float8(*shape), NAME + suffix: scale, "model.norm.weight": torch.ones(3)}
-    return save_single(folder, tensors, CONFIG | {"quantization_config": said})
+    return save_single(folder, tensors, CONFIG | {"quantization_config": quantization})
 
 
 def by_elements(weight: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
     """Every element times the scale of its block, one by one, in float64."""
-    found = torch.empty(weight.shape, dtype=torch.float64)
+    product = torch.empty(weight.shape, dtype=torch.float64)
     for index in range(weight.numel()):
         place = torch.unravel_index(torch.tensor(index), weight.shape)
-        *before, row, column = (int(each) for each in place)
+        *before, row, column = (int(coordinate) for coordinate in place)
         by = scale if scale.numel() == 1 else scale[(*before, row // rows, column // columns)]
-        found[(*before, row, column)] = weight[(*before, row, column)].double() * by.double().reshape(())
-    return found.to(torch.bfloat16)
+        product[(*before, row, column)] = weight[(*before, row, column)].double() * by.double().reshape(())
+    return product.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("chunk", [shard._CHUNK_BYTES, 1], ids=["at once", "by runs of rows"])
 @pytest.mark.parametrize(
-    ("shape", "scale", "block", "said", "suffix"),
+    ("shape", "scale", "block", "quantization", "suffix"),
     [
         ((5, 7), (3, 3), (2, 3), FP8, "_scale_inv"),  # the last blocks are smaller
         ((4, 6), (2, 2), (2, 3), FP8, "_scale_inv"),
@@ -61,11 +61,11 @@ def by_elements(weight: Tensor, scale: Tensor, rows: int, columns: int) -> Tenso
     ],
 )
 def test_what_is_read_is_the_stored_numbers_times_their_scales(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape, scale, block, said, suffix, chunk
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape, scale, block, quantization, suffix, chunk
 ) -> None:
     monkeypatch.setattr(shard, "_CHUNK_BYTES", chunk)
     scales = torch.rand(scale, generator=torch.Generator().manual_seed(1)) + 0.1
-    checkpoint = Checkpoint.open(fp8(tmp_path / "m", shape, scales, said, suffix))
+    checkpoint = Checkpoint.open(fp8(tmp_path / "m", shape, scales, quantization, suffix))
     assert set(checkpoint.tensors) == {NAME, "model.norm.weight"}
     assert checkpoint.config == CONFIG
     assert (checkpoint.tensors[NAME].dtype, checkpoint.tensors[NAME].shape) == (torch.bfloat16, shape)
@@ -100,15 +100,15 @@ def test_another_scale_is_another_model_and_its_nan_is_found(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("scale", "said", "message"),
+    ("scale", "quantization", "message"),
     [
         (torch.ones(3, 4), FP8, "{}_scale_inv, torch.float32 [3, 4], are not scales of {}, [5, 7], by the blocks "),
         (torch.ones(3, 3), FP8 | {"weight_block_size": None}, "{}_scale_inv, torch.float32 [3, 3], are not scales of "),
         (torch.ones(3, 3, dtype=torch.uint8), FP8, "{}_scale_inv, torch.uint8 [3, 3], are not scales of {}, [5, 7], "),
     ],
 )
-def test_scales_that_fit_nothing(tmp_path: Path, scale: Tensor, said: dict[str, Any], message: str) -> None:
-    folder = fp8(tmp_path / "m", (5, 7), scale, said)
+def test_scales_that_fit_nothing(tmp_path: Path, scale: Tensor, quantization: dict[str, Any], message: str) -> None:
+    folder = fp8(tmp_path / "m", (5, 7), scale, quantization)
     with pytest.raises(UserError) as error:
         Checkpoint.open(folder)
     assert str(error.value).startswith(f"{folder}: " + message.replace("{}", NAME))
@@ -138,7 +138,7 @@ STRANGE = COMPRESSED | {"config_groups": {"group_0": {"weights": {"type": {"floa
 
 
 @pytest.mark.parametrize(
-    ("said", "name", "convert"),
+    ("quantization", "name", "convert"),
     [
         ({"quant_method": "awq", "bits": 4}, "AWQ", None),
         ({"quant_method": "gptq", "bits": 4}, "GPTQ", GPTQ),
@@ -152,10 +152,12 @@ STRANGE = COMPRESSED | {"config_groups": {"group_0": {"weights": {"type": {"floa
         ({}, "unknown method", None),
     ],
 )
-def test_refused_by_name_before_weights_are_looked_at(tmp_path: Path, said: object, name: str, convert: str | None):
+def test_refused_by_name_before_weights_are_looked_at(
+    tmp_path: Path, quantization: object, name: str, convert: str | None
+):
     folder = tmp_path / "m"
     folder.mkdir()
-    config = CONFIG | {"quantization_config": said, "architectures": ["LlamaForCausalLM"]}
+    config = CONFIG | {"quantization_config": quantization, "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as error:
         Checkpoint.open(folder)
@@ -190,8 +192,8 @@ def test_a_part_of_a_model_that_is_quantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("groups", [1.5, True, ["group_0"], {"group_0": []}, {"group_0": {"weights": [4]}}])
 def test_groups_that_are_none(tmp_path: Path, groups: object) -> None:
     """They were tracebacks."""
-    own = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-    folder = save_single(tmp_path / "m", example_tensors(), CONFIG | {"quantization_config": own})
+    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    folder = save_single(tmp_path / "m", example_tensors(), CONFIG | {"quantization_config": quantization})
     with pytest.raises(UserError, match=f"^{folder} is quantised by "):
         Checkpoint.open(folder)
 
@@ -217,14 +219,14 @@ def test_gguf_beside_plain_weights_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_weights_of_a_quantised_model_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[object] = []
+    patterns: list[object] = []
 
     def snapshot_download(model: str, **options: object) -> str:
-        asked.append(options["allow_patterns"])
+        patterns.append(options["allow_patterns"])
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}}))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(UserError, match="is quantised by AWQ"):
         resolve_model("org/name")
-    assert asked == [["config.json", "README.md"]]
+    assert patterns == [["config.json", "README.md"]]

@@ -132,8 +132,10 @@ def test_resume_keeps_done_units_and_their_bytes(tmp_path: Path) -> None:
     first = next(iter(files))
     with writing(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
         assert writer.done == {first}
-        found = writer.read(files[first])
-        assert [as_bytes(tensor) for tensor in found.values()] == [as_bytes(tensor) for tensor in files[first].values()]
+        stored = writer.read(files[first])
+        assert [as_bytes(tensor) for tensor in stored.values()] == [
+            as_bytes(tensor) for tensor in files[first].values()
+        ]
         with pytest.raises(ValueError, match="is already written"):
             writer.write("model.embed.weight", torch.ones(7, 5))
         assert not (tmp_path / "out.partial" / "stray.txt").exists()

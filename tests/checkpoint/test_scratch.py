@@ -42,12 +42,12 @@ def test_only_what_errors_speak_of_stays(place: Path) -> None:
 def test_what_a_killed_run_leaves_the_next_one_clears(tmp_path: Path, place: Path) -> None:
     """It stayed for ever; what is in use, or of another name, is left alone."""
 
-    ready, told = os.pipe()
+    ready, writer = os.pipe()
 
     def work() -> None:
         with scratch_folder() as folder:
             (folder / "graph").write_bytes(b"large")
-            os.write(told, b"!")
+            os.write(writer, b"!")
             while True:
                 signal.pause()
 
@@ -60,7 +60,7 @@ def test_what_a_killed_run_leaves_the_next_one_clears(tmp_path: Path, place: Pat
     child.send(signal.SIGKILL)
     child.ended()
     os.close(ready)
-    os.close(told)
+    os.close(writer)
     assert graph.exists()
     with scratch_folder() as folder:
         assert {*place.iterdir()} == {place / "ckpt-prune-mine", folder, folder.with_name(f"{folder.name}.lock")}

@@ -34,10 +34,10 @@ def folder(path: Path, record: str, files: list[str], **more: Any) -> Path:
     return path
 
 
-def kill(found: Staging) -> None:
+def kill(run: Staging) -> None:
     """Leave what a kill leaves of a run that has begun."""
-    found.__enter__()
-    found.release()
+    run.__enter__()
+    run.release()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.record)
@@ -45,10 +45,10 @@ def test_a_folder_with_its_record_is_replaced(tmp_path, kind):
     out = folder(tmp_path / "out", kind.record, ["a", "b"])
     for resume in (False, True):
         assert refusal(out, kind=kind, resume=resume) == f"{out} exists; --overwrite replaces it, or give another -o"
-    with staging(out, overwrite=True, kind=kind) as found:
-        (found.path / "new").write_text("new")
+    with staging(out, overwrite=True, kind=kind) as run:
+        (run.path / "new").write_text("new")
         assert {path.name for path in out.iterdir()} == {"a", "b", kind.record}
-        assert found.publish() == []
+        assert run.publish() == []
     assert [path.name for path in out.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [out]
 
@@ -81,8 +81,8 @@ def test_what_can_be_done_about_an_unfinished_run(tmp_path, kind, ways):
         f"{tmp_path / 'out.partial'} is left from an unfinished run; {ways}--overwrite starts afresh"
     )
     (tmp_path / "out.partial" / "rest").write_text("of the killed run")
-    with staging(tmp_path / "out", overwrite=True, kind=kind) as found:
-        assert [path.name for path in found.path.iterdir()] == [".ckpt_prune_journal.json"]
+    with staging(tmp_path / "out", overwrite=True, kind=kind) as run:
+        assert [path.name for path in run.path.iterdir()] == [".ckpt_prune_journal.json"]
     assert not list(tmp_path.iterdir())
 
 
@@ -104,17 +104,17 @@ def test_what_nobody_goes_on_with_is_dropped_without_asking(tmp_path):
         f"{tmp_path / '.out.partial'} is being written by another run; wait for it or stop it"
     )
     killed.release()
-    with staging(tmp_path / "out", kind=KINDS[2]) as found:
-        (found.path / "new").write_text("new")
-        found.publish()
+    with staging(tmp_path / "out", kind=KINDS[2]) as run:
+        (run.path / "new").write_text("new")
+        run.publish()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
 
 
 def test_a_new_folder_is_checked_again_before_it_is_filled(tmp_path):
-    found = staging(tmp_path / "out", kind=EXPORT_KIND)
+    run = staging(tmp_path / "out", kind=EXPORT_KIND)
     folder(tmp_path / "out", EXPORT_KIND.record, ["model.onnx"])
     with pytest.raises(UserError) as error:
-        found.__enter__()
+        run.__enter__()
     assert str(error.value) == f"{tmp_path / 'out'} exists; --overwrite replaces it, or give another -o"
     assert not (tmp_path / "out.partial").exists()
 
@@ -134,18 +134,18 @@ def test_where_there_are_no_locks_work_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_lock_on_a_folder_that_another_run_has_replaced_is_none(tmp_path, monkeypatch):
-    found = staging(tmp_path / "out", kind=KINDS[2])
+    run = staging(tmp_path / "out", kind=KINDS[2])
     lock = locks.fcntl.flock
 
     def late(descriptor: int, how: int) -> None:
         lock(descriptor, how)
-        found.path.rename(tmp_path / "deleted")
-        found.path.mkdir()
+        run.path.rename(tmp_path / "deleted")
+        run.path.mkdir()
 
     monkeypatch.setattr(locks.fcntl, "flock", late)
     with pytest.raises(UserError, match=r"\.out\.partial is being written by another run; wait for it or stop it"):
-        found.__enter__()
-    assert found.path.is_dir()
+        run.__enter__()
+    assert run.path.is_dir()
 
 
 def test_what_the_library_says_of_a_full_disk_is_a_line(tmp_path):

@@ -134,11 +134,11 @@ class TestOutput:
 
     @pytest.mark.parametrize("files", [one_file(), two_files()], ids=["one file", "shards"])
     def test_files_aside_are_no_part_of_the_checkpoint(self, out: Path, files: Files) -> None:
-        beside = {"rotations.st": {"residual": torch.eye(3), "blocks.0.heads": torch.zeros(2, 1, 1)}}
+        side_files = {"rotations.st": {"residual": torch.eye(3), "blocks.0.heads": torch.zeros(2, 1, 1)}}
         sharded = len(files) > 1
-        options = {"job": "job", "sharded": sharded, "aside": beside.keys()}
-        with writing(out, layout_of(files | beside), **options) as writer:
-            for tensors in (files | beside).values():
+        options = {"job": "job", "sharded": sharded, "aside": side_files.keys()}
+        with writing(out, layout_of(files | side_files), **options) as writer:
+            for tensors in (files | side_files).values():
                 for name, tensor in tensors.items():
                     writer.write(name, tensor)
             writer.commit("all")
@@ -146,7 +146,7 @@ class TestOutput:
             writer.write_json("config.json", CONFIG)
             writer.finish()
         stored = load_file(out / "rotations.st")
-        assert all(same(stored[name], tensor) for name, tensor in beside["rotations.st"].items())
+        assert all(same(stored[name], tensor) for name, tensor in side_files["rotations.st"].items())
         write_all(out.with_name("without"), files)
         with_, without = contents(out), contents(out.with_name("without"))
         del with_["rotations.st"]
@@ -222,8 +222,8 @@ class TestOutput:
                 with pytest.raises(ValueError, match=f"tensor '{name}' is not written yet"):
                     writer.read([name])
                 writer.write(name, tensor)
-            found = writer.read(reversed(tensors))
-            assert all(same(found[name], tensor) for name, tensor in tensors.items())
+            values = writer.read(reversed(tensors))
+            assert all(same(values[name], tensor) for name, tensor in tensors.items())
 
 
 class TestMisuse:

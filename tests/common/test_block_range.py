@@ -12,7 +12,7 @@ PUBLISHED = "12.5%:93.75%"
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "found"),
+    ("text", "count", "blocks"),
     [
         (None, 3, range(3)),
         (":", 3, range(3)),
@@ -27,8 +27,8 @@ PUBLISHED = "12.5%:93.75%"
         (" 1 : 100% ", 5, range(1, 5)),
     ],
 )
-def test_what_it_names(text, count, found):
-    assert blocks_of(text, count) == found
+def test_what_it_names(text, count, blocks):
+    assert blocks_of(text, count) == blocks
 
 
 @pytest.mark.parametrize(("text", "count"), [(PUBLISHED, 2), ("0:3", 2), ("60%:40%", 10), ("100%:", 4)])
@@ -51,13 +51,13 @@ OF_SPACES = "version: 1\nname: mine\nlayers: 1:2\nwidths: per_layer\nspaces: {ml
 
 
 def test_a_recipe_that_prunes_some_blocks_is_another(tmp_path):
-    own = load_recipe(str(write(tmp_path, OF_SPACES)))
-    assert own.blocks(4) == range(1, 2)
+    recipe = load_recipe(str(write(tmp_path, OF_SPACES)))
+    assert recipe.blocks(4) == range(1, 2)
     every = load_recipe(str(write(tmp_path, OF_SPACES.replace("layers: 1:2\n", ""))))
     assert every.blocks(4) == range(4)
-    assert own.digest != every.digest
+    assert recipe.digest != every.digest
     assert '"layers"' not in every.canonical_json()
-    assert own.with_ratio(0.5).layers == own.layers
+    assert recipe.with_ratio(0.5).layers == recipe.layers
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_durations(seconds, words):
 
 
 @pytest.mark.parametrize(
-    ("value", "limit", "form", "digits", "told"),
+    ("value", "limit", "form", "digits", "text"),
     [
         (0.25, 0.01, "%", 2, ("25.00%", "1.00%")),
         (0.010004, 0.01, "%", 2, ("1.0004%", "1.0000%")),
@@ -42,5 +42,5 @@ def test_durations(seconds, words):
         (0.01, 0.01, "%", 2, ("1.00%", "1.00%")),
     ],
 )
-def test_a_number_and_its_limit_are_told_apart(value, limit, form, digits, told):
-    assert format_distinctly(value, limit, form, digits) == told
+def test_a_number_and_its_limit_are_told_apart(value, limit, form, digits, text):
+    assert format_distinctly(value, limit, form, digits) == text

@@ -22,8 +22,8 @@ SLACK = 4 << 20
 
 
 def test_the_peak_stays_and_what_is_resident_goes():
-    said = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
-    resident, peak, peak_after, resident_after = map(int, said.split())
+    stdout = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+    resident, peak, peak_after, resident_after = map(int, stdout.split())
     assert 1 << 20 < resident <= peak < 60 << 20
     assert abs(peak_after - peak - (64 << 20)) <= SLACK
     assert abs(resident_after - resident) <= SLACK
@@ -36,12 +36,12 @@ def test_without_the_kernels_file_only_the_peak_is_known(monkeypatch):
 
 def test_a_container_limits_what_is_available(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_GROUP", tmp_path)
-    whole = memory.available_bytes()
-    assert whole is not None
-    assert whole > 64 << 20
+    unlimited = memory.available_bytes()
+    assert unlimited is not None
+    assert unlimited > 64 << 20
     (tmp_path / "memory.current").write_text("1048576\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert abs(memory.available_bytes() - whole) < whole // 4
+    assert abs(memory.available_bytes() - unlimited) < unlimited // 4
     (tmp_path / "memory.max").write_text("3145728\n")
     assert memory.available_bytes() == 2 << 20
     monkeypatch.setattr(memory, "_SYSTEM", tmp_path / "nowhere")

@@ -115,12 +115,12 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_stock_class_computes_what_timm_does(kind: str) -> None:
     stored = timm(Path("timm"), **KINDS[kind])
-    found = ckpt_prune.convert("timm", output="out")
-    assert found.model_type == ("deit" if kind == "distilled" else "vit")
+    conversion = ckpt_prune.convert("timm", output="out")
+    assert conversion.model_type == ("deit" if kind == "distilled" else "vit")
     model, info = AutoModelForImageClassification.from_pretrained("out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(model).__name__ == found.architecture
-    assert sum(p.numel() for p in model.parameters()) == found.parameters
+    assert type(model).__name__ == conversion.architecture
+    assert sum(p.numel() for p in model.parameters()) == conversion.parameters
     with torch.no_grad():
         ours = model.double()(images().double()).logits
     expected = timm_vit.logits(stored, images(), HEADS)
@@ -130,8 +130,8 @@ def test_the_stock_class_computes_what_timm_does(kind: str) -> None:
 
 def test_without_a_head_the_tokens_are_the_same() -> None:
     stored = timm(Path("timm"), classes=0)
-    found = ckpt_prune.convert("timm", output="out")
-    assert (found.architecture, found.parameters) == ("ViTModel", sum(t.numel() for t in stored.values()))
+    conversion = ckpt_prune.convert("timm", output="out")
+    assert (conversion.architecture, conversion.parameters) == ("ViTModel", sum(t.numel() for t in stored.values()))
     with torch.no_grad():
         ours = AutoModel.from_pretrained("out").double()(images().double()).last_hidden_state
     torch.testing.assert_close(ours, timm_vit.features(stored, images(), HEADS), rtol=0, atol=1e-12)
@@ -172,8 +172,8 @@ def test_an_existing_output_is_replaced_when_asked_to() -> None:
     )
     ok("convert", "timm", "-o", "out", "--overwrite")
     assert Path("out/model.safetensors").read_bytes() == before
-    found = json.loads(ok("convert", "timm", "-o", "out", "--overwrite", "--json"))
-    assert found == {
+    conversion = json.loads(ok("convert", "timm", "-o", "out", "--overwrite", "--json"))
+    assert conversion == {
         "output": "out",
         "model_type": "vit",
         "architecture": "ViTForImageClassification",
@@ -287,10 +287,10 @@ def test_an_encoder_reads_every_patch(architecture: Any) -> None:
     with torch.no_grad():
         expected = encoder(images().double(), noise=noise).last_hidden_state
     stored = load_file("mae/model.safetensors")
-    left = sum(name.startswith("decoder.") for name in stored)
+    decoder_tensors = sum(name.startswith("decoder.") for name in stored)
     notes = ["its encoder, which here reads every patch"]
-    if left:
-        notes.append(f"{left} tensors of the decoder are left out")
+    if decoder_tensors:
+        notes.append(f"{decoder_tensors} tensors of the decoder are left out")
     assert ok("convert", "mae", "-o", "out").splitlines()[1:] == notes
     with torch.no_grad():
         ours = AutoModel.from_pretrained("out").double()(images().double()).last_hidden_state

@@ -88,41 +88,41 @@ def test_options_say_split_and_window():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("c4:test", "c4:test: c4 has the splits train, validation"),
         ("ptb@64", "ptb@64: presets of windows are @128 and @2048; use --window for others"),
     ],
 )
-def test_refusals(name, said):
+def test_refusals(name, message):
     with pytest.raises(UserError) as caught:
         parse_text_name(Path(name))
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "reason"),
     [
         ("ptb/validation.jsonl", b'{"text": 1}\n', 'no string under "sentence"'),
         ("ptb/ptb.test.txt", b"\xff\xfe\n", "not UTF-8 text: save it as UTF-8"),
         ("c4/en/c4-validation.00000-of-00008.json.gz", b"plain", "Not a gzipped file (b'pl')"),
     ],
 )
-def test_damaged_copies(data, file, content, said):
+def test_damaged_copies(data, file, content, reason):
     path = Path("data", file)
     path.write_bytes(content)
     split = "test" if path.suffix == ".txt" else "validation"
     with pytest.raises(UserError) as caught:
         read_text([Path(f"{path.parts[1]}:{split}")])
-    assert str(caught.value) == f"{path}: cannot be read as {path.parts[1]}: {said}"
+    assert str(caught.value) == f"{path}: cannot be read as {path.parts[1]}: {reason}"
 
 
 def test_commands_take_names(place, monkeypatch):
     monkeypatch.setenv(DATA_VARIABLE, str(place / "copies"))
     (place / "copies/wikitext2").mkdir(parents=True)
     (place / "copies/wikitext2/wiki.test.raw").write_bytes((place / "calib.txt").read_bytes())
-    said = json.loads(ok("evaluate", "dense", "--text", "wikitext2", "--window", "16", "--samples", "2", "--json"))
-    assert (said["window"], said["windows"]) == (16, 2)
+    result = json.loads(ok("evaluate", "dense", "--text", "wikitext2", "--window", "16", "--samples", "2", "--json"))
+    assert (result["window"], result["windows"]) == (16, 2)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert read_refusal("prune", "dense", "--text", "wikitext2", "-o", "out") == (

@@ -32,8 +32,8 @@ def small(monkeypatch, tmp_path, shallow):
     monkeypatch.setattr(demo, "model_folder", lambda: shallow)
     # Both sides are of one walk through the library.
     monkeypatch.setattr(corpus, "list_modules", cache(corpus.list_modules))
-    whole = corpus.read_corpus
-    monkeypatch.setattr(corpus, "read_corpus", lambda **kwargs: whole(**kwargs)[:40_000])
+    read_all = corpus.read_corpus
+    monkeypatch.setattr(corpus, "read_corpus", lambda **kwargs: read_all(**kwargs)[:40_000])
     monkeypatch.setattr(demo, "WINDOW", 32)
     monkeypatch.setattr(demo, "CALIBRATION_WINDOWS", 4)
     monkeypatch.setattr(demo, "EVALUATION_WINDOWS", 4)
@@ -60,9 +60,9 @@ def test_table(small, monkeypatch):
 
 
 def test_the_whole_path_and_what_it_keeps(small):
-    said = json.loads(ok("demo", "-o", "kept ü", "--json"))
-    assert (said["window"], said["windows"]) == (32, 4)
-    dense, *rows = said["rows"]
+    result = json.loads(ok("demo", "-o", "kept ü", "--json"))
+    assert (result["window"], result["windows"]) == (32, 4)
+    dense, *rows = result["rows"]
     assert (dense["model"], dense["ratio"], dense["container"]) == ("dense", 0, "llama")
     assert [(row["model"], row["ratio"]) for row in rows] == [(name, 0.3) for name in demo.RECIPES]
     for row in rows:
@@ -113,13 +113,13 @@ def test_the_two_sides_share_no_module(tmp_path):
     (tmp_path / "test/test_m.py").write_text("# left out\n")
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages/other.py").write_text("# left out\n")
-    seen, held = (
+    seen, held_out = (
         set(corpus.read_corpus(held_out=side, root=tmp_path).split()) - {"#", "module"} for side in (False, True)
     )
     assert seen
-    assert held
-    assert seen.isdisjoint(held)
-    assert seen | held == {str(i) for i in range(60)}
+    assert held_out
+    assert seen.isdisjoint(held_out)
+    assert seen | held_out == {str(i) for i in range(60)}
 
 
 def test_the_packaged_model_is_small_and_whole():

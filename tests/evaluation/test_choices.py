@@ -70,8 +70,10 @@ GOOD = json.dumps(SHAPES["piqa"][0])
 def test_what_is_no_item_is_named_by_its_line(tmp_path, line):
     file = tmp_path / "items.jsonl"
     file.write_text(f"{GOOD}\n{line}\n")
-    said = r"items\.jsonl, line 2: (no multiple-choice item; expected question or |not valid JSON: |nested too deeply)"
-    with pytest.raises(UserError, match=said):
+    message = (
+        r"items\.jsonl, line 2: (no multiple-choice item; expected question or |not valid JSON: |nested too deeply)"
+    )
+    with pytest.raises(UserError, match=message):
         read_items(file)
 
 

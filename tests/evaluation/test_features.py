@@ -33,12 +33,12 @@ def pair(request, tmp_path_factory):
 def oracle(model, reference, data) -> tuple[float, float, int]:
     """Mean cosine, relative error and tokens, sample by sample and token by token in float64."""
     cosines, errors, energies = [], [], []
-    wide = [copy.deepcopy(each).double().eval() for each in (model, reference)]
+    wide = [copy.deepcopy(network).double().eval() for network in (model, reference)]
     for index in range(len(data)):
         batch = data.batch(slice(index, index + 1))
         batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
         with torch.no_grad():
-            ours, theirs = (each(**batch).last_hidden_state[0].tolist() for each in wide)
+            ours, theirs = (network(**batch).last_hidden_state[0].tolist() for network in wide)
         for a, b in zip(ours, theirs, strict=True):
             norms = math.sqrt(math.fsum(x * x for x in a)) * math.sqrt(math.fsum(y * y for y in b))
             cosines.append(math.fsum(x * y for x, y in zip(a, b, strict=True)) / norms)
@@ -50,13 +50,13 @@ def oracle(model, reference, data) -> tuple[float, float, int]:
 @pytest.mark.parametrize("batch_tokens", [25, 8192])
 def test_equals_the_oracle(pair, batch_tokens, monkeypatch):
     monkeypatch.setattr(batches, "BATCH_TOKENS", batch_tokens)
-    found = compare_features(*pair)
+    comparison = compare_features(*pair)
     cosine, error, tokens = oracle(*pair)
     assert cosine < 0.99
     assert error > 0.01
-    assert found.cosine == pytest.approx(cosine, rel=1e-5)
-    assert found.relative_error == pytest.approx(error, rel=1e-5)
-    assert (found.samples, found.tokens) == (6, tokens)
+    assert comparison.cosine == pytest.approx(cosine, rel=1e-5)
+    assert comparison.relative_error == pytest.approx(error, rel=1e-5)
+    assert (comparison.samples, comparison.tokens) == (6, tokens)
     assert tokens == 6 * pair[2].tokens
 
 

@@ -10,13 +10,13 @@ from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 
 def test_each_token_is_the_likeliest():
     model, tokenizer = tiny_llama(eos_token_id=None), tiny_tokenizer()
-    (found,) = continue_prompts(model, tokenizer, ["the cat"], tokens=5)
+    (continuation,) = continue_prompts(model, tokenizer, ["the cat"], tokens=5)
     ids = tokenizer("the cat")["input_ids"]
     new = []
     with torch.inference_mode():
         for _ in range(5):
             new.append(int(model(torch.tensor([ids + new])).logits[0, -1].argmax()))
-    assert (found.text, found.tokens, found.repeated) == (
+    assert (continuation.text, continuation.tokens, continuation.repeated) == (
         tokenizer.decode(new, skip_special_tokens=True),
         5,
         share_repeated(new),

@@ -16,16 +16,16 @@ def test_without_lm_eval_the_extra_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tasks", "said"),
+    ("tasks", "message"),
     [
         (["piqa", "arc_eazy"], "unknown task 'arc_eazy': did you mean 'arc_easy'?"),
         (["qqqq"], "unknown task 'qqqq': `lm_eval ls tasks` lists them"),
     ],
 )
-def test_unknown_tasks(tasks, said):
+def test_unknown_tasks(tasks, message):
     with pytest.raises(UserError) as caught:
         check_tasks(tasks, ["piqa", "arc_easy", "boolq"])
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 @pytest.mark.filterwarnings("default")  # lm-eval and what it imports warn of things that are theirs

@@ -84,7 +84,7 @@ class TestCompare:
         monkeypatch.setattr(module, "BATCH_PIXELS", 9 * SIZE * SIZE)
         model, reference = tiny_vit(1), tiny_vit(0)
         result = compare_classifiers(model, reference, samples)
-        q, p = ([oracle_probabilities(each, path) for path in samples.paths] for each in (model, reference))
+        q, p = ([oracle_probabilities(network, path) for path in samples.paths] for network in (model, reference))
         assert result.kl == pytest.approx(oracle_divergence(p, q), rel=1e-5)
         assert result.kl != pytest.approx(oracle_divergence(q, p), rel=1e-2)
         same = [oracle_ranking(a)[0] == oracle_ranking(b)[0] for a, b in zip(p, q, strict=True)]
@@ -150,7 +150,7 @@ def make_broken() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("models", "said"),
+    ("models", "message"),
     [
         ([make_broken], "the model's logits are not finite numbers: the weights are damaged or overflow in this dtype"),
         ([tiny_vit, make_broken], "the reference's logits are not finite numbers: the weights are damaged or overflow"),
@@ -159,11 +159,11 @@ def make_broken() -> torch.nn.Module:
         ([lambda: tiny_vit().vit], "the model gives no class logits: it is no image classifier"),
     ],
 )
-def test_refused_models(samples, models, said):
-    made = [make() for make in models]
+def test_refused_models(samples, models, message):
+    networks = [make() for make in models]
     with pytest.raises(UserError) as caught:
-        classify(*made, samples) if len(made) == 1 else compare_classifiers(*made, samples)
-    assert str(caught.value).startswith(said)
+        classify(*networks, samples) if len(networks) == 1 else compare_classifiers(*networks, samples)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("label", [6, -1])

@@ -41,7 +41,7 @@ def chosen():
 def oracle_distributions(model, windows, masked) -> list[list[float]]:
     """Log-probabilities at each masked position, window by window, in float64 with the softmax written out."""
     wide = copy.deepcopy(model).double().eval()
-    found = []
+    distributions = []
     for ids, hidden in zip(windows.tolist(), masked.tolist(), strict=True):
         seen = [MASK if gone else token for token, gone in zip(ids, hidden, strict=True)]
         with torch.no_grad():
@@ -50,8 +50,8 @@ def oracle_distributions(model, windows, masked) -> list[list[float]]:
         for row, gone in zip(logits, hidden, strict=True):
             if gone:
                 total = math.log(math.fsum(math.exp(x) for x in row))
-                found.append([x - total for x in row])
-    return found
+                distributions.append([x - total for x in row])
+    return distributions
 
 
 def oracle_targets(windows, masked) -> list[int]:
@@ -101,15 +101,15 @@ class TestFillIn:
 
     def test_two_models_equal_the_oracle(self, models, chosen):
         model, reference, _ = models
-        found = fill_in(model, WINDOWS, chosen, MASK, reference)
-        assert isinstance(found, TokenComparison)
-        q, p = (oracle_distributions(each, WINDOWS, chosen) for each in (model, reference))
+        comparison = fill_in(model, WINDOWS, chosen, MASK, reference)
+        assert isinstance(comparison, TokenComparison)
+        q, p = (oracle_distributions(network, WINDOWS, chosen) for network in (model, reference))
         kl = math.fsum(math.exp(x) * (x - y) for a, b in zip(p, q, strict=True) for x, y in zip(a, b, strict=True))
-        assert found.kl == pytest.approx(kl / len(p), rel=1e-4)
-        assert 0 < found.top1_agreement < 1
-        assert found.top1_agreement == sum(top(a) == top(b) for a, b in zip(p, q, strict=True)) / len(p)
-        assert found.score == fill_in(model, WINDOWS, chosen, MASK)
-        assert found.reference_score == fill_in(reference, WINDOWS, chosen, MASK)
+        assert comparison.kl == pytest.approx(kl / len(p), rel=1e-4)
+        assert 0 < comparison.top1_agreement < 1
+        assert comparison.top1_agreement == sum(top(a) == top(b) for a, b in zip(p, q, strict=True)) / len(p)
+        assert comparison.score == fill_in(model, WINDOWS, chosen, MASK)
+        assert comparison.reference_score == fill_in(reference, WINDOWS, chosen, MASK)
 
     def test_pretraining_is_scored_by_its_prediction_logits(self, models, chosen):
         model, reference, pretraining = models

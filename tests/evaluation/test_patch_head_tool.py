@@ -74,8 +74,8 @@ def tokens(name: str) -> torch.Tensor:
 def labels_as_seen() -> torch.Tensor:
     """Labels as the model sees them: every second pixel of every second row, (images, 16, 16), -1 unknown."""
     maps = torch.stack([torch.from_numpy(np.asarray(Image.open(f"maps/{n}.png")).astype(int)) for n in range(COUNT)])
-    found = maps[:, 1::2, 1::2]
-    return torch.where(found == 255, -1, found)
+    labels = maps[:, 1::2, 1::2]
+    return torch.where(labels == 255, -1, labels)
 
 
 def fit_head() -> dict[str, torch.Tensor]:
@@ -85,9 +85,9 @@ def fit_head() -> dict[str, torch.Tensor]:
     mean, variance = patches.mean(0), patches.var(0)
     gain, shift = torch.linspace(0.5, 2, 16).double(), torch.linspace(-1, 1, 16).double()
     inputs = (patches - mean) / (variance + 1e-5).sqrt() * gain + shift
-    wanted = torch.nn.functional.one_hot(truth.clamp_min(0), 3).double()
+    one_hot = torch.nn.functional.one_hot(truth.clamp_min(0), 3).double()
     inputs = torch.cat([inputs, torch.ones(len(inputs), 1).double()], 1)
-    solved = torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution
+    solved = torch.linalg.lstsq(inputs, one_hot, driver="gelsd").solution
     norm = {"running_mean": mean, "running_var": variance, "weight": gain, "bias": shift}
     return {
         "decode_head.conv_seg.weight": solved[:-1].T[:, :, None, None].float().contiguous(),
@@ -101,42 +101,47 @@ def pick_classes(name: str, head: dict[str, torch.Tensor]) -> list[int]:
     """Classes of all pixels by the definition."""
     conv, bias = (head[f"decode_head.conv_seg.{part}"].double() for part in ("weight", "bias"))
     norm = {part: head[f"decode_head.bn.{part}"].tolist() for part in ("running_mean", "running_var", "weight", "bias")}
-    found = []
+    classes = []
     for image in tokens(name).tolist():
         read = torch.tensor([[normalise(token, norm) for token in row] for row in image]).double()
         logits = read @ conv[:, :, 0, 0].T + bias
         planes = [drawn_out(logits[:, :, c].tolist(), 16, 16) for c in range(3)]
-        found += [max(range(3), key=lambda c: planes[c][y][x]) for y in range(16) for x in range(16)]
-    return found
+        classes += [max(range(3), key=lambda c: planes[c][y][x]) for y in range(16) for x in range(16)]
+    return classes
 
 
 def test_segmentation_of_both_models(here):
     head = fit_head()
     save_file(head, "head.safetensors")
-    said = run_tool("patches", "base", "--against", "other", *ARGS)
+    result = run_tool("patches", "base", "--against", "other", *ARGS)
     truth = labels_as_seen().flatten().tolist()
     classes = [pick_classes(name, head) for name in ("base", "other")]
-    own, other = (miou(each, truth, 3) for each in classes)
-    known = [index for index, label in enumerate(truth) if label >= 0]
-    same = sum(classes[0][index] == classes[1][index] for index in known) / len(known)
-    assert len(known) == COUNT * (16 * 16 - 1)
+    base, other = (miou(predicted, truth, 3) for predicted in classes)
+    labelled = [index for index, label in enumerate(truth) if label >= 0]
+    same = sum(classes[0][index] == classes[1][index] for index in labelled) / len(labelled)
+    assert len(labelled) == COUNT * (16 * 16 - 1)
 
     def near(value):
         """A pixel that two classes are nearly level at may go to either: of float64 here and of float32 there."""
         return pytest.approx(value, abs=0.005)
 
-    def score(found):
-        return {"miou": near(found[0]), "accuracy": near(found[1]), "classes": near(found[2]), "pixels": len(known)}
+    def score(metrics):
+        return {
+            "miou": near(metrics[0]),
+            "accuracy": near(metrics[1]),
+            "classes": near(metrics[2]),
+            "pixels": len(labelled),
+        }
 
-    assert said == {
+    assert result == {
         "model": "base",
-        **score(own),
+        **score(base),
         "images": COUNT,
         "size": [16, 16],
         "agreement": near(same),
         "against": {"model": "other", **score(other)},
     }
-    assert own[0] > 0.8 > other[0]
+    assert base[0] > 0.8 > other[0]
 
 
 def test_depth(here):
@@ -150,14 +155,14 @@ def test_depth(here):
         values[5, 5] = 0
         Image.fromarray(values).save(f"maps/{n}.png")
         truth += [int(value) for value in values[1::2, 1::2].flatten()]
-    found = []
+    depths = []
     for image in tokens("base"):
         plane = drawn_out((image @ head["weight"][0].double() + 500).tolist(), 16, 16)
-        found += [value for row in plane for value in row]
-    errors = [(a - b) ** 2 for a, b in zip(found, truth, strict=True) if b]
-    said = run_tool("patches", "base", *ARGS)
-    assert said["rmse"] == pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)
-    assert said["pixels"] == len(errors)
+        depths += [value for row in plane for value in row]
+    errors = [(a - b) ** 2 for a, b in zip(depths, truth, strict=True) if b]
+    result = run_tool("patches", "base", *ARGS)
+    assert result["rmse"] == pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)
+    assert result["pixels"] == len(errors)
 
 
 def test_refusals(here):

@@ -25,13 +25,13 @@ def test_equals_the_oracle():
 
 
 def test_batches_and_chunks_of_positions_do_not_change_it(monkeypatch):
-    whole = compare(tiny_llama(1), tiny_llama(0), WINDOWS)
+    in_one_batch = compare(tiny_llama(1), tiny_llama(0), WINDOWS)
     monkeypatch.setattr(batches, "BATCH_TOKENS", 14)
     monkeypatch.setattr(module, "CHUNK_BYTES", 3 * VOCAB * 4)
     parts = compare(tiny_llama(1), tiny_llama(0), WINDOWS)
-    assert parts.kl == pytest.approx(whole.kl, rel=1e-6)
-    assert parts.score.nll == pytest.approx(whole.score.nll, rel=1e-6)
-    assert parts.top1_agreement == whole.top1_agreement
+    assert parts.kl == pytest.approx(in_one_batch.kl, rel=1e-6)
+    assert parts.score.nll == pytest.approx(in_one_batch.score.nll, rel=1e-6)
+    assert parts.top1_agreement == in_one_batch.top1_agreement
 
 
 def test_loss_of_a_bf16_model_is_taken_in_float32():
@@ -47,7 +47,7 @@ class TestCompare:
     def test_two_models_equal_the_oracle(self):
         model, reference = tiny_llama(1), tiny_llama(0)
         result = compare(model, reference, WINDOWS)
-        p, q = (oracle.next_token_distributions(each, WINDOWS) for each in (reference, model))
+        p, q = (oracle.next_token_distributions(network, WINDOWS) for network in (reference, model))
         assert result.kl == pytest.approx(oracle.divergence(p, q), rel=1e-6)
         assert result.kl != pytest.approx(oracle.divergence(q, p), rel=1e-2)
         assert result.top1_agreement == oracle.agreement(p, q)
@@ -62,7 +62,7 @@ def make_broken() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (
             lambda: compare(tiny_llama(), tiny_llama(vocab=50), WINDOWS),
@@ -79,10 +79,10 @@ def make_broken() -> LlamaForCausalLM:
         (lambda: perplexity(make_broken(), WINDOWS), "the model's logits are not numbers (NaN)"),
     ],
 )
-def test_refusals(call, said):
+def test_refusals(call, message):
     with pytest.raises(UserError) as caught:
         call()
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 def test_a_hopeless_model_scores_infinity_not_an_overflow():

@@ -40,27 +40,29 @@ def test_neighbours_vote_by_their_similarity():
 def test_a_linear_probe_is_the_ridge_of_least_error_on_what_is_left_out():
     train, classes = drawn(25, 0)
     test, _ = drawn(8, 1)
-    wanted = torch.nn.functional.one_hot(classes).double()
+    one_hot = torch.nn.functional.one_hot(classes).double()
     scale = float((train - train.mean(0)).square().sum()) / min(train.shape)
 
     def ridge(x: torch.Tensor, y: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
-        own = x - x.mean(0)
-        weights = torch.linalg.solve(own.T @ own + strength * scale * torch.eye(x.shape[1]), own.T @ (y - y.mean(0)))
+        centred = x - x.mean(0)
+        weights = torch.linalg.solve(
+            centred.T @ centred + strength * scale * torch.eye(x.shape[1]), centred.T @ (y - y.mean(0))
+        )
         return weights, y.mean(0) - x.mean(0) @ weights
 
     def left_out(strength: float) -> float:
         total = 0.0
         for row in range(len(train)):
             others = torch.arange(len(train)) != row
-            weights, constant = ridge(train[others], wanted[others], strength)
-            total += float((train[row] @ weights + constant - wanted[row]).square().sum())
+            weights, constant = ridge(train[others], one_hot[others], strength)
+            total += float((train[row] @ weights + constant - one_hot[row]).square().sum())
         return total
 
     best = min(STRENGTHS, key=left_out)
-    weights, constant = ridge(train, wanted, best)
-    found, strength = linear(train, classes, test)
+    weights, constant = ridge(train, one_hot, best)
+    scores, strength = linear(train, classes, test)
     assert strength == best
-    torch.testing.assert_close(found, test @ weights + constant)
+    torch.testing.assert_close(scores, test @ weights + constant)
 
 
 @pytest.fixture
@@ -88,20 +90,20 @@ def features(seed: int, rows: list[int]) -> torch.Tensor:
 @pytest.mark.usefixtures("here")
 def test_both_models(kind):
     args = ["classes", "base", "--against", "other", "--images", "pictures", "--probe", kind]
-    said = json.loads(CliRunner().invoke(main, args, catch_exceptions=False).stdout)
+    result = json.loads(CliRunner().invoke(main, args, catch_exceptions=False).stdout)
     learned, tested = [0, 2, 4, 6], [1, 3, 5, 7]
     classes = [torch.tensor([LABELS[n] for n in rows]) for rows in (learned, tested)]
-    own, other = (
+    base, other = (
         probe(kind, features(seed, learned), classes[0], features(seed, tested), classes[1]) for seed in (0, 1)
     )
-    assert said == {
+    assert result == {
         "model": "base",
         "probe": kind,
-        **own.data(),
+        **base.data(),
         "train": 4,
         "test": 4,
-        "agreement": sum(a == b for a, b in zip(own.picked, other.picked, strict=True)) / 4,
-        "difference": own.top1 - other.top1,
+        "agreement": sum(a == b for a, b in zip(base.picked, other.picked, strict=True)) / 4,
+        "difference": base.top1 - other.top1,
         "against": {"model": "other", **other.data()},
     }
 
@@ -111,5 +113,5 @@ def test_folders_of_classes_are_halved():
     for n, label in enumerate("abababab"):
         write_images(Path("foldered", label), [f"{n}.png"])
     result = CliRunner().invoke(main, ["classes", "base", "--images", "foldered", "--probe", "knn"])
-    said = json.loads(result.stdout)
-    assert (said["train"], said["test"]) == (4, 4)
+    record = json.loads(result.stdout)
+    assert (record["train"], record["test"]) == (4, 4)

@@ -39,22 +39,22 @@ def pool(states: np.ndarray, mode: str) -> np.ndarray:
 @torch.inference_mode()
 def by_hand(folder: Path, modes: tuple[str, ...], most: int) -> np.ndarray:
     """Embeddings of `TEXTS`, one text at a time."""
-    model, tokenizer, found = load_model(folder, device="cpu"), AutoTokenizer.from_pretrained(folder), []
+    model, tokenizer, embeddings = load_model(folder, device="cpu"), AutoTokenizer.from_pretrained(folder), []
     for text in TEXTS:
         batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=most)
         states = model(**batch).last_hidden_state[0].double().numpy()
         order = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
         value = np.concatenate([pool(states, mode) for mode in order if mode in modes])
         if (folder / "2_Dense").is_dir():
-            own = {
+            dense_weights = {
                 name: tensor.double().numpy()
                 for name, tensor in load_file(folder / "2_Dense/model.safetensors").items()
             }
-            value = np.tanh(own["linear.weight"] @ value + own["linear.bias"])
+            value = np.tanh(dense_weights["linear.weight"] @ value + dense_weights["linear.bias"])
         if "Normalize" in (folder / "modules.json").read_text():
             value = value / np.linalg.norm(value)
-        found.append(value)
-    return np.stack(found)
+        embeddings.append(value)
+    return np.stack(embeddings)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_padding_and_batches_do_not_show(
     every = modes == MODES
     folder = make_sentences(tmp_path / "m", modes=modes, dense=every, normal=every)
     monkeypatch.setattr(batches, "BATCH_TOKENS", 60)
-    found, tokens = open_model(folder).embed(TEXTS, 24)
-    np.testing.assert_allclose(found.numpy(), by_hand(folder, modes, 24), rtol=1e-4, atol=1e-5)
+    embeddings, tokens = open_model(folder).embed(TEXTS, 24)
+    np.testing.assert_allclose(embeddings.numpy(), by_hand(folder, modes, 24), rtol=1e-4, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokens == sum(min(24, len(tokenizer(text).input_ids)) for text in TEXTS)
 
@@ -94,10 +94,10 @@ def test_the_default_prompt_stands_before_every_text(tmp_path: Path, pools: bool
     pooling = json.loads((folder / "1_Pooling/config.json").read_text())
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling | {"include_prompt": pools}))
     prompts = {"query": "is it ", "document": ""}
-    found = open_model(write_prompts(folder, prompts=prompts, default_prompt_name="query")).embed(TEXTS, 24)[0]
+    embeddings = open_model(write_prompts(folder, prompts=prompts, default_prompt_name="query")).embed(TEXTS, 24)[0]
     model, tokenizer = load_model(folder, device="cpu"), AutoTokenizer.from_pretrained(folder)
     with torch.inference_mode():
-        for text, row in zip(TEXTS, found, strict=True):
+        for text, row in zip(TEXTS, embeddings, strict=True):
             batch = tokenizer(f"is it {text}", return_tensors="pt", truncation=True, max_length=24)
             states = model(**batch).last_hidden_state[0]
             torch.testing.assert_close(row, states[0 if pools else 7 :].mean(0), rtol=1e-4, atol=1e-5)
@@ -121,17 +121,17 @@ def test_figures_are_those_of_the_embeddings(tmp_path: Path) -> None:
             t.add_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) * 0.3) for t in tensors.values()
         ],
     )
-    found = compare_sentences(open_model(b), open_model(a), TEXTS, 24)
+    comparison = compare_sentences(open_model(b), open_model(a), TEXTS, 24)
     x, y = by_hand(a, ("mean_tokens",), 24), by_hand(b, ("mean_tokens",), 24)
-    x, y = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (x, y))
+    x, y = (embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True) for embeddings in (x, y))
     upper = np.triu_indices(len(TEXTS), 1)
-    ranks = [np.argsort(np.argsort((each @ each.T)[upper])) for each in (x, y)]
-    near = [(each @ each.T - 2 * np.eye(len(TEXTS))).argmax(1) for each in (x, y)]
-    assert found.cosine == pytest.approx((x * y).sum(1).mean(), abs=1e-5)
-    assert found.rank_correlation == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-9)
-    assert found.nearest == (near[0] == near[1]).mean()
-    assert (found.texts, found.pairs) == (6, 15)
-    assert -1 < found.rank_correlation < 0.999
+    ranks = [np.argsort(np.argsort((embeddings @ embeddings.T)[upper])) for embeddings in (x, y)]
+    near = [(embeddings @ embeddings.T - 2 * np.eye(len(TEXTS))).argmax(1) for embeddings in (x, y)]
+    assert comparison.cosine == pytest.approx((x * y).sum(1).mean(), abs=1e-5)
+    assert comparison.rank_correlation == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-9)
+    assert comparison.nearest == (near[0] == near[1]).mean()
+    assert (comparison.texts, comparison.pairs) == (6, 15)
+    assert -1 < comparison.rank_correlation < 0.999
     same = compare_sentences(open_model(a), open_model(a), TEXTS, 24)
     assert (same.cosine, same.rank_correlation, same.nearest) == (pytest.approx(1), pytest.approx(1), 1)
 
@@ -142,7 +142,7 @@ LIST = "modules.json"
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "message"),
     [
         (LIST, "no", "is not the list of modules that sentence-transformers writes"),
         (LIST, [TRANSFORMER | {"path": "0_T"}, POOLING], "does not begin with a Transformer in the folder itself"),
@@ -154,9 +154,9 @@ LIST = "modules.json"
         ("2_Dense/config.json", {"activation_function": "a.Swish"}, "asks for Swish; known are Identity, Tanh"),
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path: Path, file: str, content: Any, said: str) -> None:
+def test_what_is_not_known_is_refused(tmp_path: Path, file: str, content: Any, message: str) -> None:
     folder = make_sentences(tmp_path / "m", dense=True)
     (folder / file).write_text(json.dumps(content))
     with pytest.raises(UserError) as caught:
         open_model(folder)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

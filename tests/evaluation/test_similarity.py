@@ -27,10 +27,10 @@ def pair(tokens: int, width: int, *, seed: int = 0, noise: float = 0.5) -> tuple
 
 def similarity(ours: torch.Tensor, theirs: torch.Tensor, cuts: tuple[int, ...] = ()) -> StateSimilarity:
     """Add tokens in batches, cut before the given indices; some batches may be empty."""
-    found = StateSimilarity()
+    sums = StateSimilarity()
     for x, y in zip(ours.tensor_split(cuts), theirs.tensor_split(cuts), strict=True):
-        found.add(x, y)
-    return found
+        sums.add(x, y)
+    return sums
 
 
 def orthogonal(width: int, seed: int) -> torch.Tensor:
@@ -46,19 +46,19 @@ def cuts_of(tokens: int) -> st.SearchStrategy[tuple[int, ...]]:
 @pytest.mark.parametrize(("tokens", "width"), [(40, 7), (5, 12), (2, 3), (30, 1)])
 def test_both_figures_are_those_of_the_definitions(dtype, tokens, width):
     x, y = (side.to(dtype) for side in pair(tokens, width))
-    found = similarity(x, y, (tokens // 3,))
+    state_similarity = similarity(x, y, (tokens // 3,))
     X, Y = x.double().numpy(), y.double().numpy()
-    assert found.mse == pytest.approx(oracle.mse(X, Y), rel=1e-12)
-    assert found.cka == pytest.approx(oracle.cka(X, Y), rel=TOLERANCE[dtype])
+    assert state_similarity.mse == pytest.approx(oracle.mse(X, Y), rel=1e-12)
+    assert state_similarity.cka == pytest.approx(oracle.cka(X, Y), rel=TOLERANCE[dtype])
 
 
 def test_figures_worked_out_by_hand():
     # Centred, (±1, 0), (0, ±1) against (±1, 0), (0, 0) twice: XᵀX is 2 I; YᵀX and YᵀY are 2 in one entry and else 0.
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     y = torch.tensor([[6.0, 5.0], [4.0, 5.0], [5.0, 5.0], [5.0, 5.0]])
-    found = similarity(x, y, (1, 3))
-    assert found.mse == (8 * 25 + 2) / 8
-    assert found.cka == pytest.approx(4 / (math.sqrt(8) * 2), rel=1e-6)
+    state_similarity = similarity(x, y, (1, 3))
+    assert state_similarity.mse == (8 * 25 + 2) / 8
+    assert state_similarity.cka == pytest.approx(4 / (math.sqrt(8) * 2), rel=1e-6)
 
 
 @settings(max_examples=25, deadline=None)
@@ -66,9 +66,9 @@ def test_figures_worked_out_by_hand():
 def test_any_batches_give_the_same(seed, cuts, offset):
     x, y = pair(30, 6, seed=seed)
     x[:, 2] += offset
-    whole, split = similarity(x, y), similarity(x, y, cuts)
-    assert split.mse == pytest.approx(whole.mse, rel=1e-12)
-    assert split.cka == pytest.approx(whole.cka, rel=1e-8)
+    unsplit, split = similarity(x, y), similarity(x, y, cuts)
+    assert split.mse == pytest.approx(unsplit.mse, rel=1e-12)
+    assert split.cka == pytest.approx(unsplit.cka, rel=1e-8)
 
 
 @settings(max_examples=25, deadline=None)
@@ -88,11 +88,11 @@ def test_massive_activations_cancel_no_digits(dtype, first):
     offset = torch.zeros(8, dtype=torch.float64)
     offset[1], offset[5] = 4096, -2048
     x, y = (x + offset).to(dtype), (y + offset).to(dtype)
-    found = similarity(x, y, (first, 100, 200))
+    state_similarity = similarity(x, y, (first, 100, 200))
     # Taken off in float64, so what is left is exact; the oracle never meets the offset.
     X, Y = (x.double() - offset).numpy(), (y.double() - offset).numpy()
-    assert found.mse == pytest.approx(oracle.mse(X, Y), rel=1e-12)
-    assert found.cka == pytest.approx(oracle.cka(X, Y), rel=2e-6)
+    assert state_similarity.mse == pytest.approx(oracle.mse(X, Y), rel=1e-12)
+    assert state_similarity.cka == pytest.approx(oracle.cka(X, Y), rel=2e-6)
 
 
 @pytest.mark.parametrize("value", [0.1, 1000.1, 3e30])
@@ -120,9 +120,9 @@ FINITE = {
 def test_finite_input_never_gives_nan(data, dtype, cuts):
     values = data.draw(st.lists(FINITE[dtype], min_size=16, max_size=16))
     x, y = torch.tensor(values, dtype=getattr(torch, dtype)).view(2, 4, 2)
-    found = similarity(x, y, cuts)
-    assert 0.0 <= found.cka <= 1.0
-    assert found.mse >= 0.0
+    state_similarity = similarity(x, y, cuts)
+    assert 0.0 <= state_similarity.cka <= 1.0
+    assert state_similarity.mse >= 0.0
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e35), (torch.float32, 1e-35), (torch.float64, 1e300)])
@@ -139,29 +139,29 @@ def test_hidden_states_whose_squares_are_out_of_range(dtype, scale, cuts):
 def test_hidden_states_that_are_not_finite(bad, side, token):
     sides = pair(30, 6)
     sides[side][token, 3] = bad
-    found = similarity(*sides, (10, 20))
-    assert math.isnan(found.cka)
-    assert not math.isfinite(found.mse)
+    state_similarity = similarity(*sides, (10, 20))
+    assert math.isnan(state_similarity.cka)
+    assert not math.isfinite(state_similarity.mse)
 
 
 @pytest.mark.parametrize("batches", [0, 1])
 def test_nothing_added_is_refused(batches):
-    found = StateSimilarity()
+    sums = StateSimilarity()
     for _ in range(batches):
-        found.add(torch.empty(0, 4), torch.empty(0, 4))
+        sums.add(torch.empty(0, 4), torch.empty(0, 4))
     with pytest.raises(ValueError, match="no hidden states were added"):
-        _ = found.mse
+        _ = sums.mse
     with pytest.raises(ValueError, match="no hidden states were added"):
-        _ = found.cka
+        _ = sums.cka
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    found = similarity(torch.ones(2, 1), torch.ones(2, 1))
+    sums = similarity(torch.ones(2, 1), torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"shapes \(2, 3\) and \(3, 3\)"):
-        found.add(torch.ones(2, 3), torch.ones(3, 3))
+        sums.add(torch.ones(2, 3), torch.ones(3, 3))
     with pytest.raises(ValueError, match="width 3 after batches of width 1"):
-        found.add(torch.ones(2, 3), torch.ones(2, 3))
-    assert found.mse == 0.0
+        sums.add(torch.ones(2, 3), torch.ones(2, 3))
+    assert sums.mse == 0.0
 
 
 def by_hand(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]:
@@ -189,8 +189,8 @@ def test_figures_are_those_of_all_tokens(mean):
     rng = np.random.default_rng(0)
     a = rng.normal(size=(40, 6)) + mean * np.eye(6)[0]
     b = a @ rng.normal(size=(6, 6)) * 0.3 + a + 0.1 * rng.normal(size=(40, 6))
-    found = figures(a, b)
-    assert (found.mse, found.relative_error, found.cosine, found.cka) == pytest.approx(by_hand(a, b), rel=1e-5)
+    result = figures(a, b)
+    assert (result.mse, result.relative_error, result.cosine, result.cka) == pytest.approx(by_hand(a, b), rel=1e-5)
 
 
 def test_where_there_is_nothing_to_compare():

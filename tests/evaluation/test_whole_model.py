@@ -76,7 +76,7 @@ class TestLoadModel:
 
     def test_unreadable_folders(self, tmp_path, folder):
         config = tmp_path / "config.json"
-        for spoil, said in [
+        for spoil, message in [
             (lambda: None, f"{config}: cannot be read (No such file or directory); name a checkpoint folder"),
             (lambda: config.write_text("{"), f"{config}: not valid JSON: Expecting property name"),
             (
@@ -87,7 +87,7 @@ class TestLoadModel:
             spoil()
             with pytest.raises(UserError) as caught:
                 load_model(tmp_path, device="cpu")
-            assert str(caught.value).startswith(said)
+            assert str(caught.value).startswith(message)
             assert "\n" not in str(caught.value)
 
 

@@ -77,7 +77,7 @@ def cases(machine: Machine, jobs: Sequence[str], seed: int) -> Iterator[Case]:
 def _of_job(machine: Machine, name: str, rng: random.Random) -> Iterator[Case]:
     seen = machine.reference(name).seen
     inside = f"{machine.inputs}/"
-    opened = {each.path for each in seen if each.what == "open" and each.path.startswith(inside)}
+    opened = {operation.path for operation in seen if operation.what == "open" and operation.path.startswith(inside)}
     given = sorted(path for path in opened if Path(path).is_file())
     while True:
         at = {changes: _shuffle(name, seen, changes, rng) for changes in (True, False)}
@@ -95,11 +95,11 @@ def _of_job(machine: Machine, name: str, rng: random.Random) -> Iterator[Case]:
 
 
 def _shuffle(name: str, seen: Sequence[Operation], changes: bool, rng: random.Random) -> list[Case]:
-    found = [
+    fault_cases = [
         Case(name, Fault(at, what), rng.choice(THEN))
         for at, operation in enumerate(seen, 1)
         if (operation.what in CHANGES) is changes
         for what in faults_of(operation)
     ]
-    rng.shuffle(found)
-    return found
+    rng.shuffle(fault_cases)
+    return fault_cases

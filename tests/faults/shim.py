@@ -85,15 +85,15 @@ class Shim:
 
     def install(self) -> None:
         """From now on."""
-        for own in SIGNALS[1:]:
-            number = getattr(signal, own)
-            signal.signal(number, signal.default_int_handler if own == "SIGINT" else signal.SIG_DFL)
+        for signal_name in SIGNALS[1:]:
+            number = getattr(signal, signal_name)
+            signal.signal(number, signal.default_int_handler if signal_name == "SIGINT" else signal.SIG_DFL)
         shim, plain_open, sync, claim = self, io.open, os.fsync, os.posix_fallocate
 
-        def open_watched(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **more: Any) -> Any:
+        def open_watched(file: Any, mode: str = "r", buffering: int = -1, *others: Any, **more: Any) -> Any:
             if not set(mode) & set("wax+") or shim._of(file) is None:
-                return plain_open(file, mode, buffering, *rest, **more)
-            return shim._watched(file, mode, buffering, *rest, **more)
+                return plain_open(file, mode, buffering, *others, **more)
+            return shim._watched(file, mode, buffering, *others, **more)
 
         def count_sync(descriptor: Any) -> None:
             shim._reach("sync", shim._of(descriptor))
@@ -135,12 +135,12 @@ class Shim:
         if path is None:
             return None
         if isinstance(path, int):
-            whole = str(Path(f"/proc/self/fd/{path}").readlink())
+            resolved = str(Path(f"/proc/self/fd/{path}").readlink())
         else:
             name = os.fsdecode(path)
             base = Path() if inside in (-1, None) else Path(f"/proc/self/fd/{inside}").readlink()
-            whole = os.path.abspath(base / name)  # noqa: PTH100 - a link counts as itself
-        return next((whole for root in self._roots if whole == root or whole.startswith(f"{root}/")), None)
+            resolved = os.path.abspath(base / name)  # noqa: PTH100 - a link counts as itself
+        return next((resolved for root in self._roots if resolved == root or resolved.startswith(f"{root}/")), None)
 
     def _reach(self, what: str, path: str | None, half: Any = None) -> int | None:
         """Count an operation; what is due happens. Of a short write the number of bytes, else None."""

@@ -24,7 +24,7 @@ def test_a_fault_where_files_change(machine: Machine, job: str, what: str) -> No
     """In the middle of what such faults are possible at: another place for each kind."""
     seen = machine.reference(job).seen
     kinds = GROWS | {"sync", "rename"}
-    places = [at for at, each in enumerate(seen, 1) if each.what in kinds and what in faults_of(each)]
+    places = [at for at, operation in enumerate(seen, 1) if operation.what in kinds and what in faults_of(operation)]
     share = (KINDS.index(what) + 1) / (len(KINDS) + 1)
     assert Case(job, Fault(places[int(share * len(places))], what)).run(machine) == []
 
@@ -32,7 +32,7 @@ def test_a_fault_where_files_change(machine: Machine, job: str, what: str) -> No
 @pytest.mark.parametrize("how", DISTURBED)
 def test_an_input_that_changes_meanwhile(machine: Machine, how: str) -> None:
     seen = machine.reference("sequential").seen
-    weights = [at for at, each in enumerate(seen, 1) if each.path.endswith("dense/model.safetensors")]
+    weights = [at for at, operation in enumerate(seen, 1) if operation.path.endswith("dense/model.safetensors")]
     at = weights[len(weights) // 2]
     assert Case("sequential", Fault(at, how, "dense/model.safetensors")).run(machine) == []
     assert Case("calibrate", Fault(at, how, "dense/tokenizer.json")).run(machine) == []
@@ -50,7 +50,7 @@ def test_a_signal_at_any_time(machine: Machine, name: str) -> None:
 def places_of(machine: Machine, job: str, what: str, ending: str) -> list[int]:
     """List the operations of a job on files whose names end so."""
     seen = machine.reference(job).seen
-    return [at for at, each in enumerate(seen, 1) if each.what == what and each.path.endswith(ending)]
+    return [at for at, operation in enumerate(seen, 1) if operation.what == what and operation.path.endswith(ending)]
 
 
 @pytest.mark.parametrize("job", every(3, ["plan", "recipe", "report"]))
@@ -80,7 +80,9 @@ def test_a_signal_just_before_the_folder_gets_its_name(machine: Machine, job: st
 def test_a_tokenizer_that_vanishes_while_calibrating_is_an_error(machine: Machine) -> None:
     """The fingerprint in the statistics was of files that nobody had read."""
     seen = machine.reference("calibrate").seen
-    blocks = [at for at, each in enumerate(seen, 1) if each.what == "create" and "block-00000" in each.path]
+    blocks = [
+        at for at, operation in enumerate(seen, 1) if operation.what == "create" and "block-00000" in operation.path
+    ]
     assert Case("calibrate", Fault(blocks[0], "deleted", "dense/tokenizer_config.json")).run(machine) == []
 
 
@@ -94,7 +96,7 @@ def test_a_side_file_that_changes_while_it_is_copied_is_an_error(machine: Machin
 def test_statistics_that_vanish_while_they_are_read_are_a_line(machine: Machine) -> None:
     name = "stats/block-00000.safetensors"
     seen = machine.reference("plan").seen
-    at = max(at for at, each in enumerate(seen, 1) if each.path.endswith("stats/statistics.json")) + 1
+    at = max(at for at, operation in enumerate(seen, 1) if operation.path.endswith("stats/statistics.json")) + 1
     assert Case("plan", Fault(at, "deleted", name)).run(machine) == []
 
 
@@ -108,7 +110,7 @@ def test_a_weight_that_cannot_be_read_while_numbers_are_tried_is_an_error(machin
 def test_every_operation_has_a_fault_that_changes_nothing_when_it_does_not_come(machine: Machine) -> None:
     """The machine itself: without a fault a job ends well, and a wrong file is seen."""
     assert machine.faulty("plan", Fault(10**6, "EIO"), "overwrite") == []
-    kinds = {each.what for name in QUICK for each in machine.reference(name).seen}
+    kinds = {operation.what for name in QUICK for operation in machine.reference(name).seen}
     assert {"open", "create", "write", "sync", "mkdir", "rename", "remove", "claim"} <= kinds
     assert set(QUICK) <= set(JOBS)
     assert FULL in faults_of(Operation("write", ""))

@@ -50,13 +50,13 @@ def test_files_say_nothing_of_this_machine_and_come_again_byte_for_byte(
         ran = machine.run(name, here, job.arguments)
         assert ran.code == 0, ran.err
         assert files_of(here) == reference.after
-        for path in (each for each in here.rglob("*") if each.name != "notes-of-mine.txt"):
+        for path in (candidate for candidate in here.rglob("*") if candidate.name != "notes-of-mine.txt"):
             mode = stat.S_IMODE(path.stat().st_mode)
             assert mode == (0o750 if path.is_dir() else 0o640), (path, oct(mode))
             if path.is_file():
                 data = path.read_bytes()
-                for told in (str(place), str(here), str(Path.home()), USER, HOST):
-                    assert told.encode() not in data, (path.name, told)
+                for secret in (str(place), str(here), str(Path.home()), USER, HOST):
+                    assert secret.encode() not in data, (path.name, secret)
     finally:
         shutil.rmtree(here)
 
@@ -69,7 +69,7 @@ OFTEN = {("sequential", "threads"), ("drift", "batches"), ("masks", "memory")}
 @pytest.mark.parametrize(
     ("name", "how"),
     choose_cases(
-        itertools.product(["sequential", "drift", "masks", "dense", "depth"], ALIKE), lambda own: own in OFTEN
+        itertools.product(["sequential", "drift", "masks", "dense", "depth"], ALIKE), lambda pair: pair in OFTEN
     ),
 )
 def test_threads_batches_and_memory_choose_the_same_units(
@@ -88,11 +88,11 @@ def test_threads_batches_and_memory_choose_the_same_units(
             else machine.run(name, here, job.arguments + more)
         )
         assert ran.code == 0, ran.err
-        found = files_of(here)
+        files = files_of(here)
         if how == "memory":
-            assert found == machine.reference(name).after
+            assert files == machine.reference(name).after
         else:
-            near(json.loads(found[f"out/{REPORT}"]), json.loads(machine.reference(name).after[f"out/{REPORT}"]))
+            near(json.loads(files[f"out/{REPORT}"]), json.loads(machine.reference(name).after[f"out/{REPORT}"]))
     finally:
         shutil.rmtree(here)
 
@@ -101,8 +101,8 @@ def run_with_threads(place: Path, arguments: Sequence[str], threads: int) -> Ran
     """A command in a fresh process."""
     line = [sys.executable, "-m", "ckpt_prune", *arguments]
     # While they wait, threads would take the other core from whoever needs it.
-    own = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(line, cwd=place, env=own, capture_output=True, text=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(line, cwd=place, env=environment, capture_output=True, text=True)
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
@@ -130,7 +130,7 @@ def test_shards_hold_the_same_tensors(machine: Machine) -> None:
     job, here = JOBS["sharded"], machine.place("sharded")
     try:
         assert machine.run("sharded", here, job.arguments).code == 0
-        one = tuple(each.replace("sharded", "dense").replace("out", "one") for each in job.arguments)
+        one = tuple(argument.replace("sharded", "dense").replace("out", "one") for argument in job.arguments)
         assert machine.run("sharded", here, one).code == 0
         parts = list((here / "out").glob("*.safetensors"))
         assert len(parts) > 1

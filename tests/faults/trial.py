@@ -83,9 +83,9 @@ class Machine:
             seconds = time.monotonic() - began
             if ran.code != 0:
                 raise AssertionError(f"{name} fails without a fault: {ran.err or ran.out}")
-            operations = tuple(Operation(*each) for each in json.loads(seen.read_text()))
-            found = Reference(before, files_of(place), operations, seconds)
-            self._references[name] = found
+            operations = tuple(Operation(*record) for record in json.loads(seen.read_text()))
+            job_reference = Reference(before, files_of(place), operations, seconds)
+            self._references[name] = job_reference
             if job.graph and name not in self._graphs:
                 self._graphs[name] = self.folder / f"graph-{name}"
                 shutil.copytree(place / job.out / "onnx", self._graphs[name])
@@ -132,14 +132,14 @@ class Machine:
                 finally:
                     if seen is not None:
                         shim.off()
-                        seen.write_text(json.dumps([[each.what, each.path] for each in shim.seen]))
+                        seen.write_text(json.dumps([[operation.what, operation.path] for operation in shim.seen]))
 
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         child = begin(work, place.parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         strike(child)
         done = child.ended(self._seconds)
-        if torch.version.cuda and any(told in done.stderr for told in ("Autograd-and-Fork", "c10::Error")):
+        if torch.version.cuda and any(phrase in done.stderr for phrase in ("Autograd-and-Fork", "c10::Error")):
             pytest.skip("what has trained in a CUDA build of torch cannot be copied: run these tests with a CPU build")
         if JOBS[name].repo is not None:
             self._fetch(JOBS[name], place)
@@ -199,15 +199,15 @@ class Machine:
 
     def struck_from(self, name: str, number: int, at: int, then: str) -> list[str]:
         """The same for a signal that comes from outside, once a job has begun an operation."""
-        reached, told = os.pipe()
+        reached, writer = os.pipe()
 
         def strike(child: Child) -> None:
-            os.close(told)
+            os.close(writer)
             os.read(reached, 1)
             os.close(reached)
             child.send(number)
 
-        return self._struck(name, number, then, Fault(at, REACHED, str(told)), strike)
+        return self._struck(name, number, then, Fault(at, REACHED, str(writer)), strike)
 
     def _struck(
         self, name: str, number: int, then: str, fault: Fault | None, strike: Callable[[Child], None]
@@ -289,20 +289,20 @@ class Machine:
 
     def _after_faults(self, job: Job, name: str, place: Path, reference: Reference, then: str) -> Iterator[str]:
         """Yield what is wrong after another run, or two."""
-        told = []
+        attempts = []
         for option in _attempts(job, then):
             ran = self.run(name, place, (*(a for a in job.arguments if a != "--overwrite"), *option))
-            told.append(f"{' '.join(option) or 'again'}: {ran.code} {ran.err.strip()[-300:]}")
+            attempts.append(f"{' '.join(option) or 'again'}: {ran.code} {ran.err.strip()[-300:]}")
             if ran.code == 0 or (job.fixed and files_of(place) == reference.after):
                 break
             if ran.code != 2 or "Traceback" in ran.err or "--overwrite" not in ran.err:
-                yield f"the next run: {'; '.join(told)}"
+                yield f"the next run: {'; '.join(attempts)}"
         else:
-            yield f"no run ends well: {'; '.join(told)}"
+            yield f"no run ends well: {'; '.join(attempts)}"
             return
-        found = files_of(place)
-        if found != reference.after:
-            yield f"after {'; '.join(told)}: {_difference(found, reference.after)}"
+        files = files_of(place)
+        if files != reference.after:
+            yield f"after {'; '.join(attempts)}: {_difference(files, reference.after)}"
 
 
 def _hear() -> None:
@@ -350,80 +350,80 @@ def _attempts(job: Job, then: str) -> list[tuple[str, ...]]:
 
 
 def _code_faults(ran: Ran, allowed: set[int]) -> Iterator[str]:
-    said = ran.err.strip().splitlines()
+    lines = ran.err.strip().splitlines()
     if ran.code not in allowed:
-        yield f"exit code {ran.code}, not {sorted(allowed)}: {' '.join(said)[-400:]}"
+        yield f"exit code {ran.code}, not {sorted(allowed)}: {' '.join(lines)[-400:]}"
     if "Traceback" in ran.err or "Exception ignored" in ran.err:
-        yield f"a traceback: {' | '.join(said)[-600:]}"
-    elif ran.code == 2 and sum(line.startswith("Error: ") for line in said) != 1:
-        yield f"not one line: {said}"
+        yield f"a traceback: {' | '.join(lines)[-600:]}"
+    elif ran.code == 2 and sum(line.startswith("Error: ") for line in lines) != 1:
+        yield f"not one line: {lines}"
 
 
 def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iterator[str]:
     """Yield what is wrong in the folder after a fault, before another run."""
-    found = files_of(place)
+    files = files_of(place)
     if ran.code == 0:
-        if found != reference.after:
-            yield f"exit code 0, and {_difference(found, reference.after)}"
+        if files != reference.after:
+            yield f"exit code 0, and {_difference(files, reference.after)}"
         return
-    out = _below(found, job.out)
+    out = _below(files, job.out)
     aside = f".{job.out}.ckpt_prune-replaced"
     new = _below(reference.after, job.out)
     exported = (f"{job.out}/onnx/", f"{job.out}/model-f32.gguf")
     finished = [new, {name: data for name, data in new.items() if not name.startswith(exported)}]
-    if f"{aside}/{THEIRS}" in found:  # what is not this tool's moves last
-        finished += [{name: data for name, data in each.items() if name != f"{job.out}/{THEIRS}"} for each in finished]
-    own = {
+    if f"{aside}/{THEIRS}" in files:  # what is not this tool's moves last
+        finished += [{name: data for name, data in tree.items() if name != f"{job.out}/{THEIRS}"} for tree in finished]
+    settled_files = {
         name: data
         for name, data in out.items()
         if not name.startswith((f"{job.out}/onnx.partial/", f"{job.out}/{JOURNAL}", f"{job.out}/.model-f32.gguf."))
     }
-    if out and own not in (_below(reference.before, job.out), *finished):
+    if out and settled_files not in (_below(reference.before, job.out), *finished):
         yield f"{job.out} is neither old nor new: {_difference(out, _below(reference.after, job.out))}"
     if ran.code < 0:
         return
-    left = {name.split("/")[0] for name in found} - {job.out}
-    if not out and job.old and aside not in left:
+    strays = {name.split("/")[0] for name in files} - {job.out}
+    if not out and job.old and aside not in strays:
         yield f"{job.out} is gone"
-    for name in sorted(left):
+    for name in sorted(strays):
         if name == f"{job.out}.partial" and (job.resumable or job.graph):
             if not is_unfinished_run(place / name):
-                yield f"{name} has no journal: {sorted(_below(found, name))[:4]}"
+                yield f"{name} has no journal: {sorted(_below(files, name))[:4]}"
         elif not name.startswith(f".{job.out}.ckpt_prune-"):
-            yield f"{name} is left: {sorted(_below(found, name))[:4]}"
+            yield f"{name} is left: {sorted(_below(files, name))[:4]}"
 
 
 def files_of(folder: Path) -> Files:
     """Every file's bytes but for what a run took; a folder without files stands for itself."""
-    found: Files = {}
+    contents: Files = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_dir():
             if not any(path.iterdir()):
-                found[f"{name}/"] = b""
+                contents[f"{name}/"] = b""
         elif path.name == VALIDATION:
-            found[name] = b""
+            contents[name] = b""
         elif path.name != JOURNAL:
-            found[name] = comparable(path)
-    return found
+            contents[name] = comparable(path)
+    return contents
 
 
 def _below(files: Files, name: str) -> Files:
     return {path: data for path, data in files.items() if path.split("/")[0] == name}
 
 
-def _difference(found: Files, wanted: Files) -> str:
+def _difference(files: Files, expected: Files) -> str:
     parts = {
-        "too many": sorted(found.keys() - wanted.keys()),
-        "missing": sorted(wanted.keys() - found.keys()),
-        "other": sorted(name for name in found.keys() & wanted.keys() if found[name] != wanted[name]),
+        "too many": sorted(files.keys() - expected.keys()),
+        "missing": sorted(expected.keys() - files.keys()),
+        "other": sorted(name for name in files.keys() & expected.keys() if files[name] != expected[name]),
     }
     return ", ".join(f"{what}: {names[:4]}" for what, names in parts.items() if names)
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    found = {}
+    stamps = {}
     for path in folder.rglob("*"):
         stat = path.lstat()
-        found[str(path)] = (stat.st_size, stat.st_mtime_ns)
-    return found
+        stamps[str(path)] = (stat.st_size, stat.st_mtime_ns)
+    return stamps

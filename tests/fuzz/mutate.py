@@ -122,8 +122,10 @@ def _other(value: Any, rng: random.Random) -> Any:
 def _in_header(data: bytes, rng: random.Random) -> bytes:
     length = int.from_bytes(data[:8], "little")
     header = _in_json(data[8 : 8 + length], rng) if rng.random() < 0.8 else data[8 : 8 + length]
-    told = len(header) if rng.random() < 0.85 else rng.choice([0, 1, 7, len(header) + 1, 2**31, 2**63 - 1, 2**64 - 1])
-    return told.to_bytes(8, "little") + header + data[8 + length :]
+    stated_length = (
+        len(header) if rng.random() < 0.85 else rng.choice([0, 1, 7, len(header) + 1, 2**31, 2**63 - 1, 2**64 - 1])
+    )
+    return stated_length.to_bytes(8, "little") + header + data[8 + length :]
 
 
 def _in_gguf(data: bytes, rng: random.Random) -> bytes:

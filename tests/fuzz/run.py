@@ -67,38 +67,38 @@ def batch(place: Path, target: str, seed: int, first: int, count: int, *, waited
         count: of cases.
         waited: seconds on the clock that a command may take, for campaigns that look for what hangs.
     """
-    told = place.parent / f"told-{target.replace(' ', '-')}"
-    told.write_text("")
-    whole = (place / TARGETS[target].file).read_bytes()
-    found: list[Failure] = []
+    log = place.parent / f"told-{target.replace(' ', '-')}"
+    log.write_text("")
+    original = (place / TARGETS[target].file).read_bytes()
+    failures: list[Failure] = []
     while first >= 0 and count > 0:
         end = first + count
-        child = begin(partial(_work, place, target, seed, first, end, told, waited), place.parent)
+        child = begin(partial(_work, place, target, seed, first, end, log, waited), place.parent)
         try:
             done = child.ended(None if waited is None else 3 * waited + 60 * count)
             code = f"the process ended with {done.returncode}"
         except TimeoutError:
             code = "the process hung"
-        lines = [json.loads(line) for line in told.read_text().splitlines()]
-        told.write_text("")
-        found += [Failure(**line["failure"]) for line in lines if "failure" in line]
-        (place / TARGETS[target].file).write_bytes(whole)
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        log.write_text("")
+        failures += [Failure(**line["failure"]) for line in lines if "failure" in line]
+        (place / TARGETS[target].file).write_bytes(original)
         reached = [line["case"] for line in lines if "case" in line]
         last, command = (reached or [(first, "")])[-1]
         if lines and "done" in lines[-1]:
             break
-        found.append(Failure(target, last, command, code))
+        failures.append(Failure(target, last, command, code))
         first, count = last + 1, end - last - 1
-    return found
+    return failures
 
 
 def case_bytes(place: Path, target: str, seed: int, number: int) -> bytes:
     """The changed file of a case."""
-    own = TARGETS[target]
-    return mutate_data((place / own.file).read_bytes(), own.kind, random.Random(f"{seed} {target} {number}"))
+    subject = TARGETS[target]
+    return mutate_data((place / subject.file).read_bytes(), subject.kind, random.Random(f"{seed} {target} {number}"))
 
 
-def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path, waited: int | None) -> None:
+def _work(place: Path, target: str, seed: int, first: int, end: int, log: Path, waited: int | None) -> None:
     os.chdir(place)
     tempfile.tempdir = str(place.parent)
     pages = int(Path("/proc/self/statm").read_text().split()[5])
@@ -122,27 +122,27 @@ def _work(place: Path, target: str, seed: int, first: int, end: int, told: Path,
     sys.dont_write_bytecode = True  # what is run is compiled each time, and seen
     sys.addaudithook(audit)
     vars(proof).update(require_runtime=lambda _runtime: None, run_isolated=partial(_reach, seen))
-    own = TARGETS[target]
-    path = Path(own.file)
-    whole = path.read_bytes()
-    with told.open("a", buffering=1) as file:
+    subject = TARGETS[target]
+    path = Path(subject.file)
+    original = path.read_bytes()
+    with log.open("a", buffering=1) as file:
 
         def tell(**what: Any) -> None:
             file.write(json.dumps(what) + "\n")
 
         for number in range(first, end):
-            command = own.commands[number % len(own.commands)]
+            command = subject.commands[number % len(subject.commands)]
             tell(case=[number, " ".join(command)])
-            path.write_bytes(mutate_data(whole, own.kind, random.Random(f"{seed} {target} {number}")))
+            path.write_bytes(mutate_data(original, subject.kind, random.Random(f"{seed} {target} {number}")))
             before = listing()
             seen.clear()
-            for what in [*_faults(command, own.file, waited), *seen]:
+            for what in [*_faults(command, subject.file, waited), *seen]:
                 tell(failure=Failure(target, number, " ".join(command), what).__dict__)
             _clear()
             if listing() != before:
                 changed = sorted(k for k in before.keys() | listing().keys() if before.get(k) != listing().get(k))
                 tell(failure=Failure(target, number, " ".join(command), f"wrote {changed[:3]}").__dict__)
-        path.write_bytes(whole)
+        path.write_bytes(original)
         tell(done=True)
 
 
@@ -195,7 +195,7 @@ def _faults(command: tuple[str, ...], file: str, waited: int | None) -> list[str
         signal.setitimer(signal.ITIMER_PROF, 0)
     faults = []
     # What is wrong with a file may show in another that it is about.
-    given = {Path(each).parts[0] for each in command if "/" in each or Path(each).exists()} - {"out"}
+    given = {Path(argument).parts[0] for argument in command if "/" in argument or Path(argument).exists()} - {"out"}
     error = result.exception
     if error is not None and not isinstance(error, SystemExit):
         where = error.__traceback__
@@ -206,15 +206,15 @@ def _faults(command: tuple[str, ...], file: str, waited: int | None) -> list[str
     if result.exit_code not in (0, 1, 2) or (result.exit_code == 1 and command[0] not in ("verify", "validate")):
         faults.append(f"exit code {result.exit_code}")
     if result.exit_code == 2:
-        said = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-        if len(said) != 1 or result.stderr.splitlines()[-1:] != said:
+        errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+        if len(errors) != 1 or result.stderr.splitlines()[-1:] != errors:
             faults.append(f"not one line: {result.stderr[:200]!r}")
-        elif not any(name in said[0] for name in (file, Path(file).name, *given, *WORDS)):
-            faults.append(f"does not name the file: {said[0][:200]!r}")
-        elif len(said[0]) > 2000:
-            faults.append(f"a line of {len(said[0])} characters")
-    if found := _CONTROLS.search(result.stdout + result.stderr):
-        faults.append(f"prints {found[0]!r}")
+        elif not any(name in errors[0] for name in (file, Path(file).name, *given, *WORDS)):
+            faults.append(f"does not name the file: {errors[0][:200]!r}")
+        elif len(errors[0]) > 2000:
+            faults.append(f"a line of {len(errors[0])} characters")
+    if control := _CONTROLS.search(result.stdout + result.stderr):
+        faults.append(f"prints {control[0]!r}")
     if time.process_time() - began > SECONDS:
         faults.append("hangs")
     return faults

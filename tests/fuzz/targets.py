@@ -162,6 +162,6 @@ def make_place(folder: Path, *, graphs: bool = True) -> Path:
         patch.chdir(place)
         uneven = ("--set", "widths=per_layer", "--set", "allocation=across-layers", "--set", "container=remote")
         ok("prune", "to-gguf", *_MAGNITUDE, *uneven, "-o", "own")
-        wanted = ("--recipe", "cayley-rotator-wanda-2-4", "--set", "rotation.steps=1")
-        ok("prune", "dense", *wanted, *TEXT, "-o", "rotated")
+        rotated_recipe = ("--recipe", "cayley-rotator-wanda-2-4", "--set", "rotation.steps=1")
+        ok("prune", "dense", *rotated_recipe, *TEXT, "-o", "rotated")
     return place

@@ -42,9 +42,9 @@ def test_changed_files_are_a_line_or_nothing(place: Path, target: str) -> None:
 @posix
 def test_the_machine_sees_what_does_not_hold(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt_prune.cli.inspect_command.command.function", lambda *_, **__: 1 / 0)
-    [found] = batch(place, "config", 7, 0, 1)
-    assert found.what.startswith("raises ZeroDivisionError at ")
-    assert (found.target, found.number, found.command) == ("config", 0, "inspect dense")
+    [failure] = batch(place, "config", 7, 0, 1)
+    assert failure.what.startswith("raises ZeroDivisionError at ")
+    assert (failure.target, failure.number, failure.command) == ("config", 0, "inspect dense")
 
 
 @posix
@@ -56,7 +56,7 @@ def test_a_large_ratio_in_quotes_is_a_line(place: Path, monkeypatch: pytest.Monk
 
 @posix
 @pytest.mark.parametrize(
-    ("change", "command", "said"),
+    ("change", "command", "message"),
     [
         ({"ckpt_prune_blocks": {"layers": "model.layodel"}}, "verify", "transformers refuses this config.json: "),
         ({"hidden_act": "sihu"}, "verify", "transformers refuses this config.json: "),
@@ -74,19 +74,19 @@ def test_a_large_ratio_in_quotes_is_a_line(place: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_a_config_of_own_code_that_cannot_be_is_a_line(
-    place: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], command: str, said: str
+    place: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], command: str, message: str
 ) -> None:
     monkeypatch.chdir(place)
-    whole = (place / "own" / "config.json").read_text()
-    (place / "own" / "config.json").write_text(json.dumps(json.loads(whole) | change))
+    original = (place / "own" / "config.json").read_text()
+    (place / "own" / "config.json").write_text(json.dumps(json.loads(original) | change))
     try:
         given = ("own", "--format", "gguf", "--no-validate", "-o", "out.gguf") if command == "export" else ("own",)
         result = CliRunner().invoke(main, [command, *given])
         assert result.exit_code == (1 if command == "verify" else 2)
-        assert said in result.output
+        assert message in result.output
         assert not (place / "out.gguf").exists()
     finally:
-        (place / "own" / "config.json").write_text(whole)
+        (place / "own" / "config.json").write_text(original)
 
 
 def test_the_same_seed_makes_the_same_file(place: Path) -> None:

@@ -24,48 +24,48 @@ def test_a_file_is_written_proven_validated_and_read_back(model, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     text, file = proving(model).text[0], tmp_path / "m.gguf"
     compare = ["--text", text, "--samples", 2, "--window", 48]
-    code, said = run("export", model, "--format", "gguf", "--dtype", "f16", "-o", file, *compare)
-    assert code == 0, said
-    assert "passed\nllama, f16, " in said
-    code, said = run("validate", file, "--runtime", "llama.cpp", "--against", model, *compare, "--json")
-    assert code == 0, said
-    proof = json.loads(said)
+    code, output = run("export", model, "--format", "gguf", "--dtype", "f16", "-o", file, *compare)
+    assert code == 0, output
+    assert "passed\nllama, f16, " in output
+    code, output = run("validate", file, "--runtime", "llama.cpp", "--against", model, *compare, "--json")
+    assert code == 0, output
+    proof = json.loads(output)
     assert proof["passed"]
     assert proof["kl"] < proof["allowed"] == 1e-3
-    code, said = run("convert", file, "-o", tmp_path / "back")
-    assert code == 0, said
+    code, output = run("convert", file, "-o", tmp_path / "back")
+    assert code == 0, output
     other = save(tmp_path / "other", "llama", tie_word_embeddings=True, rms_norm_eps=0.1)
-    code, said = run("validate", file, "--against", other, *compare)
+    code, output = run("validate", file, "--against", other, *compare)
     assert code == 1
-    assert "failed: llama.cpp computes something else" in said
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-96] + bytes(64) + whole[-32:])
-    code, said = run("validate", file, "--against", model, *compare)
+    assert "failed: llama.cpp computes something else" in output
+    content = file.read_bytes()
+    file.write_bytes(content[:-96] + bytes(64) + content[-32:])
+    code, output = run("validate", file, "--against", model, *compare)
     assert code == 1
-    assert "is damaged, or was made from another one" in said
-    file.write_bytes(whole[:-500])
-    code, said = run("validate", file, "--against", model, *compare)
+    assert "is damaged, or was made from another one" in output
+    file.write_bytes(content[:-500])
+    code, output = run("validate", file, "--against", model, *compare)
     assert code == 2
-    assert "lies outside the file" in said
+    assert "lies outside the file" in output
 
 
 def test_without_llama_cpp_the_file_is_refused_with_the_command_that_installs_it(model, tmp_path, monkeypatch):
     monkeypatch.setattr(llama_cpp, "find_spec", lambda _name: None)
-    code, said = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf")
+    code, output = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf")
     assert code == 2
-    assert 'pip install "ckpt-prune[llamacpp]"' in said
+    assert 'pip install "ckpt-prune[llamacpp]"' in output
     assert not list(tmp_path.iterdir())
-    code, said = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf", "--no-validate")
-    assert code == 0, said
-    assert "not compared with PyTorch" in said
+    code, output = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf", "--no-validate")
+    assert code == 0, output
+    assert "not compared with PyTorch" in output
 
 
 def test_a_file_that_computes_something_else_is_not_kept(model, tmp_path, monkeypatch):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     monkeypatch.setattr("ckpt_prune.gguf.layout.Weight.pair_neighbours", lambda weight, _heads: weight)
-    code, said = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf", "--text", proving(model).text[0])
+    code, output = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf", "--text", proving(model).text[0])
     assert code == 1
-    assert "nothing is written to" in said
+    assert "nothing is written to" in output
     assert not list(tmp_path.iterdir())
 
 
@@ -87,19 +87,19 @@ def test_a_file_that_computes_something_else_is_not_kept(model, tmp_path, monkey
 )
 def test_options_of_the_other_format_are_refused(model, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    code, said = run("export", model, *arguments)
+    code, output = run("export", model, *arguments)
     assert code == 2
-    assert says in said
+    assert says in output
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_is_only_replaced_when_asked_and_if_it_is_a_gguf_file(model, tmp_path):
     place = tmp_path / "m.gguf"
     place.write_text("mine")
-    code, said = run("export", model, "--format", "gguf", "-o", place, "--no-validate")
-    assert (code, "exists; --overwrite replaces it, or give another -o" in said) == (2, True)
-    code, said = run("export", model, "--format", "gguf", "-o", place, "--no-validate", "--overwrite")
-    assert (code, "is no GGUF file, and is not replaced" in said) == (2, True)
+    code, output = run("export", model, "--format", "gguf", "-o", place, "--no-validate")
+    assert (code, "exists; --overwrite replaces it, or give another -o" in output) == (2, True)
+    code, output = run("export", model, "--format", "gguf", "-o", place, "--no-validate", "--overwrite")
+    assert (code, "is no GGUF file, and is not replaced" in output) == (2, True)
     assert place.read_text() == "mine"
 
 
@@ -107,20 +107,20 @@ def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     out, text = tmp_path / "out", proving(model).text[0]
     recipe = ["--recipe", "flap-global", "--ratio", 0.3, "--text", text, "--samples", 4, "--window", 48]
-    asked = ["--set", "export={format: gguf, dtype: q8_0}"]
-    code, said = run("prune", model, *recipe, *asked, "-o", out, "--dry-run")
-    assert (code, "to be exported: gguf, q8_0" in said) == (0, True), said
-    code, said = run("prune", model, *recipe, *asked, "-o", out)
-    assert code == 0, said
-    assert "passed\ndeci, q8_0, " in said
+    export = ["--set", "export={format: gguf, dtype: q8_0}"]
+    code, output = run("prune", model, *recipe, *export, "-o", out, "--dry-run")
+    assert (code, "to be exported: gguf, q8_0" in output) == (0, True), output
+    code, output = run("prune", model, *recipe, *export, "-o", out)
+    assert code == 0, output
+    assert "passed\ndeci, q8_0, " in output
     assert run("verify", out)[0] == 0
     (out / "model-q8_0.gguf").unlink()
-    code, said = run("prune", model, *recipe, *asked, "-o", out, "--resume", "--json")
-    assert code == 0, said
-    assert json.loads(said[said.index("{") :])["gguf"]["validation"]["passed"]
+    code, output = run("prune", model, *recipe, *export, "-o", out, "--resume", "--json")
+    assert code == 0, output
+    assert json.loads(output[output.index("{") :])["gguf"]["validation"]["passed"]
     assert (out / "model-q8_0.gguf").is_file()
-    code, said = run("prune", model, *recipe, "-o", out, "--overwrite")
-    assert code == 0, said
+    code, output = run("prune", model, *recipe, "-o", out, "--overwrite")
+    assert code == 0, output
     assert not (out / "model-q8_0.gguf").exists()
 
 
@@ -130,13 +130,13 @@ def test_a_recipe_that_llama_cpp_cannot_end_is_refused_before_pruning_and_a_file
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     out, text = tmp_path / "out", proving(model).text[0]
     ends = ["--text", text, "--samples", 4, "--window", 48, "--set", "export.format=gguf", "-o", out]
-    code, said = run("prune", model, "--recipe", "svd-llm", *ends)
-    assert (code, "llama.cpp does not take outputs" in said) == (2, True), said
+    code, output = run("prune", model, "--recipe", "svd-llm", *ends)
+    assert (code, "llama.cpp does not take outputs" in output) == (2, True), output
     assert not list(tmp_path.iterdir())
-    code, said = run("prune", model, "--recipe", "magnitude", "--ratio", 0.3, *ends, "--set", "export.dtype=int8")
-    assert (code, "export.dtype" in said or "int8 does not go with" in said) == (2, True), said
+    code, output = run("prune", model, "--recipe", "magnitude", "--ratio", 0.3, *ends, "--set", "export.dtype=int8")
+    assert (code, "export.dtype" in output or "int8 does not go with" in output) == (2, True), output
     monkeypatch.setattr("ckpt_prune.gguf.layout.Weight.pair_neighbours", lambda weight, _heads: weight)
-    code, said = run("prune", model, "--recipe", "magnitude", "--ratio", 0.3, *ends)
-    assert (code, "nothing is written to" in said) == (1, True), said
+    code, output = run("prune", model, "--recipe", "magnitude", "--ratio", 0.3, *ends)
+    assert (code, "nothing is written to" in output) == (1, True), output
     assert not list(out.glob("*gguf*"))
     assert run("verify", out)[0] == 0

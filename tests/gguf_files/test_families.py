@@ -57,4 +57,6 @@ def test_a_file_computes_what_pytorch_does(name, tmp_path):
 
 
 def test_all_architectures_are_run():
-    assert {each.model_type for each in ARCHITECTURES} == {model_type for model_type, _ in FAMILIES.values()}
+    assert {architecture.model_type for architecture in ARCHITECTURES} == {
+        model_type for model_type, _ in FAMILIES.values()
+    }

@@ -99,11 +99,11 @@ def like_gemma(folder: Path) -> Path:
     )
     content = json.loads(tokenizer.to_str())
     added = content["added_tokens"][: len(control) + len(reserved)]
-    content["added_tokens"] = [each | {"special": each["content"] in control} for each in added]
+    content["added_tokens"] = [token | {"special": token["content"] in control} for token in added]
     # As where pieces were SentencePiece's: every two pieces that make a third are merged, early pieces first.
     ids = content["model"]["vocab"]
-    made = {"▁▁", "▁▁▁", *("".join(pair) for pair in content["model"]["merges"])}
-    cuts = [(piece[:at], piece[at:]) for piece in sorted(made, key=ids.get) for at in range(1, len(piece))]
+    merged = {"▁▁", "▁▁▁", *("".join(pair) for pair in content["model"]["merges"])}
+    cuts = [(piece[:at], piece[at:]) for piece in sorted(merged, key=ids.get) for at in range(1, len(piece))]
     content["model"]["merges"] = [list(cut) for cut in cuts if {*cut} <= ids.keys()]
     tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -150,14 +150,14 @@ KEYS = {"model", "tokens", "token_type", "eos_token_id", "add_bos_token", "add_e
 
 
 @pytest.mark.parametrize(
-    ("make", "pre", "own"),
+    ("make", "pre", "extra_keys"),
     [
         (like_qwen, "qwen2", {"merges", "pre", "padding_token_id", "bos_token_id", "eot_token_id"}),
         (like_gemma, None, {"scores", "bos_token_id", "padding_token_id", "unknown_token_id", "eot_token_id"}),
         (like_smollm, "smollm", {"merges", "pre", "bos_token_id"}),
     ],
 )
-def test_a_tokenizer_comes_back_from_a_file_key_by_key(tmp_path, make, pre, own):
+def test_a_tokenizer_comes_back_from_a_file_key_by_key(tmp_path, make, pre, extra_keys):
     """Exported, read by `convert` and exported again: every key that is about the tokenizer is as it was."""
     folder = make(tmp_path / "model")
     export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
@@ -168,12 +168,12 @@ def test_a_tokenizer_comes_back_from_a_file_key_by_key(tmp_path, make, pre, own)
         for name in ("m.gguf", "again.gguf")
     )
     named = {key.removeprefix("tokenizer.ggml.") for key in first}
-    assert KEYS | own | {"tokenizer.chat_template"} <= named
+    assert KEYS | extra_keys | {"tokenizer.chat_template"} <= named
     assert first.get("tokenizer.ggml.pre") == (pre or first.get("tokenizer.ggml.pre"))
     assert first["tokenizer.chat_template"] == TEMPLATE
     for key in first.keys() | second.keys():
         assert second.get(key) == first.get(key), key
-    ours, theirs = (AutoTokenizer.from_pretrained(each) for each in (tmp_path / "back", folder))
+    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "back", folder))
     for text in (
         TEXT[:400].replace("    ", "  "),
         " two  spaces   three\n\n\t12345 ",
@@ -225,19 +225,19 @@ def make_published_keys() -> dict[str, object]:
     the scores have a gap, as in the published file of Gemma 3."""
     tokens = [*PUBLISHED, *MADE, *(letter for letter in LETTERS if letter != " ")]
     types = [3, 3, 3, 3, 4, 4, 4, 4, *[6] * 256, *[1] * (len(tokens) - len(PUBLISHED))]
-    made = [-5.0 - place for place in range(len(MADE))]
+    piece_scores = [-5.0 - place for place in range(len(MADE))]
     letters = [-40.0 - place for place in range(len(LETTERS) - 1)]
-    own = {
+    keys = {
         "model": "llama",
         "pre": "default",
         "tokens": tokens,
         "token_type": types,
-        "scores": [-7.0] * 8 + [0.0] * 256 + made + letters,
+        "scores": [-7.0] * 8 + [0.0] * 256 + piece_scores + letters,
         **{f"{name}_token_id": place for place, name in enumerate(("padding", "eos", "bos", "unknown"))},
         "add_space_prefix": False,
         "add_bos_token": True,
     }
-    return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
 def by_scores(values: dict[str, object], text: str) -> list[int]:
@@ -246,30 +246,30 @@ def by_scores(values: dict[str, object], text: str) -> list[int]:
     given = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
     ids = {token: index for index, token in enumerate(given["tokens"])}
     parts: list[str | int] = [text]
-    whole = [token for token, kind in zip(given["tokens"], given["token_type"], strict=True) if kind in (3, 4)]
-    for token in sorted(whole, key=len, reverse=True):
+    special = [token for token, kind in zip(given["tokens"], given["token_type"], strict=True) if kind in (3, 4)]
+    for token in sorted(special, key=len, reverse=True):
         cut: list[str | int] = []
         for part in parts:
             pieces = [part] if isinstance(part, int) else part.split(token)
-            cut += [each for piece in pieces for each in (ids[token], piece)][1:]
+            cut += [piece_or_id for piece in pieces for piece_or_id in (ids[token], piece)][1:]
         parts = cut
-    found = [given["bos_token_id"]]
+    tokens = [given["bos_token_id"]]
     for part in parts:
         if isinstance(part, int):
-            found.append(part)
+            tokens.append(part)
             continue
         symbols = list(part.replace(" ", "▁"))
         while True:
             pairs = [(ids.get("".join(pair)), at) for at, pair in enumerate(itertools.pairwise(symbols))]
-            known = [(-given["scores"][index], at) for index, at in pairs if index is not None]
-            if not known:
+            scored = [(-given["scores"][index], at) for index, at in pairs if index is not None]
+            if not scored:
                 break
-            at = min(known)[1]
+            at = min(scored)[1]
             symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
         for symbol in symbols:
             fallback = [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
-            found += [ids[symbol]] if symbol in ids else fallback
-    return found
+            tokens += [ids[symbol]] if symbol in ids else fallback
+    return tokens
 
 
 def test_pieces_of_a_file_are_merged_by_their_scores(tmp_path):
@@ -282,9 +282,9 @@ def test_pieces_of_a_file_are_merged_by_their_scores(tmp_path):
         assert tokenizer(text)["input_ids"] == by_scores(values, text), text
     tokenizer.save_pretrained(tmp_path)
     back = tokenizer_values(tmp_path, len(values["tokenizer.ggml.tokens"]))
-    scores, own = (each.pop("tokenizer.ggml.scores") for each in (back, values))
+    scores, published = (keys.pop("tokenizer.ggml.scores") for keys in (back, values))
     pieces = [index for index, kind in enumerate(values["tokenizer.ggml.token_type"]) if kind == 1]
-    assert sorted(pieces, key=scores.__getitem__) == sorted(pieces, key=own.__getitem__)
+    assert sorted(pieces, key=scores.__getitem__) == sorted(pieces, key=published.__getitem__)
     assert len({scores[index] for index in pieces}) == len(pieces)
     assert [scores[index] for index in pieces[: len(MADE)]] == [-float(place) for place in range(len(MADE))]
     assert back == values | {"tokenizer.ggml.add_eos_token": False}

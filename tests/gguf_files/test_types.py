@@ -43,9 +43,9 @@ def test_more_bits_leave_less_error(wide, tmp_path):
         )
     assert sizes == sorted(sizes)
     assert errors == sorted(errors, reverse=True)
-    whole = sum(float(weight.read().float().square().sum()) for weight in weights.values())
-    assert errors[0] < 0.1 * whole
-    assert errors[-1] < 5e-4 * whole
+    energy = sum(float(weight.read().float().square().sum()) for weight in weights.values())
+    assert errors[0] < 0.1 * energy
+    assert errors[-1] < 5e-4 * energy
 
 
 def test_a_mixture_runs_in_llama_cpp_and_gives_more_bits_to_the_blocks_that_llama_cpp_gives_them(wide, tmp_path):
@@ -63,14 +63,16 @@ def test_a_mixture_runs_in_llama_cpp_and_gives_more_bits_to_the_blocks_that_llam
 def test_rows_that_do_not_divide_get_other_types_and_a_line_says_so_before_work_starts(tmp_path, capsys, monkeypatch):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     folder = save(tmp_path / "model", "llama", intermediate_size=272)
-    said = []
-    monkeypatch.setattr("ckpt_prune.gguf.export.write_gguf", lambda *_: said.append(capsys.readouterr().err) or 1 / 0)
+    messages = []
+    monkeypatch.setattr(
+        "ckpt_prune.gguf.export.write_gguf", lambda *_: messages.append(capsys.readouterr().err) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="q4_k_m", proof=False)
     monkeypatch.undo()
-    assert "rows of 32, 288 are no multiple of 256" in said[0]
-    assert "39 matrices are q5_0 and not q4_k" in said[0]
-    assert "(prune with --for llama.cpp:q4_k_m)" in said[0]
+    assert "rows of 32, 288 are no multiple of 256" in messages[0]
+    assert "39 matrices are q5_0 and not q4_k" in messages[0]
+    assert "(prune with --for llama.cpp:q4_k_m)" in messages[0]
     exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="q4_k_m", proof=False)
     kinds = Counter(tensor.kind.name for tensor in open_gguf(exported.path).tensors.values())
     assert kinds == {"F32": 13, "Q5_0": 39, "Q8_0": 5}

@@ -46,5 +46,5 @@ def test_weights_of_another_model_are_not_the_checkpoints(tmp_path):
     other = save(tmp_path / "other", "llama", initializer_range=1.0)
     assert len(wrong(file, open_model(str(other)))) > 30
     narrower = save(tmp_path / "narrower", "llama", intermediate_size=32)
-    found = wrong(file, open_model(str(narrower)))
-    assert not any("ffn_up" in name for name in found)  # of another shape: not compared
+    mismatched = wrong(file, open_model(str(narrower)))
+    assert not any("ffn_up" in name for name in mismatched)  # of another shape: not compared

@@ -75,15 +75,15 @@ def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, varian
         assert cost.flops == counter.get_total_flops() - rotary_flops(counter)
 
 
-@pytest.mark.parametrize("variant", every(4, [name for name, own in VARIANTS.items() if own.kv_heads == 2]))
+@pytest.mark.parametrize("variant", every(4, [name for name, variant in VARIANTS.items() if variant.kv_heads == 2]))
 @pytest.mark.parametrize("spaces", [("queries",), ("queries", "heads"), ("queries", "heads", "values")], ids="-".join)
 def test_what_query_heads_and_values_save_is_counted(tmp_path, variant, spaces):
     """One of two in every group; beside groups what goes with both goes once. Keys stay cached as wide."""
     folder = make(tmp_path / "dense", variant)
-    own = {space: {"score": "principal" if space == "values" else "magnitude", "ratio": 0.5} for space in spaces}
-    wanted = FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": own})
+    settings = {space: {"score": "principal" if space == "values" else "magnitude", "ratio": 0.5} for space in spaces}
+    full_recipe = FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": settings})
     statistics = (calibrate(folder, tmp_path / "statistics"),) if "values" in spaces else ()
-    job = job_on(folder, wanted, *statistics)
+    job = job_on(folder, full_recipe, *statistics)
     prune(job, tmp_path / "out")
     cached = []
     for path, cost in ((folder, job.before), (tmp_path / "out", job.output.cost)):

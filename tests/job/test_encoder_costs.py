@@ -30,15 +30,15 @@ WHAT = {
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     root = tmp_path_factory.mktemp("costs")
-    made = {}
+    sources = {}
 
     def get(variant):
-        if variant not in made:
+        if variant not in sources:
             folder = make(root / variant, variant)
             # Two samples: what is counted does not hang on what they say.
             two = samples(variant, 2)
-            made[variant] = folder, calibrate(folder, root / f"{variant}-statistics", two, collect=FOR_CORP)
-        return made[variant]
+            sources[variant] = folder, calibrate(folder, root / f"{variant}-statistics", two, collect=FOR_CORP)
+        return sources[variant]
 
     return get
 
@@ -180,14 +180,14 @@ def test_corps_parameter_counts(tmp_path, size, recipe_name, model_type):
     has rounds 422.249 M up to 422.3 M.
     """
     (tmp_path / "config.json").write_text(json.dumps(deit(size, model_type)))
-    found = json.loads(ok("inspect", str(tmp_path), "--recipe", recipe_name, "--ratio", "0.5", "--json"))
+    summary = json.loads(ok("inspect", str(tmp_path), "--recipe", recipe_name, "--ratio", "0.5", "--json"))
     hidden, _, heads, _ = SIZES[size]
     head_dim = hidden // heads
     qk = head_dim if recipe_name == "corp-mlp" else head_dim // 2
     mlp = 4 * hidden if recipe_name == "corp-qk" else 2 * hidden
     special = {"deit": 2, "vit": 1}[model_type]
-    assert found["parameters"] == parameters(size, head_dim, 4 * hidden, special)
-    (after,) = found["pruned"]
+    assert summary["parameters"] == parameters(size, head_dim, 4 * hidden, special)
+    (after,) = summary["pruned"]
     assert after["parameters"] == parameters(size, qk, mlp, special)
     assert (
         after["units"] == {"corp": {"qk": qk, "mlp": mlp}, "corp-mlp": {"mlp": mlp}, "corp-qk": {"qk": qk}}[recipe_name]
@@ -199,11 +199,11 @@ def test_corps_parameter_counts(tmp_path, size, recipe_name, model_type):
 def test_flops_of_deit_tiny_are_those_of_the_papers(tmp_path):
     """1.26 G multiply-adds of the dense one, as its authors count (1.3 G)."""
     (tmp_path / "config.json").write_text(json.dumps(deit("T")))
-    found = json.loads(ok("inspect", str(tmp_path), "--recipe", "corp", "--ratio", "0.5", "--json"))
+    summary = json.loads(ok("inspect", str(tmp_path), "--recipe", "corp", "--ratio", "0.5", "--json"))
     tokens, hidden = 198, 192
     per_block = tokens * (4 * hidden**2 + 8 * hidden**2) + 2 * tokens**2 * hidden
     dense = 12 * per_block + 196 * 768 * hidden + hidden * 1000
-    assert found["flops"] == 2 * dense
-    assert found["tokens"] == tokens
+    assert summary["flops"] == 2 * dense
+    assert summary["tokens"] == tokens
     after = tokens * (3 * hidden**2 + 4 * hidden**2) + tokens**2 * (hidden + hidden // 2)
-    assert found["pruned"][0]["flops"] == 2 * (12 * after + 196 * 768 * hidden + hidden * 1000)
+    assert summary["pruned"][0]["flops"] == 2 * (12 * after + 196 * 768 * hidden + hidden * 1000)

@@ -218,7 +218,7 @@ def test_a_recipe_reads_back_with_all_there_is(tmp_path):
 
 def test_digests_of_recipes_stay_what_they_were():
     """Plans hold them."""
-    known = {
+    digests = {
         "rcpu": "79a58290aebc3918f07727b83c73a892b47080e30d5fe7a79e7bb7e6b8b463dd",
         "corp": "82878a4f33fea773391803d001326fd6f108ddc1e1adecf159b7a7ead68b92e4",
         "flap-global": "13c4e9e1b5b7491ca778dd734a1055fe34653c14a34fcaff5fbd12f6a8c77b7a",
@@ -227,7 +227,7 @@ def test_digests_of_recipes_stay_what_they_were():
         "laco-flap": "d94e9339a9add2431e8ffa10705edb4ad86154d57ab6d1e425aa7f8ae6c03ff1",
         "corp-heads": "046876cab72a908032255dad87e527946ebde068662abebf4d73544b16aa5c96",
     }
-    assert {name: load_recipe(name).digest for name in known} == known
+    assert {name: load_recipe(name).digest for name in digests} == digests
 
 
 SPACES = {"heads": {"score": "rcpu"}, "mlp": {"score": "wanda-sp"}}
@@ -235,7 +235,7 @@ GRID = {"method": "ridge", "lambda_grid": [0.1, 1.0]}
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"mask": {"method": "wanda", "pattern": 3}}, "pattern"),
         ({"mask": {"method": "wanda", "pattern": "2:4"}, "ratio": 0.3}, "pattern 2:4 zeroes 0.5 of the weights by its"),
@@ -267,10 +267,10 @@ GRID = {"method": "ridge", "lambda_grid": [0.1, 1.0]}
         ),
     ],
 )
-def test_parts_that_do_not_go_together(values, said):
+def test_parts_that_do_not_go_together(values, message):
     with pytest.raises(ValueError, match="error") as caught:
         FullRecipe.model_validate({"version": 1, "name": "mine"} | values)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_only_a_strength_that_is_chosen_by_perplexity_is_fixed():
@@ -287,15 +287,15 @@ def test_only_a_strength_that_is_chosen_by_perplexity_is_fixed():
 )
 def test_no_drift_behind_norms(model_type, target):
     """`best` takes no drift behind norms: gemma3-270m had a perplexity of 111.1 with it, 89.7 without (dense 68.6)."""
-    own = load_recipe("best").at(load_family(model_type))
-    assert own.target == target
-    assert list(own.spaces) == ["heads", "mlp"]
+    recipe = load_recipe("best").at(load_family(model_type))
+    assert recipe.target == target
+    assert list(recipe.spaces) == ["heads", "mlp"]
 
 
 def test_a_space_that_is_to_stay_whole_is_not_among_those_that_meet_a_size_together():
     family = load_family("llama")
-    own = load_recipe("best", ("spaces.heads.ratio=0",), 0.5).at(family)
-    assert list(own.spaces) == ["mlp"]
+    recipe = load_recipe("best", ("spaces.heads.ratio=0",), 0.5).at(family)
+    assert list(recipe.spaces) == ["mlp"]
     assert list(load_recipe("ridge", ("spaces.heads.ratio=0",), 0.5).at(family).spaces) == ["heads", "mlp"]
     none = load_recipe("best", ("spaces.heads.ratio=0", "spaces.mlp.ratio=0")).at(family)
     assert list(none.spaces) == ["heads", "mlp"]

@@ -58,19 +58,19 @@ def is_within(less: Any, more: Any) -> bool:
     return type(less) is type(more) and less == more
 
 
-@pytest.mark.parametrize("made", EXAMPLES.values(), ids=EXAMPLES)
-def test_what_is_read_is_written(made):
+@pytest.mark.parametrize("json_report", EXAMPLES.values(), ids=EXAMPLES)
+def test_what_is_read_is_written(json_report):
     """Keys that were absent may be added, as null or empty; nothing is lost, no number becomes another."""
-    written = Report.read(made).data()
-    assert is_within(made, written)
+    written = Report.read(json_report).data()
+    assert is_within(json_report, written)
     assert json.loads(json.dumps(written)) == written
     assert Report.read(written).data() == written
 
 
 def test_the_recipe_is_as_it_was_used():
     """Key by key, in its order; what a recipe has not is not added."""
-    made = report([])
-    assert list(Report.read(made).data()["recipe"].items()) == list(made["recipe"].items())
+    json_report = report([])
+    assert list(Report.read(json_report).data()["recipe"].items()) == list(json_report["recipe"].items())
     assert Report.read(elsewhere([], recipe={"name": "pruned elsewhere"})).data()["recipe"] == {
         "name": "pruned elsewhere"
     }
@@ -79,36 +79,36 @@ def test_the_recipe_is_as_it_was_used():
 # ---- other versions --------------------------------------------------------------------------------------------
 
 NEWER = {
-    "the report": lambda made: made,
-    "a site": lambda made: made["sites"][0],
-    "a linear": lambda made: made["linears"][0],
-    "a layer": lambda made: made["layers"][0],
-    "the mask": lambda made: made["mask"],
-    "the rotation": lambda made: made["rotation"],
-    "a rotation": lambda made: made["rotation"]["learned"][0],
-    "the container": lambda made: made["container"],
-    "the cost": lambda made: made["before"],
-    "the recovery": lambda made: made["recovery"],
-    "a stage": lambda made: made["stages"][0],
+    "the report": lambda json_report: json_report,
+    "a site": lambda json_report: json_report["sites"][0],
+    "a linear": lambda json_report: json_report["linears"][0],
+    "a layer": lambda json_report: json_report["layers"][0],
+    "the mask": lambda json_report: json_report["mask"],
+    "the rotation": lambda json_report: json_report["rotation"],
+    "a rotation": lambda json_report: json_report["rotation"]["learned"][0],
+    "the container": lambda json_report: json_report["container"],
+    "the cost": lambda json_report: json_report["before"],
+    "the recovery": lambda json_report: json_report["recovery"],
+    "a stage": lambda json_report: json_report["stages"][0],
 }
 
 
 def everything() -> Json:
-    made = make_mask_report(
+    json_report = make_mask_report(
         [linear(0)], make_learned_rotation(0), recovery=recovery(), layers=[layer(0)], stages=STAGES
     )
-    made["sites"] = [site(0)]
-    return json.loads(json.dumps(made))
+    json_report["sites"] = [site(0)]
+    return json.loads(json.dumps(json_report))
 
 
 @pytest.mark.parametrize("place", NEWER.values(), ids=NEWER)
 def test_a_key_of_a_newer_version_is_kept_in_reading_and_refused_in_making(place):
-    made = everything()
-    place(made)["later"] = {"more": [1]}
-    read = Report.read(made)
+    json_report = everything()
+    place(json_report)["later"] = {"more": [1]}
+    read = Report.read(json_report)
     assert place(read.data())["later"] == {"more": [1]}
     with pytest.raises(ValidationError, match="unknown key 'later'"):
-        Report.model_validate(made)
+        Report.model_validate(json_report)
 
 
 def test_another_version_of_the_format_is_not_read():
@@ -140,7 +140,7 @@ JSON_VALUES = st.recursive(
 def test_a_damaged_report_is_refused_in_one_way(changes):
     """A report with any values under its keys is read, and written again, or refused with a validation error."""
     try:
-        found = Report.read(everything() | changes)
+        damaged = Report.read(everything() | changes)
     except ValidationError:
         return
-    found.data()
+    damaged.data()

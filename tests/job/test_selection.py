@@ -72,9 +72,9 @@ def test_selection_is_the_best_subset(scores, data):
 def test_standardised_scores_have_mean_zero_and_unit_deviation():
     columns = np.array([1.0, 5.0, 2.0, 8.0, 4.0, 4.0])
     z = (columns - columns.mean()) / columns.std(ddof=1)
-    found = standardise(torch.from_numpy(columns), 2).numpy()
-    np.testing.assert_allclose(found, [z[:2].mean(), z[2:4].mean(), z[4:].mean()], rtol=1e-12)
-    np.testing.assert_allclose(standardise(torch.from_numpy(columns * 7 + 3), 2).numpy(), found, rtol=1e-12)
+    standard_scores = standardise(torch.from_numpy(columns), 2).numpy()
+    np.testing.assert_allclose(standard_scores, [z[:2].mean(), z[2:4].mean(), z[4:].mean()], rtol=1e-12)
+    np.testing.assert_allclose(standardise(torch.from_numpy(columns * 7 + 3), 2).numpy(), standard_scores, rtol=1e-12)
 
 
 def ranked_oracle(scores, cost, budget):
@@ -106,26 +106,27 @@ def test_one_ranking_over_many_sites(heads, mlp, weight, share):
     scores = {Site(b, "heads"): s for b, s in enumerate(heads)} | {Site(b, "mlp"): s for b, s in enumerate(mlp)}
     cost = {"heads": weight, "mlp": 1.0}
     budget = share * sum(len(s) * cost[site.space] for site, s in scores.items())
-    found = select_ranked({site: torch.tensor(s, dtype=torch.float64) for site, s in scores.items()}, cost, budget)
-    assert {site: units.tolist() for site, units in found.items()} == ranked_oracle(scores, cost, budget)
+    kept = select_ranked({site: torch.tensor(s, dtype=torch.float64) for site, s in scores.items()}, cost, budget)
+    assert {site: units.tolist() for site, units in kept.items()} == ranked_oracle(scores, cost, budget)
 
 
 def test_one_ranking_as_flaps_released_code_cuts():
     """The unit with which the cost comes nearest to the budget is the threshold, and goes with all of its score."""
     scores = {Site(0, "heads"): [3.0, -1.0], Site(0, "mlp"): [2.0, 1.0, 0.0, -2.0], Site(1, "mlp"): [2.5, 1.0, -3.0]}
     cost, tensors = {"heads": 2.0, "mlp": 1.0}, {}
-    for site, own in scores.items():
-        tensors[site] = torch.tensor(own, dtype=torch.float64)
+    for site, values in scores.items():
+        tensors[site] = torch.tensor(values, dtype=torch.float64)
     for budget in range(1, 12):
         ranking = sorted(
-            ((value, cost[site.space]) for site, own in scores.items() for value in own), key=lambda pair: -pair[0]
+            ((value, cost[site.space]) for site, values in scores.items() for value in values),
+            key=lambda pair: -pair[0],
         )
         spent = [sum(weight for _, weight in ranking[: length + 1]) for length in range(len(ranking))]
         threshold = ranking[min(range(len(spent)), key=lambda i: (abs(spent[i] - budget), i))][0]
-        expected = {s: [u for u, value in enumerate(own) if value > threshold] for s, own in scores.items()}
-        found = select_ranked(tensors, cost, float(budget), below_cut=True)
+        expected = {s: [u for u, value in enumerate(values) if value > threshold] for s, values in scores.items()}
+        kept = select_ranked(tensors, cost, float(budget), below_cut=True)
         # A site that would lose all keeps its best unit, which the code does not see to.
-        assert {s: units.tolist() for s, units in found.items()} == {s: own or [0] for s, own in expected.items()}
+        assert {s: units.tolist() for s, units in kept.items()} == {s: best or [0] for s, best in expected.items()}
 
 
 @pytest.mark.parametrize(("ratio", "heads", "columns"), [(0.1, 29, 9907), (0.2, 26, 8806), (0.3, 23, 7705)])

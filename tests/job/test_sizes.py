@@ -179,7 +179,7 @@ def test_a_target_that_is_none_is_refused(values, place, message):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "said"),
+    ("kind", "text", "suggestion"),
     [
         ("params", "30%", "keeps 30% of the parameters; to make it 30% smaller say 70%"),
         ("bytes", "33.5 %", "keeps 33.5 % of the bytes; to make it 33.5 % smaller say 66.5%"),
@@ -189,6 +189,6 @@ def test_a_target_that_is_none_is_refused(values, place, message):
         ("params", None, None),
     ],
 )
-def test_a_share_of_less_than_half_may_have_been_meant_as_what_goes(kind, text, said):
+def test_a_share_of_less_than_half_may_have_been_meant_as_what_goes(kind, text, suggestion):
     sizes = {"flops": None, kind: text}
-    assert small_share_line(sizes) == (said and f"--target-{kind} {text} {said}")
+    assert small_share_line(sizes) == (suggestion and f"--target-{kind} {text} {suggestion}")

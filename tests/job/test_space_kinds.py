@@ -22,8 +22,8 @@ def test_kinds_that_share_the_name_of_a_compensation_agree_on_what_recipes_ask_o
     assert set(FACTS) == set(COLUMN_METHODS) | set(LOGIT_METHODS) | set(ROTARY_METHODS)
     for kind in KINDS.values():
         for name, traits in kind.methods.items():
-            own = (traits.needs_gram, traits.uses_strength, traits.adds_bias)
-            assert own == (FACTS[name].needs_gram, FACTS[name].uses_strength, FACTS[name].adds_bias)
+            facts = (traits.needs_gram, traits.uses_strength, traits.adds_bias)
+            assert facts == (FACTS[name].needs_gram, FACTS[name].uses_strength, FACTS[name].adds_bias)
 
 
 @pytest.mark.parametrize("ends", KINDS)
@@ -36,8 +36,8 @@ def test_what_a_kind_needs_follows_from_its_score_compensation_and_target(ends):
             assert (kind.gram_for(settings) is not None) == (
                 score.needs_gram or traits.needs_gram or settings.target == "drift" or settings.by_error
             )
-            told = {"taylor"} if settings.score in ("taylor1", "taylor2") else set()
-            assert kind.collects(settings) == ({"gram"} if kind.gram_for(settings) else set()) | told
+            gradients = {"taylor"} if settings.score in ("taylor1", "taylor2") else set()
+            assert kind.collects(settings) == ({"gram"} if kind.gram_for(settings) else set()) | gradients
         elif ends == "experts":
             assert (kind.gram_for(settings), kind.collects(settings), kind.measures_more(settings)) == (
                 None,

@@ -84,8 +84,8 @@ def test_steps_act_in_order_and_advance_with_what_was_written(tmp_path):
     first, second = AddingToInput(1), AddingToInput(2)
     records = walk(dense, {"first": first, "second": second})
     for step, given in ((first, 0), (second, 1)):
-        told = [(("act", block, given), ("input", block, given), ("advance", block, 3)) for block in range(BLOCKS)]
-        assert step.told == [entry for each in told for entry in each]
+        events = [(("act", block, given), ("input", block, given), ("advance", block, 3)) for block in range(BLOCKS)]
+        assert step.told == [entry for of_block in events for entry in of_block]
     assert records == {"first": [Added(number=1)] * BLOCKS, "second": [Added(number=2)] * BLOCKS}
 
 
@@ -168,8 +168,8 @@ def test_a_resumed_walk_goes_past_what_is_written_and_ends_in_the_same_bytes(tmp
         return {"first": Adding(1), "second": AddingToInput(2), "third": Adding(4)}
 
     with writer_of(tmp_path / "whole", layout) as writer:
-        whole = steps()
-        records = walk(dense, whole, BlockStore(writer, layout))
+        unbroken_steps = steps()
+        records = walk(dense, unbroken_steps, BlockStore(writer, layout))
         BlockStore(writer, layout).write_rest(dense)
         writer.finish()
 
@@ -187,7 +187,7 @@ def test_a_resumed_walk_goes_past_what_is_written_and_ends_in_the_same_bytes(tmp
         store.write_rest(dense)
         writer.finish()
     # The second looks at the block as the first had left it, which therefore acts again; the others only go on.
-    for again, before, acts in zip(resumed.values(), whole.values(), (True, False, False), strict=True):
+    for again, before, acts in zip(resumed.values(), unbroken_steps.values(), (True, False, False), strict=True):
         done = [entry for entry in before.told if entry[1] < stop and (acts or entry[0] != "act")]
         assert again.told == done + [entry for entry in before.told if entry[1] >= stop]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -31,20 +31,20 @@ def test_distances_are_those_of_the_whole_model(tmp_path, monkeypatch, whole: bo
     model(input_ids=ids, use_cache=False)
     last = torch.randn(ends[-1].shape, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad(ends[-1], ends, last)
-    ends = [each.detach() for each in ends]
+    ends = [stream.detach() for stream in ends]
 
     def given_states(readout, samples, states, allocate) -> list[DrawnGradients]:
         return [DrawnGradients(last.clone(), whole, 0.5)]
 
     monkeypatch.setattr("ckpt_prune.measure.statistics.distances.draw_end_gradients", given_states)
-    found = measure_distances(
+    distances = measure_distances(
         Model.open(tmp_path),
         TokenWindows(ids),
         device=torch.device("cpu"),
         compute_dtype=torch.float32,
         gradients=True,
     )
-    assert found.divergence is not None
+    assert distances.divergence is not None
     for a in range(BLOCKS + 1):
         for b in range(BLOCKS + 1):
             cosine = divergence = 0.0
@@ -53,18 +53,18 @@ def test_distances_are_those_of_the_whole_model(tmp_path, monkeypatch, whole: bo
                 moved = (gradients[b] * (ends[a] - ends[b])).sum(-1)
                 moved = moved.sum(-1) if whole else moved
                 divergence = 0.5 * float(moved.square().sum()) / 2 / len(ids)
-            assert found.cosine[a][b] == pytest.approx(cosine, abs=1e-5)
-            assert found.divergence[a][b] == pytest.approx(divergence, rel=1e-3, abs=1e-6)
+            assert distances.cosine[a][b] == pytest.approx(cosine, abs=1e-5)
+            assert distances.divergence[a][b] == pytest.approx(divergence, rel=1e-3, abs=1e-6)
 
 
 def test_the_sum_of_two_folders_has_the_mean_by_samples() -> None:
     class Index:
         def __init__(self, fisher: int, value: float | None) -> None:
             self.fisher = fisher
-            own = [[0.0, value or 0.0], [0.0, 0.0]]
-            self.stream = None if value is None else StreamDistances(cosine=own, divergence=own)
+            matrix = [[0.0, value or 0.0], [0.0, 0.0]]
+            self.stream = None if value is None else StreamDistances(cosine=matrix, divergence=matrix)
 
-    found = _mean_stream(Index(6, 1.0), Index(2, 3.0))  # type: ignore[arg-type]
-    assert found is not None
-    assert (found.cosine[0][1], found.divergence[0][1]) == (1.5, 1.5)
+    mean = _mean_stream(Index(6, 1.0), Index(2, 3.0))  # type: ignore[arg-type]
+    assert mean is not None
+    assert (mean.cosine[0][1], mean.divergence[0][1]) == (1.5, 1.5)
     assert _mean_stream(Index(6, 1.0), Index(2, None)) is None  # type: ignore[arg-type]

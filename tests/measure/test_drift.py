@@ -62,10 +62,10 @@ def test_whole_sites_on_a_pruned_prefix(twins, variant, monkeypatch):
     for block in range(BLOCKS):
         tensors = pair.block(block, before)
         if block > 0:
-            found, _ = observe_drift(dense, stream, block, tensors, tensors, BOTH)
-            assert {space: len(folds) for space, folds in found.items()} == {"heads": FOLDS, "mlp": FOLDS}
+            drift_folds, _ = observe_drift(dense, stream, block, tensors, tensors, BOTH)
+            assert {space: len(folds) for space, folds in drift_folds.items()} == {"heads": FOLDS, "mlp": FOLDS}
             for space, site in sites.items():
-                drift.assert_measured(found[space], drift.target(model, pruned, block, site, pair.data))
+                drift.assert_measured(drift_folds[space], drift.target(model, pruned, block, site, pair.data))
         dense.advance(block, tensors)
         stream.advance(block, pair.block(block, after))
         laco.put(pruned, block, laco.copy_weights(altered, block))
@@ -84,8 +84,8 @@ def test_the_mlp_is_measured_on_its_own_blocks_pruned_attention(twins, variant):
     laco.put(pruned, 0, changed)
     dense, stream, before, _ = streams_of(pair, pair.dense())
     tensors = pair.block(0, before)
-    found, _ = observe_drift(dense, stream, 0, tensors, tensors | changed, {"mlp": True})
-    drift.assert_measured(found["mlp"], drift.target(pair.dense(), pruned, 0, site, pair.data))
+    drift_folds, _ = observe_drift(dense, stream, 0, tensors, tensors | changed, {"mlp": True})
+    drift.assert_measured(drift_folds["mlp"], drift.target(pair.dense(), pruned, 0, site, pair.data))
 
 
 @pytest.mark.parametrize("variant", every(2, VARIANTS))
@@ -95,8 +95,8 @@ def test_an_unpruned_prefix_does_not_drift(twins, variant):
     dense.advance(0, pair.block(0, before))
     stream.advance(0, pair.block(0, before))
     tensors = pair.block(1, before)
-    found, _ = observe_drift(dense, stream, 1, tensors, tensors, BOTH)
-    for space, folds in found.items():
+    drift_folds, _ = observe_drift(dense, stream, 1, tensors, tensors, BOTH)
+    for space, folds in drift_folds.items():
         alone = stream.observe(1, tensors, {space: True})[space]
         for moments, expected in zip(folds, alone, strict=True):
             assert moments.drift.energy == 0.0
@@ -107,18 +107,18 @@ def test_an_unpruned_prefix_does_not_drift(twins, variant):
 
 def test_folds_sum_to_the_whole(twins):
     pair = twins("opt")
-    found = {}
+    sums = {}
     for folds in (1, 4):
         dense, stream, before, after = streams_of(pair, pair.pruned(), folds=folds)
         dense.advance(0, pair.block(0, before))
         stream.advance(0, pair.block(0, after))
         tensors = pair.block(1, before)
-        own = observe_drift(dense, stream, 1, tensors, tensors, {"mlp": True})[0]["mlp"]
-        assert len(own) == folds
-        found[folds] = sum_folds(own).drift
-    assert found[4].energy == pytest.approx(found[1].energy, rel=1e-9)
-    torch.testing.assert_close(found[4].sum, found[1].sum, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found[4].cross, found[1].cross, rtol=1e-5, atol=1e-4)
+        parts = observe_drift(dense, stream, 1, tensors, tensors, {"mlp": True})[0]["mlp"]
+        assert len(parts) == folds
+        sums[folds] = sum_folds(parts).drift
+    assert sums[4].energy == pytest.approx(sums[1].energy, rel=1e-9)
+    torch.testing.assert_close(sums[4].sum, sums[1].sum, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(sums[4].cross, sums[1].cross, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("space", ["heads", "mlp"])
@@ -137,13 +137,13 @@ def test_a_layer_scale_of_zero_leaves_nothing_to_correct(twins, space):
     name = pair.family.scale(1, space)
     scaled = tensors | {name: tensors[name].clone()}
     scaled[name][3] = 0
-    found = sum_folds(observe_drift(dense, stream, 1, tensors, scaled, {space: True})[0][space]).drift
+    drift_sums = sum_folds(observe_drift(dense, stream, 1, tensors, scaled, {space: True})[0][space]).drift
     tokens = drift.target(model, pruned, 1, site, pair.data)
     D = np.nan_to_num((tokens.targets - tokens.outputs).reshape(-1, tokens.targets.shape[2]), nan=0.0)
-    assert found.sum[3] == 0
-    assert not found.cross[3].any()
-    np.testing.assert_allclose(found.sum, D.sum(0), rtol=1e-9, atol=1e-9 * np.abs(D).sum(0).max())
-    assert found.energy == pytest.approx((D**2).sum(), rel=1e-9)
+    assert drift_sums.sum[3] == 0
+    assert not drift_sums.cross[3].any()
+    np.testing.assert_allclose(drift_sums.sum, D.sum(0), rtol=1e-9, atol=1e-9 * np.abs(D).sum(0).max())
+    assert drift_sums.energy == pytest.approx((D**2).sum(), rel=1e-9)
 
 
 def numbers(moments: LogitMoments) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def test_queries_and_keys_have_no_drift(twins, variant):
     together, _ = observe_drift(dense, stream, 1, theirs, ours, {"qk": True, "heads": False})
     assert list(together) == ["qk", "heads"]
     assert all(m.gram is None and m.drift is not None for m in together["heads"])
-    for found in (alone, together["qk"]):
-        for a, b in zip(found, expected, strict=True):
+    for folds in (alone, together["qk"]):
+        for a, b in zip(folds, expected, strict=True):
             assert a.form == b.form
             torch.testing.assert_close(numbers(a), numbers(b), rtol=0, atol=0)
 

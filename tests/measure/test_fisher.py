@@ -40,7 +40,7 @@ def measure_sites(sources: Sources, variant: str, **options) -> dict[str, Fisher
     given = {"device": torch.device("cpu"), "compute_dtype": torch.float32} | options
     blocks = list(measure_fisher(source, SampleRange(data_of(variant), 0, LIMIT), **given))
     assert [block for block, _ in blocks] == list(reversed(range(BLOCKS)))
-    return {name: own for _, sites in blocks for name, own in sites.items()}
+    return {name: fisher for _, sites in blocks for name, fisher in sites.items()}
 
 
 def unlikeliest(log_p: Tensor, count: int = 1, _generator: torch.Generator | None = None) -> Tensor:
@@ -66,22 +66,22 @@ def draw_unlikeliest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def losses_of(outputs: list[tuple[str, Tensor]]) -> list[Tensor]:
     """ℓ of every output, summed over samples; all draws are the same one."""
-    found = []
+    losses = []
     for name, output in outputs:
         if name.endswith("logits"):
             log_p = output.log_softmax(-1).flatten(0, -2)
-            found.append(log_p.gather(1, unlikeliest(log_p)).sum() / (len(log_p) / LIMIT) ** 0.5)
+            losses.append(log_p.gather(1, unlikeliest(log_p)).sum() / (len(log_p) / LIMIT) ** 0.5)
         else:
             wide = output.flatten(1)
             drawn = torch.randn(wide.shape, generator=torch.Generator().manual_seed(0)).double()
-            found.append(2**0.5 * ((drawn * wide).sum(1) / wide.detach().norm(dim=1)).sum())
-    return found
+            losses.append(2**0.5 * ((drawn * wide).sum(1) / wide.detach().norm(dim=1)).sum())
+    return losses
 
 
 def by_hand(model: PreTrainedModel, source: Model, data: Samples, *, rotary: bool = False) -> dict[str, Tensor]:
     """Sums of every site, token by token and pair by pair; `rotary` where there are rotary pairs: of these, too."""
     family = source.family
-    spaces = {name: own for name, own in family.spaces.items() if rotary or own.ends != "rotary"}
+    spaces = {name: kind for name, kind in family.spaces.items() if rotary or kind.ends != "rotary"}
 
     def path(block: int, disk: str) -> str:
         (name, *_) = Names(model).parameters(family.tensor(block, disk))
@@ -90,17 +90,17 @@ def by_hand(model: PreTrainedModel, source: Model, data: Samples, *, rotary: boo
     seen: dict[str, Tensor] = {}
     sites: dict[str, list[str]] = {}
     for block in range(BLOCKS):
-        for space, own in spaces.items():
-            modules = [own.consumer] if space in family.columns else own.readers
+        for space, kind in spaces.items():
+            modules = [kind.consumer] if space in family.columns else kind.readers
             sites[source.moments_name(block, space)] = [path(block, module) for module in modules]
-    for name in {each for own in sites.values() for each in own}:
+    for name in {module_path for group in sites.values() for module_path in group}:
         model.get_submodule(name).register_forward_hook(lambda _m, _a, out, name=name: seen.__setitem__(name, out))
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    said = model(**data.batch(slice(0, LIMIT)))
-    names = [name for name in said if name.endswith("logits")] or ["last_hidden_state"]
+    result = model(**data.batch(slice(0, LIMIT)))
+    names = [name for name in result if name.endswith("logits")] or ["last_hidden_state"]
     sums: dict[str, Tensor] = {}
-    for loss in losses_of([(name, said[name]) for name in names]):
+    for loss in losses_of([(name, result[name]) for name in names]):
         for site, modules in sites.items():
             (gradient,) = torch.autograd.grad(loss, seen[modules[0]], retain_graph=True)
             if len(modules) == 1:
@@ -113,16 +113,16 @@ def by_hand(model: PreTrainedModel, source: Model, data: Samples, *, rotary: boo
 
 
 def of_logits(gradient: Tensor, keys: Tensor, head_dim: int) -> Tensor:
-    found = []
+    values = []
     for head in range(gradient.shape[-1] // head_dim):
-        own, total = slice(head * head_dim, (head + 1) * head_dim), 0.0
+        columns, total = slice(head * head_dim, (head + 1) * head_dim), 0.0
         shared = gradient.shape[-1] // keys.shape[-1]
         theirs = slice(head // shared * head_dim, (head // shared + 1) * head_dim)
-        for g, k in zip(gradient[..., own], keys[..., theirs], strict=True):
-            spread = sum(float((each - k.mean(0)).square().sum()) for each in k) / len(k)
+        for g, k in zip(gradient[..., columns], keys[..., theirs], strict=True):
+            spread = sum(float((key - k.mean(0)).square().sum()) for key in k) / len(k)
             total += float(g.square().sum()) / spread / len(k) ** 2
-        found.append(total)
-    return torch.tensor(found, dtype=torch.float64)
+        values.append(total)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def turn_keys(keys: Tensor, source: Model) -> Tensor:
@@ -145,23 +145,23 @@ def test_it_is_that_of_the_whole_model(dense, variant, monkeypatch):
     expected = by_hand(stock(dense.folder(variant), variant).double(), source, samples, rotary=rotary)
     ours = measure_sites(dense, variant, rotary=rotary)
     assert set(ours) == set(expected)
-    for name, own in ours.items():
-        assert own.samples == LIMIT
+    for name, fisher in ours.items():
+        assert fisher.samples == LIMIT
         scale = float(expected[name].abs().max())
-        torch.testing.assert_close(own.sums.double(), expected[name].detach(), rtol=1e-3, atol=1e-4 * scale)
+        torch.testing.assert_close(fisher.sums.double(), expected[name].detach(), rtol=1e-3, atol=1e-4 * scale)
 
 
 @pytest.mark.parametrize("variant", ["llama-gqa-tied", "vit"])
 def test_batches_and_where_states_are_change_nothing(dense, variant, monkeypatch, tmp_path):
-    whole = measure_sites(dense, variant)
+    in_one_batch = measure_sites(dense, variant)
     tokens = data_of(variant).tokens
     # Five samples as 2 + 2 + 1 through blocks, one by one through the head, pieces of logits, states on disk.
     monkeypatch.setattr("ckpt_prune.measure.streams.hidden_stream.TOKENS_PER_BATCH", 2 * tokens)
     monkeypatch.setattr(backward, "READOUT_TOKENS", tokens - 1)
     monkeypatch.setattr(readout, "CHUNK", 100)
     cut = measure_sites(dense, variant, allocate=StateMemory(0, tmp_path))
-    for name, own in whole.items():
-        torch.testing.assert_close(cut[name].sums, own.sums, rtol=1e-3, atol=1e-5 * float(own.sums.abs().max()))
+    for name, fisher in in_one_batch.items():
+        torch.testing.assert_close(cut[name].sums, fisher.sums, rtol=1e-3, atol=1e-5 * float(fisher.sums.abs().max()))
 
 
 def test_blocks_are_read_twice_whatever_the_depth(dense, monkeypatch):
@@ -203,27 +203,27 @@ def test_half_its_product_with_a_small_error_is_the_divergence(dense, variant, m
     if variant in encoders.IMAGES:
         samples = encoders.Pixels(samples.values.double(), samples.tokens)
     (disk, *_) = Names(model).parameters(source.family.tensor(BLOCKS - 1, source.family.columns["mlp"].consumer))
-    size, told = 0.02, []
+    size, predicted = 0.02, []
     for seed in range(3):
         monkeypatch.setattr(backward, "_SEED", seed)
-        own = measure_sites(dense, variant)[source.moments_name(BLOCKS - 1, "mlp")]
-        told.append(float(own.mean.trace()) / 2 * size**2)
+        fisher = measure_sites(dense, variant)[source.moments_name(BLOCKS - 1, "mlp")]
+        predicted.append(float(fisher.mean.trace()) / 2 * size**2)
     noise = torch.Generator().manual_seed(0)
     moved = copy.deepcopy(model)
     moved.get_submodule(disk.removesuffix(".weight")).register_forward_hook(
         lambda _m, _a, out: out + size * torch.randn(out.shape, generator=noise, dtype=out.dtype)
     )
 
-    def outputs(each: PreTrainedModel) -> list[np.ndarray]:
+    def outputs(network: PreTrainedModel) -> list[np.ndarray]:
         with torch.no_grad():
-            said = each(**samples.batch(slice(0, LIMIT)))
-        names = [name for name in said if name.endswith("logits")] or ["last_hidden_state"]
-        return [said[name].double().numpy() for name in names]
+            result = network(**samples.batch(slice(0, LIMIT)))
+        names = [name for name in result if name.endswith("logits")] or ["last_hidden_state"]
+        return [result[name].double().numpy() for name in names]
 
     headless = source.family.auto_class == "AutoModel"
     compare, dense_outputs = oracle.relative if headless else oracle.kl, outputs(model)
     true = [sum(compare(*pair) for pair in zip(dense_outputs, outputs(moved), strict=True)) for _ in range(32)]
-    assert np.mean(told) == pytest.approx(np.mean(true) / LIMIT, rel=0.3)
+    assert np.mean(predicted) == pytest.approx(np.mean(true) / LIMIT, rel=0.3)
 
 
 def test_nothing_of_the_checkpoint_is_changed(dense):

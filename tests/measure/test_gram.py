@@ -29,10 +29,10 @@ def test_a_gram_is_the_sum_of_exact_products(rows, width, dtype):
     x = make_tokens(rows, width, dtype)
     gram = torch.eye(width)
     add_gram(gram, x, 0.5)
-    wanted = torch.eye(width, dtype=torch.float64) + 0.5 * x.double().T @ x.double()
+    expected = torch.eye(width, dtype=torch.float64) + 0.5 * x.double().T @ x.double()
     # What float32 sums lose of the energies involved: 2e-8 to 5e-7. Factors rounded to bfloat16 would lose 2e-3.
-    scale = wanted.diagonal().sqrt()
-    assert ((gram - wanted).abs() / torch.outer(scale, scale)).max() < 2e-6
+    scale = expected.diagonal().sqrt()
+    assert ((gram - expected).abs() / torch.outer(scale, scale)).max() < 2e-6
     assert torch.equal(gram, gram.T)
 
 
@@ -52,11 +52,11 @@ def test_only_tokens_in_bfloat16_are_multiplied_as_such_if_that_is_faster(unchan
     assert seen == [unchanged, unchanged, "bf16" if fast else unchanged]
 
 
-@pytest.mark.parametrize("asked", ["none", "ieee", "tf32"])
-def test_the_precision_that_was_asked_for_comes_back(unchanged, asked):
-    torch.backends.mkldnn.matmul.fp32_precision = asked
+@pytest.mark.parametrize("precision", ["none", "ieee", "tf32"])
+def test_the_precision_that_was_asked_for_comes_back(unchanged, precision):
+    torch.backends.mkldnn.matmul.fp32_precision = precision
     add_gram(torch.zeros(3, 3), make_tokens(4, 3, torch.bfloat16))
-    assert torch.backends.mkldnn.matmul.fp32_precision == asked
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision
     with pytest.raises(RuntimeError):
         add_gram(torch.zeros(2, 3), make_tokens(4, 3, torch.bfloat16))
-    assert torch.backends.mkldnn.matmul.fp32_precision == asked
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision

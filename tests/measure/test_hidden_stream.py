@@ -31,8 +31,8 @@ def test_a_block_runs_on_as_many_samples_as_was_said(twins, variant):
         module = stream.factory.build_block(block, pair.block(block, tensors))
         for rows in ([7], [3, 0], [8, 1, 1, 5], list(range(SAMPLES))):
             with torch.no_grad():
-                found = stream.run(module, block, stream.states[rows])
-            torch.testing.assert_close(found, expected[rows], **EXACT)
+                outputs = stream.run(module, block, stream.states[rows])
+            torch.testing.assert_close(outputs, expected[rows], **EXACT)
         stream.advance(block, pair.block(block, tensors))
 
 
@@ -66,12 +66,12 @@ def test_gradients_go_through_a_block(twins, variant):
     stream.run(module, 1, stream.states[[4, 2]])
     parameter.requires_grad_()
     stream.run(module, 1, stream.states[[4, 2]]).square().sum().backward()
-    for each in model.model.parameters():
-        each.requires_grad_(False)
-    (whole, *_) = laco.parameters(model, 1)[name]
-    whole.requires_grad_()
+    for frozen in model.model.parameters():
+        frozen.requires_grad_(False)
+    (reference, *_) = laco.parameters(model, 1)[name]
+    reference.requires_grad_()
     laco.states(model, 1, pair.data, [4, 2]).square().sum().backward()
-    torch.testing.assert_close(parameter.grad, whole.grad, rtol=1e-5, atol=1e-6 * float(whole.grad.abs().max()))
+    torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-5, atol=1e-6 * float(reference.grad.abs().max()))
 
 
 def test_parts_of_a_tensor_with_two_modules(twins):
@@ -104,8 +104,8 @@ def test_states_are_where_they_were_allocated(twins, tmp_path, dtype):
     tensors, handed = pair.disk(), []
     memory = StateMemory(0, tmp_path)
 
-    def allocate(shape: tuple[int, ...], wanted: torch.dtype) -> torch.Tensor:
-        handed.append(memory(shape, wanted))
+    def allocate(shape: tuple[int, ...], element_type: torch.dtype) -> torch.Tensor:
+        handed.append(memory(shape, element_type))
         return handed[-1]
 
     stream, plain = pair.stream(tensors, dtype=dtype, allocate=allocate), pair.stream(tensors, dtype=dtype)

@@ -40,7 +40,7 @@ class TestLoadProcessor:
         monkeypatch.setattr(
             image_processing_auto,
             "_load_backend_class",
-            lambda name, backend, *rest: chosen.append(backend) or load(name, backend, *rest),
+            lambda name, backend, *args: chosen.append(backend) or load(name, backend, *args),
         )
         # As where torchvision is installed, which transformers' own choice then falls on.
         monkeypatch.setattr(image_processing_auto, "is_torchvision_available", lambda: True)
@@ -57,8 +57,8 @@ class TestLoadProcessor:
 
     @pytest.mark.parametrize("changes", [{"size": {"height": 10**5, "width": 4}}, {"crop_size": 10**5}])
     def test_sizes_that_no_image_is_made_to(self, tmp_path, changes):
-        said = refusal(load_processor, write_processor(tmp_path, **changes))
-        assert said.endswith(" is 100000, and 8192 pixels are the longest side that is read")
+        message = refusal(load_processor, write_processor(tmp_path, **changes))
+        assert message.endswith(" is 100000, and 8192 pixels are the longest side that is read")
 
     def test_a_bound_is_no_size(self, tmp_path):
         load_processor(write_processor(tmp_path, size={"shortest_edge": 8, "longest_edge": 10**7}))
@@ -130,8 +130,8 @@ class TestRemoteCode:
             "class TheirConfig(ViTConfig):\n    model_type = 'their-vit'\n",
         }
         for name, code in codes.items():
-            said = f"from pathlib import Path\nPath({str(tmp_path / 'ran' / name)!r}).touch()\n"
-            (folder / f"{name}.py").write_text(said + code)
+            marker = f"from pathlib import Path\nPath({str(tmp_path / 'ran' / name)!r}).touch()\n"
+            (folder / f"{name}.py").write_text(marker + code)
         described = {"model_type": "their-vit", "auto_map": {"AutoConfig": "theirs.TheirConfig"}, **(config or {})}
         (folder / "config.json").write_text(json.dumps(described))
         return folder
@@ -184,8 +184,8 @@ class TestRemoteCode:
         """A stock class that does not load is not replaced; the model's config names no code of the processor."""
         folder = self.write(tmp_path, config, **changes)
         for trust in (False, True):
-            said = refusal(load_processor, folder, trust_remote_code=trust)
-            assert said.startswith(f"{folder}: the image processor does not load: ")
+            message = refusal(load_processor, folder, trust_remote_code=trust)
+            assert message.startswith(f"{folder}: the image processor does not load: ")
         assert ran() == set()
 
     @pytest.mark.skipif(is_torchvision_available(), reason="then it loads")
@@ -211,8 +211,8 @@ class TestRemoteCode:
     def test_code_that_fails(self, tmp_path, ran):
         folder = self.write(tmp_path, **OURS)
         (folder / "ours.py").write_text("raise KeyError('x')\n")
-        said = refusal(load_processor, folder, trust_remote_code=True)
-        assert said == f"{folder}: the image processor does not load: 'x'"
+        message = refusal(load_processor, folder, trust_remote_code=True)
+        assert message == f"{folder}: the image processor does not load: 'x'"
 
 
 class TestCsv:
@@ -439,12 +439,12 @@ class TestImageSamples:
 
     def test_tokens_are_those_of_the_processed_size(self, tmp_path):
         path = write_image(tmp_path / "a.png", size=(30, 40))
-        asked = []
+        sizes = []
         for height, width in ((12, 8), (8, 12)):
             processor = load_processor(write_processor(tmp_path / "vit", size={"height": height, "width": width}))
-            samples = samples_of([path], processor, tokens=lambda size: asked.append(size) or patches(size))
+            samples = samples_of([path], processor, tokens=lambda size: sizes.append(size) or patches(size))
             assert samples.tokens == samples.tokens == height // 2 * (width // 4) + 1
-        assert asked == [(12, 8), (8, 12)]  # once each, and only for who wants to know
+        assert sizes == [(12, 8), (8, 12)]  # once each, and only for who wants to know
 
     def test_read_when_asked_for(self, tmp_path, processor):
         paths = write_images(tmp_path, ["a.png", "b.png"])
@@ -501,8 +501,8 @@ class TestImageSamples:
 class TestCorrupt:
     def damaged(self, tmp_path) -> list[Path]:
         paths = write_images(tmp_path, [f"{i}.png" for i in range(8)])
-        whole = paths[2].read_bytes()
-        paths[2].write_bytes(whole[: len(whole) // 2])  # opens, and fails only when its pixels are read
+        content = paths[2].read_bytes()
+        paths[2].write_bytes(content[: len(content) // 2])  # opens, and fails only when its pixels are read
         paths[5].write_text("no image")
         return paths
 
@@ -573,19 +573,19 @@ class TestDepths:
             assert image.tag_v2[262] == 0
         assert torch.equal(self.values(tmp_path / "negative.tif", processor), expected)
 
-    @pytest.mark.parametrize(("kind", "said"), [(np.int32, "integers"), (np.float32, "floats")])
-    def test_numbers_without_a_white_are_refused(self, tmp_path, processor, kind, said):
+    @pytest.mark.parametrize(("kind", "numbers"), [(np.int32, "integers"), (np.float32, "floats")])
+    def test_numbers_without_a_white_are_refused(self, tmp_path, processor, kind, numbers):
         Image.fromarray(GREY.astype(kind)).save(tmp_path / "a.tif")
         assert refusal(samples_of, [tmp_path / "a.tif"], processor).endswith(
-            f"a.tif: its pixels are {said} of 32 bits, and nothing says which is white: save it with 8 or 16 bits"
+            f"a.tif: its pixels are {numbers} of 32 bits, and nothing says which is white: save it with 8 or 16 bits"
         )
 
     def test_other_modes_are_the_same_picture(self, tmp_path, processor, expected):
         grey = Image.fromarray(GREY)
         see_through = grey.convert("RGB")
         see_through.putalpha(Image.new("L", grey.size, 255))
-        made = {"p.png": grey.convert("P"), "a.png": see_through, "c.tif": grey.convert("RGB").convert("CMYK")}
-        for name, image in made.items():
+        images = {"p.png": grey.convert("P"), "a.png": see_through, "c.tif": grey.convert("RGB").convert("CMYK")}
+        for name, image in images.items():
             image.save(tmp_path / name)
             assert torch.allclose(self.values(tmp_path / name, processor), expected, atol=0.02)
 

@@ -44,8 +44,8 @@ def assert_moments_of(moments: Moments, tokens: np.ndarray) -> None:
         "gram": tokens.T @ tokens,
     }
     for name, value in expected.items():
-        found = getattr(moments, name).numpy()
-        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
+        statistic = getattr(moments, name).numpy()
+        np.testing.assert_allclose(statistic, value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
 @pytest.mark.parametrize("variant", every(4, ALL))
@@ -65,11 +65,11 @@ def test_every_input_is_that_of_the_whole_model(dense, tmp_path, variant):
         consumers = {space.consumer for space in opened.family.columns.values()}
         names = {f"{prefix}{first}.weight{'' if first in consumers else '/input'}" for first in firsts}
         assert statistics.read_moments(block).keys() == names
-        found = source.moments(block, {}, firsts)
-        assert list(found) == firsts
+        moments_by_input = source.moments(block, {}, firsts)
+        assert list(moments_by_input) == firsts
         for at, first in enumerate(firsts):
-            assert len(found[first]) == 2
-            for moments, run in zip(found[first], split_folds(len(data), 2), strict=True):
+            assert len(moments_by_input[first]) == 2
+            for moments, run in zip(moments_by_input[first], split_folds(len(data), 2), strict=True):
                 per = per_sample[block, at]
                 tokens = seen[block, at][run.start * per : run.stop * per].numpy()
                 assert_moments_of(moments, tokens)
@@ -112,10 +112,10 @@ def test_two_halves_add_up(dense, tmp_path):
     assert added.index.linears == both.index.linears
     for block in range(BLOCKS):
         expected = both.read_moments(block)
-        found = added.read_moments(block)
-        assert found.keys() == expected.keys()
-        assert sum(name.endswith("/input") for name in found) == 2
-        for name, (moments,) in found.items():
+        moments_by_name = added.read_moments(block)
+        assert moments_by_name.keys() == expected.keys()
+        assert sum(name.endswith("/input") for name in moments_by_name) == 2
+        for name, (moments,) in moments_by_name.items():
             (whole_,) = expected[name]
             assert moments.count == whole_.count == 6 * 24
             for field in ("sum", "square", "absolute", "active", "gram"):

@@ -39,20 +39,20 @@ def packed_grams(projection: torch.Tensor) -> np.ndarray:
 def assert_moments_of(moments: LogitMoments, queries: torch.Tensor, keys: torch.Tensor) -> None:
     assert (moments.samples, moments.tokens) == (queries.shape[0], queries.shape[0] * queries.shape[1])
     assert (moments.heads, moments.head_dim) == (HEADS, DIM)
-    left, right = packed_grams(queries), packed_grams(keys)
+    query_grams, key_grams = packed_grams(queries), packed_grams(keys)
     if moments.form == "per-sample":
         assert moments.fourth is None
-        for held, expected in ((moments.queries, left), (moments.keys, right)):
-            assert held.dtype == torch.float32
-            assert held.is_contiguous()
-            np.testing.assert_allclose(held, expected, rtol=1e-5, atol=1e-4)
+        for packed, expected in ((moments.queries, query_grams), (moments.keys, key_grams)):
+            assert packed.dtype == torch.float32
+            assert packed.is_contiguous()
+            np.testing.assert_allclose(packed, expected, rtol=1e-5, atol=1e-4)
     else:
         assert moments.queries is None
         assert moments.keys is None
         assert moments.fourth.dtype == torch.float32
         expected = np.zeros((HEADS, packed_width(DIM), packed_width(DIM)))
         for h, b in itertools.product(range(HEADS), range(len(queries))):
-            expected[h] += np.outer(left[h, b], right[h, b])
+            expected[h] += np.outer(query_grams[h, b], key_grams[h, b])
         np.testing.assert_allclose(moments.fourth, expected, rtol=1e-5, atol=1e-2)
 
 
@@ -130,11 +130,11 @@ def test_moments_add(one, other, more):
 
 def test_conversion_is_exact():
     queries, keys = projections(200)
-    held = measure_moments("per-sample", queries, keys)
-    summed = held.as_fourth()
-    exact = held.queries.double().mT @ held.keys.double()
+    per_sample = measure_moments("per-sample", queries, keys)
+    summed = per_sample.as_fourth()
+    exact = per_sample.queries.double().mT @ per_sample.keys.double()
     assert torch.equal(summed.fourth, exact.float())
-    assert torch.equal(held.as_fourth(torch.float64).fourth, exact)
+    assert torch.equal(per_sample.as_fourth(torch.float64).fourth, exact)
     assert summed.as_fourth() is summed
     assert_moments_of(summed, queries, keys)
 
@@ -146,12 +146,12 @@ def test_no_sample_at_all(form):
     assert_moments_of(LogitMoments.zeros(HEADS, DIM, form=form) + measure_moments(form, queries, keys), queries, keys)
 
 
-def assert_same(found: LogitMoments, expected: LogitMoments) -> None:
-    assert (found.form, found.samples, found.tokens) == (expected.form, expected.samples, expected.tokens)
-    assert (found.heads, found.head_dim) == (expected.heads, expected.head_dim)
+def assert_same(moments: LogitMoments, expected: LogitMoments) -> None:
+    assert (moments.form, moments.samples, moments.tokens) == (expected.form, expected.samples, expected.tokens)
+    assert (moments.heads, moments.head_dim) == (expected.heads, expected.head_dim)
     for name in ("queries", "keys", "fourth"):
         if getattr(expected, name) is not None:
-            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(getattr(moments, name), getattr(expected, name), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -171,11 +171,11 @@ def test_some_dimensions_or_one_head_are_as_measured_on_them(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_logit_energy(form):
     queries, keys = projections(7)
-    found = measure_moments(form, queries, keys).logit_energy()
-    assert found.dtype == torch.float64
+    energy = measure_moments(form, queries, keys).logit_energy()
+    assert energy.dtype == torch.float64
     for head in range(HEADS):
         samples = [(of_head(queries, b, head), of_head(keys, b, head)) for b in range(7)]
-        np.testing.assert_allclose(found[head], oracle.logit_energy(samples), rtol=1e-5)
+        np.testing.assert_allclose(energy[head], oracle.logit_energy(samples), rtol=1e-5)
 
 
 @pytest.mark.parametrize("parts", [{}, {"queries"}, {"queries", "fourth"}, {"queries", "keys", "fourth"}])
@@ -222,13 +222,15 @@ def test_centred_moments_add_and_are_cut(one, other):
     assert_moments_of(both.with_keys(centred=True), queries, about_means(keys))
     kept = torch.tensor([[0, 2], [1, 3], [2, 3]])
     for chosen in (both, both.as_fourth(), both.to("cpu")):
-        cut, first = ((each.restrict(kept), each.select_head(1)) for each in (chosen, chosen.with_keys(centred=True)))
+        cut, first = (
+            (moments.restrict(kept), moments.select_head(1)) for moments in (chosen, chosen.with_keys(centred=True))
+        )
         for ours, expected in zip(cut, first, strict=True):
             again = ours.with_keys(centred=True)
             for name in ("queries", "keys", "fourth"):
-                held, wanted = getattr(again, name), getattr(expected, name)
-                assert (held is None) == (wanted is None)
-                assert held is None or torch.equal(held, wanted)
+                sums, expected_sums = getattr(again, name), getattr(expected, name)
+                assert (sums is None) == (expected_sums is None)
+                assert sums is None or torch.equal(sums, expected_sums)
     with pytest.raises(ValueError, match="do not add to moments without"):
         both + measure_moments("per-sample", queries, keys)
     assert both.is_finite

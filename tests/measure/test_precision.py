@@ -59,13 +59,13 @@ def test_errors_and_fits_are_those_of_exact_sums(case: dict[str, Any]) -> None:
     weight = torch.randn(OUTPUTS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     kept = torch.arange(0, WIDTH, 2)
     ours, theirs = measure(x), exact(x)
-    found, expected = diagnose(weight, ours, kept), diagnose(weight, theirs, kept)
-    assert found.floor == pytest.approx(expected.floor, rel=1e-3)
-    assert found.rho2 == pytest.approx(expected.rho2, rel=1e-3)
+    diagnostics, expected = diagnose(weight, ours, kept), diagnose(weight, theirs, kept)
+    assert diagnostics.floor == pytest.approx(expected.floor, rel=1e-3)
+    assert diagnostics.rho2 == pytest.approx(expected.rho2, rel=1e-3)
     np.testing.assert_allclose(ours.variance, theirs.variance, rtol=1e-4)
     fit, truth = fit_from_moments(weight, ours, kept), fit_from_moments(weight, theirs, kept)
     for name in ("least-squares", "rotation-scale", "centred-rotation", "affine"):
-        lost = [squared_error(METHODS[name].fit(weight[:, kept], each, 1.0), truth) for each in (fit, truth)]
+        lost = [squared_error(METHODS[name].fit(weight[:, kept], fit_input, 1.0), truth) for fit_input in (fit, truth)]
         assert lost[0] <= lost[1] * 1.001, name
 
 
@@ -76,21 +76,21 @@ def test_ordinary_tokens_are_summed_in_float32() -> None:
 def test_sums_add_whatever_type_each_has() -> None:
     folds = [measure(drawn(mean=mean)) for mean in (0.0, 1e4)]
     assert [fold.gram.dtype for fold in folds] == [torch.float32, torch.float64]  # type: ignore[union-attr]
-    whole, expected = sum_folds(folds), exact(torch.cat([drawn(), drawn(mean=1e4)]))
-    np.testing.assert_allclose(whole.gram, expected.gram, rtol=1e-9)
-    packed = pack_symmetric(whole.gram)  # type: ignore[arg-type]
-    assert torch.equal(unpack_symmetric(packed, WIDTH), whole.gram)  # type: ignore[arg-type]
+    total, expected = sum_folds(folds), exact(torch.cat([drawn(), drawn(mean=1e4)]))
+    np.testing.assert_allclose(total.gram, expected.gram, rtol=1e-9)
+    packed = pack_symmetric(total.gram)  # type: ignore[arg-type]
+    assert torch.equal(unpack_symmetric(packed, WIDTH), total.gram)  # type: ignore[arg-type]
 
 
 def test_drift_is_summed_as_its_tokens_need() -> None:
     x, delta = drawn(mean=1e4), torch.randn(COUNT, OUTPUTS, generator=torch.Generator().manual_seed(2)) + 5
     drift = Drift.zeros(OUTPUTS, WIDTH)
-    for part, own in zip(x.chunk(4), delta.chunk(4), strict=True):
-        drift = drift.accumulate(own, part)
+    for part, difference in zip(x.chunk(4), delta.chunk(4), strict=True):
+        drift = drift.accumulate(difference, part)
     y, z = delta.double(), x.double()
-    found = drift.cross.double() - torch.outer(drift.sum, z.mean(0))
+    cross = drift.cross.double() - torch.outer(drift.sum, z.mean(0))
     expected = (y - y.mean(0)).T @ (z - z.mean(0))
-    assert (found - expected).norm() < 1e-4 * expected.norm()
+    assert (cross - expected).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize("form", ["per-sample", "fourth-order"])
@@ -98,21 +98,21 @@ def test_logits_of_large_means(form: Any) -> None:
     """Logit moments of queries and keys with large means are as exact as products of Grams in float64."""
     g = torch.Generator().manual_seed(0)
     queries, keys = (torch.randn(6, 16, 4, generator=g) + offset for offset in (300.0, 100.0))
-    found = LogitMoments.zeros(1, 4, form=form).accumulate(queries, keys).as_fourth(torch.float64).fourth
-    grams = [each.double().mT @ each.double() for each in (queries, keys)]
+    fourth = LogitMoments.zeros(1, 4, form=form).accumulate(queries, keys).as_fourth(torch.float64).fourth
+    grams = [projection.double().mT @ projection.double() for projection in (queries, keys)]
     rows, columns = torch.triu_indices(4, 4)
-    A, B = (each[:, rows, columns] for each in grams)
-    np.testing.assert_allclose(found[0], A.T @ B, rtol=1e-12)  # type: ignore[index]
+    A, B = (gram[:, rows, columns] for gram in grams)
+    np.testing.assert_allclose(fourth[0], A.T @ B, rtol=1e-12)  # type: ignore[index]
 
 
 def test_rotary_pairs_of_large_means() -> None:
     g = torch.Generator().manual_seed(0)
     queries, keys = (torch.randn(2, 1, 16, 2, 3, generator=g) + 300 for _ in "qk")
-    found = RotaryMoments.zeros(1, 3).accumulate(queries, keys).gram
-    q, k = (each.double().flatten(-2)[:, 0] for each in (queries, keys))
+    gram = RotaryMoments.zeros(1, 3).accumulate(queries, keys).gram
+    q, k = (projection.double().flatten(-2)[:, 0] for projection in (queries, keys))
     z = torch.einsum("btp,bsp->btsp", q.view(2, 16, 2, 3)[:, :, 0], k.view(2, 16, 2, 3)[:, :, 0])
     z = z + torch.einsum("btp,bsp->btsp", q.view(2, 16, 2, 3)[:, :, 1], k.view(2, 16, 2, 3)[:, :, 1])
-    np.testing.assert_allclose(found[0, ::2, ::2], torch.einsum("btsp,btsq->pq", z, z), rtol=1e-12)
+    np.testing.assert_allclose(gram[0, ::2, ::2], torch.einsum("btsp,btsq->pq", z, z), rtol=1e-12)
 
 
 class Pair(Group):

@@ -64,9 +64,9 @@ def some_states(tokens: int, seed: int) -> Tensor:
 def whole(model: PreTrainedModel, layers: str, batch: dict[str, Tensor], states: Tensor) -> dict[str, Tensor]:
     """Run the whole model with the output of its last block exchanged."""
     handle = model.get_submodule(layers)[-1].register_forward_hook(lambda *_: states)
-    found = {name: value for name, value in model(**batch).items() if isinstance(value, Tensor)}
+    outputs = {name: value for name, value in model(**batch).items() if isinstance(value, Tensor)}
     handle.remove()
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("variant", every(4, VARIANTS))
@@ -81,9 +81,9 @@ def test_outputs_are_those_of_the_whole_model(tmp_path, variant):
         states = some_states(samples.tokens, seed)
         expected = whole(model, readout.factory.family.layers, batch, states)
         names = ["last_hidden_state"] if headless else [name for name in expected if "logits" in name]
-        found = readout.outputs(batch, states)
-        assert len(found) == len(names) == COUNTS.get(variant, 1)
-        for name, output in zip(names, found, strict=True):
+        outputs = readout.outputs(batch, states)
+        assert len(outputs) == len(names) == COUNTS.get(variant, 1)
+        for name, output in zip(names, outputs, strict=True):
             assert float(output.std()) > 1e-3
             torch.testing.assert_close(output, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -91,7 +91,7 @@ def test_outputs_are_those_of_the_whole_model(tmp_path, variant):
 def test_no_tensor_of_a_block_is_read_or_taken(tmp_path):
     checkpoint, _ = make_model(tmp_path / "model", "opt-350m-like")
     factory, names = factory_of(checkpoint), []
-    Readout(factory, checkpoint.tensors, lambda own: names.extend(own) or checkpoint.read(own))
+    Readout(factory, checkpoint.tensors, lambda requested: names.extend(requested) or checkpoint.read(requested))
     assert names
     assert not set(names) & {name for block in range(BLOCKS) for name in factory.model.block_names(block)}
     assert all(parameter.is_meta for parameter in factory.skeleton.get_submodule(factory.family.layers).parameters())
@@ -171,10 +171,10 @@ def test_few_positions_are_those_of_whole_texts(tmp_path):
     theirs, ours = (readout.outputs(texts.batch(slice(0, BATCH)), states)[0] for states in (dense, pruned))
     by_hand = [kl_divergence(theirs[i : i + 1, at], ours[i : i + 1, at]) for i, at in enumerate(chosen)]
     positions = BATCH * texts.tokens // 2
-    (found,) = measure_divergences(readout, dense, texts, [(readout, pruned)], positions=positions)
-    assert found == pytest.approx(sum(by_hand) / BATCH, rel=1e-5)
+    (divergence,) = measure_divergences(readout, dense, texts, [(readout, pruned)], positions=positions)
+    assert divergence == pytest.approx(sum(by_hand) / BATCH, rel=1e-5)
     (every,) = measure_divergences(readout, dense, texts, [(readout, pruned)])
-    assert found != pytest.approx(every, rel=1e-5)
+    assert divergence != pytest.approx(every, rel=1e-5)
     assert measure_divergences(readout, dense, texts, [(readout, pruned)], positions=10**6) == [every]
 
 
@@ -195,7 +195,7 @@ def test_divergence_of_a_model(tmp_path, variant):
     batch = samples.batch(slice(0, BATCH))
     a, b = (readout.outputs(batch, some_states(samples.tokens, seed)) for seed in (0, 1))
     compare = oracle.kl if readout.logits else oracle.relative
-    pairs = [tuple(np.asarray(each, dtype=np.float64) for each in pair) for pair in zip(a, b, strict=True)]
+    pairs = [tuple(np.asarray(logits, dtype=np.float64) for logits in pair) for pair in zip(a, b, strict=True)]
     assert readout.divergence(a, b) == pytest.approx(sum(compare(*pair) for pair in pairs), rel=1e-5)
     assert readout.divergence(a, a) == 0
 
@@ -212,10 +212,10 @@ def test_a_head_of_one_number_tells_two_classes_apart(tmp_path, architecture):
     readout, samples = readout_of(checkpoint), data("bert-mlm")
     batch = samples.batch(slice(0, BATCH))
     theirs, ours = (readout.outputs(batch, some_states(samples.tokens, seed)) for seed in (0, 1))
-    p, q = (torch.distributions.Bernoulli(logits=each[0].double().view(BATCH, -1)) for each in (theirs, ours))
+    p, q = (torch.distributions.Bernoulli(logits=logits[0].double().view(BATCH, -1)) for logits in (theirs, ours))
     expected = torch.distributions.kl_divergence(p, q).mean(1).sum().item()
     assert readout.divergence(theirs, ours) == pytest.approx(expected, rel=1e-4)
     assert expected > 1e-3
     drawn = readout.gradients(batch, some_states(samples.tokens, 0), torch.Generator().manual_seed(0))
     assert len(drawn) == (module.DRAWS if architecture.startswith("Bert") else 1)
-    assert all(each.values.abs().sum() > 0 for each in drawn)
+    assert all(gradient.values.abs().sum() > 0 for gradient in drawn)

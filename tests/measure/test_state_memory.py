@@ -60,11 +60,16 @@ def test_values_come_back_wherever_they_are(tmp_path, dtype, limit):
 def test_the_limit_is_of_all_that_is_in_memory(tmp_path):
     """The limit counts bytes: what fits into the remaining ones is in memory, also after something larger did not."""
     memory = StateMemory(1000, tmp_path)
-    asked = [((10, 10), torch.float32), ((10, 10), torch.float64), ((10, 10), torch.float32), ((100,), torch.bfloat16)]
-    asked += [((1,), torch.bfloat16), ((1,), torch.bfloat16)]
-    found = [memory(*each) for each in asked]
+    requests = [
+        ((10, 10), torch.float32),
+        ((10, 10), torch.float64),
+        ((10, 10), torch.float32),
+        ((100,), torch.bfloat16),
+    ]
+    requests += [((1,), torch.bfloat16), ((1,), torch.bfloat16)]
+    tensors = [memory(*request) for request in requests]
     # 400; 800 more would be too much; 800; 1000; nothing is left.
-    assert [is_mapped(tensor) for tensor in found] == [False, True, False, False, True, True]
+    assert [is_mapped(tensor) for tensor in tensors] == [False, True, False, False, True, True]
 
 
 @linux

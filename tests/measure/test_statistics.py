@@ -39,10 +39,10 @@ def copy_of(statistics: Statistics, folder: Path) -> Path:
 
 def assert_equal(a: Statistics, b: Statistics, **tolerance: float) -> None:
     for block in range(BLOCKS):
-        left, right = a.read_moments(block), b.read_moments(block)
-        assert left.keys() == right.keys()
-        for name, folds in left.items():
-            for x, y in zip(folds, right[name], strict=True):
+        a_moments, b_moments = a.read_moments(block), b.read_moments(block)
+        assert a_moments.keys() == b_moments.keys()
+        for name, folds in a_moments.items():
+            for x, y in zip(folds, b_moments[name], strict=True):
                 assert x.count == y.count
                 for field in FIELDS:
                     torch.testing.assert_close(getattr(x, field), getattr(y, field), **tolerance)
@@ -157,7 +157,7 @@ def test_effects_come_back_and_moments_stay(measured, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "why"),
+    ("effects", "why"),
     [
         ([(1, float("nan"))], "Input should be"),
         ([(1, 0.5), (2, float("inf"))], "Input should be a finite number"),
@@ -168,15 +168,15 @@ def test_effects_come_back_and_moments_stay(measured, tmp_path):
         ([], "units dropped must ascend"),
     ],
 )
-def test_effects_that_cannot_be(measured, tmp_path, own, why):
+def test_effects_that_cannot_be(measured, tmp_path, effects, why):
     folder = copy_of(measured, tmp_path / "copy")
-    message = refusal(record_effects, Statistics(folder), {DOWN: own})
+    message = refusal(record_effects, Statistics(folder), {DOWN: effects})
     assert message.startswith(f"{folder}: effects")
     assert DOWN in message
     assert why in message
     assert message.endswith(": measure effects again")
     assert (folder / "statistics.json").read_bytes() == (measured.folder / "statistics.json").read_bytes()
-    edit_index(folder, effects={DOWN: own})
+    edit_index(folder, effects={DOWN: effects})
     assert "is damaged or of another version" in refusal(Statistics, folder)
 
 

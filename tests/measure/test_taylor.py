@@ -40,11 +40,11 @@ def measure_sites(sources: Sources, variant: str, **options) -> dict[str, Taylor
     given = {"device": torch.device("cpu"), "compute_dtype": torch.float32} | options
     blocks = list(module.measure_taylor(source, TokenWindows(ids_of(variant)), **given))
     assert [block for block, _ in blocks] == list(reversed(range(BLOCKS)))
-    return {name: own for _, sites in blocks for name, own in sites.items()}
+    return {name: taylor for _, sites in blocks for name, taylor in sites.items()}
 
 
-def cut(count: int, each: int) -> list[slice]:
-    return [slice(unit * each, (unit + 1) * each) for unit in range(count)]
+def cut(count: int, size: int) -> list[slice]:
+    return [slice(unit * size, (unit + 1) * size) for unit in range(count)]
 
 
 def sites(source: Model) -> dict[str, list[tuple[str, int, list[slice]]]]:
@@ -54,23 +54,23 @@ def sites(source: Model) -> dict[str, list[tuple[str, int, list[slice]]]]:
     kv = heads if opt else config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     columns = cut(config.ffn_dim if opt else config.intermediate_size, 1)
-    told = {}
+    lines = {}
     for block in range(BLOCKS):
         start = f"model.decoder.layers.{block}." if opt else f"model.layers.{block}."
         queries, values = cut(kv, size * heads // kv), cut(kv, size)
         output, *makers = ("fc2", "fc1") if opt else ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj")
         own_output = "self_attn.out_proj" if opt else "self_attn.o_proj"
-        told[f"{start}{own_output}.weight"] = [
+        lines[f"{start}{own_output}.weight"] = [
             (f"{start}self_attn.q_proj.weight", 0, queries),
             (f"{start}self_attn.k_proj.weight", 0, values),
             (f"{start}self_attn.v_proj.weight", 0, values),
             (f"{start}{own_output}.weight", 1, queries),
         ]
-        told[f"{start}{output}.weight"] = [
+        lines[f"{start}{output}.weight"] = [
             *((f"{start}{maker}.weight", 0, columns) for maker in makers),
             (f"{start}{output}.weight", 1, columns),
         ]
-    return told
+    return lines
 
 
 @pytest.mark.parametrize("variant", every(2, VARIANTS))
@@ -81,24 +81,24 @@ def test_they_are_those_of_the_whole_model(dense, variant):
     expected = sites(source)
     assert set(ours) == set(expected)
     for name, parts in expected.items():
-        told = oracle.importance(model, ids_of(variant), parts)
-        for order, own in told.items():
-            torch.testing.assert_close(getattr(ours[name], order), own, rtol=1e-4, atol=1e-6)
+        importance = oracle.importance(model, ids_of(variant), parts)
+        for order, scores in importance.items():
+            torch.testing.assert_close(getattr(ours[name], order), scores, rtol=1e-4, atol=1e-6)
         # The two orders differ by more than what is tolerated.
-        assert not torch.allclose(told["first"], told["second"], rtol=1e-3)
+        assert not torch.allclose(importance["first"], importance["second"], rtol=1e-3)
 
 
 def test_batches_and_where_states_are_change_nothing(dense, monkeypatch, tmp_path):
-    whole = measure_sites(dense, "opt")
+    in_one_batch = measure_sites(dense, "opt")
     tokens = data_of("opt").tokens
     # Five samples as 2 + 2 + 1 through blocks, one by one through the head, pieces of logits, states on disk.
     monkeypatch.setattr("ckpt_prune.measure.streams.hidden_stream.TOKENS_PER_BATCH", 2 * tokens)
     monkeypatch.setattr(module, "READOUT_TOKENS", tokens - 1)
     monkeypatch.setattr("ckpt_prune.measure.streams.sliced_head.CLASSES", 7)
     parted = measure_sites(dense, "opt", allocate=StateMemory(0, tmp_path))
-    for name, own in whole.items():
-        torch.testing.assert_close(parted[name].first, own.first, rtol=1e-4, atol=0)
-        torch.testing.assert_close(parted[name].second, own.second, rtol=1e-4, atol=0)
+    for name, taylor in in_one_batch.items():
+        torch.testing.assert_close(parted[name].first, taylor.first, rtol=1e-4, atol=0)
+        torch.testing.assert_close(parted[name].second, taylor.second, rtol=1e-4, atol=0)
 
 
 def test_a_gradient_that_overflows_is_named(dense, monkeypatch):
@@ -123,19 +123,19 @@ def measured(dense, tmp_path_factory) -> Statistics:
 def test_a_folder_has_them_beside_its_moments(dense, measured):
     source = Model.open(dense.folder("llama-gqa-tied"))
     assert measured.index.collect == ["moments", "taylor"]
-    told = dict(
+    taylor_of_blocks = dict(
         module.measure_taylor(source, TokenWindows(windows()), device=torch.device("cpu"), compute_dtype=torch.float32)
     )
-    for block, expected in told.items():
+    for block, expected in taylor_of_blocks.items():
         kept = measured.read_taylor(block)
         assert set(kept) == set(expected)
         moments = CachedMoments(measured, source).moments(block, {}, ["heads", "mlp"])
         for space, folds in moments.items():
-            own = expected[source.moments_name(block, space)]
+            taylor = expected[source.moments_name(block, space)]
             assert len(folds) == 2
-            for each in (*folds, folds[0] + folds[1], folds[0].to("cpu")):
-                assert torch.equal(each.taylor.first, own.first)
-                assert torch.equal(each.taylor.second, own.second)
+            for fold in (*folds, folds[0] + folds[1], folds[0].to("cpu")):
+                assert torch.equal(fold.taylor.first, taylor.first)
+                assert torch.equal(fold.taylor.second, taylor.second)
 
 
 def test_they_do_not_add(dense, measured, tmp_path):

@@ -55,7 +55,7 @@ class TestReadText:
         assert read_text([tmp_path / name]) == "one\n\ntwo"
 
     @pytest.mark.parametrize(
-        ("name", "content", "said"),
+        ("name", "content", "reason"),
         [
             ("a.txt", gzip.compress(b"text", mtime=0), ": compressed by gzip, and no text; unpack it first"),
             (
@@ -90,9 +90,9 @@ class TestReadText:
             ),
         ],
     )
-    def test_what_is_no_text_is_named(self, tmp_path, name, content, said):
+    def test_what_is_no_text_is_named(self, tmp_path, name, content, reason):
         (tmp_path / name).write_bytes(content)
-        assert refusal(read_text, [tmp_path / name]) == f"{tmp_path / name}{said}"
+        assert refusal(read_text, [tmp_path / name]) == f"{tmp_path / name}{reason}"
 
     def test_refusals(self, tmp_path):
         assert refusal(read_text, []) == f"no text file given: name at least one {TAKEN}"
@@ -198,7 +198,7 @@ class TestConversations:
         assert self.read(tmp_path, self.ROWS[0], dated) == "26 Jul 2024 26 Jul 2024"
 
     @pytest.mark.parametrize(
-        ("row", "template", "said"),
+        ("row", "template", "reason"),
         [
             ('{"messages": "Hi"}', TEMPLATE, '"messages" must be a list of messages, not str'),
             ('{"messages": []}', TEMPLATE, '"messages" must be a list of messages, not []'),
@@ -210,10 +210,10 @@ class TestConversations:
             ('{"messages": [', TEMPLATE, "not valid JSON"),
         ],
     )
-    def test_what_cannot_be_written_is_named_with_its_line(self, tmp_path, row, template, said):
+    def test_what_cannot_be_written_is_named_with_its_line(self, tmp_path, row, template, reason):
         message = refusal(lambda: self.read(tmp_path, f"\n{row}\n", template))
         assert f"{tmp_path / 'a.jsonl'}, line 2" in message
-        assert said in message
+        assert reason in message
 
 
 class TestWindows:
@@ -264,8 +264,10 @@ class TestWindows:
         assert shares == [3, 5, 5]
         assert windows[:, 0].int().tolist() == [1, 2, 0, 1, 2, 0, 1, 2, 1, 2, 0, 1, 2]
         # What is skipped was dealt in the same way.
-        first, rest = (mix_windows([long.cumsum(0), other.cumsum(0)], window=2, seed=0, **own)[0] for own in SKIPPING)
-        assert not {tuple(row) for row in first.tolist()} & {tuple(row) for row in rest.tolist()}
+        first, second = (
+            mix_windows([long.cumsum(0), other.cumsum(0)], window=2, seed=0, **skip)[0] for skip in SKIPPING
+        )
+        assert not {tuple(row) for row in first.tolist()} & {tuple(row) for row in second.tolist()}
 
     def test_senseless_numbers(self):
         assert refusal(cut_windows, self.STREAM, window=1) == "window must be at least 2 tokens, not 1"

@@ -42,7 +42,7 @@ CUT = {
     "gpt2": lambda: bpe(GPT_2),
     "gpt2-nfkc": lambda: bpe(GPT_2, normalizers.NFKC()),
     "digits": lambda: bpe(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT_2])),
-    **{f"pattern {i}": lambda own=own: bpe(split(own)) for i, own in enumerate(sorted(_PATTERNS))},
+    **{f"pattern {i}": lambda pattern=pattern: bpe(split(pattern)) for i, pattern in enumerate(sorted(_PATTERNS))},
 }
 WORDS = [
     "def",
@@ -72,11 +72,11 @@ def test_parts_have_the_tokens_of_the_whole(kind):
     tokenizer, rng, most = CUT[kind](), random.Random(0), 0
     for _ in range(300):
         text = "".join(rng.choice(WORDS) for _ in range(rng.randint(1, 60)))
-        found = list(split_text(tokenizer, text, long=rng.randint(1, 20)))
-        assert "".join(found) == text
-        ids = [each for part in found for each in tokenizer.encode(part, add_special_tokens=False).ids]
-        assert ids == tokenizer.encode(text, add_special_tokens=False).ids, (text, found)
-        most = max(most, len(found))
+        parts = list(split_text(tokenizer, text, long=rng.randint(1, 20)))
+        assert "".join(parts) == text
+        ids = [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False).ids]
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids, (text, parts)
+        most = max(most, len(parts))
     assert most > 3
 
 

@@ -84,37 +84,39 @@ def by_hand(kept) -> dict[str, list[int]]:
     }
 
 
-def cut(weight: Tensor, dim: int, found, module: str) -> Tensor:
-    axis_and_lines = found.get((module, dim))
+def cut(weight: Tensor, dim: int, kept_lines, module: str) -> Tensor:
+    axis_and_lines = kept_lines.get((module, dim))
     return weight if axis_and_lines is None else weight.index_select(dim, axis_and_lines[1])
 
 
 @given(kept=kept_units)
 def test_cutting_is_cutting_by_index_lists(kept):
     """Heads and dimensions of heads cross on q and k: a row stays where both keep it."""
-    found, expected = remaining_lines(family_of(APART), dimension, tensors(kept), SIZES), by_hand(kept)
+    kept_lines, expected = remaining_lines(family_of(APART), dimension, tensors(kept), SIZES), by_hand(kept)
     for module, (rows, columns) in SIZES.items():
         weight = torch.arange(rows * columns).view(rows, columns)
         dim = 1 if module in ("o", "out") else 0
         assert torch.equal(
-            cut(weight, dim, found, module), weight.index_select(dim, torch.tensor(expected[module], dtype=torch.int64))
+            cut(weight, dim, kept_lines, module),
+            weight.index_select(dim, torch.tensor(expected[module], dtype=torch.int64)),
         )
-        assert (module, 1 - dim) not in found
+        assert (module, 1 - dim) not in kept_lines
 
 
 @given(kept=kept_units)
 def test_fused_tensors_keep_the_same(kept):
     """The tensor that stays of a fused one is what stays of its parts, side by side."""
-    found, expected = remaining_lines(family_of(FUSED), dimension, tensors(kept), FUSED_SIZES), by_hand(kept)
+    kept_lines, expected = remaining_lines(family_of(FUSED), dimension, tensors(kept), FUSED_SIZES), by_hand(kept)
     parts = [part * ROWS + row for part, name in enumerate("qkv") for row in expected[name]]
     lines = {"qkv": parts, "in": expected["in"], "o": expected["o"], "out": expected["out"]}
     for module, (rows, columns) in FUSED_SIZES.items():
         weight = torch.arange(rows * columns).view(rows, columns)
         dim = 1 if module in ("o", "out") else 0
         assert torch.equal(
-            cut(weight, dim, found, module), weight.index_select(dim, torch.tensor(lines[module], dtype=torch.int64))
+            cut(weight, dim, kept_lines, module),
+            weight.index_select(dim, torch.tensor(lines[module], dtype=torch.int64)),
         )
-        assert (module, 1 - dim) not in found
+        assert (module, 1 - dim) not in kept_lines
 
 
 @given(kept=kept_units, more=kept_units)
@@ -136,8 +138,8 @@ def test_a_tensor_that_is_cut_already_is_cut_further(kept, more):
 def test_a_bias_has_the_rows_of_its_weight(spaces, sizes):
     """A bias loses the rows that its weight loses; a module that loses columns keeps its bias."""
     kept = tensors({"qk": {0, 3}, "heads": {0, 1}, "mlp": {1}})
-    found = remaining_lines(family_of(spaces), dimension, kept, sizes)
-    listed = {(module, kind): (dim, lines) for module, kind, dim, lines in list_cuts(found)}
+    kept_lines = remaining_lines(family_of(spaces), dimension, kept, sizes)
+    listed = {(module, kind): (dim, lines) for module, kind, dim, lines in list_cuts(kept_lines)}
     consumers = {"o", "out"}
     assert listed.keys() == {
         (module, kind)
@@ -151,8 +153,8 @@ def test_a_bias_has_the_rows_of_its_weight(spaces, sizes):
 
 def test_whole_spaces():
     """A space that keeps all of its units is listed, with every line."""
-    found = remaining_lines(family_of(APART), dimension, tensors({"mlp": set(range(MLP))}), SIZES)
-    assert {place: lines.tolist() for place, (_, lines) in found.items()} == {
+    kept_lines = remaining_lines(family_of(APART), dimension, tensors({"mlp": set(range(MLP))}), SIZES)
+    assert {place: lines.tolist() for place, (_, lines) in kept_lines.items()} == {
         ("in", 0): list(range(2 * MLP)),
         ("out", 1): list(range(MLP)),
     }

@@ -23,13 +23,13 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def described_as(**own: Any) -> dict[str, Any]:
-    inherits = [key for key in WHOLE["inherits"] if key not in own]
-    return WHOLE | {"inherits": inherits} | own
+def described_as(**keys: Any) -> dict[str, Any]:
+    inherits = [key for key in WHOLE["inherits"] if key not in keys]
+    return WHOLE | {"inherits": inherits} | keys
 
 
-def with_mlp(changes: dict[str, Any], **own: Any) -> dict[str, Any]:
-    return described_as(spaces=SPACES | {"mlp": SPACES["mlp"] | changes}, **own)
+def with_mlp(changes: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return described_as(spaces=SPACES | {"mlp": SPACES["mlp"] | changes}, **keys)
 
 
 ATTENTION = load_family("llama").attention.model_dump(exclude_defaults=True)
@@ -37,7 +37,7 @@ RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr
 
 
 @pytest.mark.parametrize(
-    ("own", "message"),
+    ("description", "message"),
     [
         (
             described_as(architectures={"LlamaForNothing": {"auto": "AutoModelForCausalLM"}}),
@@ -121,15 +121,15 @@ RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr
         (described_as(stand_ins=["arcee"]), "stand_ins: arcee is not one of beit, bert, "),
     ],
 )
-def test_a_wrong_key_is_named(own: dict[str, Any], message: str) -> None:
+def test_a_wrong_key_is_named(description: dict[str, Any], message: str) -> None:
     config = CONFIG | {"attention_bias": "q_proj of LlamaForCausalLM" in message, "mlp_bias": "up_proj of" in message}
     with pytest.raises(UserError) as error:
-        check_description(parse_family(json.dumps(own)), config)
+        check_description(parse_family(json.dumps(description)), config)
     assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("own", "message"),
+    ("description", "message"),
     [
         ({}, "the description of a family has no model_type"),
         ({"model_type": 3}, "the description of a family has no model_type"),
@@ -144,9 +144,9 @@ def test_a_wrong_key_is_named(own: dict[str, Any], message: str) -> None:
         (described_as(model_type="new", blocks="x"), "new.json: blocks: extra inputs are not permitted"),
     ],
 )
-def test_an_invalid_description_is_refused(own: dict[str, Any], message: str) -> None:
+def test_an_invalid_description_is_refused(description: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
-        parse_family(json.dumps(own))
+        parse_family(json.dumps(description))
     assert str(error.value).startswith(message)
 
 

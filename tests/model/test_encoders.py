@@ -67,12 +67,12 @@ def test_names_round_trip(folders, variant):
     stored = load_file(folders[variant] / "model.safetensors")
     stored.pop("bert.embeddings.position_ids", None)
     for disk, tensor in stored.items():
-        held = names.parameters(disk)
-        assert held, disk
-        assert torch.equal(torch.cat([values[name] for name in held]), tensor), disk
+        parameters = names.parameters(disk)
+        assert parameters, disk
+        assert torch.equal(torch.cat([values[name] for name in parameters]), tensor), disk
         assert names.shape(disk) == tuple(tensor.shape)
         renamed = variant in ("bert-old-names", "bert-no-prefix", "opt-no-prefix")
-        assert renamed or {names.saved_as(name) for name in held} == {disk}
+        assert renamed or {names.saved_as(name) for name in parameters} == {disk}
     tied = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     assert set(names.missing(stored)) <= tied
     assert names.parameters("encoder.layer.0.nothing.weight") == ()

@@ -142,8 +142,8 @@ def families(tmp_path, monkeypatch):
     for name in ("llama", "vit"):
         shutil.copy(source / f"{name}.json", tmp_path)
 
-    def write(parent, **own):
-        values = {"extends": parent, "model_type": "child"} | own
+    def write(parent, **keys):
+        values = {"extends": parent, "model_type": "child"} | keys
         (tmp_path / "child.json").write_text(json.dumps(values))
         return descriptions.load_family("child")
 
@@ -173,11 +173,11 @@ def test_facts_are_inherited_by_name(families):
 
 
 @pytest.mark.parametrize(
-    ("inherits", "own"), [("layers", {}), ("unrotatable", {}), ("residual", {"residual": None}), ("nothing", {})]
+    ("inherits", "keys"), [("layers", {}), ("unrotatable", {}), ("residual", {"residual": None}), ("nothing", {})]
 )
-def test_only_facts_that_a_file_takes_over_are_inherited_by_name(families, inherits, own):
+def test_only_facts_that_a_file_takes_over_are_inherited_by_name(families, inherits, keys):
     with pytest.raises(UserError, match=rf'child.json has {inherits} in "inherits", which takes only keys that its'):
-        families("llama", inherits=[*(f for f in FACTS if f not in own), inherits], **own)
+        families("llama", inherits=[*(f for f in FACTS if f not in keys), inherits], **keys)
 
 
 # ---- skeletons -------------------------------------------------------------------------------------------------
@@ -215,12 +215,15 @@ def test_a_config_alone_is_a_checkpoint_for_counting(tmp_path):
 @pytest.mark.parametrize("model_type", known_families())
 def test_every_key_of_a_config_class_is_accounted_for(model_type):
     """A new transformers that adds one fails here: does it change the function, or may `settings` name it?"""
-    known = load_family(model_type)
-    assert known.settings is not None
+    family = load_family(model_type)
+    assert family.settings is not None
     config, variants = AutoConfig.for_model(model_type), variants_of(model_type)
-    found = [set(unknown_settings(load_family(model_type, each).named_keys, config)) for each in (None, *variants)]
-    refused = {"add_cross_attention"} & set(vars(config)) - known.named_keys
-    assert set.intersection(*found) - set(variants) == refused
+    unknown = [
+        set(unknown_settings(load_family(model_type, chosen_variant).named_keys, config))
+        for chosen_variant in (None, *variants)
+    ]
+    refused = {"add_cross_attention"} & set(vars(config)) - family.named_keys
+    assert set.intersection(*unknown) - set(variants) == refused
 
 
 def test_a_setting_that_no_description_knows_is_refused_by_name():

@@ -56,15 +56,15 @@ def model(name: str) -> Model:
 
 @pytest.mark.parametrize("name", RAW)
 def test_dimensions(name):
-    found = model(name)
-    assert found.blocks == found.dimension("layers") == BLOCKS
-    assert {s: found.units(s) for s in found.family.spaces} == WIDTHS[name]
+    dense_model = model(name)
+    assert dense_model.blocks == dense_model.dimension("layers") == BLOCKS
+    assert {s: dense_model.units(s) for s in dense_model.family.spaces} == WIDTHS[name]
     values = 2 if "queries" in WIDTHS[name] else 4
     copies = {s: {"qk": 4, "rotary": 2, "queries": 2, "values": values}.get(s, 1) for s in WIDTHS[name]}
-    assert {s: found.copies(s) for s in WIDTHS[name]} == copies
-    assert {s: found.site_units(s) for s in WIDTHS[name]} == {s: n * copies[s] for s, n in WIDTHS[name].items()}
+    assert {s: dense_model.copies(s) for s in WIDTHS[name]} == copies
+    assert {s: dense_model.site_units(s) for s in WIDTHS[name]} == {s: n * copies[s] for s, n in WIDTHS[name].items()}
     columns = {"qk": 1, "rotary": 1, "heads": 4, "values": 4 // values, "mlp": 1} | COLUMNS.get(name, {})
-    assert {s: found.unit_columns(s) for s in WIDTHS[name]} == {s: columns[s] for s in WIDTHS[name]}
+    assert {s: dense_model.unit_columns(s) for s in WIDTHS[name]} == {s: columns[s] for s in WIDTHS[name]}
 
 
 def test_config_values_are_of_the_spaces_given():
@@ -97,34 +97,34 @@ def test_tokens_are_the_context_or_patches_and_special_tokens():
 def test_shapes_are_those_on_disk(tmp_path):
     folder = families.make(tmp_path / "m", "qwen3", dtype=torch.float16)
     on_disk = {n: (t.dtype, tuple(t.shape)) for n, t in load_file(folder / "model.safetensors").items()}
-    found = Model.open(folder)
-    assert found.shapes == found.tensors == on_disk
-    assert found.dtype == torch.float16
+    dense_model = Model.open(folder)
+    assert dense_model.shapes == dense_model.tensors == on_disk
+    assert dense_model.dtype == torch.float16
 
 
 def test_tensors_leave_out_stored_buffers(tmp_path):
-    found = Model.open(encoders.make(tmp_path / "m", "bert-old-names"))
-    assert found.shapes.keys() - found.tensors.keys() == {"bert.embeddings.position_ids"}
+    dense_model = Model.open(encoders.make(tmp_path / "m", "bert-old-names"))
+    assert dense_model.shapes.keys() - dense_model.tensors.keys() == {"bert.embeddings.position_ids"}
 
 
 @pytest.mark.parametrize("name", RAW)
 def test_every_tensor_is_in_a_block_or_outside(name):
-    found = model(name)
-    listed = [*(n for block in range(BLOCKS) for n in found.block_names(block)), *found.outside()]
-    assert sorted(listed) == sorted(found.shapes)
-    assert len(found.block_names(0)) == len(found.block_names(BLOCKS - 1)) > 0
-    for module in found.family.linears:
-        assert found.tensor(1, module) in found.block_names(1)
-        assert found.has(module)
-        assert found.has(module, "bias") == (found.tensor(0, module, "bias") in found.shapes)
+    dense_model = model(name)
+    listed = [*(n for block in range(BLOCKS) for n in dense_model.block_names(block)), *dense_model.outside()]
+    assert sorted(listed) == sorted(dense_model.shapes)
+    assert len(dense_model.block_names(0)) == len(dense_model.block_names(BLOCKS - 1)) > 0
+    for module in dense_model.family.linears:
+        assert dense_model.tensor(1, module) in dense_model.block_names(1)
+        assert dense_model.has(module)
+        assert dense_model.has(module, "bias") == (dense_model.tensor(0, module, "bias") in dense_model.shapes)
 
 
 def test_a_block_is_read(tmp_path):
     folder = families.make(tmp_path / "m", "llama-biases")
     stored = load_file(folder / "model.safetensors")
-    found = Model.open(folder).read_block(2)
-    assert found.keys() == {name for name in stored if name.startswith("model.layers.2.")}
-    assert all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
+    tensors = Model.open(folder).read_block(2)
+    assert tensors.keys() == {name for name in stored if name.startswith("model.layers.2.")}
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in tensors.items())
 
 
 def test_a_head_that_is_the_embedding():
@@ -137,31 +137,31 @@ def test_a_head_that_is_the_embedding():
 
 def choices(name: str) -> st.SearchStrategy[dict[str, torch.Tensor]]:
     """Space → units that stay of a few spaces, as many in each copy and any of them."""
-    found = model(name)
+    dense_model = model(name)
 
     @st.composite
     def drawn(draw: st.DrawFn) -> dict[str, torch.Tensor]:
         kept = {}
         for space in draw(st.sets(st.sampled_from(sorted(WIDTHS[name])))):
-            units = found.units(space)
+            units = dense_model.units(space)
             count = draw(st.integers(1, units))
-            own = st.permutations(range(units)).map(lambda order, n=count: sorted(order[:n]))
-            runs = [copy * units + unit for copy in range(found.copies(space)) for unit in draw(own)]
+            subsets = st.permutations(range(units)).map(lambda order, n=count: sorted(order[:n]))
+            runs = [copy * units + unit for copy in range(dense_model.copies(space)) for unit in draw(subsets)]
             kept[space] = torch.tensor(runs)
         return kept
 
     return drawn()
 
 
-def counts(found: Model, kept: dict[str, torch.Tensor]) -> dict[str, int]:
-    return {space: len(units) // found.copies(space) for space, units in kept.items()}
+def counts(dense_model: Model, kept: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {space: len(units) // dense_model.copies(space) for space, units in kept.items()}
 
 
-def shapes_of_choice(found: Model, block: int, kept: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes_of_choice(dense_model: Model, block: int, kept: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     """A block's tensors, cut on the meta device."""
-    tensors = {n: torch.empty(found.shapes[n][1], device="meta") for n in found.block_names(block)}
-    for module, kind, dim, lines in list_cuts(found.remaining_lines(kept)):
-        name = found.tensor(block, module, kind)
+    tensors = {n: torch.empty(dense_model.shapes[n][1], device="meta") for n in dense_model.block_names(block)}
+    for module, kind, dim, lines in list_cuts(dense_model.remaining_lines(kept)):
+        name = dense_model.tensor(block, module, kind)
         if name in tensors:
             tensors[name] = tensors[name].index_select(dim, lines.to("meta"))
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -172,71 +172,74 @@ def shapes_of_choice(found: Model, block: int, kept: dict[str, torch.Tensor]) ->
 @given(data=st.data())
 def test_any_choice_of_as_many_units_has_the_same_shapes(name, data):
     """Each block with units of its own; what stands outside the blocks stays."""
-    found = model(name)
+    dense_model = model(name)
     kept = [data.draw(choices(name)) for _ in range(BLOCKS)]
-    shapes = found.shapes_at([counts(found, own) for own in kept])
-    for block, own in enumerate(kept):
-        assert {n: shapes[n][1] for n in found.block_names(block)} == shapes_of_choice(found, block, own)
+    shapes = dense_model.shapes_at([counts(dense_model, units) for units in kept])
+    for block, units in enumerate(kept):
+        assert {n: shapes[n][1] for n in dense_model.block_names(block)} == shapes_of_choice(dense_model, block, units)
         # Which pairs stay is said of every KV head that does.
-        said, pairs = shapes.pop(found.pairs_name(block), None), found.kept_pairs(own)
-        fewer = "rotary" in own and len(own["rotary"]) < found.site_units("rotary")
-        assert (said is not None) == fewer
-        assert said is None or (pairs is not None and said == (torch.int16, tuple(pairs.shape)))
-    assert {n: shapes[n] for n in found.outside()} == {n: found.shapes[n] for n in found.outside()}
-    assert {n: dtype for n, (dtype, _) in shapes.items()} == {n: dtype for n, (dtype, _) in found.shapes.items()}
+        stored, pairs = shapes.pop(dense_model.pairs_name(block), None), dense_model.kept_pairs(units)
+        fewer = "rotary" in units and len(units["rotary"]) < dense_model.site_units("rotary")
+        assert (stored is not None) == fewer
+        assert stored is None or (pairs is not None and stored == (torch.int16, tuple(pairs.shape)))
+    assert {n: shapes[n] for n in dense_model.outside()} == {n: dense_model.shapes[n] for n in dense_model.outside()}
+    assert {n: dtype for n, (dtype, _) in shapes.items()} == {n: dtype for n, (dtype, _) in dense_model.shapes.items()}
 
 
 @pytest.mark.parametrize("name", RAW)
 @settings(max_examples=10)  # of each of nine models
 @given(data=st.data())
 def test_widths_are_read_off_tensors(name, data):
-    found, kept = model(name), data.draw(choices(name))
+    dense_model, kept = model(name), data.draw(choices(name))
     block = data.draw(st.integers(0, BLOCKS - 1))
-    tensors = {n: torch.empty(s, device="meta") for n, s in shapes_of_choice(found, block, kept).items()}
-    widths = counts(found, kept)
+    tensors = {n: torch.empty(s, device="meta") for n, s in shapes_of_choice(dense_model, block, kept).items()}
+    widths = counts(dense_model, kept)
     if "values" in widths:  # half of the heads have as many lines as heads half as wide: the tensors come with a note
-        tensors = found.note_widths(block, tensors, widths)
-    assert found.widths_of(block, tensors) == WIDTHS[name] | widths
+        tensors = dense_model.note_widths(block, tensors, widths)
+    assert dense_model.widths_of(block, tensors) == WIDTHS[name] | widths
 
 
 @pytest.mark.parametrize("name", RAW)
 def test_whole_widths_are_the_checkpoints_own_shapes(name):
-    found = model(name)
-    assert found.shapes_at([{s: found.units(s) for s in found.family.spaces}] * BLOCKS) == found.shapes
-    assert found.shapes_at([{}] * BLOCKS) == found.shapes
+    dense_model = model(name)
+    assert (
+        dense_model.shapes_at([{s: dense_model.units(s) for s in dense_model.family.spaces}] * BLOCKS)
+        == dense_model.shapes
+    )
+    assert dense_model.shapes_at([{}] * BLOCKS) == dense_model.shapes
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("mlp", [1, 7, 22])
 @pytest.mark.parametrize("name", ["mistral", "qwen2-tied", "llama-biases"])
 def test_shapes_are_those_of_the_stock_class_at_that_config(name, heads, mlp):
-    found, widths = model(name), {"heads": heads, "mlp": mlp}
-    raw = RAW[name] | {"head_dim": found.dimension("head_dim")} | found.config_values(widths)
-    expected = Names(build_skeleton(parse_config(raw), found.family.architecture)).shapes
-    shapes = {n: shape for n, (_, shape) in found.shapes_at([widths] * BLOCKS).items()}
+    dense_model, widths = model(name), {"heads": heads, "mlp": mlp}
+    raw = RAW[name] | {"head_dim": dense_model.dimension("head_dim")} | dense_model.config_values(widths)
+    expected = Names(build_skeleton(parse_config(raw), dense_model.family.architecture)).shapes
+    shapes = {n: shape for n, (_, shape) in dense_model.shapes_at([widths] * BLOCKS).items()}
     assert shapes == {n: shape for n, shape in expected.items() if n in shapes}
-    assert expected.keys() - shapes.keys() == ({"lm_head.weight"} if found.tied else set())
+    assert expected.keys() - shapes.keys() == ({"lm_head.weight"} if dense_model.tied else set())
 
 
 @pytest.mark.parametrize("name", RAW)
 def test_weights_of_a_unit_are_those_that_go_with_it(name):
     """One unit less of every copy, in one block, without biases."""
-    found = model(name)
+    dense_model = model(name)
 
     def weights(widths: dict[str, int]) -> int:
-        shapes = found.shapes_at([widths])
+        shapes = dense_model.shapes_at([widths])
         return sum(prod(shape) for tensor, (_, shape) in shapes.items() if tensor.endswith(".weight"))
 
     for space, units in WIDTHS[name].items():
         gone = weights({}) - weights({space: units - 1})
-        assert gone == found.copies(space) * found.unit_weights(space) > 0
+        assert gone == dense_model.copies(space) * dense_model.unit_weights(space) > 0
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------
 
 
 def test_widths_of_what_statistics_hold():
-    found, prefix = model("opt"), "model.decoder.layers.{block}."
-    assert found.consumer_widths == {f"{prefix}self_attn.out_proj.weight": 16, f"{prefix}fc2.weight": 22}
-    assert found.linear_widths == {f"{prefix}self_attn.q_proj.weight/input": 16, f"{prefix}fc1.weight/input": 16}
-    assert found.query_heads == {f"{prefix}self_attn.q_proj.weight": (4, 4)}
+    dense_model, prefix = model("opt"), "model.decoder.layers.{block}."
+    assert dense_model.consumer_widths == {f"{prefix}self_attn.out_proj.weight": 16, f"{prefix}fc2.weight": 22}
+    assert dense_model.linear_widths == {f"{prefix}self_attn.q_proj.weight/input": 16, f"{prefix}fc1.weight/input": 16}
+    assert dense_model.query_heads == {f"{prefix}self_attn.q_proj.weight": (4, 4)}

@@ -64,14 +64,14 @@ def test_a_published_composite_has_as_many_parameters_as_its_page_counts(name: s
     config = {**COMPOSITES[name]}
     parameters = config.pop("parameters")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    whole = checkpoint_of_config(tmp_path)
-    assert sum(info.numel for info in whole.tensors.values()) == parameters
+    checkpoint = checkpoint_of_config(tmp_path)
+    assert sum(info.numel for info in checkpoint.tensors.values()) == parameters
     for part in load_composite(config["model_type"]).parts:
         described = ckpt_prune.inspect(str(tmp_path), part=part)
-        inside = extract_part(whole, part).within
+        inside = extract_part(checkpoint, part).within
         assert inside is not None
-        rest = sum(info.numel for info in inside.rest.values())
-        assert described.parameters == parameters - rest
+        other_parameters = sum(info.numel for info in inside.rest.values())
+        assert described.parameters == parameters - other_parameters
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -93,12 +93,12 @@ def as_gptj(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_pythia(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = dict(tensors)
+    file_tensors = dict(tensors)
     for block in range(BLOCKS):
         prefix = f"gpt_neox.layers.{block}.attention"
-        found |= {f"{prefix}.bias": torch.ones(1, 1, 32, 32).tril(), f"{prefix}.masked_bias": torch.tensor(-1e9)}
-        found[f"{prefix}.rotary_emb.inv_freq"] = torch.ones(2)
-    return found
+        file_tensors |= {f"{prefix}.bias": torch.ones(1, 1, 32, 32).tril(), f"{prefix}.masked_bias": torch.tensor(-1e9)}
+        file_tensors[f"{prefix}.rotary_emb.inv_freq"] = torch.ones(2)
+    return file_tensors
 
 
 def as_bloom(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -113,8 +113,8 @@ def as_beit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def as_clip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """With the prefix that it has beside the other tower."""
-    found = {f"text_model.{name}": tensor for name, tensor in tensors.items()}
-    return found | {"text_model.embeddings.position_ids": torch.arange(32)[None]}
+    file_tensors = {f"text_model.{name}": tensor for name, tensor in tensors.items()}
+    return file_tensors | {"text_model.embeddings.position_ids": torch.arange(32)[None]}
 
 
 AS_PUBLISHED = {
@@ -251,17 +251,17 @@ def test_blocks_of_different_widths(case: Case, tmp_path: Path) -> None:
     report = dense.prune(case, recipe, tmp_path / "out")
     widths = {(site["block"], site["space"]): len(site["kept"]) for site in report["sites"]}
     assert widths[0, "heads"] != widths[1, "heads"], widths
-    model, whole = dense.model(case), plain(case.model())
+    model, reference = dense.model(case), plain(case.model())
     for site in report["sites"]:
         consumer = case.family.columns[site["space"]].consumer
         (path,) = module_paths(case.family)[consumer]
-        weight = whole.get_parameter(f"{case.family.layers}.{site['block']}.{path}.weight")
+        weight = reference.get_parameter(f"{case.family.layers}.{site['block']}.{path}.weight")
         kept = model.consumer_columns(site["space"], torch.tensor(site["kept"]))
         gone = torch.ones(weight.shape[1], dtype=torch.bool)
         gone[kept] = False
         with torch.no_grad():
             weight[:, gone] = 0
-    expected = outputs(whole, data)
+    expected = outputs(reference, data)
     loaded = ckpt_prune.load(tmp_path / "out")
     for implementation in ("sdpa", "eager"):
         loaded.set_attn_implementation(implementation)

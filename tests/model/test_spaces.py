@@ -22,8 +22,8 @@ def dimension(name: str) -> int:
 
 def product(dimensions: list[str | int]) -> int:
     value = 1
-    for each in dimensions:
-        value *= each if isinstance(each, int) else SIZES[each]
+    for factor in dimensions:
+        value *= factor if isinstance(factor, int) else SIZES[factor]
     return value
 
 
@@ -35,13 +35,13 @@ def axis(incidence: Incidence, count: int) -> list[int | None]:
 
 
 @given(
-    each=products,
+    dimensions=products,
     copies=st.integers(1, 3),
     after=st.lists(products, max_size=3),
     units=st.lists(st.booleans(), min_size=1, max_size=6),
 )
-def test_lines_are_those_of_the_units(each, copies, after, units):
-    incidence = Incidence(module="m", each=each, copies=copies, after=after)
+def test_lines_are_those_of_the_units(dimensions, copies, after, units):
+    incidence = Incidence(module="m", each=dimensions, copies=copies, after=after)
     chosen = [unit for unit, taken in enumerate(units) if taken]
     lines = incidence.lines(torch.tensor(chosen, dtype=torch.int64), len(units), dimension)
     assert lines.dtype == torch.int64
@@ -76,16 +76,16 @@ def test_lines_are_those_of_the_units(each, copies, after, units):
     ],
 )
 def test_lines_by_hand(given_, units, count, lines):
-    found = Incidence(module="m", **given_).lines(torch.tensor(units, dtype=torch.int64), count, dimension)
-    assert found.tolist() == lines
+    incidence_lines = Incidence(module="m", **given_).lines(torch.tensor(units, dtype=torch.int64), count, dimension)
+    assert incidence_lines.tolist() == lines
 
 
 def test_three_copies_are_one_projection_after_another():
     """Queries, keys and values in one tensor are one incidence of three copies, or three behind each other."""
     units = torch.tensor([0, 3])
     fused = Incidence(module="m", each=["head_dim"], copies=3)
-    whole = ["heads", "head_dim"]
-    apart = [Incidence(module="m", each=["head_dim"], after=[whole] * before) for before in range(3)]
+    projection = ["heads", "head_dim"]
+    apart = [Incidence(module="m", each=["head_dim"], after=[projection] * before) for before in range(3)]
     assert torch.equal(fused.lines(units, 4, dimension), torch.cat([i.lines(units, 4, dimension) for i in apart]))
     assert fused.per_unit(dimension) == sum(i.per_unit(dimension) for i in apart) == 9
 
@@ -138,9 +138,11 @@ def test_a_rotary_pair_lies_on_its_key_and_on_every_query_that_shares_it(pairs, 
     space = make_rotary_space("q", "k", pairs, pairs)
     sizes = {"pairs": 3, "group": 2, "kv_heads": 2}
     assert (space.count(sizes.__getitem__), space.site_units(sizes.__getitem__)) == (3, 6)
-    found = [each.lines(torch.tensor([2, 3]), 6, sizes.__getitem__).sort().values.tolist() for each in space.rows]
-    assert found == [query, key]
-    assert [each.per_unit(sizes.__getitem__) for each in space.rows] == [4, 2]
+    lines = [
+        incidence.lines(torch.tensor([2, 3]), 6, sizes.__getitem__).sort().values.tolist() for incidence in space.rows
+    ]
+    assert lines == [query, key]
+    assert [incidence.per_unit(sizes.__getitem__) for incidence in space.rows] == [4, 2]
     assert (space.list_rewritten("factors"), space.list_rewritten("none")) == (["q"], [])
 
 

@@ -56,7 +56,7 @@ def test_limits_are_found():
 @pytest.mark.parametrize(("flag", "value"), CASES)
 def test_values_that_no_option_takes(flag, value):
     kind, name = CASES[flag, value]
-    given = {each: REQUIRED.get(each, "x") for each, field in kind.model_fields.items() if field.is_required()}
+    given = {key: REQUIRED.get(key, "x") for key, field in kind.model_fields.items() if field.is_required()}
     with pytest.raises(UserError) as caught:
         check_options(kind, given | {name: value})
     line = str(caught.value)

@@ -56,7 +56,7 @@ class Segment(NamedTuple):
 
 def hull_segments(sites: list[Site]) -> list[Segment]:
     """All segments of the sites' lower convex hulls, the steepest first, ties by site, then from narrow to wide."""
-    found = []
+    segments = []
     for index, site in enumerate(sites):
         allowed = widths(site)
         here = 0
@@ -73,9 +73,9 @@ def hull_segments(sites: list[Site]) -> list[Segment]:
                 for there in range(here + 1, len(allowed))
             )
             cost = site.cost * (allowed[-back] - allowed[here])
-            found.append(Segment(worth, index, cost, int(worth * cost)))
+            segments.append(Segment(worth, index, cost, int(worth * cost)))
             here = -back
-    return sorted(found, key=lambda segment: (-segment.worth, segment.site))
+    return sorted(segments, key=lambda segment: (-segment.worth, segment.site))
 
 
 class Crossed(NamedTuple):
@@ -111,7 +111,7 @@ def brute_force_crossed(blocks: list[Crossed], others: list[Site], budget: int) 
     ]
     alone = [[(site.cost * kept, Fraction(error(site, kept))) for kept in widths(site)] for site in others]
     fitting = [
-        sum((each for _, each in chosen), Fraction())
+        sum((worth for _, worth in chosen), Fraction())
         for chosen in itertools.product(*pairs, *alone)
         if sum(cost for cost, _ in chosen) <= budget
     ]

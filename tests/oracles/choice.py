@@ -54,10 +54,12 @@ def held_out(counts: Sequence[int], kept: int) -> list[int]:
 
 def least_error(method: str, W: Array, folds: Sequence[Tokens]) -> float:
     """Return the method's relative error on the folds of `held_out_error`, after a fit to all tokens at α = 1."""
-    whole = together(folds)
-    answer = fit_answer(method, W, whole.X, whole.Y + whole.D, 0.0)
-    own = together([folds[i] for i in held_out([len(fold.X) for fold in folds], W.shape[1])])
-    return closed_forms.residual(own.X, own.Y + own.D, answer) / float(np.sum((own.Y + own.D) ** 2))
+    all_tokens = together(folds)
+    answer = fit_answer(method, W, all_tokens.X, all_tokens.Y + all_tokens.D, 0.0)
+    validation = together([folds[i] for i in held_out([len(fold.X) for fold in folds], W.shape[1])])
+    return closed_forms.residual(validation.X, validation.Y + validation.D, answer) / float(
+        np.sum((validation.Y + validation.D) ** 2)
+    )
 
 
 def held_out_error(

@@ -9,13 +9,13 @@ Plane = Sequence[Sequence[float]]
 def drawn_out(plane: Plane, height: int, width: int) -> list[list[float]]:
     """Bilinear, pixels as areas: the middle of pixel i lies at (i + 1/2) · rows / height − 1/2 of the rows."""
 
-    def places(count: int, wanted: int) -> list[tuple[int, int, float]]:
-        found = []
-        for i in range(wanted):
-            at = max(0.0, (i + 0.5) * count / wanted - 0.5)
+    def places(count: int, size: int) -> list[tuple[int, int, float]]:
+        weights = []
+        for i in range(size):
+            at = max(0.0, (i + 0.5) * count / size - 0.5)
             low = math.floor(at)
-            found.append((low, min(low + 1, count - 1), at - low))
-        return found
+            weights.append((low, min(low + 1, count - 1), at - low))
+        return weights
 
     return [
         [

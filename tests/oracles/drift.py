@@ -72,7 +72,7 @@ SITES: dict[str, dict[str, Site]] = {
 def record_points(model: Model, block: int, points: list[Point], data: Samples) -> dict[Point, Array]:
     """Return what passes points of a block as the whole model runs, sample by sample: (samples, tokens, width)."""
     rows: dict[Point, list[Tensor]] = {point: [] for point in points}
-    own: Any = model.model.get_submodule(f"{model.layers}.{block}")
+    layer: Any = model.model.get_submodule(f"{model.layers}.{block}")
     handles = []
     for point in rows:
         side, path = point
@@ -83,13 +83,13 @@ def record_points(model: Model, block: int, points: list[Point], data: Samples) 
         def leave(_module: nn.Module, _args: Any, out: Any, point: Point = point) -> None:
             rows[point].append(out[0] if isinstance(out, tuple) else out)
 
-        module = own.get_submodule(path)
+        module = layer.get_submodule(path)
         handles.append(module.register_forward_pre_hook(enter) if side == "in" else module.register_forward_hook(leave))
     for index in range(len(data)):
         model.model(**data.batch(slice(index, index + 1)))
     for handle in handles:
         handle.remove()
-    return {p: torch.stack([row.reshape(-1, row.shape[-1]) for row in found]).numpy() for p, found in rows.items()}
+    return {p: torch.stack([row.reshape(-1, row.shape[-1]) for row in samples]).numpy() for p, samples in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,18 @@ def target(dense: Model, pruned: Model, block: int, site: Site, data: Samples) -
     """
     after = record_points(dense, block, [site.after], data)[site.after]
     point: Point = ("in", site.consumer)
-    found = record_points(pruned, block, [site.before, point], data)
-    wanted = after - found[site.before]
-    own: Any = pruned.model.get_submodule(f"{pruned.layers}.{block}")
+    points = record_points(pruned, block, [site.before, point], data)
+    Y = after - points[site.before]
+    layer: Any = pruned.model.get_submodule(f"{pruned.layers}.{block}")
     if site.scale is not None:
         with np.errstate(divide="ignore", invalid="ignore"):
-            scale = own.get_parameter(site.scale).detach().numpy()
-            wanted = np.where(scale == 0, np.nan, wanted / scale)
-    consumer = own.get_submodule(site.consumer)
+            scale = layer.get_parameter(site.scale).detach().numpy()
+            Y = np.where(scale == 0, np.nan, Y / scale)
+    consumer = layer.get_submodule(site.consumer)
     if consumer.bias is not None:
-        wanted = wanted - consumer.bias.detach().numpy()
-    X = found[point]
-    return Tokens(X, wanted, X @ consumer.weight.detach().numpy().T)
+        Y = Y - consumer.bias.detach().numpy()
+    X = points[point]
+    return Tokens(X, Y, X @ consumer.weight.detach().numpy().T)
 
 
 def assert_measured(folds: Sequence[Moments], expected: Tokens, rtol: float = 1e-9) -> None:

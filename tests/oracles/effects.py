@@ -18,8 +18,8 @@ def kl(reference: Array, logits: Array) -> float:
     total = 0.0
     for theirs, ours in zip(reference, logits, strict=True):
         rows = zip(theirs.reshape(-1, theirs.shape[-1]), ours.reshape(-1, ours.shape[-1]), strict=True)
-        found = [float(np.sum(np.exp(log_softmax(p)) * (log_softmax(p) - log_softmax(q)))) for p, q in rows]
-        total += sum(found) / len(found)
+        divergences = [float(np.sum(np.exp(log_softmax(p)) * (log_softmax(p) - log_softmax(q)))) for p, q in rows]
+        total += sum(divergences) / len(divergences)
     return total
 
 
@@ -43,8 +43,8 @@ def removal(W: Array, X: Array, per_unit: int, *, damp: float) -> list[int]:
     """Units in the order they go: always the one without which the others do best, each refitted from scratch."""
     G = X.T @ X
     G += damp * np.mean(np.diag(G)) * np.eye(len(G))
-    left, order = list(range(X.shape[1] // per_unit)), []
-    while left:
-        losses = [least_loss(W, G, columns_of([v for v in left if v != u], per_unit)) for u in left]
-        order.append(left.pop(int(np.argmin(losses))))
+    remaining, order = list(range(X.shape[1] // per_unit)), []
+    while remaining:
+        losses = [least_loss(W, G, columns_of([v for v in remaining if v != u], per_unit)) for u in remaining]
+        order.append(remaining.pop(int(np.argmin(losses))))
     return order

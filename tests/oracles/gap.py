@@ -20,9 +20,9 @@ def ridge_map(Z: Array, Y: Array, strength: float, *, biased: bool) -> tuple[Arr
     width = Z.shape[1]
     penalty = np.sqrt(strength * np.square(Z).sum() / width) * np.eye(width)
     mean_z, mean_y = (Z.mean(0), Y.mean(0)) if biased else (np.zeros(width), np.zeros(width))
-    left = np.concatenate([Z - mean_z, penalty])
-    right = np.concatenate([Y - mean_y, penalty])
-    T = np.linalg.lstsq(left, right, rcond=None)[0].T
+    A = np.concatenate([Z - mean_z, penalty])
+    B = np.concatenate([Y - mean_y, penalty])
+    T = np.linalg.lstsq(A, B, rcond=None)[0].T
     return T, mean_y - T @ mean_z
 
 
@@ -35,4 +35,4 @@ def held_out(Z: list[Array], Y: list[Array], strength: float, *, biased: bool) -
             np.concatenate([Z[i] for i in others]), np.concatenate([Y[i] for i in others]), strength, biased=biased
         )
         lost += float(np.square(Y[fold] - Z[fold] @ T.T - b).sum())
-    return lost / float(sum(np.square(own).sum() for own in Y))
+    return lost / float(sum(np.square(y).sum() for y in Y))

@@ -18,11 +18,11 @@ def round_row(row: Array, hessian: Array, scale: Array, zero: Array, most: int, 
         damp: share of the mean diagonal.
     """
     inverse = np.linalg.inv(hessian + damp * np.diag(hessian).mean() * np.eye(len(row)))
-    left, codes = row.copy(), np.empty(len(row))
+    w, codes = row.copy(), np.empty(len(row))
     for j in range(len(row)):
-        codes[j] = np.clip(np.round(left[j] / scale[j] + zero[j]), 0, most)
-        error = (left[j] - (codes[j] - zero[j]) * scale[j]) / inverse[j, j]
-        left -= error * inverse[j]
+        codes[j] = np.clip(np.round(w[j] / scale[j] + zero[j]), 0, most)
+        error = (w[j] - (codes[j] - zero[j]) * scale[j]) / inverse[j, j]
+        w -= error * inverse[j]
         # Input j is fixed from now on: the inverse of H without it.
         inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
         inverse[j, :] = inverse[:, j] = 0.0

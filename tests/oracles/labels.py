@@ -41,7 +41,7 @@ def matthews_of_many(predicted: Sequence[int], true: Sequence[int]) -> float:
 
 
 def pearson(a: Sequence[float], b: Sequence[float]) -> float:
-    x, y = (sum(each) / len(each) for each in (a, b))
+    x, y = (sum(values) / len(values) for values in (a, b))
     above = sum((p - x) * (q - y) for p, q in zip(a, b, strict=True))
     scale = math.sqrt(sum((p - x) ** 2 for p in a) * sum((q - y) ** 2 for q in b))
     return above / scale if scale else 0.0

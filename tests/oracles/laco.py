@@ -45,54 +45,54 @@ def everything(data: Samples) -> dict[str, Tensor]:
 
 def states(model: Model, block: int, data: Samples, rows: Sequence[int] | None = None) -> Tensor:
     """Return what leaves a block when the whole model runs; for block -1, what enters the first one."""
-    found: list[Tensor] = []
+    hidden: list[Tensor] = []
     layers: Any = model.model.get_submodule(model.layers)
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
+        hidden.append(output[0] if isinstance(output, tuple) else output)
 
     def enter(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        found.append(args[0])
+        hidden.append(args[0])
 
     handle = layers[0].register_forward_pre_hook(enter) if block < 0 else layers[block].register_forward_hook(leave)
     inputs = everything(data)
     model.model(**{k: v if rows is None else v[torch.as_tensor(rows)] for k, v in inputs.items()})
     handle.remove()
-    return found[0]
+    return hidden[0]
 
 
 def parameters(model: Model, block: int) -> dict[str, list[nn.Parameter]]:
     """Parameters of a block's linears by on-disk name, in the order they stand below each other there."""
-    found = {}
+    by_name = {}
     for linear in (linear for group in model.inputs for linear in group):
         modules = [model.model.get_submodule(f"{model.layers}.{block}.{path}") for path in linear.modules]
         for kind in ("weight", "bias"):
-            held: list[Any] = [getattr(module, kind) for module in modules]
-            if held[0] is not None:
-                found[f"{model.prefix.format(block)}{linear.disk}.{kind}"] = held
-    return found
+            tensors: list[Any] = [getattr(module, kind) for module in modules]
+            if tensors[0] is not None:
+                by_name[f"{model.prefix.format(block)}{linear.disk}.{kind}"] = tensors
+    return by_name
 
 
 def norms(model: Model, block: int) -> dict[str, list[nn.Parameter]]:
     """A block's other parameters, of families that name modules on disk as in the model."""
-    of_linears = {id(parameter) for held in parameters(model, block).values() for parameter in held}
+    of_linears = {id(parameter) for tensors in parameters(model, block).values() for parameter in tensors}
     named = model.model.get_submodule(f"{model.layers}.{block}").named_parameters()
-    return {model.prefix.format(block) + path: [own] for path, own in named if id(own) not in of_linears}
+    return {model.prefix.format(block) + path: [tensor] for path, tensor in named if id(tensor) not in of_linears}
 
 
 @torch.no_grad()
 def put(model: Model, block: int, weights: Weights) -> None:
     """Give a block's linears and norms these values."""
-    held = parameters(model, block) | norms(model, block)
-    for name in weights.keys() & held.keys():
-        parts = weights[name].split([len(p) for p in held[name]])
-        for parameter, part in zip(held[name], parts, strict=True):
+    by_name = parameters(model, block) | norms(model, block)
+    for name in weights.keys() & by_name.keys():
+        parts = weights[name].split([len(p) for p in by_name[name]])
+        for parameter, part in zip(by_name[name], parts, strict=True):
             parameter.copy_(part)
 
 
 def copy_weights(model: Model, block: int) -> Weights:
     """A copy of what a block's linears have."""
-    return {n: torch.cat([p.detach().clone() for p in held]) for n, held in parameters(model, block).items()}
+    return {n: torch.cat([p.detach().clone() for p in tensors]) for n, tensors in parameters(model, block).items()}
 
 
 def everything_of(model: Model, block: int) -> Weights:
@@ -119,17 +119,17 @@ def free(weights: Weights, name: str) -> Tensor:
 @torch.no_grad()
 def error(dense: Model, pruned: Model, block: int, data: Samples, rows: Sequence[int]) -> float:
     """‖Y − φ(H')‖² / ‖Y‖² after a block."""
-    Y, found = (states(model, block, data, rows) for model in (dense, pruned))
-    return float(((Y - found) ** 2).sum() / (Y**2).sum())
+    Y, phi = (states(model, block, data, rows) for model in (dense, pruned))
+    return float(((Y - phi) ** 2).sum() / (Y**2).sum())
 
 
 def teacher(dense: Model, pruned: Model, block: int, rule: Rule) -> Model:
     """Return the model that makes a block's target: the dense one, or the pruned one with the dense one's block."""
     if not rule.of_pruned:
         return dense
-    found = copy.deepcopy(pruned)
-    put(found, block, everything_of(dense, block))
-    return found
+    target = copy.deepcopy(pruned)
+    put(target, block, everything_of(dense, block))
+    return target
 
 
 def train(
@@ -151,9 +151,9 @@ def train(
     with torch.no_grad():
         Y = states(teacher(dense, pruned, block, rule), block, data)
     energy = float((Y[torch.as_tensor(rows)] ** 2).sum()) / len(rows)
-    held, start = parameters(pruned, block) | norms(pruned, block), everything_of(pruned, block)
-    trained = [p for name in names for p in held[name]]
-    masks = [part for name in names for part in free(start, name).split([len(p) for p in held[name]])]
+    by_name, start = parameters(pruned, block) | norms(pruned, block), everything_of(pruned, block)
+    trained = [p for name in names for p in by_name[name]]
+    masks = [part for name in names for part in free(start, name).split([len(p) for p in by_name[name]])]
     first, second = ([torch.zeros_like(p) for p in trained] for _ in range(2))
     order = torch.Generator().manual_seed(rule.seed * 1_000_003 + block)
     steps = rule.epochs * -(-len(rows) // rule.batch)

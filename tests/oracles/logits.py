@@ -92,9 +92,9 @@ def logit_energy(samples: Samples) -> Array:
     return scores / len(samples)
 
 
-def low_rank_error(samples: Samples, left: Array, right: Array) -> float:
+def low_rank_error(samples: Samples, P: Array, R: Array) -> float:
     """Σ_b ‖Q Kᵀ − (Q P)(K R)ᵀ‖², logits in full."""
-    return float(sum(np.sum((Q @ K.T - (Q @ left) @ (K @ right).T) ** 2) for Q, K in samples))
+    return float(sum(np.sum((Q @ K.T - (Q @ P) @ (K @ R).T) ** 2) for Q, K in samples))
 
 
 def _other_factor(samples: Samples, right: Array, strength: float) -> Array:
@@ -115,7 +115,7 @@ def _newton(samples: Samples, left: Array, right: Array, strength: float, steps:
         parts = [(Q @ (np.eye(d) - P @ R.T) @ K.T).flatten() for Q, K in samples]
         return np.concatenate([*parts, np.sqrt(strength) * (np.eye(d) - P @ R.T).flatten()])
 
-    found, damping = residuals(left, right), 1e-3
+    r, damping = residuals(left, right), 1e-3
     for _ in range(steps):
         rows = []
         for Q, K in [*samples, (np.sqrt(strength) * np.eye(d), np.eye(d))]:
@@ -124,14 +124,14 @@ def _newton(samples: Samples, left: Array, right: Array, strength: float, steps:
             by_right = -np.einsum("ar,bj->abjr", Q @ left, K).reshape(len(Q) * len(K), d * size)
             rows.append(np.hstack([by_left, by_right]))
         J = np.vstack(rows)
-        H, g = J.T @ J, J.T @ found
+        H, g = J.T @ J, J.T @ r
         step = np.linalg.lstsq(H + damping * np.trace(H) / len(H) * np.eye(len(H)), -g, rcond=None)[0]
         P, R = left + step[: d * size].reshape(d, size), right + step[d * size :].reshape(d, size)
         after = residuals(P, R)
-        lower = found @ found - after @ after
+        lower = r @ r - after @ after
         if lower > 0:
-            left, right, found, damping = P, R, after, damping / 10
-            if lower <= 1e-15 * (found @ found):
+            left, right, r, damping = P, R, after, damping / 10
+            if lower <= 1e-15 * (r @ r):
                 break
         else:
             damping *= 10
@@ -153,19 +153,19 @@ def low_rank(samples: Samples, size: int, strength: float, starts: int = 1, roun
     generator = np.random.default_rng(0)
     best: tuple[float, Array, Array] | None = None
     for start in range(starts):
-        right = generator.normal(size=(d, size))
+        R = generator.normal(size=(d, size))
         if start == 0:
             form = sum(Q.T @ Q @ K.T @ K for Q, K in samples)
-            right = np.linalg.svd(form)[2][:size].T
+            R = np.linalg.svd(form)[2][:size].T
         for _ in range(rounds):
-            right = np.linalg.qr(right)[0]
-            left = _other_factor(samples, right, strength)
-            left = np.linalg.qr(left)[0]
-            right = _other_factor(flipped, left, strength)
-        left, right = _newton(samples, left, right, strength)
-        found = low_rank_error(samples, left, right) + strength * float(np.sum((np.eye(d) - left @ right.T) ** 2))
-        if best is None or found < best[0]:
-            best = (found, left, right)
+            R = np.linalg.qr(R)[0]
+            P = _other_factor(samples, R, strength)
+            P = np.linalg.qr(P)[0]
+            R = _other_factor(flipped, P, strength)
+        P, R = _newton(samples, P, R, strength)
+        objective = low_rank_error(samples, P, R) + strength * float(np.sum((np.eye(d) - P @ R.T) ** 2))
+        if best is None or objective < best[0]:
+            best = (objective, P, R)
     assert best is not None
     return best[1:]
 

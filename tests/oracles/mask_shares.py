@@ -10,7 +10,7 @@ Array = NDArray[np.float64]
 
 
 def outlier_ratio(scores: list[Array], threshold: float) -> float:
-    every = [value for each in scores for value in each.ravel()]
+    every = [value for matrix in scores for value in matrix.ravel()]
     mean = sum(every) / len(every)
     return sum(value > threshold * mean for value in every) / len(every)
 
@@ -18,8 +18,8 @@ def outlier_ratio(scores: list[Array], threshold: float) -> float:
 def owl(outliers: list[float], ratio: float, spread: float) -> list[float]:
     """Adjust the kept shares as OWL's code does, and return one minus each of them."""
     kept = [(d - min(outliers)) / (max(outliers) - min(outliers)) * 2 * spread for d in outliers]
-    kept = [each - sum(kept) / len(kept) + (1 - ratio) for each in kept]
-    return [1 - each for each in kept]
+    kept = [density - sum(kept) / len(kept) + (1 - ratio) for density in kept]
+    return [1 - density for density in kept]
 
 
 def hill(W: Array, bins: int) -> float:

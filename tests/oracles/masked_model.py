@@ -141,12 +141,12 @@ class Model:
             "by input": [[site] for site in sites],
         }
         for stage in stages[target]:
-            found = self.tokens(data, stage)
+            tokens = self.tokens(data, stage)
             for block, at in stage:
                 for linear in self.inputs[at]:
                     modules = self._linears(block, linear)
-                    whole = torch.cat([module.weight for module in modules]).double()
-                    parts = rule(whole, found[block, at]).split([len(module.weight) for module in modules])
+                    W = torch.cat([module.weight for module in modules]).double()
+                    parts = rule(W, tokens[block, at]).split([len(module.weight) for module in modules])
                     for module, part in zip(modules, parts, strict=True):
                         module.weight.copy_(part)
         return self.weights()

@@ -19,19 +19,19 @@ def cost(W: Tensor, G: Tensor, strength: float, dropped: Sequence[int], per_unit
     H = G + strength * torch.eye(len(G), dtype=torch.float64)
     D = columns(dropped, per_unit)
     K = [j for j in range(len(G)) if j not in set(D)]
-    rest = torch.zeros_like(W)
-    rest[:, D] = W[:, D]
+    delta = torch.zeros_like(W)
+    delta[:, D] = W[:, D]
     if K and D:
-        rest[:, K] = -torch.linalg.solve(H[K][:, K], H[K][:, D] @ W[:, D].T).T
-    return float(((rest @ H) * rest).sum())
+        delta[:, K] = -torch.linalg.solve(H[K][:, K], H[K][:, D] @ W[:, D].T).T
+    return float(((delta @ H) * delta).sum())
 
 
 def cheapest_next(W: Tensor, G: Tensor, strength: float, dropped: list[int], per_unit: int = 1) -> tuple[int, float]:
     """The unit to drop next, and J with it dropped."""
-    left = [unit for unit in range(len(G) // per_unit) if unit not in dropped]
-    costs = [cost(W, G, strength, [*dropped, unit], per_unit) for unit in left]
-    best = min(range(len(left)), key=costs.__getitem__)
-    return left[best], costs[best]
+    remaining = [unit for unit in range(len(G) // per_unit) if unit not in dropped]
+    costs = [cost(W, G, strength, [*dropped, unit], per_unit) for unit in remaining]
+    best = min(range(len(remaining)), key=costs.__getitem__)
+    return remaining[best], costs[best]
 
 
 def greedy(W: Tensor, G: Tensor, strength: float, per_unit: int = 1) -> tuple[list[int], list[float]]:

@@ -49,12 +49,12 @@ def diagonal_mean(parts: Complex, kept: Sequence[int]) -> float:
 
 def factors(parts: Complex, kept: Sequence[int], strength: float) -> Complex:
     """Factors c of the pairs that stay, by least squares on the logits themselves."""
-    own = parts[:, kept]
-    rows = np.concatenate([own.real, -own.imag], 1)
-    lost = parts.real.sum(1) - own.real.sum(1)
+    kept_parts = parts[:, kept]
+    rows = np.concatenate([kept_parts.real, -kept_parts.imag], 1)
+    lost = parts.real.sum(1) - kept_parts.real.sum(1)
     rows = np.concatenate([rows, np.sqrt(strength) * np.eye(rows.shape[1])])
-    found = np.linalg.lstsq(rows, np.concatenate([lost, np.zeros(rows.shape[1])]), rcond=None)[0]
-    return 1 + found[: len(kept)] + 1j * found[len(kept) :]
+    x = np.linalg.lstsq(rows, np.concatenate([lost, np.zeros(rows.shape[1])]), rcond=None)[0]
+    return 1 + x[: len(kept)] + 1j * x[len(kept) :]
 
 
 def error(parts: Complex, kept: Sequence[int], c: Complex) -> float:

@@ -15,11 +15,11 @@ def full_rotation(side: str | None, width: int, residual: Array | None, heads: A
     if side == "heads" and heads is not None:
         count, size, _ = heads.shape
         units = width // size
-        whole = np.zeros((width, width))
+        rotation = np.zeros((width, width))
         for unit in range(units):
             at = unit * size
-            whole[at : at + size, at : at + size] = heads[unit // (units // count)]
-        return whole
+            rotation[at : at + size, at : at + size] = heads[unit // (units // count)]
+        return rotation
     return np.eye(width)
 
 
@@ -55,19 +55,19 @@ def group_entropy(values: Array) -> float:
 
 
 def entropy(importance: Array, rows: bool, columns: bool) -> float:
-    found = 0.0
+    total = 0.0
     if rows:
-        found += sum(group_entropy(row) for row in importance)
+        total += sum(group_entropy(row) for row in importance)
     if columns:
-        found += sum(group_entropy(column) for column in importance.T)
-    return found
+        total += sum(group_entropy(column) for column in importance.T)
+    return total
 
 
 def entropy_in_groups(importance: Array, of: int) -> float:
     """Sum the entropy of every group of `of` consecutive weights, times the group's share of its row's importance."""
-    found = 0.0
+    total = 0.0
     for row in importance:
         for start in range(0, len(row), of):
             group = row[start : start + of]
-            found += group_entropy(group) * (sum(group) / sum(row) if sum(row) > 0 else 0.0)
-    return found
+            total += group_entropy(group) * (sum(group) / sum(row) if sum(row) > 0 else 0.0)
+    return total

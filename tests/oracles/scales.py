@@ -13,10 +13,10 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]
 
 def outputs(model: PreTrainedModel, batch: Mapping[str, Tensor], pairs: Pairs) -> list[Tensor]:
     """Return logits, or last hidden states, of the model with its weights scaled."""
-    held = dict(model.named_parameters())
-    changed = {name: rows[:, None] * held[name] * columns[None, :] for name, (rows, columns) in pairs.items()}
-    found = functional_call(model, changed, kwargs=dict(batch))
-    return [value for name, value in found.items() if name.endswith("logits")] or [found.last_hidden_state]
+    parameters = dict(model.named_parameters())
+    changed = {name: rows[:, None] * parameters[name] * columns[None, :] for name, (rows, columns) in pairs.items()}
+    result = functional_call(model, changed, kwargs=dict(batch))
+    return [value for name, value in result.items() if name.endswith("logits")] or [result.last_hidden_state]
 
 
 def divergence(theirs: Sequence[Tensor], ours: Sequence[Tensor], *, logits: bool) -> Tensor:
@@ -25,7 +25,7 @@ def divergence(theirs: Sequence[Tensor], ours: Sequence[Tensor], *, logits: bool
     for p, q in zip(theirs, ours, strict=True):
         for one, other in zip(p, q, strict=True):
             if logits:
-                one, other = (each.reshape(-1, each.shape[-1]) for each in (one, other))
+                one, other = (output.reshape(-1, output.shape[-1]) for output in (one, other))
                 log_p, log_q = one.log_softmax(-1), other.log_softmax(-1)
                 total = total + (log_p.exp() * (log_p - log_q)).sum(-1).mean() / len(p)
             else:

@@ -27,8 +27,8 @@ def leading(signals: Array, kept: int, *, ones_last: bool) -> Array:
     if ones_last:  # the direction that no signal has comes behind those that some have
         gram = gram + np.trace(gram) * 1e-9 * (np.eye(d) - np.ones((d, d)) / d)
     _, vectors = np.linalg.eigh(gram)
-    found: Array = vectors[:, ::-1][:, :kept]
-    return found
+    basis: Array = vectors[:, ::-1][:, :kept]
+    return basis
 
 
 class Projected:
@@ -53,8 +53,8 @@ class Projected:
     def by_block(self, data: Samples) -> None:
         """A basis for every sub-layer, each measured in the model that is projected before it."""
         for layer in self._layers:
-            for place, own in enumerate(self.sublayers):
-                norm = layer.get_submodule(own.norms[0])
+            for place, sublayer in enumerate(self.sublayers):
+                norm = layer.get_submodule(sublayer.norms[0])
                 basis = self._basis([self._signals(norm, data)], spent=0)
                 project = torch.from_numpy(basis @ basis.T)
                 if place == 0:
@@ -65,15 +65,23 @@ class Projected:
     def shared(self, data: Samples) -> None:
         """One basis for all that reads the stream; a LayerNorm spends a dimension on the mean."""
         norms = [
-            layer.get_submodule(norm) for layer in self._layers for own in self.sublayers for norm in own.norms[:1]
+            layer.get_submodule(norm)
+            for layer in self._layers
+            for sublayer in self.sublayers
+            for norm in sublayer.norms[:1]
         ]
         final = self.model.get_submodule(self.case.family.residual.final)
         basis = self._basis([self._signals(norm, data) for norm in [*norms, final]], spent=int(self.layer))
         project = torch.from_numpy(basis @ basis.T)
         self._layers[0].register_forward_pre_hook(_first(project))
         for layer in self._layers:
-            known = module_paths(self.case.family)
-            paths = [path for own in self.sublayers for module in own.writes for path in known.get(module) or (module,)]
+            family_paths = module_paths(self.case.family)
+            paths = [
+                path
+                for sublayer in self.sublayers
+                for module in sublayer.writes
+                for path in family_paths.get(module) or (module,)
+            ]
             for path in paths:
                 layer.get_submodule(path).register_forward_hook(lambda _, args, out: out @ project)
         if self.layer:
@@ -84,9 +92,9 @@ class Projected:
             final.register_forward_hook(lambda _, args, out: out @ project)
 
     def _basis(self, signals: Sequence[Array], spent: int) -> Array:
-        found = np.concatenate(signals)
-        basis = leading(found, self.kept - spent, ones_last=self.layer)
-        self.energy.append(float(np.sum((found @ basis) ** 2) / np.sum(found**2)))
+        X = np.concatenate(signals)
+        basis = leading(X, self.kept - spent, ones_last=self.layer)
+        self.energy.append(float(np.sum((X @ basis) ** 2) / np.sum(X**2)))
         return basis
 
     @torch.no_grad()
@@ -101,8 +109,8 @@ class Projected:
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         if self.layer:
             h = h - h.mean(1, keepdims=True)
-        found: Array = h / np.sqrt((h**2).mean(1, keepdims=True) + eps)
-        return found
+        normalised: Array = h / np.sqrt((h**2).mean(1, keepdims=True) + eps)
+        return normalised
 
 
 def _first(project: Tensor) -> Any:
@@ -122,15 +130,15 @@ class _InTheMiddle:
         layer.register_forward_hook(self.behind)
 
     def before(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        held = args[0] @ self.project
-        self.gone = args[0] - held
-        return held, *args[1:]
+        projected = args[0] @ self.project
+        self.gone = args[0] - projected
+        return projected, *args[1:]
 
     def behind(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         assert self.gone is not None
         states = output[0] if isinstance(output, tuple) else output
-        left = states - self.gone.reshape(states.shape)
-        return (left, *output[1:]) if isinstance(output, tuple) else left
+        remaining = states - self.gone.reshape(states.shape)
+        return (remaining, *output[1:]) if isinstance(output, tuple) else remaining
 
 
 def _drop_shift(final: Any, project: Tensor) -> None:
@@ -140,5 +148,5 @@ def _drop_shift(final: Any, project: Tensor) -> None:
     with torch.no_grad():
         d = len(final.bias)
         gain = final.weight + (1.0 if "1P" in type(final).__name__ else 0.0)
-        own = project + torch.ones(d, d, dtype=torch.float64) / d
-        final.bias.copy_(gain * ((final.bias / gain) @ own))
+        projector = project + torch.ones(d, d, dtype=torch.float64) / d
+        final.bias.copy_(gain * ((final.bias / gain) @ projector))

@@ -7,12 +7,14 @@ from transformers import PreTrainedModel
 
 def gradients(model: PreTrainedModel, windows: Tensor) -> list[dict[str, Tensor]]:
     """Gradients of transformers' own loss of each window, by parameter."""
-    found = []
+    per_sample = []
     for window in windows:
         model.zero_grad()
         model(input_ids=window[None], labels=window[None]).loss.backward()
-        found.append({name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None})
-    return found
+        per_sample.append(
+            {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+        )
+    return per_sample
 
 
 def importance(model: PreTrainedModel, windows: Tensor, parts: list[tuple[str, int, list[slice]]]) -> dict:
@@ -22,14 +24,14 @@ def importance(model: PreTrainedModel, windows: Tensor, parts: list[tuple[str, i
         Order → one number per unit.
     """
     weights = dict(model.named_parameters())
-    told = gradients(model, windows)
+    grads = gradients(model, windows)
     orders = {order: torch.zeros(len(parts[0][2]), dtype=torch.float64) for order in ("first", "second")}
     for name, dim, units in parts:
         weight = weights[name].detach()
-        linear = sum(each[name] for each in told) * weight
-        curved = linear - 0.5 * sum((each[name] * weight) ** 2 for each in told)
+        linear = sum(grad[name] for grad in grads) * weight
+        curved = linear - 0.5 * sum((grad[name] * weight) ** 2 for grad in grads)
         for order, change in (("first", linear), ("second", curved)):
             orders[order] += torch.tensor(
-                [float(change[own].abs().sum() if dim == 0 else change[:, own].abs().sum()) for own in units]
+                [float(change[unit].abs().sum() if dim == 0 else change[:, unit].abs().sum()) for unit in units]
             )
     return orders

@@ -20,8 +20,8 @@ def _gelu(x: Tensor) -> Tensor:
 
 def features(stored: Mapping[str, Tensor], images: Tensor, heads: int) -> Tensor:
     """Tokens after the last norm, (images, tokens, hidden)."""
-    own = {name: tensor.double() for name, tensor in stored.items()}
-    kernel = own["patch_embed.proj.weight"]
+    params = {name: tensor.double() for name, tensor in stored.items()}
+    kernel = params["patch_embed.proj.weight"]
     hidden, side = kernel.shape[0], kernel.shape[2]
     count, _, height, width = images.shape
     patches = [
@@ -29,17 +29,17 @@ def features(stored: Mapping[str, Tensor], images: Tensor, heads: int) -> Tensor
         for y in range(0, height, side)
         for x in range(0, width, side)
     ]
-    x = torch.stack(patches, 1) + own["patch_embed.proj.bias"]
-    first = [own[name].expand(count, 1, hidden) for name in ("cls_token", "dist_token") if name in own]
-    if own["pos_embed"].shape[1] == x.shape[1]:
-        x = torch.cat([*first, x + own["pos_embed"]], 1)
+    x = torch.stack(patches, 1) + params["patch_embed.proj.bias"]
+    first = [params[name].expand(count, 1, hidden) for name in ("cls_token", "dist_token") if name in params]
+    if params["pos_embed"].shape[1] == x.shape[1]:
+        x = torch.cat([*first, x + params["pos_embed"]], 1)
     else:
-        x = torch.cat([*first, x], 1) + own["pos_embed"]
+        x = torch.cat([*first, x], 1) + params["pos_embed"]
     block = 0
-    while f"blocks.{block}.norm1.weight" in own:
+    while f"blocks.{block}.norm1.weight" in params:
 
         def get(name: str, default: float = 1.0, block: int = block) -> Tensor:
-            return own.get(f"blocks.{block}.{name}", torch.tensor(default, dtype=torch.float64))
+            return params.get(f"blocks.{block}.{name}", torch.tensor(default, dtype=torch.float64))
 
         h = _norm(x, get("norm1.weight"), get("norm1.bias"))
         qkv = (h @ get("attn.qkv.weight").T + get("attn.qkv.bias", 0.0)).reshape(count, -1, 3, heads, hidden // heads)
@@ -51,13 +51,13 @@ def features(stored: Mapping[str, Tensor], images: Tensor, heads: int) -> Tensor
         h = _gelu(h @ get("mlp.fc1.weight").T + get("mlp.fc1.bias"))
         x = x + (h @ get("mlp.fc2.weight").T + get("mlp.fc2.bias")) * get("ls2.gamma")
         block += 1
-    return _norm(x, own["norm.weight"], own["norm.bias"])
+    return _norm(x, params["norm.weight"], params["norm.bias"])
 
 
 def logits(stored: Mapping[str, Tensor], images: Tensor, heads: int) -> Tensor:
     """Logits from the class token; with a distillation token, the mean of both heads."""
     tokens = features(stored, images, heads)
-    found = tokens[:, 0] @ stored["head.weight"].double().T + stored["head.bias"]
+    scores = tokens[:, 0] @ stored["head.weight"].double().T + stored["head.bias"]
     if "dist_token" not in stored:
-        return found
-    return (found + tokens[:, 1] @ stored["head_dist.weight"].double().T + stored["head_dist.bias"]) / 2
+        return scores
+    return (scores + tokens[:, 1] @ stored["head_dist.weight"].double().T + stored["head_dist.bias"]) / 2

@@ -28,9 +28,9 @@ def least(groups: Sequence[Sequence[Site]], budget: int) -> float:
     for sites in groups:
         units = len(sites[0].errors) - 1
         widths = [kept for kept in range(1, units + 1) if kept == units or kept % sites[0].multiple == 0]
-        own = [sum(site.cost * kept for site in sites) for kept in widths]
+        costs = [sum(site.cost * kept for site in sites) for kept in widths]
         errors = [sum(float(site.errors[units - kept]) for site in sites) for kept in widths]
-        spent, missed = np.add.outer(spent, own).ravel(), np.add.outer(missed, errors).ravel()
+        spent, missed = np.add.outer(spent, costs).ravel(), np.add.outer(missed, errors).ravel()
     return float(missed[spent <= budget].min())
 
 
@@ -48,17 +48,17 @@ def as_shares(errors: Array) -> Array:
 def as_effects(errors: Array, effects: Sequence[tuple[int, float]]) -> Array:
     """Errors times the effect of one unit of error, which goes straight from one measured point to the next."""
     worth = [(k, effect / errors[k]) for k, effect in effects]
-    found = []
+    effective = []
     for k, error in enumerate(errors):
         if k <= worth[0][0]:
             factor = worth[0][1]
         elif k >= worth[-1][0]:
             factor = worth[-1][1]
         else:
-            (a, left), (b, right) = next((one, two) for one, two in pairwise(worth) if one[0] <= k <= two[0])
-            factor = left + (right - left) * (k - a) / (b - a)
-        found.append(error * factor)
-    return np.array(found)
+            (a, f0), (b, f1) = next((one, two) for one, two in pairwise(worth) if one[0] <= k <= two[0])
+            factor = f0 + (f1 - f0) * (k - a) / (b - a)
+        effective.append(error * factor)
+    return np.array(effective)
 
 
 def read(folder: Path) -> dict[str, Array]:
@@ -94,7 +94,7 @@ def choose(
 
     A form that a better one is known for has as its error the bound of it.
     """
-    found = []
+    best = []
     for method in methods:
         strengths: list[float | None] = [None] if method in LAMBDALESS else sorted(grid, reverse=True)
         trials = [
@@ -102,10 +102,10 @@ def choose(
             for strength, share in product(strengths, sorted(shares))
         ]
         lowest = min(trial.error for trial in trials)
-        found.append(next(trial for trial in trials if trial.error <= lowest * (1 + 1e-9)))
-    least = min((trial.error for trial in found if trial.method not in BOUNDED), default=np.inf)
-    for place, trial in enumerate(found):
+        best.append(next(trial for trial in trials if trial.error <= lowest * (1 + 1e-9)))
+    least = min((trial.error for trial in best if trial.method not in BOUNDED), default=np.inf)
+    for place, trial in enumerate(best):
         if trial.method in BOUNDED and (bound := least_error(trial.method, W, folds)) > least:
             assert trial.error >= bound * (1 - 1e-9)
-            found[place] = trial._replace(share=1.0, error=bound)
-    return sorted(found, key=lambda trial: trial.error)
+            best[place] = trial._replace(share=1.0, error=bound)
+    return sorted(best, key=lambda trial: trial.error)

@@ -54,13 +54,13 @@ def in_processes(size: int, work: Callable[[int], None], place: Path) -> list[En
     ranks: dict[int, int] = {}
     for rank in range(size):
         # Its other end closes when the process ends.
-        end, held = os.pipe()
+        end, writer = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # as in `run_forked`
             process = os.fork()
         if not process:
             work_and_exit(partial(work_as, rank), files[rank])
-        os.close(held)
+        os.close(writer)
         running[rank], ranks[end] = process, rank
     statuses: dict[int, int] = {}
     while running:
@@ -72,7 +72,7 @@ def in_processes(size: int, work: Callable[[int], None], place: Path) -> list[En
             for other in running.values() if statuses[rank] else ():
                 os.kill(other, signal.SIGTERM)
     del store
-    said = {rank: [path.read_text() for path in own] for rank, own in files.items()}
-    for path in (path for own in files.values() for path in own):
+    texts = {rank: [path.read_text() for path in paths] for rank, paths in files.items()}
+    for path in (path for paths in files.values() for path in paths):
         path.unlink()
-    return [Ended(statuses[rank], *said[rank]) for rank in range(size)]
+    return [Ended(statuses[rank], *texts[rank]) for rank in range(size)]

@@ -36,8 +36,8 @@ def test_commands_take_it(monkeypatch, tmp_path):
     monkeypatch.setattr(TIMES, lambda: FAST)
     (tmp_path / "text.txt").write_text("It is a model of texts such as this one. " * 20)
     how: dict[str, Any] = {"text": [tmp_path / "text.txt"], "samples": 2, "window": 16}
-    found = calibrate(model_folder(), output=tmp_path / "statistics", collect="moments", **how)
-    assert found.index.compute_dtype == "bfloat16"
+    statistics = calibrate(model_folder(), output=tmp_path / "statistics", collect="moments", **how)
+    assert statistics.index.compute_dtype == "bfloat16"
     outputs = []
     for number, dtype in enumerate(("auto", "bfloat16", "float32")):
         out = tmp_path / str(number)

@@ -64,8 +64,8 @@ def test_a_thread_that_ends_early_leaves_nobody_waiting():
 def test_processes_add_up_in_their_order(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 7)
     parts = numbers(3, 5, 6)
-    found = in_threads(3, lambda group: group.add(parts[group.rank].clone()))
-    assert torch.equal(found[0], add_in_order(parts))
+    totals = in_threads(3, lambda group: group.add(parts[group.rank].clone()))
+    assert torch.equal(totals[0], add_in_order(parts))
     assert torch.equal(
         in_threads(3, lambda group: group.add(parts[group.rank].T.contiguous().T))[0], add_in_order(parts)
     )

@@ -83,9 +83,9 @@ def test_every_kind_of_moments(tmp_path, kind, collect):
     one, two = (measure(folder, tmp_path / str(size), size, folds=1, collect=collect) for size in (1, 2))
     assert_alike(one, two)
     for block in range(one.index.blocks):
-        for name, own in one.read_taylor(block).items():
-            assert torch.allclose(own.first, two.read_taylor(block)[name].first, rtol=1e-4)
-            assert torch.allclose(own.second, two.read_taylor(block)[name].second, rtol=1e-4)
+        for name, taylor in one.read_taylor(block).items():
+            assert torch.allclose(taylor.first, two.read_taylor(block)[name].first, rtol=1e-4)
+            assert torch.allclose(taylor.second, two.read_taylor(block)[name].second, rtol=1e-4)
 
 
 def test_grams_of_single_samples_keep_their_order(tmp_path):
@@ -110,12 +110,12 @@ def test_effects_that_processes_share_out_are_those_of_one(tmp_path):
         effects = measure_effects(model, statistics, chosen, spaces=spaces, **how)
         return effects, add_gradients(model, statistics, chosen, **how).index
 
-    found = []
+    results = []
     for size in (1, 2):
         statistics = measure(folder, tmp_path / str(size), 1, folds=2, samples=4)
-        found.append(in_threads(size, lambda group, own=statistics: work(group, own))[-1])
-    assert found[0] == found[1]
-    assert found[0][1].predicted
+        results.append(in_threads(size, lambda group, copied=statistics: work(group, copied))[-1])
+    assert results[0] == results[1]
+    assert results[0][1].predicted
 
 
 def test_too_few_samples_and_a_failure_of_one_leave_nothing(tmp_path):

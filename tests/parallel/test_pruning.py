@@ -38,7 +38,7 @@ def prune_together(
 
 
 def assert_alike(a: Path, b: Path) -> None:
-    ours, theirs = (load_file(each / "model.safetensors") for each in (a, b))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (a, b))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.shape == theirs[name].shape
@@ -61,19 +61,19 @@ def test_blocks_that_do_not_depend_on_each_other_are_dealt_out(tmp_path):
     folder = families.make(tmp_path / "dense", "llama-gqa-tied")
     statistics = families.calibrate(folder, tmp_path / "stats", folds=2)
     recipe = families.recipe("ridge", lam=0.01)
-    made: dict[int, list[int]] = {}
+    blocks_of_rank: dict[int, list[int]] = {}
 
     def work(group, out):
         settled = families.job_on(folder, recipe, statistics)
-        blocks = made.setdefault(group.rank, [])
+        blocks = blocks_of_rank.setdefault(group.rank, [])
         read = settled.model.read_block
         object.__setattr__(settled.model, "read_block", lambda block: blocks.append(block) or read(block))
         return families.prune(settled, tmp_path / out)
 
     in_threads(1, lambda group: work(group, "one"))
-    made.clear()
+    blocks_of_rank.clear()
     in_threads(2, lambda group: work(group, "two"))
-    assert {rank: sorted(set(blocks)) for rank, blocks in made.items()} == {0: [0, 2], 1: [1]}
+    assert {rank: sorted(set(blocks)) for rank, blocks in blocks_of_rank.items()} == {0: [0, 2], 1: [1]}
     assert families.contents(tmp_path / "one") == families.contents(tmp_path / "two")
 
 
@@ -92,9 +92,9 @@ def test_another_number_of_processes_goes_on(tmp_path, monkeypatch, kind):
     prune_together(folder, tmp_path / "out", 3, recipe, statistics=statistics, resume=True)
     assert_alike(tmp_path / "whole", tmp_path / "out")
     # What is done is done, for any number of them.
-    said: list[str] = []
-    prune_together(folder, tmp_path / "out", 2, recipe, statistics=statistics, resume=True, announce=said.append)
-    assert said == [f"{tmp_path / 'out'} is finished: nothing is left to do"]
+    messages: list[str] = []
+    prune_together(folder, tmp_path / "out", 2, recipe, statistics=statistics, resume=True, announce=messages.append)
+    assert messages == [f"{tmp_path / 'out'} is finished: nothing is left to do"]
 
 
 def test_what_one_process_does_alone_is_refused(tmp_path):

@@ -31,7 +31,7 @@ def recover_together(pruned: Path, dense: Path, out: Path, size: int, **options)
 
 
 def assert_alike(a: Path, b: Path, before: Path) -> None:
-    ours, theirs, given = (load_file(each / "model.safetensors") for each in (a, b, before))
+    ours, theirs, given = (load_file(folder / "model.safetensors") for folder in (a, b, before))
     moved = [name for name, tensor in ours.items() if not torch.equal(tensor, given[name])]
     assert moved
     for name, tensor in ours.items():
@@ -48,7 +48,7 @@ def test_as_one_process_would(tmp_path):
     for ours, theirs in zip(one["layers"], three["layers"], strict=True):
         assert ours.pop("curve") == pytest.approx(theirs.pop("curve"), rel=1e-3)
         assert ours == pytest.approx(theirs, rel=1e-3)
-    for ours, theirs in zip(*(each["recovery"]["perplexity_after"] for each in (one, three)), strict=True):
+    for ours, theirs in zip(*(report["recovery"]["perplexity_after"] for report in (one, three)), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 

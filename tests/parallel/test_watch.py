@@ -38,8 +38,8 @@ class Time:
 
     def pause(self, seconds):
         self.now += seconds
-        for each in self.living:
-            each._sign()
+        for process in self.living:
+            process._sign()
 
 
 def name(rank):
@@ -84,19 +84,19 @@ def test_a_failure_stops_the_others_and_the_first_to_fail_is_told_of():
 
 def test_who_does_not_stop_is_ended_and_the_first_one_says_why(monkeypatch, capsys):
     monkeypatch.setattr(module, "GRACE", 0.02)
-    left, gone = [], threading.Event()
+    statuses, gone = [], threading.Event()
 
     def leave(status):
-        left.append(status)
+        statuses.append(status)
         gone.set()
 
     first, second = watches(2, stop=lambda: None, leave=leave)
     second.fail("a\nb")
-    for each in (second, first):
-        each.begin()
+    for watcher in (second, first):
+        watcher.begin()
     gone.wait()
     second.close()
-    assert left == [2]
+    assert statuses == [2]
     assert capsys.readouterr().err == "Error: rank 1: a\\nb\n"
 
 

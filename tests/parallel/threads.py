@@ -55,7 +55,7 @@ class _Meeting:
 
     def _pass_on(self, rank: int) -> None:
         ranks = [*range(rank + 1, self.size), *range(rank + 1)]
-        self._turns[next(each for each in ranks if each in self._running)].release()
+        self._turns[next(candidate for candidate in ranks if candidate in self._running)].release()
 
 
 class Threads(Group):
@@ -67,7 +67,7 @@ class Threads(Group):
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor] | None:
         given = self.meet(tensor)
-        assert len({(each.shape, each.dtype) for each in given}) == 1
+        assert len({(part.shape, part.dtype) for part in given}) == 1
         return given if self.first else None
 
     def spread(self, tensor: Tensor) -> Tensor:
@@ -78,34 +78,34 @@ class Threads(Group):
     def meet(self, tensor: Tensor) -> list[Tensor]:
         self.meeting.given[self.rank] = tensor.clone()
         self.meeting.wait(self.rank)
-        found = [each for each in self.meeting.given if each is not None]
+        tensors = [part for part in self.meeting.given if part is not None]
         self.meeting.wait(self.rank)
-        return found
+        return tensors
 
 
 def in_threads(size: int, work: Callable[[Group], T]) -> list[T]:
     """Return the result of each process of a group; raise the error of the first that has one of its own."""
     meeting = _Meeting(size)
-    made: dict[int, T] = {}
+    results: dict[int, T] = {}
     failed: list[BaseException] = []
 
     def run(rank: int) -> None:
         meeting.begin(rank)
         try:
             with working_in(Threads(rank, meeting)) as group:
-                made[rank] = work(group)
+                results[rank] = work(group)
         except BaseException as error:
             failed.append(error)
         finally:
             meeting.end(rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for each in threads:
-        each.start()
+    for thread in threads:
+        thread.start()
     meeting.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.join()
     for error in failed:
         if not isinstance(error, LeftAloneError):
             raise error
-    return [made[rank] for rank in range(size)]
+    return [results[rank] for rank in range(size)]

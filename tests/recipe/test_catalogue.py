@@ -65,15 +65,17 @@ BY_PERPLEXITY = {"score": "rcpu", "compensation": {"method": "ridge", "lambda_gr
     ],
 )
 def test_what_it_is_measured_on(top, needs, calibration):
-    found = entry(**top)
-    assert (found.needs, found.calibration) == (needs, calibration)
+    catalogue_entry = entry(**top)
+    assert (catalogue_entry.needs, catalogue_entry.calibration) == (needs, calibration)
 
 
 def test_every_shipped_recipe_is_in_one_group_and_states_its_time():
     recipes = [load_recipe(name) for name in shipped_recipes()]
     groups = group_recipes(recipes)
     assert list(groups) == list(GOALS)
-    assert sorted(each.recipe.name for own in groups.values() for each in own) == list(shipped_recipes())
+    assert sorted(catalogue_entry.recipe.name for entries in groups.values() for catalogue_entry in entries) == list(
+        shipped_recipes()
+    )
     assert [recipe.name for recipe in recipes if recipe.time is None] == []
     assert load_recipe("ridge").time == 1
     assert load_recipe("magnitude").time < 1 < load_recipe("best").time

@@ -103,8 +103,13 @@ def test_numbers_on_the_command_line(text, value):
 @pytest.mark.parametrize("method", ["none", "rotation"])
 def test_a_method_without_a_strength_leaves_that_of_the_recipe_out(recipe, method):
     loaded = load_recipe(recipe, (f"spaces.mlp.compensation.method={method}",))
-    own = loaded.spaces["mlp"].compensation
-    assert (own.method, own.lam, own.lambda_grid, own.lambda_by) == (method, None, None, None)
+    compensation = loaded.spaces["mlp"].compensation
+    assert (compensation.method, compensation.lam, compensation.lambda_grid, compensation.lambda_by) == (
+        method,
+        None,
+        None,
+        None,
+    )
     (other,) = loaded.spaces.keys() - {"mlp"}
     assert loaded.spaces[other].compensation == load_recipe(recipe).spaces[other].compensation
 
@@ -138,9 +143,9 @@ def test_overrides_of_every_kind():
 
 def test_columns_go_in_multiples_of_the_graphs_blocks_where_their_size_is_asked_for():
     def multiples(*changes: str) -> list[int]:
-        found = load_recipe("ridge", ("export.dtype=int4", *changes))
-        assert FullRecipe.model_validate(found.model_dump(by_alias=True, exclude_none=True)) == found
-        return [found.spaces[space].multiple_of for space in ("heads", "mlp")]
+        full_recipe = load_recipe("ridge", ("export.dtype=int4", *changes))
+        assert FullRecipe.model_validate(full_recipe.model_dump(by_alias=True, exclude_none=True)) == full_recipe
+        return [full_recipe.spaces[space].multiple_of for space in ("heads", "mlp")]
 
     assert multiples() == [1, 1]
     assert multiples("export.block_size=64") == [1, 64]
@@ -174,14 +179,14 @@ spaces:
 
 def test_an_override_changes_one_place_of_those_that_share_an_alias(tmp_path):
     changes = ("spaces.mlp.ratio=0.7", "spaces.mlp.compensation.lambda=2", "spaces.mlp.multiple_of=4")
-    found = load_recipe(str(write(tmp_path, ALIASED)), changes).spaces
-    assert [(own.ratio, own.compensation.strength, own.multiple_of) for own in found.values()] == [
+    spaces = load_recipe(str(write(tmp_path, ALIASED)), changes).spaces
+    assert [(settings.ratio, settings.compensation.strength, settings.multiple_of) for settings in spaces.values()] == [
         (0.4, 0.1, 1),
         (0.7, 2, 4),
     ]
     merged = ALIASED.replace("mlp: *both", "mlp: {<<: *both, score: wanda-sp}")
-    found = load_recipe(str(write(tmp_path, merged)), changes).spaces
-    assert [own.compensation.strength for own in found.values()] == [0.1, 2]
+    spaces = load_recipe(str(write(tmp_path, merged)), changes).spaces
+    assert [settings.compensation.strength for settings in spaces.values()] == [0.1, 2]
 
 
 @pytest.mark.parametrize("override", ["spaces.mlp.ratio=0.1", "spaces.mlp={score: rcpu, ratio: 0.1}"])

@@ -14,5 +14,5 @@ def test_a_block_of_an_output_whose_heads_differ_is_run(tmp_path):
     ckpt_prune.prune(dense, recipe="magnitude", overrides=uneven, output=tmp_path / "out", progress=False)
     model = open_model(tmp_path / "out")
     assert model.has_remote_code
-    assert any("num_attention_heads" in each for each in model.checkpoint.config["per_layer_config"].values())
+    assert any("num_attention_heads" in config for config in model.checkpoint.config["per_layer_config"].values())
     assert time_run(model, torch.device("cpu"), torch.float32, None) > 0

@@ -21,7 +21,7 @@ def settle(losses: Losses | None, *, by_default: bool = True) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("losses", "said"),
+    ("losses", "loss_text"),
     [
         (None, "less, and need remote code"),
         (Losses(2.0, 2.0), "as much, as predicted"),
@@ -31,12 +31,12 @@ def settle(losses: Losses | None, *, by_default: bool = True) -> Any:
         ),
     ],
 )
-def test_what_widths_per_block_would_lose(losses, said):
-    assert wider_choice(settle(losses)) == f"widths per block (--recipe best) would lose {said}"
+def test_what_widths_per_block_would_lose(losses, loss_text):
+    assert wider_choice(settle(losses)) == f"widths per block (--recipe best) would lose {loss_text}"
 
 
 @pytest.mark.parametrize(
-    ("units", "told"),
+    ("units", "expected"),
     [
         (["statistics of the unpruned model"], "unpruned model measured"),
         (
@@ -54,8 +54,8 @@ def test_what_widths_per_block_would_lose(losses, said):
         (["statistics", "effects 0"], "statistics measured, effects of 1 of 4 blocks measured"),
     ],
 )
-def test_what_a_resumed_run_says_is_done(tmp_path, units, told):
+def test_what_a_resumed_run_says_is_done(tmp_path, units, expected):
     journal = Journal(tmp_path, "job")
     for unit in units:
         journal.record(unit)
-    assert summary(journal, 4, "done") == told
+    assert summary(journal, 4, "done") == expected

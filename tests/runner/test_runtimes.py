@@ -21,14 +21,16 @@ def llama(tmp_path_factory):
 
 def test_families_of_llama_cpp_are_those_that_gguf_files_are_written_of():
     runtime = RUNTIMES["llama.cpp"]
-    assert set(runtime.families or ()) == {each.model_type for each in ARCHITECTURES}
-    assert set(runtime.own_biases or ()) == {each.model_type for each in DIFFERENT if each.biases is None}
+    assert set(runtime.families or ()) == {architecture.model_type for architecture in ARCHITECTURES}
+    assert set(runtime.own_biases or ()) == {
+        architecture.model_type for architecture in DIFFERENT if architecture.biases is None
+    }
 
 
 def test_the_help_of_prune_says_what_runs_where():
-    said = " ".join(run("prune", "--help").split())
-    assert "two thin matrices in place of one all but llama.cpp" in said
-    assert "rotary pairs all but genai, llama.cpp, vllm, mlx" in said
+    help_text = " ".join(run("prune", "--help").split())
+    assert "two thin matrices in place of one all but llama.cpp" in help_text
+    assert "rotary pairs all but genai, llama.cpp, vllm, mlx" in help_text
 
 
 def commands(exported=(), **config):
@@ -37,25 +39,25 @@ def commands(exported=(), **config):
 
 
 def test_each_runtime_has_the_commands_that_make_and_run_what_it_takes():
-    found = commands()
-    assert found["transformers"] == ['AutoModelForCausalLM.from_pretrained("OUT")']
-    assert found["llama.cpp"] == ["ckpt-prune export OUT --format gguf -o OUT.gguf", "llama-cli -m OUT.gguf"]
-    made = "ckpt-prune export OUT -o OUT/onnx"
-    assert found["openvino"] == [made, 'openvino.Core().compile_model("OUT/onnx/model.onnx")']
-    assert found["transformers.js"][1].endswith(
+    by_runtime = commands()
+    assert by_runtime["transformers"] == ['AutoModelForCausalLM.from_pretrained("OUT")']
+    assert by_runtime["llama.cpp"] == ["ckpt-prune export OUT --format gguf -o OUT.gguf", "llama-cli -m OUT.gguf"]
+    export = "ckpt-prune export OUT -o OUT/onnx"
+    assert by_runtime["openvino"] == [export, 'openvino.Core().compile_model("OUT/onnx/model.onnx")']
+    assert by_runtime["transformers.js"][1].endswith(
         'AutoModelForCausalLM.from_pretrained("onnx", {subfolder: "", dtype: "fp32"})'
     )
 
 
 def test_what_the_recipe_has_exported_is_run_as_it_is():
-    found = commands(("int4",))
-    assert found["onnxruntime"] == ['onnxruntime.InferenceSession("OUT/onnx/model_q4.onnx")']
-    assert found["genai"] == ['onnxruntime_genai.Model("OUT/onnx")']
-    assert 'dtype: "q4"' in found["transformers.js"][0]
-    assert found["llama.cpp"][0].startswith("ckpt-prune export")
+    by_runtime = commands(("int4",))
+    assert by_runtime["onnxruntime"] == ['onnxruntime.InferenceSession("OUT/onnx/model_q4.onnx")']
+    assert by_runtime["genai"] == ['onnxruntime_genai.Model("OUT/onnx")']
+    assert 'dtype: "q4"' in by_runtime["transformers.js"][0]
+    assert by_runtime["llama.cpp"][0].startswith("ckpt-prune export")
     # OpenVINO takes float32 alone, and a folder that is there is not written again.
-    made = "ckpt-prune export OUT -o OUT-onnx"
-    assert found["openvino"] == [made, 'openvino.Core().compile_model("OUT-onnx/model.onnx")']
+    export = "ckpt-prune export OUT -o OUT-onnx"
+    assert by_runtime["openvino"] == [export, 'openvino.Core().compile_model("OUT-onnx/model.onnx")']
     assert commands(("q4_k_m",))["llama.cpp"] == ["llama-cli -m OUT/model-q4_k_m.gguf"]
     assert len(commands(("q4_k_m",))["genai"]) == 2
 
@@ -183,13 +185,13 @@ def test_multiples_say_what_they_cost_in_size(tmp_path, llama):
     """Against the same prune without them, parameter by parameter; in a dry run, a plan and a prune."""
     shared = [llama, "--recipe", "magnitude", "--set", "spaces.heads.ratio=0", "--ratio", "0.3"]
     run("prune", *shared, "-o", tmp_path / "plain")
-    said = run("prune", *shared, "--for", "llama.cpp:q4_0", "-o", tmp_path / "out")
+    output = run("prune", *shared, "--for", "llama.cpp:q4_0", "-o", tmp_path / "out")
     reports = [json.loads((tmp_path / name / "ckpt_prune.json").read_text()) for name in ("plain", "out")]
     sizes = [report["after"]["parameters"] for report in reports]
     more = human_count(sizes[1] - sizes[0])
     line = f"multiples for llama.cpp:q4_0 leave {more} parameters ("
     assert sizes[1] > sizes[0]
-    assert line in said
+    assert line in output
     assert line in run("prune", *shared, "--for", "llama.cpp:q4_0", "-o", tmp_path / "dry", "--dry-run")
     assert line in run("plan", *shared, "--for", "llama.cpp:q4_0", "-o", tmp_path / "plan.json")
     assert "multiples for" not in run("prune", *shared, "--for", "vllm", "-o", tmp_path / "dry", "--dry-run")

@@ -34,8 +34,8 @@ def run(*arguments: object) -> tuple[int, str]:
 def plant(folder: Path, name: str, **values: object) -> None:
     """Put values into a JSON file of a folder, and a file of Python beside it that would end the process."""
     path = folder / name
-    held = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(held | values))
+    current = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(current | values))
     (folder / "planted.py").write_text("raise SystemExit('planted')")
 
 
@@ -111,9 +111,9 @@ def test_a_runtime_computes_what_pytorch_does(output, text, request, runtime, tm
         fork_module(monkeypatch, isolation, tmp_path)
     folder = request.getfixturevalue("wide_heads") if runtime == "vllm" else output
     compare = ["--text", text, "--samples", 2, "--window", 48]
-    code, said = run("validate", folder, "--runtime", runtime, *compare, "--json")
-    assert code == 0, said
-    values = json.loads(said)
+    code, command_output = run("validate", folder, "--runtime", runtime, *compare, "--json")
+    assert code == 0, command_output
+    values = json.loads(command_output)
     assert values["runtime"] == runtime
     assert values["passed"]
     assert values["kl"] < values["allowed"] == 1e-5
@@ -126,10 +126,12 @@ def test_llama_cpp_computes_what_pytorch_does(output, text, tmp_path):
     for package in ("gguf", "xllamacpp"):
         pytest.importorskip(package)
     proving = ["--text", text, "--samples", 2, "--window", 48]
-    code, said = run("export", output, "--format", "gguf", "--dtype", "f32", "-o", tmp_path / "out.gguf", *proving)
-    assert code == 0, said
-    assert "llama.cpp, f32: KL to PyTorch" in said
-    assert "passed" in said
+    code, command_output = run(
+        "export", output, "--format", "gguf", "--dtype", "f32", "-o", tmp_path / "out.gguf", *proving
+    )
+    assert code == 0, command_output
+    assert "llama.cpp, f32: KL to PyTorch" in command_output
+    assert "passed" in command_output
 
 
 @posix
@@ -139,53 +141,53 @@ def test_other_weights_fail(output, text, tmp_path, monkeypatch):
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
     compare = ["--text", text, "--samples", 2, "--window", 48]
-    code, said = run("validate", output, "--runtime", "transformers", "--against", other, *compare)
+    code, message = run("validate", output, "--runtime", "transformers", "--against", other, *compare)
     assert code == 1
-    assert "failed: transformers computes something else" in said
+    assert "failed: transformers computes something else" in message
 
 
 def test_a_runtime_that_is_not_installed_is_named_with_the_command_that_installs_it(output, monkeypatch):
     monkeypatch.setattr(proof, "find_spec", lambda _name: None)
-    code, said = run("validate", output, "--runtime", "mlx")
+    code, message = run("validate", output, "--runtime", "mlx")
     assert code == 2
-    assert 'mlx is not installed: pip install "ckpt-prune[mlx]"' in said
+    assert 'mlx is not installed: pip install "ckpt-prune[mlx]"' in message
 
 
 def test_vllm_needs_an_environment_of_its_own(output, monkeypatch):
     """pip cannot install it beside this package, which wants a newer transformers."""
     monkeypatch.setattr(proof, "find_spec", lambda _name: None)
-    code, said = run("validate", output, "--runtime", "vllm")
+    code, message = run("validate", output, "--runtime", "vllm")
     assert code == 2
-    assert "-m venv vllm && vllm/bin/pip install vllm click" in said
+    assert "-m venv vllm && vllm/bin/pip install vllm click" in message
 
 
 def test_a_misspelt_runtime_is_guessed(output):
-    code, said = run("validate", output, "--runtime", "llamacpp")
+    code, message = run("validate", output, "--runtime", "llamacpp")
     assert code == 2
-    assert said.startswith("Error: --runtime: llamacpp is not one of ")
-    assert said.endswith(": did you mean 'llama.cpp'?\n")
+    assert message.startswith("Error: --runtime: llamacpp is not one of ")
+    assert message.endswith(": did you mean 'llama.cpp'?\n")
 
 
 def test_node_and_its_package_are_asked_for(output, monkeypatch, tmp_path):
     monkeypatch.delenv("NODE_PATH", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, said = run("validate", output, "--runtime", "transformers.js")
+    code, message = run("validate", output, "--runtime", "transformers.js")
     assert code == 2
-    assert "there is no `node` on PATH: install it" in said
+    assert "there is no `node` on PATH: install it" in message
     node = tmp_path / "node"
     node.write_text("#!/bin/sh\nexit 1\n")
     node.chmod(0o755)
-    code, said = run("validate", output, "--runtime", "transformers.js")
+    code, message = run("validate", output, "--runtime", "transformers.js")
     assert code == 2
-    assert "is not installed in this folder or above it: npm install @huggingface/transformers" in said
+    assert "is not installed in this folder or above it: npm install @huggingface/transformers" in message
 
 
 def test_code_that_is_not_this_packages_is_not_run(output, text, tmp_path):
     copy = copy_of(output, tmp_path)
     (copy / "modeling_pruned.py").write_text("raise SystemExit")
-    code, said = run("validate", copy, "--runtime", "transformers", "--text", text)
+    code, message = run("validate", copy, "--runtime", "transformers", "--text", text)
     assert code == 2
-    assert "which is not this package's: say --trust-remote-code" in said
+    assert "which is not this package's: say --trust-remote-code" in message
 
 
 @pytest.mark.parametrize(
@@ -211,9 +213,9 @@ def test_no_file_of_a_folder_brings_other_code_into_a_runtime(
         (copy / name).write_text("raise SystemExit('planted')")
     else:
         plant(copy, name, auto_map=auto_map)
-    code, said = run("validate", copy, "--runtime", runtime, "--text", text)
+    code, message = run("validate", copy, "--runtime", runtime, "--text", text)
     assert code == 2
-    assert said.endswith("which is not this package's: say --trust-remote-code\n")
+    assert message.endswith("which is not this package's: say --trust-remote-code\n")
 
 
 @pytest.mark.parametrize("named", ["", {}, [], "../mlx_pruned.py", "sub/../mlx_pruned.py", {"mlx_pruned.py": 1}])
@@ -222,17 +224,17 @@ def test_a_model_file_that_is_no_file_of_ours_does_not_reach_mlx(output, text, t
     monkeypatch.setattr(proof, "run_isolated", lambda *_: pytest.fail("it was run"))
     copy = copy_of(output, tmp_path)
     plant(copy, "config.json", model_file=named)
-    code, said = run("validate", copy, "--runtime", "mlx", "--text", text)
+    code, message = run("validate", copy, "--runtime", "mlx", "--text", text)
     assert code == 2
-    assert said.endswith("which is not this package's: say --trust-remote-code\n")
+    assert message.endswith("which is not this package's: say --trust-remote-code\n")
 
 
 def test_code_that_is_missing_is_said(output, text, tmp_path):
     copy = copy_of(output, tmp_path)
     (copy / "modeling_pruned.py").unlink()
-    code, said = run("validate", copy, "--runtime", "transformers", "--text", text)
+    code, message = run("validate", copy, "--runtime", "transformers", "--text", text)
     assert code == 2
-    assert "has no modeling_pruned.py, which its config.json names" in said
+    assert "has no modeling_pruned.py, which its config.json names" in message
 
 
 @posix
@@ -242,6 +244,6 @@ def test_a_folder_that_a_runtime_cannot_load_is_refused_in_its_words(output, tex
     config = json.loads((copy / "config.json").read_text())
     del config["auto_map"]
     (copy / "config.json").write_text(json.dumps(config))
-    code, said = run("validate", copy, "--runtime", "transformers", "--against", output, "--text", text)
+    code, message = run("validate", copy, "--runtime", "transformers", "--against", output, "--text", text)
     assert code == 2
-    assert "transformers does not run" in said
+    assert "transformers does not run" in message

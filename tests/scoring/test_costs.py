@@ -35,8 +35,8 @@ def square_root(metric: Tensor) -> Tensor:
 def test_every_prefix_costs_what_a_refit_of_the_rest_leaves(d_out, d, per_unit, damp):
     weight, gram = layer(d_out, d, seed=d + d_out)
     order = torch.randperm(d // per_unit, generator=torch.Generator().manual_seed(3))
-    found = costs_in_order(weight, gram, order, per_unit, damp=damp)
-    torch.testing.assert_close(found, by_hand(weight, gram, order.tolist(), per_unit, damp), rtol=1e-9, atol=1e-9)
+    costs = costs_in_order(weight, gram, order, per_unit, damp=damp)
+    torch.testing.assert_close(costs, by_hand(weight, gram, order.tolist(), per_unit, damp), rtol=1e-9, atol=1e-9)
 
 
 @given(seed=st.integers(0, 10_000), rank=st.integers(1, 6), damp=st.sampled_from([0.01, 1.0]))
@@ -48,9 +48,9 @@ def test_a_metric_is_that_of_a_turned_weight(seed, rank, damp):
     half = torch.randn(6, rank, generator=g, dtype=torch.float64)
     metric = half @ half.T
     order = torch.randperm(8, generator=g)
-    found = costs_in_order(weight, gram, order, metric=metric, damp=damp)
+    costs = costs_in_order(weight, gram, order, metric=metric, damp=damp)
     expected = by_hand(square_root(metric) @ weight, gram, order.tolist(), 1, damp)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8 * float(expected[-1]))
+    torch.testing.assert_close(costs, expected, rtol=1e-8, atol=1e-8 * float(expected[-1]))
 
 
 @given(seed=st.integers(0, 10_000), per_unit=st.sampled_from([1, 2]))
@@ -58,17 +58,17 @@ def test_a_metric_is_that_of_a_turned_weight(seed, rank, damp):
 def test_in_the_order_of_greedy_removal_they_are_its_own(seed, per_unit):
     weight, gram = layer(4, 12, seed=seed)
     greedy = remove_greedily(weight, gram, per_unit, damp=0.01)
-    found = costs_in_order(weight, gram, greedy.order, per_unit, damp=0.01)
-    torch.testing.assert_close(found, greedy.curve, rtol=1e-9, atol=1e-9)
-    assert bool((found.diff() >= 0).all())
+    costs = costs_in_order(weight, gram, greedy.order, per_unit, damp=0.01)
+    torch.testing.assert_close(costs, greedy.curve, rtol=1e-9, atol=1e-9)
+    assert bool((costs.diff() >= 0).all())
 
 
 def test_a_singular_gram_is_damped_and_no_gram_is_refused():
     weight, gram = layer(3, 6)
     gram[2] = gram[:, 2] = 0  # an input that is always zero
     order = torch.arange(6)
-    found = costs_in_order(weight, gram, order, damp=0.0)
-    torch.testing.assert_close(found, by_hand(weight, gram, order.tolist(), 1, LEAST_DAMP), rtol=1e-8, atol=1e-9)
+    costs = costs_in_order(weight, gram, order, damp=0.0)
+    torch.testing.assert_close(costs, by_hand(weight, gram, order.tolist(), 1, LEAST_DAMP), rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(
         costs_in_order(weight, torch.zeros(6, 6), order),
         torch.zeros(7).double() + torch.cat([torch.zeros(1), weight.square().sum(0).cumsum(0) * 0.01]),
@@ -83,7 +83,7 @@ def test_a_singular_gram_is_damped_and_no_gram_is_refused():
 def test_what_is_lost_is_what_a_refit_leaves(per_unit):
     weight, gram = layer(5, 12, seed=1)
     order = torch.randperm(12 // per_unit, generator=torch.Generator().manual_seed(3))
-    found = DropOrder.of(weight, gram, order, per_unit, damp=0.05)
+    drop_order = DropOrder.of(weight, gram, order, per_unit, damp=0.05)
     strength = 0.05 * gram.diagonal().mean()
     for count in (0, 1, len(order) - 1, len(order)):
         dropped = oracle.columns(order[:count].tolist(), per_unit)
@@ -93,7 +93,7 @@ def test_what_is_lost_is_what_a_refit_leaves(per_unit):
             damped = gram[kept][:, kept] + strength * torch.eye(len(kept), dtype=torch.float64)
             target = weight @ gram[:, kept] + strength * weight[:, kept]
             expected[:, kept] -= torch.linalg.solve(damped, target.T).T
-        torch.testing.assert_close(found.lost(count), expected, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(drop_order.lost(count), expected, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("per_unit", [1, 3])
@@ -126,9 +126,9 @@ def test_a_wide_gram_that_float32_has_no_digits_for_is_factorised_in_float64():
     gram[1], gram[:, 1] = gram[0], gram[:, 0]
     gram[1, 1] = gram[0, 0]
     order = torch.randperm(len(gram), generator=torch.Generator().manual_seed(5))
-    found = DropOrder.of(weight, gram, order, damp=1e-6)
-    assert found.factor.dtype == torch.float64
-    assert torch.equal(found.costs(), in_float64(weight, gram, order, 1e-6).costs())
+    drop_order = DropOrder.of(weight, gram, order, damp=1e-6)
+    assert drop_order.factor.dtype == torch.float64
+    assert torch.equal(drop_order.costs(), in_float64(weight, gram, order, 1e-6).costs())
 
 
 def wide_layer(loudness: float) -> tuple[Tensor, Tensor]:

@@ -38,10 +38,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, panel: int, rows: int) -> None
     monkeypatch.setattr(obs, "ROWS", rows)
 
 
-def assert_greedy(found: Removal, weight: Tensor, gram: Tensor, per_unit: int, rtol: float = 1e-10) -> None:
-    order, costs = oracle.greedy(weight, gram, found.strength, per_unit)
-    assert found.order.tolist() == order
-    torch.testing.assert_close(found.costs, torch.tensor(costs, dtype=torch.float64), rtol=rtol, atol=0)
+def assert_greedy(removal: Removal, weight: Tensor, gram: Tensor, per_unit: int, rtol: float = 1e-10) -> None:
+    order, costs = oracle.greedy(weight, gram, removal.strength, per_unit)
+    assert removal.order.tolist() == order
+    torch.testing.assert_close(removal.costs, torch.tensor(costs, dtype=torch.float64), rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("damp", [0.0, 0.05])
@@ -51,9 +51,9 @@ def assert_greedy(found: Removal, weight: Tensor, gram: Tensor, per_unit: int, r
 def test_every_step_is_the_cheapest_removal_after_refitting(monkeypatch, d, per_unit, panel, rows, d_out, damp):
     small_blocks(monkeypatch, panel, rows)
     weight, gram = layer(d_out, d, seed=d + d_out)
-    found = remove_greedily(weight, gram, per_unit, damp=damp)
-    assert found.strength == pytest.approx(damp * float(gram.diagonal().mean()), rel=1e-12)
-    assert_greedy(found, weight, gram, per_unit)
+    removal = remove_greedily(weight, gram, per_unit, damp=damp)
+    assert removal.strength == pytest.approx(damp * float(gram.diagonal().mean()), rel=1e-12)
+    assert_greedy(removal, weight, gram, per_unit)
 
 
 @pytest.mark.parametrize("damp", [0.0, 1e-9, 1e-6])
@@ -61,14 +61,15 @@ def test_every_step_is_the_cheapest_removal_after_refitting(monkeypatch, d, per_
 def test_the_curve_is_refitting_from_scratch_at_a_condition_of_a_million(monkeypatch, per_unit, damp):
     small_blocks(monkeypatch, 7, 16)
     weight, gram = layer(5, 40, seed=1)[0], ill_conditioned(40, 1e6)
-    found = remove_greedily(weight, gram, per_unit, damp=damp)
-    assert found.strength == pytest.approx(damp * float(gram.diagonal().mean()), rel=1e-12)
-    assert_greedy(found, weight, gram, per_unit, rtol=1e-8)
+    removal = remove_greedily(weight, gram, per_unit, damp=damp)
+    assert removal.strength == pytest.approx(damp * float(gram.diagonal().mean()), rel=1e-12)
+    assert_greedy(removal, weight, gram, per_unit, rtol=1e-8)
     expected = [
-        oracle.cost(weight, gram, found.strength, found.order[:k].tolist(), per_unit) for k in range(40 // per_unit + 1)
+        oracle.cost(weight, gram, removal.strength, removal.order[:k].tolist(), per_unit)
+        for k in range(40 // per_unit + 1)
     ]
-    assert found.curve[0] == 0
-    torch.testing.assert_close(found.curve, torch.tensor(expected, dtype=torch.float64), rtol=1e-8, atol=0)
+    assert removal.curve[0] == 0
+    torch.testing.assert_close(removal.curve, torch.tensor(expected, dtype=torch.float64), rtol=1e-8, atol=0)
 
 
 @given(
@@ -87,30 +88,30 @@ def test_identities(seed, units, per_unit, d_out, panel):
     columns = (shuffle[:, None] * per_unit + torch.arange(per_unit)).flatten()
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, panel, 4)
-        found = remove_greedily(weight, gram, per_unit)
+        removal = remove_greedily(weight, gram, per_unit)
         turned = remove_greedily(turn @ weight, gram, per_unit)
         shuffled = remove_greedily(weight[:, columns], gram[columns][:, columns], per_unit)
         scaled = remove_greedily(2 * weight, 4 * gram, per_unit)
-    assert sorted(found.order.tolist()) == list(range(units))
-    assert (found.curve.diff() >= 0).all()
-    assert found.curve.shape == (units + 1,)
-    assert torch.equal(found.scores[found.order], found.costs)
+    assert sorted(removal.order.tolist()) == list(range(units))
+    assert (removal.curve.diff() >= 0).all()
+    assert removal.curve.shape == (units + 1,)
+    assert torch.equal(removal.scores[removal.order], removal.costs)
     for keep in range(1, units + 1):
-        assert select(found.scores, keep).tolist() == sorted(found.order[units - keep :].tolist())
-    assert torch.equal(turned.order, found.order)
-    torch.testing.assert_close(turned.costs, found.costs, rtol=1e-9, atol=0)
-    assert torch.equal(shuffle[shuffled.order], found.order)
-    torch.testing.assert_close(shuffled.costs, found.costs, rtol=1e-9, atol=0)
-    assert torch.equal(scaled.order, found.order)
-    torch.testing.assert_close(scaled.costs, 16 * found.costs, rtol=1e-12, atol=0)
+        assert select(removal.scores, keep).tolist() == sorted(removal.order[units - keep :].tolist())
+    assert torch.equal(turned.order, removal.order)
+    torch.testing.assert_close(turned.costs, removal.costs, rtol=1e-9, atol=0)
+    assert torch.equal(shuffle[shuffled.order], removal.order)
+    torch.testing.assert_close(shuffled.costs, removal.costs, rtol=1e-9, atol=0)
+    assert torch.equal(scaled.order, removal.order)
+    torch.testing.assert_close(scaled.costs, 16 * removal.costs, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("per_unit", [1, 3])
 def test_costs_are_what_ridge_leaves(per_unit):
     """J = the error of ridge on the kept columns, its penalty, and λ times the energy of the dropped weights."""
     weight, gram = layer(5, 12)
-    found = remove_greedily(weight, gram, per_unit, damp=0.2)
-    dropped_columns = (found.order[:, None] * per_unit + torch.arange(per_unit)).view(-1, per_unit)
+    removal = remove_greedily(weight, gram, per_unit, damp=0.2)
+    dropped_columns = (removal.order[:, None] * per_unit + torch.arange(per_unit)).view(-1, per_unit)
     for k in range(12 // per_unit):
         dropped = dropped_columns[:k].flatten()
         kept = torch.tensor([j for j in range(12) if j not in dropped.tolist()])
@@ -122,10 +123,10 @@ def test_costs_are_what_ridge_leaves(per_unit):
             cross=weight @ gram[:, kept],
             target_energy=float(((weight @ gram) * weight).sum()),
         )
-        fold = ridge(weight[:, kept], fit, found.strength)
+        fold = ridge(weight[:, kept], fit, removal.strength)
         moved = float((fold.weight - weight[:, kept]).square().sum() + weight[:, dropped].square().sum())
-        objective = squared_error(fold, fit) + found.strength * moved
-        assert float(found.curve[k]) == pytest.approx(objective, rel=1e-9, abs=1e-9)
+        objective = squared_error(fold, fit) + removal.strength * moved
+        assert float(removal.curve[k]) == pytest.approx(objective, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("per_unit", [1, 2])
@@ -135,13 +136,13 @@ def test_inputs_always_zero(per_unit):
     for dead in (2, 3):
         gram[dead] = gram[:, dead] = 0
     mean = float(gram.diagonal().mean())
-    found = remove_greedily(weight, gram, per_unit, damp=0.01)
-    assert found.strength == pytest.approx(0.01 * mean)
-    assert_greedy(found, weight, gram, per_unit)
-    assert set(found.order[: 2 // per_unit].tolist()) == {2 // per_unit, 3 // per_unit}
-    found = remove_greedily(weight, gram, per_unit, damp=0)
-    assert found.strength == pytest.approx(LEAST_DAMP * mean)
-    assert_greedy(found, weight, gram, per_unit, rtol=1e-8)
+    removal = remove_greedily(weight, gram, per_unit, damp=0.01)
+    assert removal.strength == pytest.approx(0.01 * mean)
+    assert_greedy(removal, weight, gram, per_unit)
+    assert set(removal.order[: 2 // per_unit].tolist()) == {2 // per_unit, 3 // per_unit}
+    removal = remove_greedily(weight, gram, per_unit, damp=0)
+    assert removal.strength == pytest.approx(LEAST_DAMP * mean)
+    assert_greedy(removal, weight, gram, per_unit, rtol=1e-8)
 
 
 @pytest.mark.parametrize("per_unit", [1, 2])
@@ -152,18 +153,18 @@ def test_a_pass_that_rounding_spoils_is_done_again_with_more_damping(monkeypatch
 
     def spoil(gram: Tensor, scale: float, share: float) -> Tensor:
         shares.append(share)
-        found = inverse(gram, scale, share)
+        inverted = inverse(gram, scale, share)
         if len(shares) == 1:
-            found[:4, 4:] *= 3
-            found[4:, :4] *= 3
-            found -= 0.9 * torch.linalg.eigvalsh(found).mean() * torch.eye(8, dtype=torch.float64)
-        return found
+            inverted[:4, 4:] *= 3
+            inverted[4:, :4] *= 3
+            inverted -= 0.9 * torch.linalg.eigvalsh(inverted).mean() * torch.eye(8, dtype=torch.float64)
+        return inverted
 
     monkeypatch.setattr(obs, "_inverse", spoil)
-    found = remove_greedily(weight, gram, per_unit, damp=1e-3)
+    removal = remove_greedily(weight, gram, per_unit, damp=1e-3)
     assert shares == [1e-3, 1e-2]
-    assert found.strength == pytest.approx(1e-2 * float(gram.diagonal().mean()))
-    assert_greedy(found, weight, gram, per_unit)
+    assert removal.strength == pytest.approx(1e-2 * float(gram.diagonal().mean()))
+    assert_greedy(removal, weight, gram, per_unit)
 
 
 def test_what_is_no_gram_is_refused():
@@ -175,7 +176,7 @@ def test_what_is_no_gram_is_refused():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("which", [0, 1])
 def test_infinities_and_nan_are_refused(which, value):
-    arguments = [each.float() for each in layer(3, 4)]
+    arguments = [matrix.float() for matrix in layer(3, 4)]
     arguments[which][1, 2] = value
     with pytest.raises(ValueError, match=("the weight", "the Gram")[which] + " holds infinities or NaN"):
         remove_greedily(*arguments)
@@ -205,11 +206,11 @@ def test_wide_inputs_go_in_float32_at_the_same_cost(monkeypatch, per_unit):
     gram *= torch.outer(*[torch.logspace(0, 1.5, 120, dtype=torch.float64)] * 2)
     exact = remove_greedily(weight, gram, per_unit)
     monkeypatch.setattr(obs, "WIDE", 0)
-    found = remove_greedily(weight, gram, per_unit)
-    assert found.costs.dtype == torch.float64
-    assert not torch.equal(found.costs, exact.costs)
-    torch.testing.assert_close(found.costs, exact.costs, rtol=1e-4, atol=0)
-    assert sorted(found.order.tolist()) == sorted(exact.order.tolist())
+    removal = remove_greedily(weight, gram, per_unit)
+    assert removal.costs.dtype == torch.float64
+    assert not torch.equal(removal.costs, exact.costs)
+    torch.testing.assert_close(removal.costs, exact.costs, rtol=1e-4, atol=0)
+    assert sorted(removal.order.tolist()) == sorted(exact.order.tolist())
 
 
 def test_what_float32_gets_wrong_is_done_in_float64(monkeypatch):
@@ -217,8 +218,8 @@ def test_what_float32_gets_wrong_is_done_in_float64(monkeypatch):
     exact = remove_greedily(weight, gram)
     monkeypatch.setattr(obs, "WIDE", 0)
     monkeypatch.setattr(obs, "AGREES", 0.0)
-    found = remove_greedily(weight, gram)
-    assert torch.equal(found.costs, exact.costs)
+    removal = remove_greedily(weight, gram)
+    assert torch.equal(removal.costs, exact.costs)
     # Hardly any damping, which nothing but float64 resolves.
     monkeypatch.setattr(obs, "AGREES", 1.0)
     assert torch.equal(remove_greedily(weight, gram, damp=1e-6).costs[-1:] > 0, torch.tensor([True]))
@@ -232,17 +233,17 @@ def test_an_order_may_end_with_the_units_that_go(monkeypatch, count, wide, per_u
     small_blocks(monkeypatch, 7, 5)
     monkeypatch.setattr(obs, "WIDE", 1 if wide else 10**6)
     weight, gram = layer(9, 12 * per_unit, seed=3)
-    whole, found = (remove_greedily(weight, gram, per_unit, count=number) for number in (None, count))
-    assert found.order[:count].tolist() == whole.order[:count].tolist()
-    assert sorted(found.order.tolist()) == list(range(12))
-    torch.testing.assert_close(found.costs[:count], whole.costs[:count], rtol=1e-5 if wide else 1e-10, atol=0)
-    kept = [select(removal.scores, 12 - count).tolist() for removal in (whole, found)]
+    full, partial = (remove_greedily(weight, gram, per_unit, count=number) for number in (None, count))
+    assert partial.order[:count].tolist() == full.order[:count].tolist()
+    assert sorted(partial.order.tolist()) == list(range(12))
+    torch.testing.assert_close(partial.costs[:count], full.costs[:count], rtol=1e-5 if wide else 1e-10, atol=0)
+    kept = [select(removal.scores, 12 - count).tolist() for removal in (full, partial)]
     assert kept[0] == kept[1]
     if count < 12:
         nexts = [
-            oracle.cost(weight, gram, found.strength, [*whole.order[:count].tolist(), u], per_unit) for u in range(12)
+            oracle.cost(weight, gram, partial.strength, [*full.order[:count].tolist(), u], per_unit) for u in range(12)
         ]
-        expected = sorted(cost for unit, cost in enumerate(nexts) if unit in found.order[count:].tolist())
+        expected = sorted(cost for unit, cost in enumerate(nexts) if unit in partial.order[count:].tolist())
         torch.testing.assert_close(
-            found.costs[count:], torch.tensor(expected, dtype=torch.float64), rtol=1e-4 if wide else 1e-9, atol=0
+            partial.costs[count:], torch.tensor(expected, dtype=torch.float64), rtol=1e-4 if wide else 1e-9, atol=0
         )

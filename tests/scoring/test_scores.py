@@ -31,10 +31,10 @@ def moments_of(x: np.ndarray) -> Moments:
 def test_scores_are_those_of_the_papers(name, seed, d_out, width, count):
     x = tokens(seed, count, width)
     weight = np.random.default_rng(seed).normal(size=(d_out, width)).astype(np.float32)
-    found = SCORES[name].function(torch.from_numpy(weight), moments_of(x))
-    assert found.shape == (width,)
-    assert found.dtype == torch.float64
-    np.testing.assert_allclose(found, oracle.SCORES[name](weight.astype(np.float64), x), rtol=1e-8, atol=1e-10)
+    scores = SCORES[name].function(torch.from_numpy(weight), moments_of(x))
+    assert scores.shape == (width,)
+    assert scores.dtype == torch.float64
+    np.testing.assert_allclose(scores, oracle.SCORES[name](weight.astype(np.float64), x), rtol=1e-8, atol=1e-10)
 
 
 def test_only_magnitude_needs_no_moments():

@@ -156,12 +156,14 @@ def recovery(**changes: Any) -> Json:
 
 def elsewhere(layers: list[Json], **changes: Any) -> Json:
     """The report of a recovered model that another tool pruned; its cost is known only as it is."""
-    made = report([], recipe={"name": "pruned elsewhere", "summary": "By another tool."}, linears=[], calibration={})
-    return made | {"before": made["after"], "layers": layers, "recovery": recovery()} | changes
+    json_report = report(
+        [], recipe={"name": "pruned elsewhere", "summary": "By another tool."}, linears=[], calibration={}
+    )
+    return json_report | {"before": json_report["after"], "layers": layers, "recovery": recovery()} | changes
 
 
 def plan(sites: list[Json], **changes: Any) -> Json:
-    made = report(sites)
+    json_report = report(sites)
     kept = ("version", "recipe", "recipe_digest", "before", "after", "sites")
     return (
         {
@@ -171,7 +173,7 @@ def plan(sites: list[Json], **changes: Any) -> Json:
             "container": "vit",
             "container_note": None,
         }
-        | {key: made[key] for key in kept}
+        | {key: json_report[key] for key in kept}
         | changes
     )
 
@@ -232,13 +234,13 @@ def words(element: ElementTree.Element | None) -> str:
 def details(html: str) -> dict[str, list[list[str]]]:
     """Title of a table that is folded away → its rows."""
     return {
-        words(found.find("summary")): [[words(cell) for cell in row] for row in found.iter("tr")]
-        for found in parse(html).iter("details")
+        words(element.find("summary")): [[words(cell) for cell in row] for row in element.iter("tr")]
+        for element in parse(html).iter("details")
     }
 
 
 def numbers(text: str | None) -> list[float]:
-    return [float(found) for found in re.findall(r"-?\d+(?:\.\d+)?", text or "")]
+    return [float(digits) for digits in re.findall(r"-?\d+(?:\.\d+)?", text or "")]
 
 
 class Drawn:
@@ -260,8 +262,8 @@ class Drawn:
     @property
     def labels(self) -> tuple[list[str], list[str]]:
         """Tick labels of both axes."""
-        found = [[t.text or "" for t in self.svg.iter("text") if t.get("class") == axis] for axis in "xy"]
-        return found[0], found[1]
+        texts = [[t.text or "" for t in self.svg.iter("text") if t.get("class") == axis] for axis in "xy"]
+        return texts[0], texts[1]
 
     @property
     def unit(self) -> str:
@@ -269,13 +271,13 @@ class Drawn:
 
     def marks(self, name: str) -> list[tuple[float, float, str]]:
         """Pixels and class of a series' marks."""
-        found = []
+        points = []
         for group in self.svg.iter("g"):
             if group.get("class") == name:
                 for path in group:
                     x, y, *_ = numbers(path.get("transform"))
-                    found.append((x, y, path.get("class") or ""))
-        return found
+                    points.append((x, y, path.get("class") or ""))
+        return points
 
     def path(self, kind: str, name: str) -> list[list[tuple[float, float]]]:
         """The corners of a series' line or band, stroke by stroke."""

@@ -78,9 +78,9 @@ over blocks, calibration samples.
 """
 
 
-def card(made: Json, **container: Any) -> str:
+def card(json_report: Json, **container: Any) -> str:
     stored = {"model_type": "llama", "auto_class": "AutoModelForCausalLM"} | container
-    return model_card(Report.read(made | {"container": stored}))
+    return model_card(Report.read(json_report | {"container": stored}))
 
 
 def test_a_card():
@@ -88,45 +88,45 @@ def test_a_card():
     assert card(report([site(0)], source=source)) == CARD
 
 
-@pytest.mark.parametrize(("older", "said"), [({"rope_theta": 500.0}, True), ({}, False)])
-def test_the_card_says_what_older_versions_of_transformers_read(older, said):
+@pytest.mark.parametrize(("older", "mentioned"), [({"rope_theta": 500.0}, True), ({}, False)])
+def test_the_card_says_what_older_versions_of_transformers_read(older, mentioned):
     config = {"model_type": "llama", "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, **older}
     container = {"model_type": "llama", "auto_class": "AutoModelForCausalLM"}
-    made = model_card(Report.read(report([site(0)]) | {"container": container}), config)
-    assert ("transformers 4.57 reads the same rotary positions" in made) == said
+    text = model_card(Report.read(report([site(0)]) | {"container": container}), config)
+    assert ("transformers 4.57 reads the same rotary positions" in text) == mentioned
 
 
 def test_remote_code_is_loaded_with_this_package_or_with_trust():
-    made = card(report([site(0)]), remote_code=True, note="no slot", sentence_class="CrossEncoder")
-    assert "its id on the Hub. `from_pretrained` of every other class refuses it. " in made
-    assert "Its code needs transformers 5.19 or later.\n" in made
-    assert "| stored as | remote code: no slot |" in made
+    text = card(report([site(0)]), remote_code=True, note="no slot", sentence_class="CrossEncoder")
+    assert "its id on the Hub. `from_pretrained` of every other class refuses it. " in text
+    assert "Its code needs transformers 5.19 or later.\n" in text
+    assert "| stored as | remote code: no slot |" in text
     assert (
         '```python\nimport ckpt_prune  # without running the code in the folder\n\nmodel = ckpt_prune.load("PATH")\n\n'
         "from transformers import AutoModelForCausalLM  # without ckpt_prune\n\n"
         'model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)\n\n'
         "from sentence_transformers import CrossEncoder  # for scores of pairs of texts\n\n"
         'model = CrossEncoder("PATH", trust_remote_code=True)\n```'
-    ) in made
-    assert "library_name: sentence-transformers\npipeline_tag: text-ranking\n" in made
+    ) in text
+    assert "library_name: sentence-transformers\npipeline_tag: text-ranking\n" in text
 
 
 def test_what_another_tool_pruned_has_no_recipe():
-    made = card(elsewhere([layer(0)], recipe={"name": "pruned elsewhere"}))
-    assert "# tiny, pruned elsewhere and recovered\n" in made
-    assert "## Recipe" not in made
+    text = card(elsewhere([layer(0)], recipe={"name": "pruned elsewhere"}))
+    assert "# tiny, pruned elsewhere and recovered\n" in text
+    assert "## Recipe" not in text
 
 
 # ---- how a recipe differs from the shipped one -------------------------------------------------------------------
 
 
 def recipe_words(used, asked=None, name="magnitude") -> str:
-    made = report([site(0)]) | {
+    json_report = report([site(0)]) | {
         "recipe": used.model_dump(mode="json", by_alias=True),
         "recipe_digest": used.digest,
         "asked": asked,
     }
-    return card(made).partition(f"{load_recipe(name).summary}")[2].partition("\n")[0].strip()
+    return card(json_report).partition(f"{load_recipe(name).summary}")[2].partition("\n")[0].strip()
 
 
 def magnitude(*changes: str, **amount):
@@ -136,6 +136,9 @@ def magnitude(*changes: str, **amount):
 def test_a_strength_that_was_searched_for_is_no_change():
     used = load_recipe("ridge-perplexity").with_strength(10.0)
     search = {"chosen": 10.0, "perplexity": {"10": 3.0}}
-    made = report([site(0)]) | {"recipe": used.model_dump(mode="json", by_alias=True), "recipe_digest": used.digest}
-    assert SHIPPED not in card(made | {"lambda_search": search})
-    assert CHANGED in card(made)
+    json_report = report([site(0)]) | {
+        "recipe": used.model_dump(mode="json", by_alias=True),
+        "recipe_digest": used.digest,
+    }
+    assert SHIPPED not in card(json_report | {"lambda_search": search})
+    assert CHANGED in card(json_report)

@@ -42,12 +42,12 @@ def drawn(*lines, **options) -> Drawn:
     return Drawn(ElementTree.fromstring(draw(figure(*lines, **options))))
 
 
-def interpolate(ticks, wanted, *, log=False):
+def interpolate(ticks, number, *, log=False):
     """Return the position at which a value belongs, going by the outermost ticks alone."""
     (p0, v0), (p1, v1) = ticks[0], ticks[-1]
     if log:
-        v0, v1, wanted = math.log(v0), math.log(v1), math.log(wanted)
-    return p0 + (wanted - v0) / (v1 - v0) * (p1 - p0)
+        v0, v1, number = math.log(v0), math.log(v1), math.log(number)
+    return p0 + (number - v0) / (v1 - v0) * (p1 - p0)
 
 
 # ---- where things are ------------------------------------------------------------------------------------------
@@ -132,30 +132,30 @@ def test_texts_are_escaped():
 
 def boxes(plot: Drawn):
     """A generous box around every text: 0.6 of its size a character."""
-    found = []
+    corners = []
     for text in plot.svg.iter("text"):
         width = 0.6 * TEXT * len(text.text)
         (x,), (y,) = numbers(text.get("x")), numbers(text.get("y"))
-        left = x - {"end": 1.0, "middle": 0.5, None: 0.0}[text.get("text-anchor")] * width
-        found.append((left, left + width, y - 0.75 * TEXT, y + 0.25 * TEXT))
-    return found
+        x0 = x - {"end": 1.0, "middle": 0.5, None: 0.0}[text.get("text-anchor")] * width
+        corners.append((x0, x0 + width, y - 0.75 * TEXT, y + 0.25 * TEXT))
+    return corners
 
 
 def check_geometry(plot: Drawn):
     everything = boxes(plot)
-    for left, right, top, bottom in everything:
+    for x0, x1, top, bottom in everything:
         # Half a unit: the box is wider than the text.
-        assert left >= -0.5
-        assert right <= WIDTH + 0.5
+        assert x0 >= -0.5
+        assert x1 <= WIDTH + 0.5
         assert top >= 0
         assert bottom <= HEIGHT
     for i, a in enumerate(everything):
         for b in everything[i + 1 :]:
             assert a[1] <= b[0] or b[1] <= a[0] or a[3] <= b[2] or b[3] <= a[2], (a, b)
-    left, foot, right = next(numbers(p.get("d")) for p in plot.svg.iter("path") if p.get("class") == "base")
+    start, foot, end = next(numbers(p.get("d")) for p in plot.svg.iter("path") if p.get("class") == "base")
     for group in ("line-0", "line-1"):
         for x, y, _ in plot.marks(group):
-            assert left <= x <= right <= WIDTH
+            assert start <= x <= end <= WIDTH
             assert 28 <= y <= foot
     assert len(plot.labels[1]) >= 2
     assert len(plot.labels[0]) >= 1
@@ -237,6 +237,6 @@ def test_a_heat_map_of_nothing_is_not_drawn(cells):
 
 
 def test_a_heat_map_draws_no_more_than_so_much():
-    found = shades([[1.0] * 200] * 200, [[1.0] * 3, [], [2.0]])
-    assert sum(count for count, _ in found) == SIDE**2 + 4
-    assert len(found) <= SHADES
+    cells = shades([[1.0] * 200] * 200, [[1.0] * 3, [], [2.0]])
+    assert sum(count for count, _ in cells) == SIDE**2 + 4
+    assert len(cells) <= SHADES

@@ -88,8 +88,8 @@ def test_a_page_loads_and_runs_nothing(page):
 
 def test_nothing_from_a_report_is_markup(page):
     mask = {"method": EVIL, "pattern": EVIL, "ratio": 0.5}
-    made = make_mask_report([linear(0, weight=EVIL, kind=EVIL)], make_learned_rotation(0), kind=EVIL, mask=mask)
-    made |= {
+    json_report = make_mask_report([linear(0, weight=EVIL, kind=EVIL)], make_learned_rotation(0), kind=EVIL, mask=mask)
+    json_report |= {
         "sites": [site(0, EVIL, method=EVIL), site(1, EVIL)],
         "source": {"name": EVIL, "fingerprint": EVIL},
         "recipe": {"name": EVIL, "summary": EVIL, "source": EVIL},
@@ -97,7 +97,7 @@ def test_nothing_from_a_report_is_markup(page):
         "container": {"model_type": EVIL, "note": EVIL},
         "ckpt_prune": EVIL,
     }
-    html = page(made)
+    html = page(json_report)
     root = parse(html)
     seen = EVIL.replace("\x07", "\ufffd")
     assert "script" not in {element.tag for element in root.iter()}

@@ -26,14 +26,14 @@ from tests.show.examples import (
 )
 
 
-def sections(made: Json) -> dict[str, Section]:
-    found = {section.title: section for section in all_sections(Report.read(made))}
-    for section in found.values():
+def sections(json_report: Json) -> dict[str, Section]:
+    by_title = {section.title: section for section in all_sections(Report.read(json_report))}
+    for section in by_title.values():
         titles = [figure.title for figure in section.figures]
         assert len(set(titles)) == len(titles)
         notes = [figure.note for figure in section.figures]
         assert all(note.startswith(("Lower", "Higher", "Where the", "Stronger colour is more")) for note in notes)
-    return found
+    return by_title
 
 
 def figures(section: Section) -> dict[str, Figure]:
@@ -56,14 +56,14 @@ def tables(section: Section) -> dict[str, list[list[str]]]:
 
 
 def test_sizes_and_provenance():
-    found = sections(report([], latency=None, part="text"))
-    assert tables(found["Size"])[""] == [
+    by_title = sections(report([], latency=None, part="text"))
+    assert tables(by_title["Size"])[""] == [
         ["", "before", "after", "share"],
         ["parameters", "2.00M", "1.50M", "75.0%"],
         ["bytes", "8.00 MiB", "6.00 MiB", "75.0%"],
         ["FLOPs / 1024 tokens", "4.00B", "3.00B", "75.0%"],
     ]
-    assert tables(found["How it was made"])[""][1:] == [
+    assert tables(by_title["How it was made"])[""][1:] == [
         ["dense model", "tiny"],
         ["its fingerprint", "f00d"],
         ["recipe", "corp"],
@@ -86,8 +86,8 @@ def test_a_note_on_the_container_stands_once(note):
 # ---- units of spaces ---------------------------------------------------------------------------------------------
 
 
-def units(*made: Json, **changes: Any) -> Section:
-    return sections(report(list(made), **changes))["Units"]
+def units(*sites: Json, **changes: Any) -> Section:
+    return sections(report(list(sites), **changes))["Units"]
 
 
 def heads(*errors: tuple[float, float | None], rho2: float | None = None) -> list[Json]:
@@ -99,21 +99,21 @@ def heads(*errors: tuple[float, float | None], rho2: float | None = None) -> lis
 
 def test_units():
     qk = site(0, "qk", consumer=None, error_held_out=None, strength=None, effective_rank=None, k95=None, active=None)
-    found = units(site(1, kept=[0]), qk | {"heads": heads((0.5, 0.1), rho2=0.5)}, site(0, "heads", width=16), site(0))
-    assert found.sentences == [
+    section = units(site(1, kept=[0]), qk | {"heads": heads((0.5, 0.1), rho2=0.5)}, site(0, "heads", width=16), site(0))
+    assert section.sentences == [
         "The error is the share of the energy of a module's output (of queries and keys: of the attention logits) that "
         "pruning changes, before and after compensation: mean over blocks, calibration samples.",
         "It is not perplexity or accuracy.",
         "Compensation lowers the error on calibration samples at 4 of 4 sites.",
         "Compensation lowers the error on held-out samples at 3 of 3 sites.",
     ]
-    assert tables(found)[""] == [
+    assert tables(section)[""] == [
         ["space", "units kept", "error before", "after", "held out"],
         ["qk (dimensions of queries and keys)", "4 of 8", "0.5000", "0.2500", "–"],
         ["heads (heads, or KV groups)", "4 of 8", "0.5000", "0.2500", "0.3000"],
         ["mlp (columns of the MLP)", "1 to 4 of 8", "0.5000", "0.2500", "0.3000"],
     ]
-    assert list(figures(found)) == [
+    assert list(figures(section)) == [
         "MLP: output error",
         "Attention heads: output error",
         "Q/K: logit error",
@@ -126,7 +126,7 @@ def test_units():
         "Units kept",
     ]
     names = ["uncompensated", "compensated", "held out", "floor", "ρ²", "effective rank", "k95", "active"]
-    assert tables(found)["Every site"][:3] == [
+    assert tables(section)["Every site"][:3] == [
         ["block", "space", "compensation", "λ", "kept", *names],
         ["0", "Q/K", "affine", "–", "4 of 8", "0.500", "0.250", "–", "0.125", "0.750", "–", "–", "–"],
         [
@@ -138,7 +138,7 @@ def test_units():
             *["0.500", "0.250", "0.300", "0.125", "0.750", "2", "4", "0.500"],
         ],
     ]
-    assert tables(found)["Every head"] == [
+    assert tables(section)["Every head"] == [
         ["block", "space", "head", "uncompensated", "compensated", "floor", "ρ²"],
         ["0", "Q/K", "0", "0.500", "0.100", "9", "0.500"],
     ]
@@ -168,8 +168,8 @@ def test_sites_where_compensation_fails_are_named():
 
 
 def test_solves_that_stopped_short_are_told():
-    made = [SiteRecord.read(site(block, residual=value)) for block, value in enumerate((1e-6, 2e-6, None))]
-    assert list(warn_of_sites(made)) == [
+    records = [SiteRecord.read(site(block, residual=value)) for block, value in enumerate((1e-6, 2e-6, None))]
+    assert list(warn_of_sites(records)) == [
         "The logits of block 1 are not solved to the end (relative residual 2e-06): use more samples or a larger "
         "lambda."
     ]
@@ -177,19 +177,19 @@ def test_solves_that_stopped_short_are_told():
 
 @pytest.mark.parametrize("value", ["0.5", True, [1.0], float("nan"), float("inf"), 10**400])
 def test_what_is_no_finite_number_is_missing(value):
-    found = figures(units(site(0, rho2=value), site(1)))
-    assert values(found["ρ²: what the kept units predict"]) == {"MLP": {1: 0.75}}
+    drawn = figures(units(site(0, rho2=value), site(1)))
+    assert values(drawn["ρ²: what the kept units predict"]) == {"MLP": {1: 0.75}}
 
 
 def test_errors_on_other_samples():
     shift = {"test": 0.4, "uncompensated": 0.6, "covariances": 0.3, "freedom": 12.5}
-    found = units(site(0, shift=shift), site(1))
-    assert values(figures(found)["MLP: output error on other samples"]) == {
+    section = units(site(0, shift=shift), site(1))
+    assert values(figures(section)["MLP: output error on other samples"]) == {
         "uncompensated": {0: 0.6},
         "compensated": {0: 0.4},
         "compensated, calibration": {0: 0.25},
     }
-    assert tables(found)["Every site on other samples"] == [
+    assert tables(section)["Every site on other samples"] == [
         ["block", "space", "uncompensated", "compensated", "|Σ − Σ′| / |Σ|", "degrees of freedom"],
         ["0", "MLP", "0.600", "0.400", "0.300", "12.5"],
     ]
@@ -204,9 +204,9 @@ def test_errors_on_other_samples():
     ],
 )
 def test_perplexity_is_drawn_over_powers_of_ten(perplexity, points):
-    found = units(site(0), lambda_search={"chosen": 1.0, "perplexity": perplexity})
-    assert "Lambda 1 has the least calibration perplexity of those that were tried." in found.sentences
-    figure = figures(found).get("Perplexity over λ")
+    section = units(site(0), lambda_search={"chosen": 1.0, "perplexity": perplexity})
+    assert "Lambda 1 has the least calibration perplexity of those that were tried." in section.sentences
+    figure = figures(section).get("Perplexity over λ")
     assert (None if figure is None else values(figure)["calibration text"]) == points
     assert figure is None or texts(figure)["calibration text"][1] == "5 (chosen)"
 
@@ -216,11 +216,11 @@ def test_perplexity_is_drawn_over_powers_of_ten(perplexity, points):
 
 def test_what_a_mask_zeroes_and_what_was_lost_stand_beside_the_size():
     loss = {"of": "perplexity", "before": 10.0, "after": 12.5, "kl": 0.25, "agreement": 0.75, "data": "window 64"}
-    found = sections(make_mask_report([linear(0)], loss=loss))["Size and loss"]
+    section = sections(make_mask_report([linear(0)], loss=loss))["Size and loss"]
     zeros = linear(0)["zeros"]
-    assert tables(found)[""][2] == ["not zero", "2.00M", "1.50M", f"{(1_500_000 - zeros) / 2_000_000:.1%}"]
-    assert tables(found)[""][-1] == ["perplexity", "10.000", "12.500", "125.0%"]
-    assert found.sentences[-1] == (
+    assert tables(section)[""][2] == ["not zero", "2.00M", "1.50M", f"{(1_500_000 - zeros) / 2_000_000:.1%}"]
+    assert tables(section)[""][-1] == ["perplexity", "10.000", "12.500", "125.0%"]
+    assert section.sentences[-1] == (
         "Measured on window 64: KL divergence from the dense model 0.2500 nats, the same first choice in 75.0%."
     )
 
@@ -228,18 +228,21 @@ def test_what_a_mask_zeroes_and_what_was_lost_stand_beside_the_size():
 def test_a_mask():
     linears = [linear(b, m) for b in (1, 0) for m in ("self_attn.q_proj", "mlp.down_proj")]
     linears[1] |= {"rows": 2000, "columns": 500, "zeros": 500_003, "error": 0.5, "damp": 0.1}
-    found = sections(make_mask_report(linears))["Mask"]
-    assert found.sentences == [
+    section = sections(make_mask_report(linears))["Mask"]
+    assert section.sentences == [
         "Masked by sparsegpt 2:4: 50.00% zeros in 4 linear weights of 1.00M parameters.",
         "The error of their outputs on the calibration samples is 0.312 on average, 0.500 at most (down of block 1).",
         "1 of 4 Hessians were singular with damping 0.01 and took up to 0.1: use more samples (down of block 1).",
     ]
-    assert [explanation[:24] for explanation in found.explanations] == [
+    assert [explanation[:24] for explanation in section.explanations] == [
         "The tensors keep their d",
         "For 2:4 torch.sparse.to_",
     ]
-    assert values(figures(found)["Output error of the linears"]) == {"q": {0: 0.25, 1: 0.25}, "down": {0: 0.25, 1: 0.5}}
-    rows = tables(found)["Every linear"]
+    assert values(figures(section)["Output error of the linears"]) == {
+        "q": {0: 0.25, 1: 0.25},
+        "down": {0: 0.25, 1: 0.5},
+    }
+    rows = tables(section)["Every linear"]
     assert rows[0] == ["block", "linear", "weight", "shape", "zeros", "share", "error", "damping", "dead inputs"]
     assert rows[4][:5] == ["1", "down", "model.layers.1.mlp.down_proj.weight", "2,000 × 500", "500,003"]
 
@@ -252,13 +255,13 @@ def test_a_mask():
     ],
 )
 def test_a_mask_without_errors(method, why):
-    made = linear(0, error=None, damp=None, dead=None, zeros=0)
+    unmeasured = linear(0, error=None, damp=None, dead=None, zeros=0)
     mask = {"method": method, "pattern": "unstructured"}
-    found = sections(make_mask_report([made], mask=mask))["Mask"]
-    assert found.sentences == [f"Masked by {method}: 0.00% zeros in 1 linear weight of 32 parameters."]
-    assert found.explanations == [f"The error of their outputs was not measured: {why}."]
-    assert found.figures == []
-    assert tables(found)["Every linear"][0] == ["block", "linear", "weight", "shape", "zeros", "share"]
+    section = sections(make_mask_report([unmeasured], mask=mask))["Mask"]
+    assert section.sentences == [f"Masked by {method}: 0.00% zeros in 1 linear weight of 32 parameters."]
+    assert section.explanations == [f"The error of their outputs was not measured: {why}."]
+    assert section.figures == []
+    assert tables(section)["Every linear"][0] == ["block", "linear", "weight", "shape", "zeros", "share"]
 
 
 def test_shares_of_zeros():
@@ -295,24 +298,24 @@ def test_every_linear_of_every_family_has_a_kind_of_its_own(name, variant):
     family = load_family(name, variant)
     assert set(family.labels) == set(family.linears)
     shared = {module for name, space in family.consumers.items() if name == "shared" for module in space.modules}
-    found = [label for module, label in family.labels.items() if module not in shared]
-    assert set(found) <= set(KINDS)
-    assert len(set(found)) == len(found)
+    labels = [label for module, label in family.labels.items() if module not in shared]
+    assert set(labels) <= set(KINDS)
+    assert len(set(labels)) == len(labels)
     attention = family.attention
     apart = "qkvo" if len({attention.query, attention.key, attention.value}) == 3 else "qo"
-    assert set("" if attention.latent else apart) <= set(found)
+    assert set("" if attention.latent else apart) <= set(labels)
 
 
 def test_factored_linears():
-    made = {"block": 0, "weight": "w", "kind": "q", "rows": 8, "columns": 8, "rank": 2, "error": 0.25, "change": 0.5}
-    found = sections(report([], factored=[made, made | {"block": 1, "rank": 3, "error": 0.5}]))["Low rank"]
-    assert found.sentences == [
+    factors = {"block": 0, "weight": "w", "kind": "q", "rows": 8, "columns": 8, "rank": 2, "error": 0.25, "change": 0.5}
+    section = sections(report([], factored=[factors, factors | {"block": 1, "rank": 3, "error": 0.5}]))["Low rank"]
+    assert section.sentences == [
         "2 linear modules became the product of two, of ranks 2 to 3: 80 of the 128 parameters of their weights are "
         "left (62.5%).",
         "The error of their outputs on the calibration samples is 0.375 on average, 0.500 at most (q of block 1).",
     ]
-    assert list(figures(found)) == ["Output error of the factored linears", "Parameters of the factors"]
-    assert tables(found)["Every linear"][1] == ["0", "q", "w", "8 × 8", "2", "50.0%", "0.250", "0.500"]
+    assert list(figures(section)) == ["Output error of the factored linears", "Parameters of the factors"]
+    assert tables(section)["Every linear"][1] == ["0", "q", "w", "8 × 8", "2", "50.0%", "0.250", "0.500"]
 
 
 def test_rotations_of_every_block():
@@ -321,37 +324,40 @@ def test_rotations_of_every_block():
         make_learned_rotation(1, 50.0, 20.0, 15) | curves[0],
         make_learned_rotation(0, 50.0, 40.0, 1) | curves[1],
     ]
-    found = sections(make_mask_report([linear(0)], *rotations))["Rotation"]
-    assert found.sentences == [
+    section = sections(make_mask_report([linear(0)], *rotations))["Rotation"]
+    assert section.sentences == [
         "Entropy of the wanda importance of weights: 100 nats before rotation per-layer, 60 nats after (-40.0%), in 1 "
         "to 15 steps per block."
     ]
-    assert "takes remote code" in found.explanations[0]
-    entropy, steps = figures(found).values()
+    assert "takes remote code" in section.explanations[0]
+    entropy, steps = figures(section).values()
     assert texts(entropy) == {"before rotation": ["50", "50"], "after rotation": ["40, 1 step", "20, 15 steps"]}
     (line,) = steps.lines  # of those steps that every block took, as a share of the beginning
     assert [(point.place, point.value, point.low, point.high) for point in line.points] == [
         (0, 1.0, 1.0, 1.0),
         (1, pytest.approx(0.85), 0.8, 0.9),
     ]
-    assert tables(found)["Every rotation"][1:] == [["0", "50", "40", "-20.0%", "1"], ["1", "50", "20", "-60.0%", "15"]]
+    assert tables(section)["Every rotation"][1:] == [
+        ["0", "50", "40", "-20.0%", "1"],
+        ["1", "50", "20", "-60.0%", "15"],
+    ]
 
 
 def test_entropies_that_are_not_known_are_not_summed():
     nothing = {"block": 1, "entropy_before": 0.0, "entropy_after": 0.0}
-    found = sections(make_mask_report([linear(0)], make_learned_rotation(0), nothing, {"block": 2}))["Rotation"]
-    assert found.sentences == []
-    assert tables(found)["Every rotation"][2:] == [["1", "0", "0", "–", "–"], ["2", "–", "–", "–", "–"]]
+    section = sections(make_mask_report([linear(0)], make_learned_rotation(0), nothing, {"block": 2}))["Rotation"]
+    assert section.sentences == []
+    assert tables(section)["Every rotation"][2:] == [["1", "0", "0", "–", "–"], ["2", "–", "–", "–", "–"]]
     (sentence,) = sections(make_mask_report([linear(0)], nothing))["Rotation"].sentences
     assert sentence.endswith("0 nats before rotation per-layer, 0 nats after.")
 
 
 def test_a_map_of_the_importance():
     cells = {"weight": "o.weight", "rows": 4, "columns": 2, "before": [[1.0, 0.5]], "after": [[0.0, 4.0]]}
-    held = {"largest_before": 0.0123, "largest_after": 0.4}
+    largest = {"largest_before": 0.0123, "largest_after": 0.4}
     (heat_map,) = (
         figure
-        for figure in sections(make_mask_report([linear(0)], make_learned_rotation(0) | {"map": cells | held}))[
+        for figure in sections(make_mask_report([linear(0)], make_learned_rotation(0) | {"map": cells | largest}))[
             "Rotation"
         ].figures
         if isinstance(figure, HeatMap)
@@ -373,25 +379,25 @@ def recovery_section(*layers: Json, **changes: Any) -> Section:
 def test_recovery_of_blocks():
     layers = [layer(1, mse_after=0.05, cka_after=0.9375, curve=[0.4, 0.1]), layer(0, curve=[0.2, 0.1])]
     layers.append(make_kept_layer(2, mse_after=0.5, cka_after=0.75, epochs=4))
-    found = recovery_section(*layers)
-    assert found.sentences == [
+    section = recovery_section(*layers)
+    assert section.sentences == [
         "2 of 3 blocks have new weights, trained towards the hidden states of dense; zeros stay zero.",
         "Hidden states on 13 held-out samples, mean over blocks, before → after: mean squared error 0.5 → 0.2667, "
         "linear CKA 0.75 → 0.8542.",
         "No epoch was better than the old weights in 1 block (2), with lr 0.001 and less: use more samples or epochs.",
     ]
-    assert found.explanations == [
+    assert section.explanations == [
         "Recovered with LaCo: Layer-wise Compensation for Pruned Large Language Models, ACL 2026 long.1342: the "
         "weights that pruning left were trained, block by block after pruning, on 128 windows of 256 tokens, 13 "
         "of them held out, up to 10 epochs at a learning rate of 0.001."
     ]
-    assert values(figures(found)["Error of the hidden states"])["after recovery"] == {0: 0.25, 1: 0.05, 2: 0.5}
-    assert texts(figures(found)["Linear CKA of the hidden states"])["after recovery"] == [
+    assert values(figures(section)["Error of the hidden states"])["after recovery"] == {0: 0.25, 1: 0.05, 2: 0.5}
+    assert texts(figures(section)["Linear CKA of the hidden states"])["after recovery"] == [
         *("0.875", "0.938", "0.750, old weights kept")
     ]
-    (line,) = figures(found)["Error over epochs"].lines
+    (line,) = figures(section)["Error over epochs"].lines
     assert [point.value for point in line.points] == pytest.approx([1.0, 0.375])
-    assert tables(found)["Data and settings"][1:] == [
+    assert tables(section)["Data and settings"][1:] == [
         ["dense model", "dense, fingerprint fade"],
         ["data", "modality text, digest of the data da7a, 128 samples, held out 13, window 256, 32,768 tokens"],
         [
@@ -399,7 +405,7 @@ def test_recovery_of_blocks():
             "10 epochs, lr 0.001, batch 8, accumulate 1, schedule cosine, held out 0.1, patience 3, seed 0",
         ],
     ]
-    assert tables(found)["Every block"][1:] == [
+    assert tables(section)["Every block"][1:] == [
         ["0", "weights of epoch 9", "10", "0.500", "0.400", "0.250", "0.750", "0.875"],
         ["1", "weights of epoch 9", "10", "0.500", "0.400", "0.0500", "0.750", "0.938"],
         ["2", "old weights kept", "4", "0.500", "0.400", "0.500", "0.750", "0.750"],
@@ -424,15 +430,15 @@ def test_blocks_to_warn_of():
 
 def test_perplexity_over_recovered_blocks():
     curve = [{"blocks": b, "perplexity": p} for b, p in ((4, 10.0), (0, 50.0), (1, None), (2, 20.5))]
-    found = recovery_section(*(layer(b) for b in range(4)), perplexity_after=curve)
-    assert found.sentences[-1] == (
+    section = recovery_section(*(layer(b) for b in range(4)), perplexity_after=curve)
+    assert section.sentences[-1] == (
         "Perplexity on held-out windows of 256 tokens: 50.000 with 0, inf with 1, 20.500 with 2, 10.000 with 4 of 4 "
         "blocks recovered."
     )
-    figure = figures(found)["Perplexity over recovered blocks"]
+    figure = figures(section)["Perplexity over recovered blocks"]
     assert values(figure) == {"perplexity": {0: 50.0, 2: 20.5, 4: 10.0}}
     assert (figure.across, figure.joined) == ("blocks recovered", True)
-    assert tables(found)["Every perplexity"][1:] == [["0", "50"], ["1", "–"], ["2", "20.5"], ["4", "10"]]
+    assert tables(section)["Every perplexity"][1:] == [["0", "50"], ["1", "–"], ["2", "20.5"], ["4", "10"]]
 
 
 # ---- every report --------------------------------------------------------------------------------------------------
@@ -440,6 +446,6 @@ def test_perplexity_over_recovered_blocks():
 
 def test_an_older_report_says_the_same():
     """It has neither the keys nor anything under them."""
-    made = report([site(0), site(1, "heads")])
+    json_report = report([site(0), site(1, "heads")])
     later = {"mask": None, "rotation": None, "linears": [], "recovery": None, "layers": []}
-    assert sections(made) == sections(made | later)
+    assert sections(json_report) == sections(json_report | later)

@@ -32,7 +32,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_outliers_equal_the_oracle():
     scores = [normal(8, 6).exp(), normal(5, 7, seed=1).exp() * 3]
     for threshold in (1.0, 2.0, 5.0):
-        expected = oracle.outlier_ratio([each.numpy() for each in scores], threshold)
+        expected = oracle.outlier_ratio([matrix.numpy() for matrix in scores], threshold)
         assert outlier_ratio(scores, threshold) == pytest.approx(expected, rel=1e-12)
     assert outlier_ratio(scores, 1.0) > outlier_ratio(scores, 3.0) > 0
 
@@ -53,23 +53,23 @@ def test_exponents_where_there_is_no_tail():
 @settings(deadline=None, max_examples=25)
 @given(values=SEVERAL, ratio=st.floats(0.3, 0.7), spread=st.floats(0.01, 0.1))
 def test_outliers_share_out_the_ratio(values, ratio, spread):
-    found = ratios_by_outliers(values, ratio, spread)
-    assert found == pytest.approx(oracle.owl(values, ratio, spread))
-    assert np.mean(found) == pytest.approx(ratio)
-    assert max(found) - min(found) == pytest.approx(2 * spread)
+    ratios = ratios_by_outliers(values, ratio, spread)
+    assert ratios == pytest.approx(oracle.owl(values, ratio, spread))
+    assert np.mean(ratios) == pytest.approx(ratio)
+    assert max(ratios) - min(ratios) == pytest.approx(2 * spread)
     # Values that differ by their last digit may come to the same.
-    assert found[values.index(max(values))] == min(found)
+    assert ratios[values.index(max(values))] == min(ratios)
 
 
 @settings(deadline=None, max_examples=25)
 @given(values=SEVERAL, ratio=st.floats(0.3, 0.7), spread=st.floats(0.01, 0.3), data=st.data())
 def test_exponents_share_out_the_ratio(values, ratio, spread, data):
     sizes = data.draw(st.lists(st.integers(1, 99), min_size=len(values), max_size=len(values)))
-    found = ratios_by_exponents(values, sizes, ratio, spread)
-    assert found == pytest.approx(oracle.alpha(values, sizes, ratio, spread))
-    assert np.dot(found, sizes) == pytest.approx(ratio * sum(sizes))
-    assert max(found) / min(found) == pytest.approx((1 + spread) / (1 - spread))
-    assert found[values.index(max(values))] == max(found)
+    ratios = ratios_by_exponents(values, sizes, ratio, spread)
+    assert ratios == pytest.approx(oracle.alpha(values, sizes, ratio, spread))
+    assert np.dot(ratios, sizes) == pytest.approx(ratio * sum(sizes))
+    assert max(ratios) / min(ratios) == pytest.approx((1 + spread) / (1 - spread))
+    assert ratios[values.index(max(values))] == max(ratios)
 
 
 @pytest.mark.parametrize(("ratios", "block"), [([0.5, 1.02], 1), ([-0.01, 0.9], 0)])
@@ -87,7 +87,7 @@ def test_shares_that_no_mask_has(ratios, block):
 def test_groups_add_up_to_the_pattern(ratios, pattern):
     kept = whole_groups(ratios, pattern)
     assert sum(kept) == pattern.kept * len(ratios)
-    assert all(1 <= each <= pattern.of for each in kept)
+    assert all(1 <= count <= pattern.of for count in kept)
 
 
 def test_groups_are_rounded_to_the_largest_remainders():
@@ -109,19 +109,19 @@ def curves(blocks: int, seed: int) -> list[list[tuple[float, float]]]:
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=6),
 )
 def test_least_divergence_meets_the_ratio_within_its_spread(seed, ratio, spread, sizes):
-    own = curves(len(sizes), seed)
-    found = least_divergence(own, sizes, ratio, spread)
-    assert np.dot(found, sizes) == pytest.approx(ratio * sum(sizes), abs=1e-9)
-    assert all(abs(each - ratio) <= spread + 0.01 for each in found)
-    even = sum(divergence_at(points, ratio) for points in own)
+    measured = curves(len(sizes), seed)
+    ratios = least_divergence(measured, sizes, ratio, spread)
+    assert np.dot(ratios, sizes) == pytest.approx(ratio * sum(sizes), abs=1e-9)
+    assert all(abs(share - ratio) <= spread + 0.01 for share in ratios)
+    even = sum(divergence_at(points, ratio) for points in measured)
     # Parts of half a percent are what it is exact to.
-    assert sum(divergence_at(p, r) for p, r in zip(own, found, strict=True)) <= even * 1.02
+    assert sum(divergence_at(p, r) for p, r in zip(measured, ratios, strict=True)) <= even * 1.02
 
 
 def test_divergence_between_measured_shares():
     points = [(0.5, 0.04), (0.7, 0.16)]
-    found = [divergence_at(points, each) for each in (0.0, 0.25, 0.5, 0.6, 0.7, 0.8)]
-    assert found == pytest.approx([0.0, 0.01, 0.04, 0.09, 0.16, 0.25])
+    divergences = [divergence_at(points, share) for share in (0.0, 0.25, 0.5, 0.6, 0.7, 0.8)]
+    assert divergences == pytest.approx([0.0, 0.01, 0.04, 0.09, 0.16, 0.25])
 
 
 @settings(deadline=None, max_examples=25)
@@ -131,10 +131,10 @@ def test_divergence_between_measured_shares():
 )
 def test_groups_of_the_least_divergence(values, kept):
     """Exact: every way to share them out was tried."""
-    found = least_divergence_in_groups(values, [1] * len(values), kept)
-    assert sum(found) <= kept * len(values)
-    assert all(1 <= each <= 4 for each in found)
-    total = sum(own[4 - n] for own, n in zip(values, found, strict=True))
+    counts = least_divergence_in_groups(values, [1] * len(values), kept)
+    assert sum(counts) <= kept * len(values)
+    assert all(1 <= count <= 4 for count in counts)
+    total = sum(curve[4 - n] for curve, n in zip(values, counts, strict=True))
     assert total == pytest.approx(oracle.least(values, kept), abs=1e-9)
 
 

@@ -34,12 +34,12 @@ def test_a_share_beyond_all_is_refused(ratio):
 def test_scores_are_those_of_the_definitions(dtype):
     weight, tokens = normal(5, 12, dtype=dtype), normal(30, 12, seed=1)
     tokens[:, 3] = 0
-    for found, expected in [
+    for scores, expected in [
         (magnitude(weight), oracle.magnitude(weight)),
         (wanda(weight, moments_of(tokens)), oracle.wanda(weight, tokens)),
     ]:
-        assert found.dtype == torch.float64
-        torch.testing.assert_close(found, expected, rtol=1e-6 if dtype != torch.float64 else 1e-7, atol=0)
+        assert scores.dtype == torch.float64
+        torch.testing.assert_close(scores, expected, rtol=1e-6 if dtype != torch.float64 else 1e-7, atol=0)
 
 
 def test_moments_of_another_width_are_refused():

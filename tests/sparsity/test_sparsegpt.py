@@ -25,10 +25,10 @@ def damp_gram(H: torch.Tensor, damp: float) -> torch.Tensor:
     return H + damp * H.diagonal().mean() * torch.eye(len(H), dtype=H.dtype)
 
 
-def assert_is(found: PrunedWeight, weight: torch.Tensor, keep: torch.Tensor) -> None:
-    assert torch.equal(found.keep, keep)
-    assert (found.weight[~keep] == 0).all()
-    torch.testing.assert_close(found.weight, weight, rtol=1e-8, atol=1e-8)
+def assert_is(pruned_weight: PrunedWeight, weight: torch.Tensor, keep: torch.Tensor) -> None:
+    assert torch.equal(pruned_weight.keep, keep)
+    assert (pruned_weight.weight[~keep] == 0).all()
+    torch.testing.assert_close(pruned_weight.weight, weight, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.77, 1.0])
@@ -36,11 +36,11 @@ def assert_is(found: PrunedWeight, weight: torch.Tensor, keep: torch.Tensor) -> 
 def test_unstructured_is_the_textbook_surgeon(width, block, ratio):
     weight, H = layer(5, width, seed=width)
     expected = oracle.sparsegpt(weight, damp_gram(H, 0.01), block=block, count=lambda n: zeros_of(n, ratio))
-    found = prune_weight(weight, H, pattern=None, ratio=ratio, block=block)
-    assert_is(found, *expected)
-    assert found.damp == 0.01
-    assert found.dead == 0
-    for ours in found.keep.split(block, 1):
+    pruned_weight = prune_weight(weight, H, pattern=None, ratio=ratio, block=block)
+    assert_is(pruned_weight, *expected)
+    assert pruned_weight.damp == 0.01
+    assert pruned_weight.dead == 0
+    for ours in pruned_weight.keep.split(block, 1):
         assert int((~ours).sum()) == zeros_of(ours.numel(), ratio)
 
 
@@ -49,30 +49,30 @@ def test_unstructured_is_the_textbook_surgeon(width, block, ratio):
 def test_groups_are_the_textbook_surgeon(kept, of, block):
     weight, H = layer(6, 40, seed=of)
     expected = oracle.sparsegpt(weight, damp_gram(H, 0.05), block=of, groups=(kept, of))
-    found = prune_weight(weight, H, pattern=GroupPattern(kept, of), ratio=0.0, block=block, damp=0.05)
-    assert_is(found, *expected)
-    assert (found.keep.view(6, -1, of).sum(2) == kept).all()
+    pruned_weight = prune_weight(weight, H, pattern=GroupPattern(kept, of), ratio=0.0, block=block, damp=0.05)
+    assert_is(pruned_weight, *expected)
+    assert (pruned_weight.keep.view(6, -1, of).sum(2) == kept).all()
 
 
 @pytest.mark.parametrize("pattern", [None, GroupPattern(2, 4)])
 def test_strips_and_blocks_of_the_default_size(pattern):
     """More than one of each, against one block of the whole width or (unstructured) the oracle."""
     weight, H = layer(3, 272)
-    found = prune_weight(weight, H, pattern=pattern, ratio=0.5)
+    pruned_weight = prune_weight(weight, H, pattern=pattern, ratio=0.5)
     if pattern:
-        whole = prune_weight(weight, H, pattern=pattern, ratio=0.5, block=272)
-        assert_is(found, whole.weight, whole.keep)
+        in_one_block = prune_weight(weight, H, pattern=pattern, ratio=0.5, block=272)
+        assert_is(pruned_weight, in_one_block.weight, in_one_block.keep)
     else:
-        assert_is(found, *oracle.sparsegpt(weight, damp_gram(H, 0.01), block=128, count=lambda n: n // 2))
+        assert_is(pruned_weight, *oracle.sparsegpt(weight, damp_gram(H, 0.01), block=128, count=lambda n: n // 2))
 
 
 def test_a_ratio_of_zero_changes_nothing():
     weight, H = layer(4, 16)
     weight[0, 0], H[2], H[:, 2] = -0.0, 0, 0
-    found = prune_weight(weight, H, pattern=None, ratio=0.0)
-    assert torch.equal(found.weight.view(torch.int64), weight.view(torch.int64))
-    assert found.keep.all()
-    assert found.dead == 1
+    pruned_weight = prune_weight(weight, H, pattern=None, ratio=0.0)
+    assert torch.equal(pruned_weight.weight.view(torch.int64), weight.view(torch.int64))
+    assert pruned_weight.keep.all()
+    assert pruned_weight.dead == 1
 
 
 @pytest.mark.parametrize(("kept", "of"), [*PATTERNS, (None, None)])
@@ -83,9 +83,9 @@ def test_dead_inputs_go_first_and_trouble_nobody(kept, of):
     dead[[1, 8, 9, 10, 11, 12, 23]] = True
     H[dead] = H[:, dead] = 0
     pattern = None if of is None else GroupPattern(kept, of)
-    found = prune_weight(weight, H, pattern=pattern, ratio=0.5, block=8, damp=0.1)
-    assert found.dead == 7
-    assert (found.weight[:, dead] == 0).all()
+    pruned_weight = prune_weight(weight, H, pattern=pattern, ratio=0.5, block=8, damp=0.1)
+    assert pruned_weight.dead == 7
+    assert (pruned_weight.weight[:, dead] == 0).all()
 
     live = H[~dead][:, ~dead]
     filled = torch.eye(24, dtype=torch.float64)
@@ -96,9 +96,9 @@ def test_dead_inputs_go_first_and_trouble_nobody(kept, of):
         if pattern is None
         else oracle.sparsegpt(start, filled, block=of, groups=(kept, of))
     )
-    assert_is(found, *expected)
+    assert_is(pruned_weight, *expected)
     # Groups and blocks where as many have to go as are dead, or more: no dead weight is among those that stay.
-    for part, gone in zip(found.keep.split(of or 8, 1), dead.split(of or 8), strict=True):
+    for part, gone in zip(pruned_weight.keep.split(of or 8, 1), dead.split(of or 8), strict=True):
         if of is not None and int(gone.sum()) <= of - kept:
             assert not part[:, gone].any()
 
@@ -110,23 +110,23 @@ def test_products_of_a_dead_input_are_rounding():
     H[2, 2] = 0
     clean = H.clone()
     clean[2] = clean[:, 2] = 0
-    found, expected = (prune_weight(weight, matrix, pattern=None, ratio=0.5) for matrix in (H, clean))
-    assert torch.equal(found.weight, expected.weight)
+    pruned_weight, expected = (prune_weight(weight, matrix, pattern=None, ratio=0.5) for matrix in (H, clean))
+    assert torch.equal(pruned_weight.weight, expected.weight)
 
 
 def test_scores_that_tie_are_settled_row_by_row():
-    found = prune_weight(torch.ones(3, 4), torch.eye(4), pattern=None, ratio=0.5)
-    assert found.keep.tolist() == [[True] * 4, [True, True, False, False], [False] * 4]
-    found = prune_weight(torch.ones(3, 4), torch.eye(4), pattern=GroupPattern(1, 2), ratio=0.0)
-    assert found.keep.tolist() == [[True, False, True, False]] * 3
+    pruned_weight = prune_weight(torch.ones(3, 4), torch.eye(4), pattern=None, ratio=0.5)
+    assert pruned_weight.keep.tolist() == [[True] * 4, [True, True, False, False], [False] * 4]
+    pruned_weight = prune_weight(torch.ones(3, 4), torch.eye(4), pattern=GroupPattern(1, 2), ratio=0.0)
+    assert pruned_weight.keep.tolist() == [[True, False, True, False]] * 3
 
 
 def test_a_singular_hessian_is_damped_until_it_is_not():
     weight, H = layer(4, 16, tokens=5)
-    found = prune_weight(weight, H, pattern=None, ratio=0.5, damp=0)
-    assert found.damp == LEAST_DAMP
+    pruned_weight = prune_weight(weight, H, pattern=None, ratio=0.5, damp=0)
+    assert pruned_weight.damp == LEAST_DAMP
     expected = prune_weight(weight, H, pattern=None, ratio=0.5, damp=LEAST_DAMP)
-    assert torch.equal(found.weight, expected.weight)
+    assert torch.equal(pruned_weight.weight, expected.weight)
 
 
 def with_lowest(value: float) -> torch.Tensor:
@@ -139,10 +139,12 @@ def with_lowest(value: float) -> torch.Tensor:
 @pytest.mark.parametrize(("lowest", "damp", "used"), [(-0.05, 0.01, 0.1), (-0.5, 0.01, 1.0), (-0.5, 0.2, 0.7)])
 def test_damping_rises_tenfold(lowest, damp, used):
     weight, _ = layer(4, 8)
-    found = prune_weight(weight, with_lowest(lowest), pattern=GroupPattern(2, 4), ratio=0.0, damp=damp, most_damp=used)
-    assert found.damp == pytest.approx(used)
+    pruned_weight = prune_weight(
+        weight, with_lowest(lowest), pattern=GroupPattern(2, 4), ratio=0.0, damp=damp, most_damp=used
+    )
+    assert pruned_weight.damp == pytest.approx(used)
     expected = oracle.sparsegpt(weight, damp_gram(with_lowest(lowest), used), block=4, groups=(2, 4))
-    assert_is(found, *expected)
+    assert_is(pruned_weight, *expected)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ def round_blocks(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
 def test_every_weight_is_stored_again_as_it_is(dtype):
     steps, codes = round_blocks(dtype)
     weights = torch.tensor(steps[:, None] * codes).to(dtype).float().numpy()
-    found = find_steps(weights)
-    assert found is not None
-    assert found[1].min() >= -8
-    assert found[1].max() <= 7
-    np.testing.assert_allclose(found[0][:, None] * found[1], steps[:, None] * codes, rtol=4e-3, atol=1e-9)
+    grid = find_steps(weights)
+    assert grid is not None
+    assert grid[1].min() >= -8
+    assert grid[1].max() <= 7
+    np.testing.assert_allclose(grid[0][:, None] * grid[1], steps[:, None] * codes, rtol=4e-3, atol=1e-9)
 
 
 def test_one_weight_between_two_steps_is_enough_to_refuse():

@@ -46,16 +46,16 @@ def matrices(draw) -> list[list[float]]:
     of = draw(st.sampled_from([4, 8]))
     rows, groups = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     most = draw(st.integers(0, of))
-    found = []
+    matrix = []
     for _ in range(rows):
         row = []
         for _ in range(groups):
             filled = draw(st.integers(max(0, most - 1), most))
             row += draw(st.permutations([1.5] * filled + [draw(st.sampled_from([0.0, -0.0]))] * (of - filled)))
-        found.append(row)
+        matrix.append(row)
     if draw(st.booleans()):
-        found[draw(st.integers(0, rows - 1))][draw(st.integers(0, groups * of - 1))] = -2.0
-    return found
+        matrix[draw(st.integers(0, rows - 1))][draw(st.integers(0, groups * of - 1))] = -2.0
+    return matrix
 
 
 @settings(deadline=None, max_examples=50)
@@ -64,10 +64,10 @@ def test_zeros_and_pattern_are_what_counting_finds(rows, step):
     """In slices of any size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SLICE_ELEMENTS", step)
-        found = count_zeros("w", torch.tensor(rows))
-    assert found.zeros == sum(value == 0 for row in rows for value in row)
-    assert found.pattern == pattern_by_hand(rows)
-    assert found.share == found.zeros / (len(rows) * len(rows[0]))
+        sparsity = count_zeros("w", torch.tensor(rows))
+    assert sparsity.zeros == sum(value == 0 for row in rows for value in row)
+    assert sparsity.pattern == pattern_by_hand(rows)
+    assert sparsity.share == sparsity.zeros / (len(rows) * len(rows[0]))
 
 
 @settings(deadline=None, max_examples=30)
@@ -80,9 +80,9 @@ def test_crowded_groups_are_what_counting_finds(rows, kept, of, step):
 
 @pytest.mark.parametrize("shape", [(), (8,), (2, 4, 8), (0, 8), (3, 0)])
 def test_only_matrices_with_zeros_have_a_pattern(shape):
-    found = count_zeros("w", torch.zeros(shape))
-    assert (found.pattern, found.zeros) == (None, torch.zeros(shape).numel())
-    assert found.share == (1.0 if torch.zeros(shape).numel() else 0.0)
+    sparsity = count_zeros("w", torch.zeros(shape))
+    assert (sparsity.pattern, sparsity.zeros) == (None, torch.zeros(shape).numel())
+    assert sparsity.share == (1.0 if torch.zeros(shape).numel() else 0.0)
 
 
 @pytest.mark.parametrize("code", sorted(set(DTYPES) - {"F8_E8M0"}))
@@ -113,7 +113,7 @@ def of(pattern: str | None, columns: int = 8, zeros: int = 4) -> Sparsity:
 
 
 @pytest.mark.parametrize(
-    ("found", "pattern"),
+    ("tensors", "pattern"),
     [
         ([], None),
         ([of("1:4"), of("1:4")], "1:4"),
@@ -125,8 +125,8 @@ def of(pattern: str | None, columns: int = 8, zeros: int = 4) -> Sparsity:
         ([of("2:4"), of(None)], None),
     ],
 )
-def test_the_pattern_of_all(found, pattern):
-    assert pattern_of_all(found) == pattern
+def test_the_pattern_of_all(tensors, pattern):
+    assert pattern_of_all(tensors) == pattern
 
 
 def test_the_share_of_all_weighs_by_size():
@@ -165,21 +165,23 @@ def by_hand(name: str, tensor: Tensor) -> Sparsity:
 @pytest.mark.parametrize("save", [save_single, save_sharded])
 def test_a_checkpoint(tmp_path, save):
     tensors = example_tensors() | {"sparse": torch.eye(8)}
-    found = list(find_zeros(Checkpoint.open(save(tmp_path / "model", tensors))))
-    assert {each.name: each for each in found} == {name: by_hand(name, tensor) for name, tensor in tensors.items()}
-    assert [each.name for each in found if each.pattern] == ["sparse"]
+    sparsities = list(find_zeros(Checkpoint.open(save(tmp_path / "model", tensors))))
+    assert {sparsity.name: sparsity for sparsity in sparsities} == {
+        name: by_hand(name, tensor) for name, tensor in tensors.items()
+    }
+    assert [sparsity.name for sparsity in sparsities if sparsity.pattern] == ["sparse"]
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     checkpoint = Checkpoint.open(save_sharded(tmp_path / "model", example_tensors()))
-    read, held = Checkpoint.read, []
+    read, references = Checkpoint.read, []
 
     def watch_names(self, names):
-        assert [kept for kept in held if kept() is not None] == []
-        found = read(self, names)
-        held.extend(weakref.ref(tensor) for tensor in found.values())
-        assert len(found) == 1
-        return found
+        assert [kept for kept in references if kept() is not None] == []
+        tensors = read(self, names)
+        references.extend(weakref.ref(tensor) for tensor in tensors.values())
+        assert len(tensors) == 1
+        return tensors
 
     monkeypatch.setattr(Checkpoint, "read", watch_names)
-    assert len(list(find_zeros(checkpoint))) == len(held) == 6
+    assert len(list(find_zeros(checkpoint))) == len(references) == 6

@@ -51,8 +51,8 @@ def test_every_class_of_every_family_is_what_its_blocks_compute(
     apart: list[float] = []
     relative = forward_pass.relative_error
 
-    def keep_difference(expected: Tensor, found: Tensor) -> float:
-        difference = relative(expected, found)
+    def keep_difference(expected: Tensor, states: Tensor) -> float:
+        difference = relative(expected, states)
         assert difference is not None
         apart.append(difference)
         return difference
@@ -73,11 +73,11 @@ def test_a_switch_of_the_config_that_no_description_knows(tmp_path: Path, monkey
     """Statistics were measured of a model that nobody has, with exit code 0."""
     families.make(tmp_path / "dense")
     write_text(tmp_path)
-    made = LlamaModel.__init__
+    initialise = LlamaModel.__init__
 
     def with_switch(self: LlamaModel, config: LlamaConfig) -> None:
         """Read a key that its config class has no field for, as a later release of transformers might."""
-        made(self, config)
+        initialise(self, config)
         for layer in self.layers if getattr(config, "halved_blocks", False) else ():
             layer.register_forward_hook(lambda module, given, output: output / 2)
 
@@ -96,8 +96,8 @@ def test_a_switch_of_the_config_that_no_description_knows(tmp_path: Path, monkey
         ("prune", "dense", "--recipe", "rcpu", "--ratio", "0.5", *TEXT, "-o", "out"),
         ("prune", "dense", "--recipe", "laco-wanda-50", *TEXT, "-o", "out", "--dry-run"),
     ):
-        found = read_refusal(*command)
-        assert re.fullmatch(line, found), found
+        message = read_refusal(*command)
+        assert re.fullmatch(line, message), message
         assert listing() == before
 
 

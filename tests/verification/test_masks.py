@@ -55,7 +55,7 @@ class Output:
         return {"block": 0, "weight": name, "rows": rows, "columns": columns, "zeros": zeros, "damp": None, "dead": 0}
 
     def linear(self, name: str) -> dict[str, Any]:
-        return next(each for each in self.report["linears"] if each["weight"] == name)
+        return next(record for record in self.report["linears"] if record["weight"] == name)
 
     def write(self) -> Path:
         self.folder.mkdir()
@@ -68,9 +68,9 @@ class Output:
         """The one check; all others pass or have nothing to check."""
         with quiet_transformers():
             checks = verify(self.write(), self.dense if against else None)
-        own = ("sparsity", "head", "kept units")
-        assert [each for each in checks if each.passed is False and each.name not in own] == []
-        return next(each for each in checks if each.name == name)
+        independent = ("sparsity", "head", "kept units")
+        assert [other for other in checks if other.passed is False and other.name not in independent] == []
+        return next(other for other in checks if other.name == name)
 
 
 @pytest.fixture
@@ -94,18 +94,18 @@ def output(dense, tmp_path):
     ],
 )
 def test_masks_that_hold(output, kept, pattern, detail):
-    made = output(kept, pattern)
-    made.zero("lm_head.weight", "0")  # zeros elsewhere do not count
-    assert made.check("sparsity", against=False) == Check("sparsity", True, detail)
+    masked_output = output(kept, pattern)
+    masked_output.zero("lm_head.weight", "0")  # zeros elsewhere do not count
+    assert masked_output.check("sparsity", against=False) == Check("sparsity", True, detail)
 
 
-def too_few_zeros(made: Output) -> None:
-    made.tensors[UP][0, 0] = made.tensors[DOWN][3, 2] = made.tensors[DOWN][3, 4] = 1
+def too_few_zeros(masked_output: Output) -> None:
+    masked_output.tensors[UP][0, 0] = masked_output.tensors[DOWN][3, 2] = masked_output.tensors[DOWN][3, 4] = 1
 
 
-def too_full_a_group(made: Output) -> None:
+def too_full_a_group(masked_output: Output) -> None:
     """With zeros enough in all."""
-    made.tensors[UP][:2, :4] = torch.tensor([[0.0, 1, 1, 1], [0, 0, 0, 1]])
+    masked_output.tensors[UP][:2, :4] = torch.tensor([[0.0, 1, 1, 1], [0, 0, 0, 1]])
 
 
 FAULTS = {
@@ -118,15 +118,15 @@ FAULTS = {
         f"{UP} does not hold 2:4 in 1 of its groups; 1 of 14 masked weights do not hold their mask",
     ),
     "another shape": (
-        ("0110", "2:4", lambda made: made.linear(UP).update({"rows": 23})),
+        ("0110", "2:4", lambda masked_output: masked_output.linear(UP).update({"rows": 23})),
         f"{UP} has shape [24, 16], its mask [23, 16]; 1 of 14 masked weights do not hold their mask",
     ),
     "no such weight": (
-        ("0110", "2:4", lambda made: made.linear(UP).update({"weight": "model.gone.weight"})),
+        ("0110", "2:4", lambda masked_output: masked_output.linear(UP).update({"weight": "model.gone.weight"})),
         "has no tensor 'model.gone.weight'",
     ),
     "rows that are no groups": (
-        ("01", "1:2", lambda made: made.report["mask"].update({"pattern": "3:5"})),
+        ("01", "1:2", lambda masked_output: masked_output.report["mask"].update({"pattern": "3:5"})),
         "down_proj.weight has rows of 24 weights, which are no groups of 5; 14 of 14 masked weights",
     ),
 }
@@ -135,18 +135,18 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_masks_that_do_not_hold(output, fault):
     (kept, pattern, change), detail = FAULTS[fault]
-    made = output(kept, pattern)
-    change(made)
-    found = made.check("sparsity", against=False)
-    assert found.passed is False
-    assert detail in found.detail
+    masked_output = output(kept, pattern)
+    change(masked_output)
+    check = masked_output.check("sparsity", against=False)
+    assert check.passed is False
+    assert detail in check.detail
 
 
 @pytest.mark.parametrize("pattern", ["4:2", "half", ""])
 def test_a_pattern_that_cannot_be_meant(output, pattern):
-    made = output()
-    made.report["mask"]["pattern"] = pattern
-    folder = made.write()
+    masked_output = output()
+    masked_output.report["mask"]["pattern"] = pattern
+    folder = masked_output.write()
     with pytest.raises(UserError, match="is damaged: prune again"):
         verify(folder)
 
@@ -161,10 +161,10 @@ def test_a_pattern_that_cannot_be_meant(output, pattern):
 @pytest.mark.parametrize("keys", [("mask",), ("mask", "linears", "rotation")])
 def test_without_a_mask(output, kept, keys, detail):
     """Reports of before masks have none of the keys."""
-    made = output(kept)
+    masked_output = output(kept)
     for key in keys:
-        del made.report[key]
-    assert made.check("sparsity", against=False) == Check("sparsity", None, detail)
+        del masked_output.report[key]
+    assert masked_output.check("sparsity", against=False) == Check("sparsity", None, detail)
 
 
 # ---- against the dense model ---------------------------------------------------------------------------------------
@@ -184,24 +184,24 @@ ROWS = "producers of 0 pruned spaces hold the dense rows, bit for bit"
 def scale(*names: str, by: float = 1.5) -> Any:
     """Multiply the tensors whose names have one of these parts."""
 
-    def change(made: Output) -> None:
-        for name, tensor in made.tensors.items():
+    def change(masked_output: Output) -> None:
+        for name, tensor in masked_output.tensors.items():
             if any(part in name for part in names):
-                made.tensors[name] = tensor * by
+                masked_output.tensors[name] = tensor * by
 
     return change
 
 
 def widen(name: str) -> Any:
-    return lambda made: made.tensors.update({name: made.tensors[name].double()})
+    return lambda masked_output: masked_output.tensors.update({name: masked_output.tensors[name].double()})
 
 
 def zero_one(name: str) -> Any:
     """Set one number of the dense tensor to zero."""
 
-    def change(made: Output) -> None:
-        made.tensors[name] = load_file(made.dense / FILE)[name]
-        made.tensors[name].view(-1)[3] = 0
+    def change(masked_output: Output) -> None:
+        masked_output.tensors[name] = load_file(masked_output.dense / FILE)[name]
+        masked_output.tensors[name].view(-1)[3] = 0
 
     return change
 
@@ -241,13 +241,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_against_the_dense_model(output, case):
     method, report, change, passed, detail = CASES[case]
-    made = output(method=method)
-    made.report |= report
+    masked_output = output(method=method)
+    masked_output.report |= report
     if change is not None:
-        change(made)
-    found = made.check("kept units")
-    assert found.passed is passed
-    assert detail in found.detail
+        change(masked_output)
+    check = masked_output.check("kept units")
+    assert check.passed is passed
+    assert detail in check.detail
 
 
 @pytest.mark.parametrize(
@@ -260,13 +260,13 @@ def test_against_the_dense_model(output, case):
     ],
 )
 def test_a_tensor_that_the_dense_model_has_not(output, name, report, passed):
-    made = output()
-    made.report |= report
-    made.tensors[name] = torch.ones(24)
+    masked_output = output()
+    masked_output.report |= report
+    masked_output.tensors[name] = torch.ones(24)
     with quiet_transformers():
-        found = verify(made.write(), made.dense)[-1]
-    assert found.passed is passed
-    assert passed or found.detail.startswith("new.weight is not a tensor of the dense model")
+        check = verify(masked_output.write(), masked_output.dense)[-1]
+    assert check.passed is passed
+    assert passed or check.detail.startswith("new.weight is not a tensor of the dense model")
 
 
 # ---- units that the report keeps -----------------------------------------------------------------------------------
@@ -283,15 +283,15 @@ def test_a_tensor_that_the_dense_model_has_not(output, name, report, passed):
     ],
 )
 def test_units_that_the_weights_do_not_have(output, site, detail):
-    made = output("1")
-    made.report |= UNMASKED | {"sites": [SITE | site]}
-    check = made.check("kept units")
+    masked_output = output("1")
+    masked_output.report |= UNMASKED | {"sites": [SITE | site]}
+    check = masked_output.check("kept units")
     assert check.passed is (detail is None)
     assert detail is None or check.detail == detail
 
 
 def test_a_zero_in_a_row_is_no_excuse_without_a_mask(output):
-    made = output("1")
-    made.report |= UNMASKED
-    zero_one(GATE)(made)
-    assert made.check("kept units").detail == f"{GATE} does not hold the dense model's rows of the kept units"
+    masked_output = output("1")
+    masked_output.report |= UNMASKED
+    zero_one(GATE)(masked_output)
+    assert masked_output.check("kept units").detail == f"{GATE} does not hold the dense model's rows of the kept units"

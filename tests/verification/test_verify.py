@@ -31,13 +31,13 @@ def test_a_file_that_the_system_does_not_give_fails_no_check(number: int) -> Non
 
 
 def test_a_file_that_is_gone_or_wrong_fails_it() -> None:
-    found = Check("load", False, "config.json: not a config")
-    assert run_check("load", lambda: _refuse(errno.ENOENT, "out/config.json")) == found
+    expected = Check("load", False, "config.json: not a config")
+    assert run_check("load", lambda: _refuse(errno.ENOENT, "out/config.json")) == expected
 
     def wrong() -> tuple[bool, str]:
         raise UserError("config.json: not a config")
 
-    assert run_check("load", wrong) == found
+    assert run_check("load", wrong) == expected
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ RELABELLED = [
 @pytest.mark.parametrize(("variant", "container"), every(2, RELABELLED))
 def test_a_stand_in_computes_the_same(sources, variant, container, tmp_path):
     folder = sources.folder(variant)
-    wanted = recipe("none", "magnitude", heads=0, mlp=0, container=container)
-    report = prune(job_on(folder, wanted), tmp_path / "out")
+    stand_in_recipe = recipe("none", "magnitude", heads=0, mlp=0, container=container)
+    report = prune(job_on(folder, stand_in_recipe), tmp_path / "out")
     model = stock(tmp_path / "out")
     assert (model.config.model_type, report["container"]["model_type"]) == (container, container)
     ids = windows(3, 20, seed=9)
@@ -176,7 +176,7 @@ def test_a_class_that_checks_its_heads_is_shown_the_dense_number_where_blocks_di
     overrides = container.config["per_layer_config"]
     heads = [overrides.get(str(index), {}).get(numbers[0], raw[numbers[0]]) for index in range(len(UNEVEN))]
     group = raw[numbers[0]] // raw[numbers[1]]
-    assert heads == [own["heads"] * group for own in UNEVEN]
+    assert heads == [widths["heads"] * group for widths in UNEVEN]
     assert parse_config(container.config).is_heterogeneous
 
 
@@ -186,7 +186,9 @@ def test_as_many_heads_everywhere_as_the_class_refuses_are_each_block_s_own():
     assert refusal("gemma2", raw, widths=widths).startswith("no stock class fits: gemma2 refuses 3 heads")
     container = choose("gemma2", raw, widths=widths, requested="any")
     assert container.config["num_attention_heads"] == 8
-    assert [own["num_attention_heads"] for own in container.config["per_layer_config"].values()] == [3] * len(widths)
+    assert [values["num_attention_heads"] for values in container.config["per_layer_config"].values()] == [3] * len(
+        widths
+    )
 
 
 ODD_GEMMA = {"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 32}

@@ -57,9 +57,9 @@ def remote(sources, tmp_path_factory) -> dict[str, Path]:
             random_rotations(patch)
             prune(encoders.job_on(dense, rotating("per-layer")), root / name)
     torch.save(windows(3, 20, seed=9), root / "ids")
-    found = [*NAMES, *rotated.values()]
-    run_elsewhere(ELSEWHERE, str(root / "ids"), *(str(root / name) for name in found), root=root)
-    return {name: root / name for name in found}
+    names = [*NAMES, *rotated.values()]
+    run_elsewhere(ELSEWHERE, str(root / "ids"), *(str(root / name) for name in names), root=root)
+    return {name: root / name for name in names}
 
 
 @pytest.mark.thorough  # the contract suite has more families
@@ -85,11 +85,11 @@ def test_generating_with_the_cache_equals_generating_without(remote, name):
 def test_a_stream_that_turns_between_blocks(remote, variant):
     """The dense function, and here the same text."""
     folder, ids = remote[f"rotated {variant}"], windows(3, 20, seed=9)
-    found = torch.load(f"{folder}.pt")
+    elsewhere = torch.load(f"{folder}.pt")
     expected = logits(stock(folder.with_name(f"dense {variant}")), ids)
-    torch.testing.assert_close(found["logits"], expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    torch.testing.assert_close(elsewhere["logits"], expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     text = ckpt_prune.load(folder).generate(ids[:1, :PROMPT], max_new_tokens=6, do_sample=False, eos_token_id=None)
-    assert torch.equal(found["text"], text)
+    assert torch.equal(elsewhere["text"], text)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -109,24 +109,24 @@ def test_global_flap_keeps_other_widths_in_every_block(sources, remote):
     widths = {(s["block"], s["space"]): len(s["kept"]) for s in report["sites"]}
     assert len({widths[block, "mlp"] for block in range(BLOCKS)}) > 1
     for block in range(BLOCKS):
-        own = config | config["per_layer_config"].get(str(block), {})
+        block_config = config | config["per_layer_config"].get(str(block), {})
         heads = widths[block, "heads"]
-        assert (own["num_key_value_heads"], own["num_attention_heads"]) == (heads, 2 * heads)
-        assert own["intermediate_size"] == widths[block, "mlp"]
+        assert (block_config["num_key_value_heads"], block_config["num_attention_heads"]) == (heads, 2 * heads)
+        assert block_config["intermediate_size"] == widths[block, "mlp"]
 
-    whole = stock(sources.folder("llama-gqa-tied"))
+    dense = stock(sources.folder("llama-gqa-tied"))
     paths = {(s["block"], s["space"]): f"model.layers.{s['block']}.{CONSUMERS[s['space']]}" for s in report["sites"]}
-    inputs = inputs_of(whole, paths.values(), windows())
+    inputs = inputs_of(dense, paths.values(), windows())
     for site in report["sites"]:
-        consumer = whole.get_submodule(paths[site["block"], site["space"]])
-        kept = columns_of(site["kept"], per_unit(whole, site["space"]))
+        consumer = dense.get_submodule(paths[site["block"], site["space"]])
+        kept = columns_of(site["kept"], per_unit(dense, site["space"]))
         dropped = [j for j in range(consumer.in_features) if j not in kept]
         mean = torch.from_numpy(inputs[paths[site["block"], site["space"]]].mean(0)).float()
         with torch.no_grad():
             consumer.bias = torch.nn.Parameter(consumer.weight[:, dropped] @ mean[dropped])
             consumer.weight[:, dropped] = 0
     ids = windows(3, 20, seed=9)
-    torch.testing.assert_close(logits(ckpt_prune.load(folder), ids), logits(whole, ids), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(ckpt_prune.load(folder), ids), logits(dense, ids), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "seed_oss"])
