@@ -68,5 +68,5 @@ def answering_once(connection, participant):
 
 
 def telling_how_it_waits(connection, participant):
-    """Its device is how OpenMP's threads were told to wait when this module was imported."""
+    """Give as device the wait policy of OpenMP's threads when this module was imported."""
     connection.send(Loaded(WAITS, None))

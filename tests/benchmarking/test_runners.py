@@ -102,7 +102,7 @@ class Binding:
 
 
 def test_onnxruntime_runs_on_the_gpu_that_is_asked_for(monkeypatch):
-    """This machine has none: what onnxruntime is asked for, and what is said of where it ran."""
+    """This machine has no GPU: checks the options given to onnxruntime, and the device that is reported."""
     session_options, binding = [], Binding()
     inner = SimpleNamespace(io_binding=lambda: binding, run_with_iobinding=lambda _: None)
 

@@ -1,4 +1,4 @@
-"""Whether numbers are numbers, told by a sum."""
+"""Whether all numbers of a tensor are finite, found out by a sum."""
 
 import pytest
 import torch

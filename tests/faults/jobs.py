@@ -1,4 +1,4 @@
-"""Commands that write, on a tiny model: what each is given, and what it is told to make."""
+"""Commands that write, on a tiny model: the inputs and the output of each."""
 
 import random
 import shutil

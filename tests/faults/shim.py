@@ -84,7 +84,7 @@ class Shim:
         self._torn = False
 
     def install(self) -> None:
-        """From now on."""
+        """Start watching."""
         for signal_name in SIGNALS[1:]:
             number = getattr(signal, signal_name)
             signal.signal(number, signal.default_int_handler if signal_name == "SIGINT" else signal.SIG_DFL)
@@ -143,7 +143,7 @@ class Shim:
         return next((resolved for root in self._roots if resolved == root or resolved.startswith(f"{root}/")), None)
 
     def _reach(self, what: str, path: str | None, half: Any = None) -> int | None:
-        """Count an operation; what is due happens. Of a short write the number of bytes, else None."""
+        """Count an operation, and let the fault happen if it is due. Returns the bytes of a short write, else None."""
         if path is None or self._busy:
             return None
         self.seen.append(Operation(what, path))

@@ -55,7 +55,7 @@ def places_of(machine: Machine, job: str, what: str, ending: str) -> list[int]:
 
 @pytest.mark.parametrize("job", every(3, ["plan", "recipe", "report"]))
 def test_a_file_that_was_half_written_is_taken_over_by_the_next_run(machine: Machine, job: str) -> None:
-    """It stayed for ever in a hidden folder whose name nobody told."""
+    """It used to stay for ever in a hidden folder whose name no message gave."""
     [write] = places_of(machine, job, "write", "ckpt_prune-partial")
     for at in (write, write + 1, write + 2):
         assert Case(job, Fault(at, "SIGKILL")).run(machine) == []

@@ -35,20 +35,20 @@ class Added(BaseModel):
 
 
 class Adding(Step):
-    """Adds a number to one weight of every block, and keeps what it was told."""
+    """Adds a number to one weight of every block, and records the calls it got."""
 
     record = Added
 
     def __init__(self, number: float) -> None:
         self.number = number
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[Added]]:
-        self.told.append(("act", block, first_of(block, tensors)))
+        self.calls.append(("act", block, first_of(block, tensors)))
         return self.added(block, tensors), [Added(number=self.number)]
 
     def advance(self, block: int, tensors: Tensors) -> None:
-        self.told.append(("advance", block, first_of(block, tensors)))
+        self.calls.append(("advance", block, first_of(block, tensors)))
 
     def added(self, block: int, tensors: Tensors) -> Tensors:
         return {**tensors, NAME.format(block): tensors[NAME.format(block)] + self.number}
@@ -60,7 +60,7 @@ class AddingToInput(Adding):
     needs_input = True
 
     def advance_input(self, block: int, tensors: Tensors) -> None:
-        self.told.append(("input", block, first_of(block, tensors)))
+        self.calls.append(("input", block, first_of(block, tensors)))
 
 
 def first_of(block: int, tensors: Tensors) -> int:
@@ -85,7 +85,7 @@ def test_steps_act_in_order_and_advance_with_what_was_written(tmp_path):
     records = walk(dense, {"first": first, "second": second})
     for step, given in ((first, 0), (second, 1)):
         events = [(("act", block, given), ("input", block, given), ("advance", block, 3)) for block in range(BLOCKS)]
-        assert step.told == [entry for of_block in events for entry in of_block]
+        assert step.calls == [entry for of_block in events for entry in of_block]
     assert records == {"first": [Added(number=1)] * BLOCKS, "second": [Added(number=2)] * BLOCKS}
 
 
@@ -146,7 +146,7 @@ def test_a_block_that_cannot_be_read_stops_the_walk_when_its_turn_comes(tmp_path
     with writer_of(tmp_path / "out", layout) as writer:
         with pytest.raises(UserError, match="the disk is gone"):
             walk(dense, {"only": step}, BlockStore(writer, layout))
-        assert step.told == [("act", 0, 0), ("advance", 0, 1)]
+        assert step.calls == [("act", 0, 0), ("advance", 0, 1)]
         assert writer.done == {"block 0"}
 
 
@@ -188,8 +188,8 @@ def test_a_resumed_walk_goes_past_what_is_written_and_ends_in_the_same_bytes(tmp
         writer.finish()
     # The second looks at the block as the first had left it, which therefore acts again; the others only go on.
     for again, before, acts in zip(resumed.values(), unbroken_steps.values(), (True, False, False), strict=True):
-        done = [entry for entry in before.told if entry[1] < stop and (acts or entry[0] != "act")]
-        assert again.told == done + [entry for entry in before.told if entry[1] >= stop]
+        done = [entry for entry in before.calls if entry[1] < stop and (acts or entry[0] != "act")]
+        assert again.calls == done + [entry for entry in before.calls if entry[1] >= stop]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -201,4 +201,4 @@ def test_nothing_is_read_again_for_steps_without_input(tmp_path, monkeypatch):
         monkeypatch.setattr(ModelView, "block", lambda *_: 1 / 0)
         step = Adding(1)
         assert walk(dense, {"only": step}, store) == {"only": [Added(number=1)] * BLOCKS}
-        assert step.told == [("advance", block, 1) for block in range(BLOCKS)]
+        assert step.calls == [("advance", block, 1) for block in range(BLOCKS)]

@@ -177,11 +177,11 @@ def test_any_choice_of_as_many_units_has_the_same_shapes(name, data):
     shapes = dense_model.shapes_at([counts(dense_model, units) for units in kept])
     for block, units in enumerate(kept):
         assert {n: shapes[n][1] for n in dense_model.block_names(block)} == shapes_of_choice(dense_model, block, units)
-        # Which pairs stay is said of every KV head that does.
-        stored, pairs = shapes.pop(dense_model.pairs_name(block), None), dense_model.kept_pairs(units)
+        # The pairs that stay are written down for every KV head that stays.
+        pairs_spec, pairs = shapes.pop(dense_model.pairs_name(block), None), dense_model.kept_pairs(units)
         fewer = "rotary" in units and len(units["rotary"]) < dense_model.site_units("rotary")
-        assert (stored is not None) == fewer
-        assert stored is None or (pairs is not None and stored == (torch.int16, tuple(pairs.shape)))
+        assert (pairs_spec is not None) == fewer
+        assert pairs_spec is None or (pairs is not None and pairs_spec == (torch.int16, tuple(pairs.shape)))
     assert {n: shapes[n] for n in dense_model.outside()} == {n: dense_model.shapes[n] for n in dense_model.outside()}
     assert {n: dtype for n, (dtype, _) in shapes.items()} == {n: dtype for n, (dtype, _) in dense_model.shapes.items()}
 

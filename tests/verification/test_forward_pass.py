@@ -31,7 +31,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
@@ -46,7 +46,7 @@ def write_text(folder: Path) -> None:
 
 @pytest.mark.parametrize("case", every(16, CASES), ids=str)
 def test_every_class_of_every_family_is_what_its_blocks_compute(
-    dense_cases: Dense, case: Case, said: list[str], monkeypatch: pytest.MonkeyPatch
+    dense_cases: Dense, case: Case, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart: list[float] = []
     relative = forward_pass.relative_error
@@ -58,8 +58,8 @@ def test_every_class_of_every_family_is_what_its_blocks_compute(
         return difference
 
     monkeypatch.setattr(forward_pass, "relative_error", keep_difference)
-    check_forward(dense_cases.model(case), case.samples(1), said.append)
-    assert said == []
+    check_forward(dense_cases.model(case), case.samples(1), messages.append)
+    assert messages == []
     assert len(apart) > 2
     assert max(apart) < BOUNDS[torch.float32] / 50
 
@@ -119,28 +119,30 @@ def test_a_model_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_not_compared_is_said(
-    tmp_path: Path, said: list[str], data: Samples, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, messages: list[str], data: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoders.make(tmp_path / "dense", "bert-model")
     model = open_model("dense")
     size = sum(info.numel for info in model.checkpoint.tensors.values()) * 4
     monkeypatch.setattr(forward_pass, "available_bytes", lambda: 8 * size - 1)
-    check_forward(model, data, said.append)
-    assert len(said) == 1
+    check_forward(model, data, messages.append)
+    assert len(messages) == 1
     assert re.fullmatch(
         r"not compared with transformers' own forward pass: its \S+ KiB are more than a part in 8 of the \S+ \w+ of "
         "memory that are free",
-        said[0],
+        messages[0],
     )
     forward_pass._PASSED.clear()
     encoders.edit_files(tmp_path / "dense", lambda tensors, config: config.update(auto_map=FOREIGN) or tensors)
     (tmp_path / "dense" / "m.py").write_text("raise SystemExit('it was run')")
-    check_forward(open_model("dense", Opening(trust=True)), data, said.append)
-    assert said[1] == "not compared with transformers' own forward pass: it brings code of its own, which is not run"
+    check_forward(open_model("dense", Opening(trust=True)), data, messages.append)
+    assert (
+        messages[1] == "not compared with transformers' own forward pass: it brings code of its own, which is not run"
+    )
 
 
 def test_blocks_that_overflow_where_the_model_does_not(
-    tmp_path: Path, said: list[str], data: Samples, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, messages: list[str], data: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoders.make(tmp_path / "dense", "bert-model")
     run = HiddenStream.run
@@ -150,11 +152,11 @@ def test_blocks_that_overflow_where_the_model_does_not(
 
     monkeypatch.setattr(HiddenStream, "run", overflowing)
     with pytest.raises(UserError, match="what enters block 2 differs by inf of its size"):
-        check_forward(open_model("dense"), data, said.append)
+        check_forward(open_model("dense"), data, messages.append)
 
 
-def test_data_that_the_model_refuses_is_a_line(tmp_path: Path, said: list[str]) -> None:
+def test_data_that_the_model_refuses_is_a_line(tmp_path: Path, messages: list[str]) -> None:
     """Images of another size, or tokens that it does not know, were a traceback."""
     encoders.make(tmp_path / "dense", "bert-model")
     with pytest.raises(UserError, match=r"^the model refuses its calibration data: "):
-        check_forward(open_model(str(tmp_path / "dense")), TokenWindows(torch.full((1, 8), 10**6)), said.append)
+        check_forward(open_model(str(tmp_path / "dense")), TokenWindows(torch.full((1, 8), 10**6)), messages.append)

@@ -12,7 +12,7 @@ from ckpt_prune.verification.verify import Check, run_check
 
 
 def _refuse(number: int, path: str) -> tuple[bool, str]:
-    """A check whose file the system does not give, told as a library would: by an error of its own."""
+    """A check of a file that the system does not give; as in a library, the error is of another class."""
     try:
         try:
             raise OSError(number, os.strerror(number), path)
