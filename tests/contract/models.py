@@ -132,21 +132,21 @@ class Case:
 
     def _config(self, **changes: int) -> PreTrainedConfig:
         family = self.described
-        known = AutoConfig.for_model(self.model_type)
-        values: dict[str, Any] = {k: v for k, v in (SHARED | TEXT | PICTURES).items() if hasattr(known, k)}
+        config = AutoConfig.for_model(self.model_type)
+        values: dict[str, Any] = {k: v for k, v in (SHARED | TEXT | PICTURES).items() if hasattr(config, k)}
         sizes = DIMENSIONS | {"layers": self.blocks}
         for name, keys in family.dimensions.items():
             if keys and name in sizes and (name != "kv_heads" or keys[0] not in family.dimensions["query_heads"]):
                 values[keys[0]] = sizes[name]
         values |= {multiple.key: MULTIPLE for multiple in family.multiples.values()}
-        values |= {key: value for key, value in SWITCHES.items() if getattr(known, key, None) is not None}
-        if getattr(known, "layer_types", None) and family.sliding_window is None:
+        values |= {key: value for key, value in SWITCHES.items() if getattr(config, key, None) is not None}
+        if getattr(config, "layer_types", None) and family.sliding_window is None:
             values |= MIXED
         values |= {k: values[k][: self.blocks] for k in ("layer_types", "no_rope_layers") if k in values}
-        if "partial_rotary_factor" in (getattr(known, "rope_parameters", None) or {}):
+        if "partial_rotary_factor" in (getattr(config, "rope_parameters", None) or {}):
             values["partial_rotary_factor"] = 0.5
         if family.sliding_window:
-            values[family.sliding_window] = False if isinstance(getattr(known, family.sliding_window), bool) else None
+            values[family.sliding_window] = False if isinstance(getattr(config, family.sliding_window), bool) else None
         values |= {variant: variant == self.variant for variant in variants_of(self.model_type)}
         values |= {} if family.experts is None else {family.experts.chosen: 2}
         values |= PUBLISHED.get(self.model_type, {}) | json.loads(self.settings)
@@ -180,14 +180,14 @@ class Case:
     def values(self) -> dict[str, float]:
         """The same with values, where these can go."""
         spaces = self.described.with_config(self.config).spaces
-        held = [
+        names = [
             name for name, space in spaces.items() if space.whole is None and space.ends not in ("rotary", "experts")
         ]
-        return {known: self.ratio(known) for known in map(recipe_space, held)}
+        return {space: self.ratio(space) for space in map(recipe_space, names)}
 
     def ratio(self, space: str) -> float:
         """A head or KV group goes, half of its queries, and of other units a quarter or a half."""
-        wanted = {
+        ratios = {
             "heads": 1 / self.units("heads") if space == "heads" else 0,
             "queries": 0.5,
             "mlp": 0.25,
@@ -196,15 +196,15 @@ class Case:
             "rotary": 0.5,
             "values": 0.5,
         }
-        return wanted[space]
+        return ratios[space]
 
     def model(self) -> PreTrainedModel:
         """With random weights of which none is left out unnoticed."""
-        made: PreTrainedModel = getattr(transformers, self.architecture)(self.config).eval()
+        model: PreTrainedModel = getattr(transformers, self.architecture)(self.config).eval()
         if self.family.experts is not None:
-            made.set_experts_implementation("eager")  # the default one has no float64
-        randomise(made, zlib.crc32(str(self).encode()))
-        return made
+            model.set_experts_implementation("eager")  # the default one has no float64
+        randomise(model, zlib.crc32(str(self).encode()))
+        return model
 
     @property
     def published_config(self) -> dict[str, Any]:
@@ -302,10 +302,10 @@ ALIKE = {
 @cache
 def first_cases() -> list[Case]:
     """One class of every family and variant."""
-    found: dict[tuple[str, str | None], Case] = {}
+    by_class: dict[tuple[str, str | None], Case] = {}
     for case in CASES:
-        found.setdefault((case.model_type, case.variant), case)
-    return list(found.values())
+        by_class.setdefault((case.model_type, case.variant), case)
+    return list(by_class.values())
 
 
 RENAMED = {

@@ -15,13 +15,13 @@ class OpenExpert(nn.Module):
     def __init__(self, stacked: Any, number: int) -> None:
         super().__init__()
         gate, up = stacked.gate_up_proj[number].detach().chunk(2)
-        self.gate, self.up, self.down = (_linear(each) for each in (gate, up, stacked.down_proj[number].detach()))
+        self.gate, self.up, self.down = (_linear(weight) for weight in (gate, up, stacked.down_proj[number].detach()))
         self.activation = stacked.act_fn
 
     def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        own = tokens * (weights != 0)
-        found: Tensor = self.down(self.activation(self.gate(own)) * self.up(own) * weights)
-        return found
+        inputs = tokens * (weights != 0)
+        output: Tensor = self.down(self.activation(self.gate(inputs)) * self.up(inputs) * weights)
+        return output
 
 
 def _linear(weight: Tensor) -> nn.Linear:
@@ -43,13 +43,13 @@ class OpenExperts(nn.ModuleList):
 
 def unstack_experts(family: Family, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a file, with the parts of those that hold all experts in their place."""
-    found = dict(tensors)
-    for stack, (each,) in family.experts.stacks.items() if family.experts is not None else ():
+    unstacked = dict(tensors)
+    for stack, (pattern,) in family.experts.stacks.items() if family.experts is not None else ():
         for name in [name for name in tensors if name.endswith(f".{stack}")]:
             before = name.removesuffix(stack)
-            parts = enumerate(found.pop(name))
-            found |= {f"{before}{each.format(expert=expert)}.weight": part for expert, part in parts}
-    return found
+            parts = enumerate(unstacked.pop(name))
+            unstacked |= {f"{before}{pattern.format(expert=expert)}.weight": part for expert, part in parts}
+    return unstacked
 
 
 def open_up(model: nn.Module, family: Family) -> None:
@@ -70,5 +70,5 @@ def paths_of(family: Family) -> dict[str, tuple[str, ...]]:
     for module, (number, role) in family.expert_modules.items():
         assert family.experts is not None
         roles = ("gate", "up") if role == "gate" and family.experts.gate == family.experts.up else (role,)
-        paths[module] = tuple(f"{family.experts.module}.{number}.{each}" for each in roles)
+        paths[module] = tuple(f"{family.experts.module}.{number}.{part}" for part in roles)
     return paths

@@ -58,12 +58,12 @@ def walk(stream: HiddenStream, model: Model, blocks: int = 2) -> Iterator[tuple[
         yield "states", stream.states.clone()
 
 
-def assert_same(found: SpaceMoments | Tensor, expected: SpaceMoments | Tensor, what: str) -> None:
-    if isinstance(found, Tensor):
-        assert torch.equal(found, expected), what
+def assert_same(result: SpaceMoments | Tensor, expected: SpaceMoments | Tensor, what: str) -> None:
+    if isinstance(result, Tensor):
+        assert torch.equal(result, expected), what
         return
-    for own, other in zip(found, expected, strict=True):
-        values: Mapping[str, Any] = vars(own)
+    for fold, other in zip(result, expected, strict=True):
+        values: Mapping[str, Any] = vars(fold)
         for name, value in values.items():
             same = (
                 torch.equal(value, getattr(other, name)) if isinstance(value, Tensor) else value == getattr(other, name)
@@ -76,8 +76,8 @@ def assert_same(found: SpaceMoments | Tensor, expected: SpaceMoments | Tensor, w
 def test_the_bits_are_those_of_whole_runs(dense: Dense, case: Case) -> None:
     model = dense.model(case)
     pairs = zip(*(walk(open_at_start(kind, model, case), model) for kind in (HiddenStream, Forgetful)), strict=True)
-    for (what, found), (_, expected) in pairs:
-        assert_same(found, expected, what)
+    for (what, result), (_, expected) in pairs:
+        assert_same(result, expected, what)
 
 
 ONCE = {"llama", "qwen2", "gemma3_text", "opt", "gpt_neox", "phi", "mixtral", "vit"}

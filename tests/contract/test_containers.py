@@ -31,8 +31,8 @@ def test_what_is_planned_is_what_the_class_takes(case: Case, tmp_path: Path) -> 
     biases = {module for module in model.family.linears if model.has(module, "bias")}
     able = [name for name, space in model.family.spaces.items() if space.whole is None]
     assert unprunable_spaces(model) == {}
-    for known in dict.fromkeys(map(recipe_space, able)):
-        alike = [name for name in able if recipe_space(name) == known]
+    for space_name in dict.fromkeys(map(recipe_space, able)):
+        alike = [name for name in able if recipe_space(name) == space_name]
         if model.units(alike[0]) < 2:
             continue
         for kept in {1, model.units(alike[0]) - 1}:
@@ -41,12 +41,12 @@ def test_what_is_planned_is_what_the_class_takes(case: Case, tmp_path: Path) -> 
             ]
             for container in ("auto", "any", "padded"):
                 try:
-                    made = choose_container(model, widths, biases, requested=container)
+                    chosen = choose_container(model, widths, biases, requested=container)
                 except RefusedConfigError:
                     raise
                 except UserError:
                     continue
-                plan_layout(model, widths, made)
+                plan_layout(model, widths, chosen)
     try:
         check_shortened(model, [0])
     except RefusedConfigError:

@@ -38,8 +38,8 @@ PATTERNS: dict[str, list[Any]] = {
 
 def deep(case: Case) -> Case:
     """The case with four blocks."""
-    known = AutoConfig.for_model(case.model_type)
-    patterns = {key: value for key, value in PATTERNS.items() if getattr(known, key, None)}
+    config = AutoConfig.for_model(case.model_type)
+    patterns = {key: value for key, value in PATTERNS.items() if getattr(config, key, None)}
     if case.described.sliding_window is not None:
         patterns.pop("layer_types", None)
     return replace(case, blocks=4, settings=json.dumps(patterns))
@@ -56,12 +56,13 @@ def without(case: Case, blocks: list[int]) -> PreTrainedModel:
     layers: Any = model.get_submodule(case.family.layers)
     kept = [block for block in range(len(layers)) if block not in blocks]
     for config in {
-        id(each): each for each in (model.config, *(m.config for m in model.modules() if hasattr(m, "config")))
+        id(part_config): part_config
+        for part_config in (model.config, *(m.config for m in model.modules() if hasattr(m, "config")))
     }.values():
         for key in PER_BLOCK:
-            own = getattr(config, key, None)
-            if own is not None and len(own) == len(layers):
-                setattr(config, key, [own[block] for block in kept])
+            per_block = getattr(config, key, None)
+            if per_block is not None and len(per_block) == len(layers):
+                setattr(config, key, [per_block[block] for block in kept])
         setattr(config, case.family.dimensions["layers"][0], len(kept))
     owner, _, name = case.family.layers.rpartition(".")
     setattr(model.get_submodule(owner), name, nn.ModuleList([layers[block] for block in kept]))
@@ -87,33 +88,33 @@ class Mapped:
 
     def __init__(self, case: Case, data: Samples) -> None:
         model, family = plain(case.model()).double(), case.family
-        own: ConsumerSpace = family.consumers[find_map_spaces(family)[0]]
+        space: ConsumerSpace = family.consumers[find_map_spaces(family)[0]]
         block = f"{family.layers}.0"
         # What experts give together is what the module gives that holds them.
-        path = path_of(case, 0, own.consumer) if family.experts is None else f"{block}.{family.experts.module}"
+        path = path_of(case, 0, space.consumer) if family.experts is None else f"{block}.{family.experts.module}"
         self.path, layers = path, [block, f"{family.layers}.1"]
         norms = [
             f"{block}.{name}"
             for name, module in model.get_submodule(block).named_modules()
             if isinstance(module, nn.LayerNorm)
         ]
-        found = record_states(model, data, inputs=norms, results=[path, *layers, *norms])
+        states = record_states(model, data, inputs=norms, results=[path, *layers, *norms])
         linear: Any = model.get_submodule(path)
         bias = getattr(linear, "bias", None)
         old = 0 if bias is None else bias.detach().numpy()
         self.old = old
-        given, left, reached = (_rows(found[name]) for name in (path, *layers))
-        lacking = reached - left
+        given, stream, reached = (_rows(states[name]) for name in (path, *layers))
+        lacking = reached - stream
         config = model.config
-        if own.multiplier is not None:
-            lacking = lacking / getattr(config, own.multiplier)
-        if own.scale is not None:
-            lacking = lacking / model.get_parameter(f"{block}.{own.scale}").detach().numpy()
-        if own.norm is not None:
-            gain = model.get_submodule(block).get_submodule(own.norm).weight.detach().numpy() + family.norm_offset
+        if space.multiplier is not None:
+            lacking = lacking / getattr(config, space.multiplier)
+        if space.scale is not None:
+            lacking = lacking / model.get_parameter(f"{block}.{space.scale}").detach().numpy()
+        if space.norm is not None:
+            gain = model.get_submodule(block).get_submodule(space.norm).weight.detach().numpy() + family.norm_offset
             lacking = lacking / gain * torch.tensor(given).square().mean(1, keepdim=True).sqrt().numpy()
         for name in norms:
-            if (_rows(found[name]) == left).all():  # the whole sum passes it
+            if (_rows(states[name]) == stream).all():  # the whole sum passes it
                 norm: Any = model.get_submodule(name)
                 entered = _inputs(model, data, name)
                 lacking = lacking / norm.weight.detach().numpy() * (entered.var(1, keepdims=True) + norm.eps) ** 0.5
@@ -172,7 +173,7 @@ def test_a_part_that_is_gone_gives_nothing_to_the_stream(dense: Dense, case: Cas
         assert report.before == report.after
         model = plain(case.model()).double()
         open_up(model, case.family)
-        consumers = {own.consumer for own in case.family.consumers.values()}
+        consumers = {space.consumer for space in case.family.consumers.values()}
         for module in consumers:
             if (module == case.family.attention.output) == (part == "attention"):
                 model.get_submodule(path_of(case, block, module)).register_forward_hook(

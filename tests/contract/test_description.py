@@ -93,11 +93,11 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
             torch.equal(find_stacked_weight(case, values, index, module), stored[case.family.tensor(index, module)])
             for module in case.family.expert_modules
         )
-        for module, held in paths.items():
+        for module, inner_paths in paths.items():
             for kind in ("weight", "bias"):
                 name = case.family.tensor(index, module, kind)
                 if name in stored:
-                    parts = [values[f"{case.family.layers}.{index}.{path}.{kind}"] for path in held]
+                    parts = [values[f"{case.family.layers}.{index}.{path}.{kind}"] for path in inner_paths]
                     assert torch.equal(torch.cat(parts), stored[name]), name
 
 
@@ -105,18 +105,18 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
 def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: Dense, case: Case) -> None:
     """Shapes derived from a space's incidences are those of the stock class if a config key sets the space's width."""
     model = dense.model(case)
-    for known, name in first_expert_spaces(case.family.spaces).items():
+    for recipe_name, name in first_expert_spaces(case.family.spaces).items():
         space = case.family.spaces[name]
         if (space.fixed or space.whole) is not None or space.units in case.family.multiples:
             continue
         for kept in range(1, min(3, model.units(name))):
-            found = shapes_of(case, **model.config_values({name: kept}))
-            alike = [known, *(each for each in case.family.spaces if space.units in case.family.together)]
-            alike = [each for each in alike if each == known or case.family.spaces[each].units == space.units]
-            widths = {each: kept for each in case.family.spaces if recipe_space(each) in map(recipe_space, alike)}
-            wanted = derive_shapes(model, [widths] * BLOCKS)
-            wanted = stacked_up(wanted, model.checkpoint.stacks)
-            assert {disk: found[disk] for disk in wanted} == {disk: shape for disk, (_, shape) in wanted.items()}
+            shapes = shapes_of(case, **model.config_values({name: kept}))
+            alike = [recipe_name, *(other for other in case.family.spaces if space.units in case.family.together)]
+            alike = [other for other in alike if other == recipe_name or case.family.spaces[other].units == space.units]
+            widths = {other: kept for other in case.family.spaces if recipe_space(other) in map(recipe_space, alike)}
+            expected = derive_shapes(model, [widths] * BLOCKS)
+            expected = stacked_up(expected, model.checkpoint.stacks)
+            assert {disk: shapes[disk] for disk in expected} == {disk: shape for disk, (_, shape) in expected.items()}
 
 
 def derive_shapes(model: Model, widths: list[dict[str, int]]) -> dict[str, TensorSpec]:
@@ -129,8 +129,8 @@ def test_multiples_are_those_of_the_class(case: Case) -> None:
     for dimension, multiple in case.family.multiples.items():
         space = next(space for space in case.family.columns.values() if space.units == dimension)
         for ratio in (1, 2, 3, 4):
-            found = shapes_of(case, **{multiple.key: ratio})[case.family.tensor(0, space.consumer)]
-            assert found[1] == multiple.width(case.family.dimension(case.config, "hidden"), ratio)
+            shape = shapes_of(case, **{multiple.key: ratio})[case.family.tensor(0, space.consumer)]
+            assert shape[1] == multiple.width(case.family.dimension(case.config, "hidden"), ratio)
 
 
 @pytest.mark.parametrize("case", first_cases(), ids=str)

@@ -72,13 +72,13 @@ class Seen:
         block = model.get_submodule(path)
         self.inputs = {space: torch.from_numpy(inputs[name]) for space, name in consumers.items()}
         self.outputs = {space: torch.from_numpy(results[name]) for space, name in consumers.items()}
-        self.scales = {space: SCALES[case.model_type][space](block, own) for space, own in self.outputs.items()}
+        self.scales = {space: SCALES[case.model_type][space](block, output) for space, output in self.outputs.items()}
         self.before: dict[str, Tensor] = {}
         self.after: dict[str, Tensor] = {}
         stream = torch.from_numpy(inputs[path])
-        for space, own in self.outputs.items():
+        for space, output in self.outputs.items():
             self.before[space] = stream
-            self.after[space] = stream = stream + own * self.scales[space]
+            self.after[space] = stream = stream + output * self.scales[space]
         # What is written out here is what the class does; its norms compute in float32.
         torch.testing.assert_close(stream, torch.from_numpy(results[path]), rtol=1e-5, atol=1e-5)
 
@@ -87,7 +87,7 @@ class Seen:
 def test_the_target_makes_the_dense_stream(dense: Dense, case: Case) -> None:
     """y* is what the consumer has to give for that, at the scale that its own output has."""
     model = dense.model(case)
-    whole, pruned = case.model().double(), case.model().double()
+    dense_model, pruned = case.model().double(), case.model().double()
     before = {name: tensor.double() for name, tensor in model.checkpoint.read(list(model.checkpoint.tensors)).items()}
     after = copy.deepcopy(before)
     generator = torch.Generator().manual_seed(1)
@@ -97,19 +97,19 @@ def test_the_target_makes_the_dense_stream(dense: Dense, case: Case) -> None:
             weight[torch.rand(weight.shape, generator=generator) < 0.5] = 0
             case.block(pruned, 0).get_submodule(module).weight.copy_(weight)  # type: ignore[operator, union-attr]
     factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float64)
-    reads = [lambda names, own=own: {name: own[name] for name in names} for own in (before, after)]
+    reads = [lambda names, source=source: {name: source[name] for name in names} for source in (before, after)]
     streams = [HiddenStream(factory, list(before), read, case.samples(6), folds=FOLDS) for read in reads]
     for stream, tensors in zip(streams, (before, after), strict=True):
         stream.advance(0, {name: tensors[name] for name in model.block_names(0)})
-    own = {name: before[name] for name in model.block_names(1)}
-    found, _ = observe_drift(*streams, 1, own, own, dict.fromkeys(SCALES[case.model_type], True))
-    theirs, ours = Seen(case, whole), Seen(case, pruned)
-    for space, folds in found.items():
+    block_tensors = {name: before[name] for name in model.block_names(1)}
+    drifts, _ = observe_drift(*streams, 1, block_tensors, block_tensors, dict.fromkeys(SCALES[case.model_type], True))
+    theirs, ours = Seen(case, dense_model), Seen(case, pruned)
+    for space, folds in drifts.items():
         targets = (theirs.after[space] - ours.before[space]) / ours.scales[space]
         tokens = (ours.inputs[space].numpy(), targets.numpy(), ours.outputs[space].numpy())
         assert_measured(folds, Tokens(*tokens), rtol=1e-5)  # type: ignore[arg-type]
     # The block's own end serves the mlp, so that the dense stream may go past it.
-    _, passed = observe_drift(*streams, 1, own, own, {"heads": True}, later=["mlp"])
+    _, passed = observe_drift(*streams, 1, block_tensors, block_tensors, {"heads": True}, later=["mlp"])
     assert passed
-    again, _ = observe_drift(*streams, 1, None, own, {"mlp": True})
-    torch.testing.assert_close(again["mlp"][0].drift.cross, found["mlp"][0].drift.cross)  # type: ignore[union-attr]
+    again, _ = observe_drift(*streams, 1, None, block_tensors, {"mlp": True})
+    torch.testing.assert_close(again["mlp"][0].drift.cross, drifts["mlp"][0].drift.cross)  # type: ignore[union-attr]

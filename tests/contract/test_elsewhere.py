@@ -52,11 +52,11 @@ for folder, auto in json.loads(sys.argv[1]):
 @pytest.fixture(scope="module")
 def remote(dense: Dense, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The outputs of the cases that are asked for, one after the other run in a Python without this package."""
-    wanted = {item.callspec.params["case"] for item in request.session.items if item.module is request.module}
+    requested = {item.callspec.params["case"] for item in request.session.items if item.module is request.module}
 
     def make(root: Path) -> Path:
         folders = []
-        for case in (case for case in LONG if case in wanted):
+        for case in (case for case in LONG if case in requested):
             report = dense.prune(case, spaces_recipe(case, methods(case), "remote"), root / str(case))
             assert report["container"]["remote_code"]
             torch.save(wide(case.samples(3, seed=9)), root / f"{case}.in")
@@ -73,9 +73,9 @@ PAIRED = ("llama", "cohere")
 
 def methods(case: Case) -> dict[str, str]:
     """With a bias for every consumer, whether its class has a slot or not; experts have none."""
-    found = {space: "logit" if space in case.family.logits else "affine" for space in case.ratios}
-    found |= {"mlp": "ridge"} if case.family.experts is not None else {}
-    return found | ({"rotary": "factors"} if case.model_type in PAIRED else {})
+    chosen = {space: "logit" if space in case.family.logits else "affine" for space in case.ratios}
+    chosen |= {"mlp": "ridge"} if case.family.experts is not None else {}
+    return chosen | ({"rotary": "factors"} if case.model_type in PAIRED else {})
 
 
 @pytest.mark.parametrize("case", choose_cases(LONG, unlike_cases()[::4].__contains__), ids=str)
@@ -104,7 +104,7 @@ def test_an_output_of_an_earlier_version_is_loaded(remote: Path, case: Case, tmp
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found, known = ckpt_prune.load(tmp_path), ckpt_prune.load(folder)
-    assert type(found) is type(known)
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), known.parameters(), strict=True))
-    assert len(found.get_submodule(case.family.layers)) == BLOCKS
+    loaded, original = ckpt_prune.load(tmp_path), ckpt_prune.load(folder)
+    assert type(loaded) is type(original)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), original.parameters(), strict=True))
+    assert len(loaded.get_submodule(case.family.layers)) == BLOCKS

@@ -63,7 +63,7 @@ def test_a_graph_computes_what_pytorch_does(dense: Dense, case: Case, tmp_path) 
         return
     (pixels,) = case.samples(3).batch(slice(3)).values()
     feed = {"pixel_values": np.ascontiguousarray(pixels.numpy())}
-    found = graph(feed)
+    results = graph(feed)
     with torch.inference_mode():
         for output, theirs in expected_of(module, feed, graph.outputs).items():
-            assert_near(output, found[output], theirs, EXACT)
+            assert_near(output, results[output], theirs, EXACT)

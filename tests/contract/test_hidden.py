@@ -96,7 +96,7 @@ def test_nothing_sliced_keeps_the_outputs(dense: Dense, case: Case, kind: str, t
     assert all(check.passed is not False for check in verify(out, dense.folder(case)))
 
 
-@pytest.mark.parametrize(("case", "kind"), choose_cases(SLICED, lambda each: each[0].model_type in PROJECTED), ids=str)
+@pytest.mark.parametrize(("case", "kind"), choose_cases(SLICED, lambda pair: pair[0].model_type in PROJECTED), ids=str)
 def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     dense: Dense, case: Case, kind: str, tmp_path
 ) -> None:
@@ -104,13 +104,13 @@ def test_equals_the_dense_model_whose_stream_is_projected_by_hand(
     report = run_job(dense.request(case, hidden_recipe(kind, 0.4), data), out).report
     assert report.hidden is not None
     model = Model.open(dense.folder(case))
-    own = Projected(plain(case.model()).double(), case, list_sublayers(model), report.hidden.kept)
-    own.by_block(data) if kind == "per-block" else own.shared(data)
+    by_hand = Projected(plain(case.model()).double(), case, list_sublayers(model), report.hidden.kept)
+    by_hand.by_block(data) if kind == "per-block" else by_hand.shared(data)
     other = case.samples(4, seed=9)
-    assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(own.model, other), COMPUTED)
-    assert torch.allclose(torch.tensor(report.hidden.energy), torch.tensor(own.energy), atol=1e-4)
-    found = {check.name: check for check in verify(out, dense.folder(case))}["kept units"]
-    assert found.passed is True, found.detail
+    assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(by_hand.model, other), COMPUTED)
+    assert torch.allclose(torch.tensor(report.hidden.energy), torch.tensor(by_hand.energy), atol=1e-4)
+    kept_check = {check.name: check for check in verify(out, dense.folder(case))}["kept units"]
+    assert kept_check.passed is True, kept_check.detail
 
 
 @pytest.mark.parametrize("case", choose_cases(SHARED, lambda case: case.model_type in {"gemma", "vit"}), ids=str)
@@ -120,20 +120,24 @@ def test_with_blocks_it_is_two_prunes_one_after_the_other(dense: Dense, case: Ca
         "depth": {"drop": 1, "compensation": {"method": "linear"}},
         "hidden": {"kind": "shared", "multiple_of": 2, "drop": 4},
     }
-    made, data = {}, case.samples()
-    for name, own in (("both", parts), ("depth", {"depth": parts["depth"]}), ("hidden", {"hidden": parts["hidden"]})):
-        recipe = FullRecipe.model_validate({"version": 1, "name": "test", **own})
+    folders, data = {}, case.samples()
+    for name, fields in (
+        ("both", parts),
+        ("depth", {"depth": parts["depth"]}),
+        ("hidden", {"hidden": parts["hidden"]}),
+    ):
+        recipe = FullRecipe.model_validate({"version": 1, "name": "test", **fields})
         request = dense.request(case, recipe, data)
-        made[name] = tmp_path / name
+        folders[name] = tmp_path / name
         if name == "hidden":
-            request = replace(request, model=Model.open(made["depth"]))
-        run_job(request, made[name])
+            request = replace(request, model=Model.open(folders["depth"]))
+        run_job(request, folders[name])
     ours, theirs = (
-        [(path.name, path.read_bytes()) for path in sorted(made[name].glob("*.safetensors"))]
+        [(path.name, path.read_bytes()) for path in sorted(folders[name].glob("*.safetensors"))]
         for name in ("both", "hidden")
     )
     assert ours == theirs
-    assert all(check.passed is not False for check in verify(made["both"], dense.folder(case)))
+    assert all(check.passed is not False for check in verify(folders["both"], dense.folder(case)))
 
 
 DESCRIBED = [case for case in FIRST if case.family.residual is not None]
@@ -145,7 +149,7 @@ DESCRIBED = [case for case in FIRST if case.family.residual is not None]
 def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
     """Gains, their offsets and biases taken out again: the Grams of a live stream, without the final norm's."""
     model = dense.model(case)
-    found = stream_gram(model, CachedMoments(dense.statistics(case), model))
+    total = stream_gram(model, CachedMoments(dense.statistics(case), model))
     stream = open_stream(model, case.samples(), device=torch.device("cpu"), compute_dtype=torch.float32)
     live, grams = (
         SlicedStream(stream, list_sublayers(model), normed=True, centred=residual_of(model.family).norm == "layer"),
@@ -154,7 +158,7 @@ def test_statistics_tell_what_norms_give(dense: Dense, case: Case) -> None:
     for block in range(model.blocks):
         live.block(block, model.read_block(block), lambda _place, gram: grams.append(gram))
     expected = torch.stack(grams).sum(0)
-    assert torch.allclose(found.double(), expected, atol=1e-3 * float(expected.abs().max()))
+    assert torch.allclose(total.double(), expected, atol=1e-3 * float(expected.abs().max()))
 
 
 READS = [case for case in SHARED if case.family.modality == "text"]
@@ -171,23 +175,23 @@ def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case
     recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **values})
     request = begin(dense.request(case, recipe, case.samples()))
     model, kept = request.model, request.model.dimension("hidden") - 4
-    own = torch.randn(model.dimension("hidden"), 3 * kept, dtype=torch.float64)
+    vectors = torch.randn(model.dimension("hidden"), 3 * kept, dtype=torch.float64)
     layer = residual_of(model.family).norm == "layer"
-    basis = directions_keeping_ones(own @ own.T, kept)[0] if layer else torch.linalg.qr(own[:, :kept])[0]
+    basis = directions_keeping_ones(vectors @ vectors.T, kept)[0] if layer else torch.linalg.qr(vectors[:, :kept])[0]
     view = view_of(request, kept, lambda _block: (basis, basis))
     narrow = narrow_jointly(request, hidden_record(request, kept), view)
     source = open_moments(narrow, {"heads": True})
     (space,) = source.group_keys(["heads"])
     tensors = narrow.model.read_block(0)
     folds = source.moments(0, tensors, space)["heads"]
-    drift = sum_folds([each for each in folds if isinstance(each, Moments)]).drift
+    drift = sum_folds([fold for fold in folds if isinstance(fold, Moments)]).drift
     assert drift is not None
     config = parse_config(narrow.model.checkpoint.config)
     short = type(case.model())(config)
-    held = narrow.model.checkpoint.read(list(narrow.model.checkpoint.tensors))
-    short.load_state_dict(held, strict=False)
+    narrow_tensors = narrow.model.checkpoint.read(list(narrow.model.checkpoint.tensors))
+    short.load_state_dict(narrow_tensors, strict=False)
     ids = case.samples().batch(slice(len(case.samples())))["input_ids"]
-    seen = [_behind_attention(each.double().eval(), model, ids) for each in (plain(case.model()), short)]
+    seen = [_behind_attention(network.double().eval(), model, ids) for network in (plain(case.model()), short)]
     wide = seen[0] - seen[0].mean(-1, keepdim=True) if layer else seen[0]
     delta = (stream_scale(kept, model.dimension("hidden")) * wide @ basis - seen[1]).flatten(0, 1)
     assert drift.energy == pytest.approx(float(delta.square().sum()), rel=1e-4)
@@ -195,13 +199,13 @@ def test_drift_beside_a_narrower_stream_is_from_the_dense_one(dense: Dense, case
 
 
 @torch.no_grad()
-def _behind_attention(whole: Any, model: Model, ids: torch.Tensor) -> torch.Tensor:
+def _behind_attention(network: Any, model: Model, ids: torch.Tensor) -> torch.Tensor:
     """Add up what enters the first block and what its attention adds."""
-    block, found = whole.get_submodule(model.family.layers)[0], dict[str, torch.Tensor]()
+    block, states = network.get_submodule(model.family.layers)[0], dict[str, torch.Tensor]()
     block.register_forward_pre_hook(
-        lambda _, args, kwargs: found.update(h=(*args, *kwargs.values())[0]), with_kwargs=True
+        lambda _, args, kwargs: states.update(h=(*args, *kwargs.values())[0]), with_kwargs=True
     )
     output = block.get_submodule(model.family.attention.output)
-    output.register_forward_hook(lambda _, args, given: found.update(a=given))
-    whole(input_ids=ids, use_cache=False)
-    return found["h"] + found["a"]
+    output.register_forward_hook(lambda _, args, given: states.update(a=given))
+    network(input_ids=ids, use_cache=False)
+    return states["h"] + states["a"]

@@ -29,11 +29,11 @@ class _Axes(TorchDispatchMode):
     longest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in (torch.ops.aten.detach.default, torch.ops.aten.t.default, torch.ops.aten.alias.default):
-            sizes = [max(each.shape, default=0) for each in tree_leaves(made) if isinstance(each, Tensor)]
+            sizes = [max(leaf.shape, default=0) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             self.longest = max([self.longest, *sizes])
-        return made
+        return result
 
 
 @pytest.mark.parametrize("case", choose_cases(HEADS, first_cases()[::2].__contains__), ids=str)
@@ -53,11 +53,11 @@ def test_they_are_those_of_the_whole_model(dense: Dense, case: Case, monkeypatch
         assert not case.family.causal  # a head that is no module of its own
         return
 
-    whole, leaf = case.model().double(), states.clone().requires_grad_(True)
+    dense_model, leaf = case.model().double(), states.clone().requires_grad_(True)
     several = factory.returns_tuple
-    layer = whole.get_submodule(case.family.layers)[-1]
+    layer = dense_model.get_submodule(case.family.layers)[-1]
     layer.register_forward_hook(lambda *_: (leaf, None) if several else leaf)
-    log_p = whole(**batch).logits.log_softmax(-1)
+    log_p = dense_model(**batch).logits.log_softmax(-1)
     labels = draws[0].labels.view(TEXTS, WINDOW, 1)
     (expected,) = torch.autograd.grad(log_p.gather(2, labels).sum() / WINDOW**0.5, leaf)
     torch.testing.assert_close(drawn.values, expected.float(), rtol=1e-5, atol=1e-7)

@@ -50,8 +50,8 @@ def test_factors_equal_a_whole_model_factored_by_hand(dense: Dense, case: Case, 
         torch.testing.assert_close(up @ down, weight, rtol=0, atol=2e-4 * float(weight.abs().max()), msg=name)
     ours = ckpt_prune.load(str(tmp_path / "out")).double()
     with torch.no_grad():
-        found, wanted = (model.double()(**wide(data))[0] for model in (ours, oracle.model))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3 * float(wanted.abs().max()))
+        output, reference = (model.double()(**wide(data))[0] for model in (ours, oracle.model))
+    torch.testing.assert_close(output, reference, rtol=0, atol=2e-3 * float(reference.abs().max()))
     for check in verify(tmp_path / "out", dense.folder(case)):
         assert check.passed or check.name == "sparsity", check
 
@@ -60,7 +60,7 @@ def test_what_is_several_modules_stays_whole(dense: Dense, tmp_path: Path):
     case = next(case for case in FIRST if case.family.experts is None and not in_one(case))
     report = dense.prune(case, FullRecipe.model_validate({"version": 1, "name": "x", "low_rank": {}}), tmp_path / "out")
     several = {module for module, paths in module_paths(case.family).items() if len(paths) > 1}
-    named = {each["weight"].removesuffix(".weight").rpartition(".")[2] for each in report["factored"]}
+    named = {record["weight"].removesuffix(".weight").rpartition(".")[2] for record in report["factored"]}
     assert named
     assert not named & {module.rpartition(".")[2] for module in several}
     for check in verify(tmp_path / "out", dense.folder(case)):

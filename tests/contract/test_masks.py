@@ -26,12 +26,12 @@ def runs() -> list[tuple[Case, str, Target]]:
     """Every class of `LONG` once and every family twice; rules and targets two at a time over them."""
     rules = [rule for rule in RULES if "2:4" not in rule]
     targets = list(TARGETS)
-    found = [(case, rules[i % len(rules)], targets[(i + i // len(rules)) % 3]) for i, case in enumerate(LONG)]
+    combinations = [(case, rules[i % len(rules)], targets[(i + i // len(rules)) % 3]) for i, case in enumerate(LONG)]
     for shift, case in enumerate(FIRST):
-        found.append((case, rules[(shift + 2) % len(rules)], targets[(shift + 1) % 3]))
+        combinations.append((case, rules[(shift + 2) % len(rules)], targets[(shift + 1) % 3]))
     # Whose first block has no experts.
-    found += [(LED, "wanda", "dense"), (LED, "sparsegpt", "by block")]
-    return list(dict.fromkeys(found))
+    combinations += [(LED, "wanda", "dense"), (LED, "sparsegpt", "by block")]
+    return list(dict.fromkeys(combinations))
 
 
 def whole(case: Case) -> Model:
@@ -91,9 +91,9 @@ def test_what_is_pruned_is_recovered(dense: Dense, case: Case, tmp_path) -> None
 
 @pytest.mark.parametrize("case", every(12, unlike_cases()), ids=str)
 def test_what_is_pruned_is_scaled(dense: Dense, case: Case, tmp_path) -> None:
-    """Nothing is held out: what is told is of samples that scales are fitted to, and small steps lead down.
+    """Nothing is held out: the losses reported are those of the training samples, and small steps lower them.
 
-    As a step of the recipe they are what they are after it, to the last bit.
+    Scales fitted as a step of the recipe are those of a later `recover`, to the last bit.
     """
     how, methods = {"epochs": 2, "batch": 16, "held_out": 0}, dict.fromkeys(case.ratios, "none")
     dense.prune(case, spaces_recipe(case, methods), tmp_path / "pruned")
@@ -101,13 +101,13 @@ def test_what_is_pruned_is_scaled(dense: Dense, case: Case, tmp_path) -> None:
     settings = RecoverySettings.model_validate({"method": "scales", **how})
     training = RecoverySamples(samples, torch.float32)
     job = Job(pruned, recover_recipe(settings), dense=dense.model(case), training=training)
-    told = run_job(job, tmp_path / "out").report
-    assert told.adapters is not None
-    assert told.adapters.modules > 0
-    assert told.adapters.loss_after < told.adapters.loss_before
+    report = run_job(job, tmp_path / "out").report
+    assert report.adapters is not None
+    assert report.adapters.modules > 0
+    assert report.adapters.loss_after < report.adapters.loss_before
     for check in verify(tmp_path / "out"):
         assert check.passed or check.name == "sparsity", check
     recipe = spaces_recipe(case, methods, recovery={"method": "scales", **how})
     at_once = dense.prune(case, recipe, tmp_path / "at-once", training=training)
-    assert at_once["adapters"] | {"seconds": 0} == told.data()["adapters"] | {"seconds": 0}
+    assert at_once["adapters"] | {"seconds": 0} == report.data()["adapters"] | {"seconds": 0}
     assert tensor_files(tmp_path / "at-once") == tensor_files(tmp_path / "out") != tensor_files(tmp_path / "pruned")

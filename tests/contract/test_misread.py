@@ -49,7 +49,9 @@ def readers(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
             continue
         yield name, auto
         stock = auto._model_mapping[type(config)]
-        yield from ((each.__name__, each) for each in (stock if isinstance(stock, tuple) else (stock,)))
+        yield from (
+            (model_class.__name__, model_class) for model_class in (stock if isinstance(stock, tuple) else (stock,))
+        )
 
 
 def assert_refused(folder: Path, config: PreTrainedConfig, architecture: str) -> None:
@@ -104,12 +106,12 @@ def test_outputs_are_read_by_their_own_code_alone(
         if always((case, name)):
             raise
         pytest.skip(f"recipe {name} does nothing to a {case.model_type}: {error}")
-    found = json.loads((out / "config.json").read_text())
+    stored = json.loads((out / "config.json").read_text())
     if not report.container.remote_code:
-        assert (WEIGHTS_KEY in found, load_reported(out)[1].fault) == (False, "")
+        assert (WEIGHTS_KEY in stored, load_reported(out)[1].fault) == (False, "")
         return
-    config, (own,) = AutoConfig.from_pretrained(out), found["architectures"]
-    assert (found[WEIGHTS_KEY], type(config).model_type) == (REFUSAL, report.container.model_type)
-    assert_refused(out, config, own.removeprefix("Pruned"))
+    config, (class_name,) = AutoConfig.from_pretrained(out), stored["architectures"]
+    assert (stored[WEIGHTS_KEY], type(config).model_type) == (REFUSAL, report.container.model_type)
+    assert_refused(out, config, class_name.removeprefix("Pruned"))
     (AutoTokenizer if case.family.modality == "text" else AutoImageProcessor).from_pretrained(out)
-    assert type(ckpt_prune.load(out)).__name__ == own
+    assert type(ckpt_prune.load(out)).__name__ == class_name

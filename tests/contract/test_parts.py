@@ -123,9 +123,9 @@ class PartCase:
     @cached_property
     def model(self) -> PreTrainedModel:
         config = AutoConfig.for_model(self.model_type, **CONFIGS[self.model_type])
-        made = getattr(transformers, load_composite(self.model_type).architecture)(config).eval()
-        randomise(made, 7)
-        return made
+        model = getattr(transformers, load_composite(self.model_type).architecture)(config).eval()
+        randomise(model, 7)
+        return model
 
     def samples(self, count: int = 16, seed: int = 5) -> Samples:
         if self.part == "text":
@@ -184,8 +184,11 @@ class Patches(Sounds):
     tokens, fingerprint = ROWS**2, "patches"
 
     def batch(self, part: slice) -> dict[str, Tensor]:
-        own = self._features[part]
-        return {"hidden_states": own.flatten(0, 1), "grid_thw": torch.tensor([[1, ROWS, ROWS]]).repeat(len(own), 1)}
+        patches = self._features[part]
+        return {
+            "hidden_states": patches.flatten(0, 1),
+            "grid_thw": torch.tensor([[1, ROWS, ROWS]]).repeat(len(patches), 1),
+        }
 
 
 class Seen(Patches):
@@ -198,13 +201,13 @@ class Seen(Patches):
         self._windows = windows
 
     def batch(self, part: slice) -> dict[str, Tensor]:
-        own = super().batch(part)
+        patches = super().batch(part)
         ids = self._windows[part]
         kinds = (ids == IMAGE).int()
         return {
             "input_ids": ids,
-            "pixel_values": own["hidden_states"],
-            "image_grid_thw": own["grid_thw"],
+            "pixel_values": patches["hidden_states"],
+            "image_grid_thw": patches["grid_thw"],
             "mm_token_type_ids": kinds,
         }
 
@@ -251,8 +254,8 @@ class InComposite(Whole):
 
     def path(self, block: int, module: str) -> str:
         inner = super().path(block, module)
-        outer, own = self._outer
-        return f"{outer}.{inner.removeprefix(f'{own}.')}" if own else inner
+        outer, prefix = self._outer
+        return f"{outer}.{inner.removeprefix(f'{prefix}.')}" if prefix else inner
 
 
 ALWAYS = ("clip-text", "gemma3-text", "llava-vision", "qwen2_5_vl-text", "qwen2_5_vl-vision", "whisper-encoder")
@@ -284,12 +287,12 @@ def test_equals_the_whole_composite_pruned_by_hand(case: PartCase, tmp_path: Pat
     report = run_job(Job(model, recipe, statistics), out).report.data()
     assert report["part"] == case.part
 
-    whole = InComposite(case, model)
+    composite = InComposite(case, model)
     dense_bytes = read_tensors(folder)
-    whole.prune(data, dict.fromkeys(dict(case.ratios), "ridge"))
-    assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == whole.kept
+    composite.prune(data, dict.fromkeys(dict(case.ratios), "ridge"))
+    assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == composite.kept
     shown = case.shown()
-    assert_same_outputs(outputs(ckpt_prune.load(out), shown), outputs(whole.whole, shown), COMPUTED)
+    assert_same_outputs(outputs(ckpt_prune.load(out), shown), outputs(composite.whole, shown), COMPUTED)
 
     # What is not in the part's blocks is what it was, byte for byte.
     written, consumers = read_tensors(out), model.family.linears

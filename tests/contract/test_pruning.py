@@ -47,15 +47,15 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
             first
         ]
         turns += [group[index % len(group)] for index in range(max(1 if like_bert(first) else RUNS, len(group)))]
-    found: list[tuple[Case, dict[str, str], Target]] = []
+    combinations: list[tuple[Case, dict[str, str], Target]] = []
     for turn, case in enumerate(turns):
         # The second space goes through the methods at another pace than the first, the target turns at each round.
         others = {"heads": columns[turn % len(columns)], "mlp": columns[2 * turn % len(columns)]}
         # Few families have query heads of their own: among them the methods take turns.
-        others["queries"] = columns[sum("queries" in methods for _, methods, _ in found) % len(columns)]
+        others["queries"] = columns[sum("queries" in methods for _, methods, _ in combinations) % len(columns)]
         others["values"] = columns[(turn // 2) % len(columns)]
         target = targets[(turn + turn // len(columns)) % len(targets)]
-        before = [methods.get("qk") for _, methods, own in found if own == target]
+        before = [methods.get("qk") for _, methods, other in combinations if other == target]
         # The fewest times with this target. In heads of 8 dimensions low rank has more than one minimum; its oracle
         # takes seconds, and `tests/compensation` has more of it.
         single = case.family.dimension(case.config, "head_dim") < ODD_HEAD
@@ -64,22 +64,24 @@ def runs() -> list[tuple[Case, dict[str, str], Target]]:
         others["qk"] = min(few, key=before.count)
         # Every family that runs twice has a run of stock blocks, too.
         methods = {space: others[space] for space in (case.values if turn % 2 else case.ratios)}
-        found.append((case, methods, target))
+        combinations.append((case, methods, target))
     # Experts have no biases: their families take turns with the methods that add none.
     bare = [method for method, traits in METHODS.items() if not traits.adds_bias]
     for turn in range(max(len(bare), len(alone) * RUNS)):
         case, method = alone[turn % len(alone)], bare[turn % len(bare)]
-        found.append((case, dict.fromkeys(case.ratios, method), targets[turn % len(targets)]))
-    return found
+        combinations.append((case, dict.fromkeys(case.ratios, method), targets[turn % len(targets)]))
+    return combinations
 
 
 def test_every_method_meets_every_target_in_every_space() -> None:
     met = {(space, method, target) for _, methods, target in runs() for space, method in methods.items()}
     columns = {(space, method, target) for space in ("heads", "mlp") for method in METHODS for target in TARGETS}
-    for own in ("queries", "values"):
-        assert {method for space, method, _ in met if space == own} == set(METHODS)
+    for attention_space in ("queries", "values"):
+        assert {method for space, method, _ in met if space == attention_space} == set(METHODS)
     logits = {("qk", method, target) for method in LOGIT_METHODS for target in TARGETS}
-    assert {each for each in met if each[0] not in ("queries", "values", "shared")} == columns | logits
+    assert {
+        combination for combination in met if combination[0] not in ("queries", "values", "shared")
+    } == columns | logits
 
 
 def name(value: object) -> str:
@@ -95,14 +97,14 @@ def own_kind(cell: tuple[Case, dict[str, str], Target]) -> object:
 def test_equals_a_whole_model_pruned_by_hand(
     dense: Dense, case: Case, methods: dict[str, str], target: Target, tmp_path
 ) -> None:
-    wanted = spaces_recipe(case, methods, **TARGETS[target])
+    recipe = spaces_recipe(case, methods, **TARGETS[target])
     data = case.samples()
-    report = dense.prune(case, wanted, tmp_path / "out", None if target == "dense" else data)
-    whole = Whole(case).prune(data, methods, target)
+    report = dense.prune(case, recipe, tmp_path / "out", None if target == "dense" else data)
+    by_hand = Whole(case).prune(data, methods, target)
     kept = {(site["block"], expert_space(site["space"], site.get("expert"))): site["kept"] for site in report["sites"]}
-    assert kept == whole.kept
+    assert kept == by_hand.kept
     other = case.samples(6, seed=9)
-    assert_same_outputs(outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(whole.model, other), COMPUTED)
+    assert_same_outputs(outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(by_hand.model, other), COMPUTED)
 
 
 TOGETHER = "queries and keys are normalised over all heads together, so that every head changes with the others"
@@ -123,11 +125,11 @@ WHOLE = {
 
 @pytest.mark.parametrize("case", first_cases(), ids=str)
 def test_a_space_of_which_none_can_go_is_refused(dense: Dense, case: Case) -> None:
-    whole = {name for name, space in case.family.spaces.items() if space.whole is not None}
-    assert whole == ({"heads"} if (case.model_type, case.variant) in WHOLE else set())
+    indivisible = {name for name, space in case.family.spaces.items() if space.whole is not None}
+    assert indivisible == ({"heads"} if (case.model_type, case.variant) in WHOLE else set())
     described = ckpt_prune.inspect(str(dense.folder(case))).spaces
-    assert whole == {name for name, space in described.items() if "none" in space.containers.values()}
-    for name in whole:
+    assert indivisible == {name for name, space in described.items() if "none" in space.containers.values()}
+    for name in indivisible:
         spaces = {space: DEFAULTS[space] for space in first_expert_spaces(case.family.spaces) if space != "experts"}
         recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces})
         with pytest.raises(UserError) as caught:
@@ -153,17 +155,17 @@ def test_stand_ins_compute_the_same_function(dense: Dense, case: Case, tmp_path)
 
 @pytest.mark.parametrize("case", every(8, LONG), ids=str)
 def test_nothing_dropped_is_the_source_byte_for_byte(dense: Dense, case: Case, tmp_path) -> None:
-    wanted = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
-    spaces = {space: own.model_copy(update={"ratio": 0.0}) for space, own in wanted.spaces.items()}
-    dense.prune(case, wanted.model_copy(update={"spaces": spaces}), tmp_path / "out")
+    recipe = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
+    spaces = {space: settings.model_copy(update={"ratio": 0.0}) for space, settings in recipe.spaces.items()}
+    dense.prune(case, recipe.model_copy(update={"spaces": spaces}), tmp_path / "out")
     before, after = contents(dense.folder(case)), contents(tmp_path / "out")
     assert before["model.safetensors"] == after["model.safetensors"]
 
 
 @pytest.mark.parametrize("case", every(4, unlike_cases()), ids=str)
 def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, case: Case, tmp_path) -> None:
-    wanted = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
-    job = dense.request(case, wanted)
+    recipe = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
+    job = dense.request(case, recipe)
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", 2)
         with pytest.raises(KeyboardInterrupt):

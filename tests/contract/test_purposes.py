@@ -36,13 +36,13 @@ def list_other_classes() -> list[Case]:
 
 @pytest.mark.parametrize("auto", TASKS)
 def test_every_class_that_transformers_loads_is_known(auto: str) -> None:
-    mapping, known = getattr(transformers, auto)._model_mapping, 0
+    mapping, count = getattr(transformers, auto)._model_mapping, 0
     for family in (load_family(name) for name in known_families()):
         stock = mapping.get(CONFIG_MAPPING[family.model_type], None) if family.has_causal else None
         if isinstance(stock, type):
             assert family.of(stock.__name__).purpose == TASKS[auto]
-            known += 1
-    assert known > 20
+            count += 1
+    assert count > 20
 
 
 ALWAYS = list({case.model_type: case for case in reversed(list_other_classes())}.values())[::4]
@@ -55,9 +55,9 @@ def test_equals_a_whole_model_pruned_by_hand(dense: Dense, case: Case, tmp_path)
     methods = {space: "none" if space == "qk" else "ridge" for space in case.ratios}
     out = tmp_path / "out"
     dense.prune(case, spaces_recipe(case, methods), out)
-    whole = Whole(case).prune(case.samples(), methods)
+    by_hand = Whole(case).prune(case.samples(), methods)
     other = case.samples(6, seed=9)
-    assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(whole.model, other), 5e-4)
+    assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(by_hand.model, other), 5e-4)
     before, after = (load_file(folder / "model.safetensors") for folder in (dense.folder(case), out))
     heads = [name for name in before if name.startswith(("score.", "classifier."))]
     assert bool(heads) == (case.family.auto_class != "AutoModel")

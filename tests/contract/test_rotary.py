@@ -25,14 +25,14 @@ WHOLE_ROPE = {case.model_type: case for case in first_cases() if case.family.rop
 
 
 def runs() -> list[tuple[Case, dict[str, str], Target]]:
-    """Every family with factors; targets and spaces beside, narrow values too, take turns. Bare pairs for three."""
-    found: list[tuple[Case, dict[str, str], Target]] = []
+    """Every family with factors, taking turns with targets and other spaces; three families without factors."""
+    combinations: list[tuple[Case, dict[str, str], Target]] = []
     for turn, case in enumerate(PAIRED):
-        beside = [dict.fromkeys(case.values, "ridge"), {"heads": "affine"}, {}][turn % 3]
-        found.append((case, {"rotary": "factors", **beside}, list(TARGETS)[(turn + 1) % 3]))
+        others = [dict.fromkeys(case.values, "ridge"), {"heads": "affine"}, {}][turn % 3]
+        combinations.append((case, {"rotary": "factors", **others}, list(TARGETS)[(turn + 1) % 3]))
         if turn < 3:
-            found.append((case, {"rotary": "none", "heads": "none"}, list(TARGETS)[turn]))
-    return found
+            combinations.append((case, {"rotary": "none", "heads": "none"}, list(TARGETS)[turn]))
+    return combinations
 
 
 def name(value: object) -> str:
@@ -43,37 +43,37 @@ def name(value: object) -> str:
 def generate(model: Any, ids: Tensor) -> tuple[Tensor, list[tuple[tuple[int, ...], ...]]]:
     """Logits read token by token through the cache, and the shapes of the keys and values in it."""
     name: Any = cache_argument(model.forward)
-    cache, found = None, []
+    cache, logits = None, []
     for token in ids.T:
         result = model(**{"input_ids": token[:, None], name: cache, "use_cache": True})
         cache = getattr(result, name)
-        found.append(result.logits)
-    return torch.cat(found, 1), [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers]
+        logits.append(result.logits)
+    return torch.cat(logits, 1), [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers]
 
 
 @pytest.mark.parametrize(("case", "methods", "target"), every(3, runs()), ids=name)
 def test_equals_a_whole_model_pruned_by_hand(
     dense: Dense, case: Case, methods: dict[str, str], target: Target, tmp_path
 ) -> None:
-    wanted, data = spaces_recipe(case, methods, **TARGETS[target]), case.samples()
-    report = dense.prune(case, wanted, tmp_path / "out", None if target == "dense" else data)
-    whole = Whole(case).prune(data, methods, target)
-    assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == whole.kept
+    recipe, data = spaces_recipe(case, methods, **TARGETS[target]), case.samples()
+    report = dense.prune(case, recipe, tmp_path / "out", None if target == "dense" else data)
+    by_hand = Whole(case).prune(data, methods, target)
+    assert {(site["block"], site["space"]): site["kept"] for site in report["sites"]} == by_hand.kept
     other = case.samples(6, seed=9)
     model = ckpt_prune.load(tmp_path / "out")
-    found = outputs(model, other)
-    assert_same_outputs(found, outputs(whole.model, other), COMPUTED if "factors" in methods.values() else KEPT)
+    results = outputs(model, other)
+    assert_same_outputs(results, outputs(by_hand.model, other), COMPUTED if "factors" in methods.values() else KEPT)
     # Keys and values in the cache are as narrow as the projections, which eager attention reads as any other does.
     model.set_attn_implementation("eager")
-    assert_same_outputs(outputs(model, other), found, 2e-6)
+    assert_same_outputs(outputs(model, other), results, 2e-6)
     ids = wide(other)["input_ids"]
     logits, shapes = generate(model, ids)
-    assert_same_outputs({"logits": logits}, found, 2e-6)
+    assert_same_outputs({"logits": logits}, results, 2e-6)
     heads = case.kv_heads - ("heads" in methods)
     width = case.family.dimension(case.config, "head_dim")
     widths = 2 * (case.units("rotary") // 2), width - ("values" in methods) * (width // 2)
     assert {(*shape[:2], shape[3]) for layer in shapes for shape in layer} == {
-        (len(ids), heads, each) for each in widths
+        (len(ids), heads, size) for size in widths
     }
     assert all((keys[3], values[3]) == widths for keys, values in shapes)
     assert report["after"]["parameters"] == sum(p.numel() for p in model.parameters())
@@ -94,26 +94,26 @@ def test_a_family_of_which_none_can_go_is_refused_by_name(dense: Dense, model_ty
 
 @pytest.mark.parametrize("case", PAIRED[:2], ids=str)
 def test_every_pair_kept_is_the_source_byte_for_byte(dense: Dense, case: Case, tmp_path) -> None:
-    wanted = spaces_recipe(case, {"rotary": "factors"})
-    own = {"rotary": wanted.spaces["rotary"].model_copy(update={"ratio": 0.0})}
-    dense.prune(case, wanted.model_copy(update={"spaces": own}), tmp_path / "out")
+    recipe = spaces_recipe(case, {"rotary": "factors"})
+    spaces = {"rotary": recipe.spaces["rotary"].model_copy(update={"ratio": 0.0})}
+    dense.prune(case, recipe.model_copy(update={"spaces": spaces}), tmp_path / "out")
     assert contents(dense.folder(case))["model.safetensors"] == contents(tmp_path / "out")["model.safetensors"]
 
 
 def test_padded_pairs_load_with_the_stock_class(dense: Dense, tmp_path) -> None:
-    case = next(each for each in PAIRED if each.model_type == "ernie4_5")
+    case = next(candidate for candidate in PAIRED if candidate.model_type == "ernie4_5")
     recipe = spaces_recipe(case, {"rotary": "factors", "heads": "affine"}, "padded")
     dense.prune(case, recipe, tmp_path / "out")
-    whole = Whole(case).prune(case.samples(), {"rotary": "factors", "heads": "affine"})
+    by_hand = Whole(case).prune(case.samples(), {"rotary": "factors", "heads": "affine"})
     other = case.samples(6, seed=9)
     model = ckpt_prune.load(tmp_path / "out")
     assert type(model).__name__ == case.architecture
-    assert_same_outputs(outputs(model, other), outputs(whole.model, other), COMPUTED)
+    assert_same_outputs(outputs(model, other), outputs(by_hand.model, other), COMPUTED)
 
 
 def test_costs_are_those_that_are_measured(dense: Dense, tmp_path) -> None:
     """Blocks of different widths, beside fewer query heads and columns."""
-    case = next(each for each in PAIRED if each.model_type == "llama")
+    case = next(candidate for candidate in PAIRED if candidate.model_type == "llama")
     methods = {"rotary": "factors", "queries": "ridge", "mlp": "ridge"}
     recipe = spaces_recipe(case, methods, layers="1:", widths="per_layer", target="sequential")
     cost = dense.prune(case, recipe, tmp_path / "out", case.samples())["after"]

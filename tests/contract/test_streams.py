@@ -24,14 +24,14 @@ def test_states_and_outputs_are_those_of_the_whole_model(dense: Dense, case: Cas
     stream = HiddenStream(factory, model.checkpoint.tensors, model.checkpoint.read, data)
     assert stream.states.shape[1] == data.tokens
     assert case.family.modality == "text" or model.tokens == data.tokens
-    whole, near = case.model().double(), FLOAT32.get(case.model_type, NEAR)
+    dense_model, near = case.model().double(), FLOAT32.get(case.model_type, NEAR)
     paths = [f"{case.family.layers}.{index}" for index in range(BLOCKS)]
-    expected = record_states(whole, data, results=paths)
+    expected = record_states(dense_model, data, results=paths)
     for index, path in enumerate(paths):
         stream.advance(index, model.read_block(index))
         assert_same_outputs({path: stream.states}, {path: torch.from_numpy(expected[path])}, near)
     readout = Readout(factory, model.checkpoint.tensors, model.checkpoint.read)
-    found = readout.outputs(data.batch(slice(len(data))), stream.states)
-    wanted = outputs(whole, data)
-    names = [name for name in wanted if name.endswith("logits")] if readout.logits else ["last_hidden_state"]
-    assert_same_outputs(dict(zip(names, found, strict=True)), {name: wanted[name] for name in names}, near)
+    computed = readout.outputs(data.batch(slice(len(data))), stream.states)
+    expected_outputs = outputs(dense_model, data)
+    names = [name for name in expected_outputs if name.endswith("logits")] if readout.logits else ["last_hidden_state"]
+    assert_same_outputs(dict(zip(names, computed, strict=True)), {name: expected_outputs[name] for name in names}, near)

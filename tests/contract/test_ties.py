@@ -49,19 +49,19 @@ def test_what_is_stored_and_tied_is_seen_as_the_class_loads_it(case: Case, tmp_p
     other = {head: copies[head].flip(0)}
     alone = {name: tensor for name, tensor in tensors.items() if name not in ties.values()}
     apart = write_model(plain, tmp_path / "apart", tensors | copies | other, tie_word_embeddings=False)
-    for name, held, same in (
+    for name, stored, same in (
         ("copy", tensors | copies, plain),
         ("alone", alone | copies, plain),
         ("other", tensors | other, apart),
     ):
-        folder = write_model(plain, tmp_path / name, held)
+        folder = write_model(plain, tmp_path / name, stored)
         seen, expected = Model.open(folder), Model.open(same)
         check_source(seen)
         assert seen.tied is expected.tied is (same is plain)
-        ours, theirs = (each.checkpoint.read(sorted(each.checkpoint.tensors)) for each in (seen, expected))
+        ours, theirs = (model.checkpoint.read(sorted(model.checkpoint.tensors)) for model in (seen, expected))
         assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[each], theirs[each]) for each in ours)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
         assert cost_of(seen) == cost_of(expected)
         assert seen.checkpoint.fingerprint == Checkpoint.open(folder).fingerprint
-        loaded = [outputs(load_reported(each)[0], case.samples(2)) for each in (folder, same)]
-        assert all(torch.equal(loaded[0][each], loaded[1][each]) for each in loaded[0])
+        loaded = [outputs(load_reported(source)[0], case.samples(2)) for source in (folder, same)]
+        assert all(torch.equal(loaded[0][key], loaded[1][key]) for key in loaded[0])

@@ -59,12 +59,12 @@ def record_states(
     model: nn.Module, data: Samples, *, inputs: Iterable[str] = (), results: Iterable[str] = ()
 ) -> dict[str, Array]:
     """Input or output of modules by path: (samples, tokens, width)."""
-    found: dict[str, Array] = {}
+    recorded: dict[str, Array] = {}
 
     def keep(path: str, states: Any) -> None:
         states = states[0] if isinstance(states, tuple) else states
         # Some models fold samples and tokens together.
-        found[path] = states.detach().double().reshape(len(data), -1, states.shape[-1]).numpy().copy()
+        recorded[path] = states.detach().double().reshape(len(data), -1, states.shape[-1]).numpy().copy()
 
     handles = [
         model.get_submodule(path).register_forward_pre_hook(lambda _, args, path=path: keep(path, args[0]))
@@ -77,7 +77,7 @@ def record_states(
     model(**wide(data))
     for handle in handles:
         handle.remove()
-    return found
+    return recorded
 
 
 class Whole:
@@ -131,7 +131,7 @@ class Whole:
                 described = self.family.spaces[space]
                 paths = [self.path(block, module) for module in described.solved_from]
                 (inputs if described.ends in ("columns", "values") else results).extend(paths)
-            found = record_states(self.model, data, inputs=inputs, results=results)
+            states = record_states(self.model, data, inputs=inputs, results=results)
             with torch.no_grad():
                 for block, space in stage:
                     ends = self.family.spaces[space].ends
@@ -141,33 +141,33 @@ class Whole:
                         "rotary": self._rotary,
                         "values": self._values,
                     }[ends]
-                    prune(block, space, found, methods[recipe_space(space)])
+                    prune(block, space, states, methods[recipe_space(space)])
         return self
 
     def _gone(self, space: str, units: int) -> int:
         exact = units * self.case.ratio(recipe_space(space))
         return int(np.ceil(exact) if self.family.spaces[space].rounding == "ceil" else np.floor(exact))
 
-    def _columns(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
+    def _columns(self, block: int, space: str, states: Mapping[str, Array], method: str) -> None:
         (module,) = self.family.spaces[space].solved_from
         path = self.path(block, module)
         consumer: Any = self.model.get_submodule(path)
-        X = found[path].reshape(-1, found[path].shape[2]).copy()
+        X = states[path].reshape(-1, states[path].shape[2]).copy()
         W = consumer.weight.double().numpy()
         # Columns that an earlier space has emptied are no part of this one's projection.
-        held = [column for column in range(W.shape[1]) if column not in self._emptied(block, module)]
-        X[:, [column for column in range(W.shape[1]) if column not in held]] = 0
-        columns = scores.SCORES["corp"](W[:, held], X[:, held])
+        filled = [column for column in range(W.shape[1]) if column not in self._emptied(block, module)]
+        X[:, [column for column in range(W.shape[1]) if column not in filled]] = 0
+        columns = scores.SCORES["corp"](W[:, filled], X[:, filled])
         groups = 1 if self.family.spaces[space].per is None else self.dimension("kv_heads")
-        units, whole = self.case.units(space), W.shape[1] // self.case.units(space) // groups
-        per, run = len(held) // units // groups, len(held) // groups
+        units, full = self.case.units(space), W.shape[1] // self.case.units(space) // groups
+        per, run = len(filled) // units // groups, len(filled) // groups
         stay = []
         for group in range(groups):
-            own = columns[group * run : (group + 1) * run]
-            best = scores.kept_units(own, per, units - self._gone(space, units))
+            run_scores = columns[group * run : (group + 1) * run]
+            best = scores.kept_units(run_scores, per, units - self._gone(space, units))
             stay += [group * units + unit for unit in best]
         self.kept[block, space] = stay
-        K = [unit * whole + i for unit in stay for i in range(whole) if unit * whole + i in held]
+        K = [unit * full + i for unit in stay for i in range(full) if unit * full + i in filled]
         weight, bias = _fit_columns(method, W[:, K], X[:, K], X @ W.T)
         consumer.weight.zero_()
         consumer.weight[:, K] = torch.from_numpy(weight)
@@ -176,25 +176,27 @@ class Whole:
         else:
             assert not bias.any()
 
-    def _values(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
+    def _values(self, block: int, space: str, states: Mapping[str, Array], method: str) -> None:
         """Values stay as they are: what reads them goes through the directions that are kept."""
         (module,) = self.family.spaces[space].solved_from
         path = self.path(block, module)
         consumer: Any = self.model.get_submodule(path)
-        X, W = found[path].reshape(-1, found[path].shape[2]), consumer.weight.double().numpy()
+        X, W = states[path].reshape(-1, states[path].shape[2]), consumer.weight.double().numpy()
         size, groups, heads = (self.dimension(name) for name in ("head_dim", "kv_heads", "query_heads"))
         keep, emptied = size - self._gone(space, size), set(self._emptied(block, module))
         columns = [[*range(head * size, (head + 1) * size)] for head in range(heads)]
         centred = X - X.mean(0) if METHODS[method].adds_bias else X
         Z, V, back = [], [], []
         for group in range(groups):
-            each = heads // groups
-            own = [own for own in columns[group * each : (group + 1) * each] if not emptied & set(own)]
-            if own:
-                Q, P, _ = values.directions([W[:, at] for at in own], [centred[:, at] for at in own])
-                Z += [X[:, at] @ Q[:, :keep] for at in own]
-                V += [W[:, at] @ P[:, :keep] for at in own]
-                back += [(at, Q[:, :keep]) for at in own]
+            per_group = heads // groups
+            group_heads = [
+                head for head in columns[group * per_group : (group + 1) * per_group] if not emptied & set(head)
+            ]
+            if group_heads:
+                Q, P, _ = values.directions([W[:, at] for at in group_heads], [centred[:, at] for at in group_heads])
+                Z += [X[:, at] @ Q[:, :keep] for at in group_heads]
+                V += [W[:, at] @ P[:, :keep] for at in group_heads]
+                back += [(at, Q[:, :keep]) for at in group_heads]
         weight, bias = _fit_columns(method, np.hstack(V), np.hstack(Z), X @ W.T)
         consumer.weight.zero_()
         for index, (at, Q) in enumerate(back):
@@ -216,9 +218,9 @@ class Whole:
 
     def _each(self, space: ConsumerSpace) -> int:
         """Columns of a unit."""
-        return prod(each if isinstance(each, int) else self.dimension(each) for each in space.columns.each)
+        return prod(factor if isinstance(factor, int) else self.dimension(factor) for factor in space.columns.each)
 
-    def _logits(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
+    def _logits(self, block: int, space: str, states: Mapping[str, Array], method: str) -> None:
         """Prune logits with all of I + M in the queries: the logits do not show how a product of factors is split."""
         paths = [self.path(block, module) for module in self.family.spaces[space].solved_from]
         query, key = (self.model.get_submodule(path) for path in paths)
@@ -226,8 +228,8 @@ class Whole:
         keep = width - self._gone(space, width)
         kept: list[int] = []
         for head in range(heads):
-            own = slice(head * width, (head + 1) * width)
-            pairs = list(zip(found[paths[0]][..., own], found[paths[1]][..., own], strict=True))
+            span = slice(head * width, (head + 1) * width)
+            pairs = list(zip(states[paths[0]][..., span], states[paths[1]][..., span], strict=True))
             best = np.argsort(-logits.logit_energy(pairs), kind="stable")[:keep]
             S = sorted(int(j) for j in best)
             rows = [head * width + j for j in S]
@@ -235,14 +237,14 @@ class Whole:
             M = np.zeros((keep, keep))
             if method == "logit":
                 M = logits.solve(pairs, S, STRENGTH * logits.diagonal_mean(pairs, S))
-            left = np.eye(width)[:, S] @ (np.eye(keep) + M)
-            right = np.eye(width)[:, S]
+            left_factor = np.eye(width)[:, S] @ (np.eye(keep) + M)
+            right_factor = np.eye(width)[:, S]
             if method == "low-rank":
-                left, right = logits.low_rank(pairs, keep, STRENGTH * logits.whole_mean(pairs), starts=2)
-            for projection, factor in ((query, left), (key, right)):
+                left_factor, right_factor = logits.low_rank(pairs, keep, STRENGTH * logits.whole_mean(pairs), starts=2)
+            for projection, factor in ((query, left_factor), (key, right_factor)):
                 mix = torch.from_numpy(factor).T
-                for tensor in filter(lambda each: each is not None, (projection.weight, projection.bias)):
-                    tensor[rows] = mix @ tensor[own]
+                for tensor in filter(lambda parameter: parameter is not None, (projection.weight, projection.bias)):
+                    tensor[rows] = mix @ tensor[span]
         self.kept[block, space] = kept
         gone = [row for row in range(heads * width) if row not in kept]
         for projection in (query, key):
@@ -250,7 +252,7 @@ class Whole:
             if projection.bias is not None:
                 projection.bias[gone] = 0
 
-    def _rotary(self, block: int, space: str, found: Mapping[str, Array], method: str) -> None:
+    def _rotary(self, block: int, space: str, states: Mapping[str, Array], method: str) -> None:
         """Pairs that go are zeros in queries and keys, which the stock class turns as it turns the others."""
         described = self.family.rotary_spaces[space]  # type: ignore[index]
         layout = described.pairs
@@ -260,13 +262,14 @@ class Whole:
         theta = float(self.case.config.rope_parameters["rope_theta"])
 
         def complex_of(path: str, count: int) -> Any:
-            split = found[path].reshape(*found[path].shape[:2], count, 2 * pairs)
+            split = states[path].reshape(*states[path].shape[:2], count, 2 * pairs)
             every = rotary.as_complex(split, layout)
             return [[rotary.turn_pairs(sample[:, head], theta) for sample in every] for head in range(count)]
 
         queries, keys = complex_of(paths[0], heads), complex_of(paths[1], groups)
         parts = [
-            rotary.parts(list(zip(own, keys[head * groups // heads], strict=True))) for head, own in enumerate(queries)
+            rotary.parts(list(zip(head_queries, keys[head * groups // heads], strict=True)))
+            for head, head_queries in enumerate(queries)
         ]
         kept: list[int] = []
         for group in range(groups):
@@ -284,20 +287,20 @@ class Whole:
                     c[stay] = rotary.factors(parts[head], stay, strength)
                 changes.append((query, head, c))
             for projection, head, c in changes:
-                own = slice(head * 2 * pairs, (head + 1) * 2 * pairs)
-                for tensor in filter(lambda each: each is not None, (projection.weight, projection.bias)):
-                    rows = rotary.as_complex(tensor[own].numpy().T, layout) * c
-                    tensor[own] = torch.from_numpy(rotary.as_rows(rows, layout).T)
+                span = slice(head * 2 * pairs, (head + 1) * 2 * pairs)
+                for tensor in filter(lambda parameter: parameter is not None, (projection.weight, projection.bias)):
+                    rows = rotary.as_complex(tensor[span].numpy().T, layout) * c
+                    tensor[span] = torch.from_numpy(rotary.as_rows(rows, layout).T)
         self.kept[block, space] = kept
 
 
 def _fit_columns(method: str, W: Array, X: Array, Y: Array) -> tuple[Array, Array]:
     """Return weight and bias of columns as a compensation makes them."""
     if method not in WITH_STRENGTH:
-        found: tuple[Array, Array] = STRENGTHLESS[method](W, X, Y)
-        return found
-    found = WITH_STRENGTH[method](W, X, Y, STRENGTH * float(np.mean(np.sum(X**2, axis=0))))
-    return found
+        fit: tuple[Array, Array] = STRENGTHLESS[method](W, X, Y)
+        return fit
+    fit = WITH_STRENGTH[method](W, X, Y, STRENGTH * float(np.mean(np.sum(X**2, axis=0))))
+    return fit
 
 
 def _add_bias(consumer: Any, bias: Array) -> None:
@@ -314,15 +317,15 @@ def outputs(model: nn.Module, data: Samples) -> dict[str, Tensor]:
         if hasattr(module, "is_concatenated"):  # experts, whose default implementation has no float64
             module.config._experts_implementation = "eager"
     options = {"use_cache": False} if hasattr(model, "generate") else {}
-    found = {name: value for name, value in model(**wide(data), **options).items() if isinstance(value, Tensor)}
-    assert found
-    return found
+    tensors = {name: value for name, value in model(**wide(data), **options).items() if isinstance(value, Tensor)}
+    assert tensors
+    return tensors
 
 
-def assert_same_outputs(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+def assert_same_outputs(results: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
     """Every element within `tolerance` times the largest."""
-    assert found.keys() == expected.keys()
+    assert results.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.std() > 1e-3, f"{name} says nothing"
-        off = float((found[name] - tensor).abs().max() / tensor.abs().max())
+        off = float((results[name] - tensor).abs().max() / tensor.abs().max())
         assert off <= tolerance, (name, off)
