@@ -123,27 +123,27 @@ def test_the_best_of_all_and_of_each_method(label):
     case, expected = CASES[label], oracle_trials(label)
     methods, grid, shares = ([*reversed(options), *options] for options in (METHODS, GRID, SHARES))
     chosen = case.choose(methods, grid=grid, shares=shares)
-    ruled_out = {each.method: each.at_least for each in chosen.ruled_out}
+    ruled_out = {entry.method: entry.at_least for entry in chosen.ruled_out}
     assert [trial.method for trial in chosen.trials] == [name for name in METHODS if name not in ruled_out]
     assert list(ruled_out) == [name for name in METHODS if name in ruled_out]
-    known = dict(ruled_out)
+    errors = dict(ruled_out)
     for trial in chosen.trials:
-        known[trial.method] = trial.error
-        found = expected[trial.method, trial.strength, trial.share]
-        assert trial.error == pytest.approx(found, rel=DIGITS[trial.method])
+        errors[trial.method] = trial.error
+        expected_error = expected[trial.method, trial.strength, trial.share]
+        assert trial.error == pytest.approx(expected_error, rel=DIGITS[trial.method])
         least = min(error for (name, *_), error in expected.items() if name == trial.method)
         # Forms that are dear, and far behind at the ridges' share, are tried at no other.
-        if not METHODS[trial.method].best_of_form or found <= chosen.best.error * (1 + NEAR):
-            assert found == pytest.approx(least, rel=DIGITS[trial.method])
+        if not METHODS[trial.method].best_of_form or expected_error <= chosen.best.error * (1 + NEAR):
+            assert expected_error == pytest.approx(least, rel=DIGITS[trial.method])
     for name, bound in ruled_out.items():
         assert METHODS[name].best_of_form
         assert bound == pytest.approx(case.least_error(name), rel=DIGITS[name])
-        assert chosen.best.error < bound <= min(error for (each, *_), error in expected.items() if each == name)
+        assert chosen.best.error < bound <= min(error for (method, *_), error in expected.items() if method == name)
     assert chosen.best in chosen.trials
     assert chosen.best.error == pytest.approx(min(expected.values()), rel=DIGITS[chosen.best.method])
-    best, second = sorted(known, key=lambda name: known[name])[:2]
+    best, second = sorted(errors, key=lambda name: errors[name])[:2]
     assert (chosen.best.method, chosen.runner_up) == (best, second)
-    assert chosen.margin == pytest.approx((known[second] - known[best]) / known[best], rel=1e-6)
+    assert chosen.margin == pytest.approx((errors[second] - errors[best]) / errors[best], rel=1e-6)
     assert chosen.margin > 1e-6
     assert chosen == case.choose()
 
@@ -269,10 +269,10 @@ def test_a_rotation_whose_scale_vanishes_is_fitted_itself():
     weight = torch.eye(2, dtype=torch.float64)
     folds = [Blend(fit_of(x, y)), Blend(fit_of(x, y))]
     alone, scaled = (choose_form(weight, folds, [name], []).best.error for name in ("rotation", "rotation-scale"))
-    found = {
+    errors = {
         trial.method: trial.error for trial in choose_form(weight, folds, ["rotation", "rotation-scale"], []).trials
     }
-    assert found == {"rotation": alone, "rotation-scale": scaled}
+    assert errors == {"rotation": alone, "rotation-scale": scaled}
     assert (alone, scaled) == pytest.approx((1.5, 1.0))
 
 

@@ -47,10 +47,10 @@ def small_bias_of_tokens(W: np.ndarray, X: np.ndarray, Y: np.ndarray, strength: 
 @pytest.fixture
 def form(monkeypatch) -> str:
     """The name of a method of another form, which the registry holds for this test."""
-    name, known = "small-bias", oracle.fit_answer
+    name, original = "small-bias", oracle.fit_answer
     monkeypatch.setitem(METHODS, name, Method(name, "", "", True, True, True, form=small_bias))
     monkeypatch.setattr(
-        oracle, "fit_answer", lambda method, *of: small_bias_of_tokens(*of) if method == name else known(method, *of)
+        oracle, "fit_answer", lambda method, *of: small_bias_of_tokens(*of) if method == name else original(method, *of)
     )
     return name
 
@@ -71,7 +71,7 @@ def test_a_strength_of_another_form_is_scored_by_its_own_fit(form, value, share)
 
 def test_among_all_methods_every_reported_error_is_that_of_refitting(form):
     chosen = choose_form(SITE.weight_kept, blends(), list(METHODS), GRID, SHARES)
-    ruled_out = [each.method for each in chosen.ruled_out]
+    ruled_out = [entry.method for entry in chosen.ruled_out]
     assert form not in ruled_out
     assert [trial.method for trial in chosen.trials] == [name for name in METHODS if name not in ruled_out]
     for trial in chosen.trials:

@@ -21,53 +21,53 @@ def oracle(site: Site) -> tuple[float, float, float]:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_equals_the_schur_complement(shape):
     site = make_site(*shape)
-    found = diagnose(site.weight, site.moments, site.kept)
-    assert (found.uncompensated, found.floor, found.rho2) == pytest.approx(oracle(site), rel=1e-8)
-    assert 0 < found.rho2 < 1
+    diagnosis = diagnose(site.weight, site.moments, site.kept)
+    assert (diagnosis.uncompensated, diagnosis.floor, diagnosis.rho2) == pytest.approx(oracle(site), rel=1e-8)
+    assert 0 < diagnosis.rho2 < 1
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**16))
 def test_the_floor_is_where_affine_ends(seed):
     site = make_site(4, 9, 6, 60, seed)
-    found, fit = diagnose(site.weight, site.moments, site.kept), site.fit
+    diagnosis, fit = diagnose(site.weight, site.moments, site.kept), site.fit
     assert squared_error(METHODS["none"].fit(site.weight_kept, fit, 0), fit) / fit.count == pytest.approx(
-        found.uncompensated
+        diagnosis.uncompensated
     )
     errors = [squared_error(METHODS["affine"].fit(site.weight_kept, fit, s), fit) / fit.count for s in (1e3, 1.0, 1e-9)]
-    assert errors[0] >= errors[1] >= found.floor * (1 - 1e-9)
-    assert errors[2] == pytest.approx(found.floor, rel=1e-6)
+    assert errors[0] >= errors[1] >= diagnosis.floor * (1 - 1e-9)
+    assert errors[2] == pytest.approx(diagnosis.floor, rel=1e-6)
 
 
 def test_nothing_dropped():
     site = make_site(6, 8, 8, 50)
-    found = diagnose(site.weight, site.moments, site.kept)
-    assert (found.uncompensated, found.floor, found.rho2) == (0.0, 0.0, 1.0)
+    diagnosis = diagnose(site.weight, site.moments, site.kept)
+    assert (diagnosis.uncompensated, diagnosis.floor, diagnosis.rho2) == (0.0, 0.0, 1.0)
 
 
 def test_everything_dropped():
     site = make_site(6, 8, 0, 50)
-    found = diagnose(site.weight, site.moments, site.kept)
+    diagnosis = diagnose(site.weight, site.moments, site.kept)
     mean_energy = float(site.targets.square().sum(1).mean())
-    assert found.uncompensated == pytest.approx(mean_energy)
-    assert found.rho2 == 0.0
-    assert found.floor == pytest.approx(float(site.targets.var(0, correction=0).sum()))
+    assert diagnosis.uncompensated == pytest.approx(mean_energy)
+    assert diagnosis.rho2 == 0.0
+    assert diagnosis.floor == pytest.approx(float(site.targets.var(0, correction=0).sum()))
 
 
 def test_copies_of_kept_inputs_cost_nothing_even_when_singular():
     site = make_site(6, 8, 8, 50)
     doubled = Site(torch.cat([site.weight, site.weight], 1), site.tokens.repeat(1, 2), torch.arange(10))
-    found = diagnose(doubled.weight, doubled.moments, doubled.kept)
-    assert found.uncompensated > 1
-    assert found.floor < 1e-8 * found.uncompensated
-    assert found.rho2 == pytest.approx(1.0)
+    diagnosis = diagnose(doubled.weight, doubled.moments, doubled.kept)
+    assert diagnosis.uncompensated > 1
+    assert diagnosis.floor < 1e-8 * diagnosis.uncompensated
+    assert diagnosis.rho2 == pytest.approx(1.0)
 
 
 def test_a_float32_gram_is_enough():
     site = make_site(*WIDE)
     rounded = dataclasses.replace(site.moments, gram=site.moments.gram.float())
-    exact, found = (diagnose(site.weight, moments, site.kept) for moments in (site.moments, rounded))
-    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(exact), rel=1e-4)
+    exact, diagnosis = (diagnose(site.weight, moments, site.kept) for moments in (site.moments, rounded))
+    assert dataclasses.astuple(diagnosis) == pytest.approx(dataclasses.astuple(exact), rel=1e-4)
 
 
 def test_without_a_gram():
@@ -83,14 +83,14 @@ def test_wide_covariances_are_not_taken_apart(shape, monkeypatch):
     doubled = Site(
         torch.cat([site.weight, site.weight], 1), site.tokens.repeat(1, 2), torch.arange(len(site.tokens[0]))
     )
-    for each in (site, doubled):
-        expected = diagnose(each.weight, each.moments, each.kept)
+    for variant in (site, doubled):
+        expected = diagnose(variant.weight, variant.moments, variant.kept)
         with monkeypatch.context() as patch:
             patch.setattr(torch.linalg, "eigh", None)
-            found = diagnose(each.weight, each.moments, each.kept, exact=0)
-        assert found.uncompensated == expected.uncompensated
-        assert found.floor == pytest.approx(expected.floor, rel=1e-6, abs=1e-6 * expected.uncompensated)
-        assert found.rho2 == pytest.approx(expected.rho2, abs=1e-6)
+            diagnosis = diagnose(variant.weight, variant.moments, variant.kept, exact=0)
+        assert diagnosis.uncompensated == expected.uncompensated
+        assert diagnosis.floor == pytest.approx(expected.floor, rel=1e-6, abs=1e-6 * expected.uncompensated)
+        assert diagnosis.rho2 == pytest.approx(expected.rho2, abs=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [40, 200, 2000])
@@ -100,14 +100,14 @@ def test_wide_covariances_that_were_rounded_are_damped_by_that(tokens, monkeypat
     expected = diagnose(site.weight, site.moments, site.kept)
     rounded = dataclasses.replace(site.moments, gram=site.moments.gram.float())
     monkeypatch.setattr(torch.linalg, "eigh", None)
-    found = diagnose(site.weight, rounded, site.kept, exact=0)
-    assert found.uncompensated == pytest.approx(expected.uncompensated, rel=1e-5)
-    assert found.floor == pytest.approx(expected.floor, rel=1e-3, abs=1e-3 * expected.uncompensated)
+    diagnosis = diagnose(site.weight, rounded, site.kept, exact=0)
+    assert diagnosis.uncompensated == pytest.approx(expected.uncompensated, rel=1e-5)
+    assert diagnosis.floor == pytest.approx(expected.floor, rel=1e-3, abs=1e-3 * expected.uncompensated)
 
 
 def test_wide_inputs_that_stay_and_never_vary_predict_nothing():
     site = make_site(4, 12, 6, 30)
     still = Site(site.weight, torch.where(torch.arange(12) < 6, 1.0, site.tokens), torch.arange(6))
-    found = diagnose(still.weight, still.moments, still.kept, exact=0)
-    assert found.floor > 0
-    assert found.rho2 == 0
+    diagnosis = diagnose(still.weight, still.moments, still.kept, exact=0)
+    assert diagnosis.floor > 0
+    assert diagnosis.rho2 == 0

@@ -55,18 +55,18 @@ def test_one_decomposition_serves_fits_with_a_bias(far: float, drift: bool, towa
 def test_it_is_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     train, fold = blend(40, 1, 1.0, drift=True), blend(20, 2, 1.0, drift=True).at(1.0)
     weight = torch.ones(OUTPUTS, KEPT, dtype=torch.float64)
-    made: list[bool] = []
+    fits: list[bool] = []
     of: Callable[..., HeldOut] = HeldOut.of
 
     def count_fits(train: Blend, fold: Fit, *, centred: bool) -> HeldOut:
-        made.append(centred)
+        fits.append(centred)
         return of(train, fold, centred=centred)
 
     monkeypatch.setattr(HeldOut, "of", count_fits)
     ridges = [METHODS["ridge"], METHODS["affine"]]
     mean = float(train.fit.second_moments()[0].diagonal().mean())
     for least, expected in ((1e-4, [False]), (0.0, [False, True]), (LEAST / 10, [False, True])):
-        made.clear()
-        found = list(choice._ridges(ridges, weight, train, fold, [least * mean, mean], [0.0, 1.0]))
-        assert [method.name for method, _ in found] == ["ridge", "affine"]
-        assert made == expected
+        fits.clear()
+        trials = list(choice._ridges(ridges, weight, train, fold, [least * mean, mean], [0.0, 1.0]))
+        assert [method.name for method, _ in trials] == ["ridge", "affine"]
+        assert fits == expected

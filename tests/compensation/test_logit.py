@@ -70,8 +70,8 @@ def attention(
 
     def one() -> Tensor:
         mix = torch.eye(d) + 0.5 * normal(heads, 1, d, d)
-        own = torch.eye(d) + 0.4 * normal(heads, samples, d, d)
-        x = (normal(heads, samples, tokens, d) + 0.5 * normal(heads, 1, 1, d)) @ mix @ own
+        sample_mix = torch.eye(d) + 0.4 * normal(heads, samples, d, d)
+        x = (normal(heads, samples, tokens, d) + 0.5 * normal(heads, 1, 1, d)) @ mix @ sample_mix
         return x * torch.logspace(0, -spread, d, dtype=torch.float64)
 
     queries, keys = one(), one()
@@ -79,8 +79,8 @@ def attention(
     return Attention(queries, keys, kept)
 
 
-def relative(found: Tensor, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found.numpy() - expected) / max(np.linalg.norm(expected), 1e-300))
+def relative(computed: Tensor, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(computed.numpy() - expected) / max(np.linalg.norm(expected), 1e-300))
 
 
 SHAPES = {
@@ -153,8 +153,8 @@ def test_strength_zero_on_a_singular_operator_gives_a_minimum(samples, tokens, f
     assert solution.residual.max() <= 1e-6
     for head, kept in enumerate(a.kept.tolist()):
         lost = oracle.error(a.samples(head), kept, np.zeros((5, 5)))
-        found = oracle.error(a.samples(head), kept, solution.M[head].numpy())
-        assert found == pytest.approx(oracle.floor(a.samples(head), kept), rel=1e-7, abs=1e-9 * lost)
+        error = oracle.error(a.samples(head), kept, solution.M[head].numpy())
+        assert error == pytest.approx(oracle.floor(a.samples(head), kept), rel=1e-7, abs=1e-9 * lost)
 
 
 @forms
@@ -186,8 +186,8 @@ def test_dimensions_that_are_always_zero_are_left_alone():
     assert M[0, 1].norm() < 1e-14 * M[0].norm()
     assert M[1, :, 2].norm() < 1e-14 * M[1].norm()
     for head, kept in enumerate(a.kept.tolist()):
-        found = oracle.error(a.samples(head), kept, M[head].numpy())
-        assert found == pytest.approx(oracle.floor(a.samples(head), kept), rel=1e-8)
+        error = oracle.error(a.samples(head), kept, M[head].numpy())
+        assert error == pytest.approx(oracle.floor(a.samples(head), kept), rel=1e-8)
 
 
 def test_samples_that_are_alike_take_one_step():
@@ -223,9 +223,9 @@ def test_error_is_that_of_explicit_logits(shape, form):
     a = attention(**shape)
     size = a.kept.shape[1]
     M = torch.randn(2, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = logit_error(a.system(form), M)
+    errors = logit_error(a.system(form), M)
     for head, kept in enumerate(a.kept.tolist()):
-        assert found[head].item() == pytest.approx(oracle.error(a.samples(head), kept, M[head].numpy()), rel=1e-10)
+        assert errors[head].item() == pytest.approx(oracle.error(a.samples(head), kept, M[head].numpy()), rel=1e-10)
 
 
 @settings(max_examples=30, deadline=None)
@@ -240,20 +240,20 @@ def test_error_is_that_of_explicit_logits(shape, form):
 def test_the_floor_is_least_and_nothing_most(size, samples, tokens, exponent, seed, form):
     a = attention(size=size, samples=samples, tokens=tokens, seed=seed)
     system = a.system(form)
-    found = diagnose_logit(system)
+    diagnosis = diagnose_logit(system)
     errors = logit_error(
         system, solve_logit(system, absolute_logit_strength(10.0**exponent, "relative", system.diagonal_mean)).M
     )
-    slack = 1e-9 * found.uncompensated
-    assert (found.floor <= errors + slack).all()
-    assert (errors <= found.uncompensated + slack).all()
-    assert ((found.rho2 >= 0) & (found.rho2 <= 1)).all()
+    slack = 1e-9 * diagnosis.uncompensated
+    assert (diagnosis.floor <= errors + slack).all()
+    assert (errors <= diagnosis.uncompensated + slack).all()
+    assert ((diagnosis.rho2 >= 0) & (diagnosis.rho2 <= 1)).all()
     for head, kept in enumerate(a.kept.tolist()):
         lost = oracle.error(a.samples(head), kept, np.zeros((size, size)))
         floor = oracle.floor(a.samples(head), kept)
-        assert found.uncompensated[head].item() == pytest.approx(lost, rel=1e-9)
-        assert found.floor[head].item() == pytest.approx(floor, rel=1e-6, abs=1e-8 * lost)
-        assert found.rho2[head].item() == pytest.approx(1 - floor / lost, abs=1e-6)
+        assert diagnosis.uncompensated[head].item() == pytest.approx(lost, rel=1e-9)
+        assert diagnosis.floor[head].item() == pytest.approx(floor, rel=1e-6, abs=1e-8 * lost)
+        assert diagnosis.rho2[head].item() == pytest.approx(1 - floor / lost, abs=1e-6)
 
 
 @forms
@@ -263,8 +263,12 @@ def test_nothing_dropped(form):
     M = solve_logit(system, torch.zeros(2)).M
     assert not M.any()
     assert logit_error(system, M).tolist() == [0, 0]
-    found = diagnose_logit(system)
-    assert (found.uncompensated.tolist(), found.floor.tolist(), found.rho2.tolist()) == ([0, 0], [0, 0], [1, 1])
+    diagnosis = diagnose_logit(system)
+    assert (diagnosis.uncompensated.tolist(), diagnosis.floor.tolist(), diagnosis.rho2.tolist()) == (
+        [0, 0],
+        [0, 0],
+        [1, 1],
+    )
     choice = choose_strength([a.part(slice(0, 9)).moments(form), a.part(slice(9, 30)).moments(form)], a.kept, [1, 3, 2])
     assert choice.value == 3
     assert set(choice.errors.values()) == {0.0}
@@ -285,8 +289,8 @@ def in_folds(a: Attention, count: int) -> tuple[list[Attention], list[list[oracl
 def test_chooses_what_refitting_chooses(form, samples, units):
     a = attention(samples=samples, tokens=4)
     parts, by_fold = in_folds(a, 3)
-    held = [form] * 3 if form != "both" else ["per-sample", "fourth-order", "per-sample"]
-    folds = [part.moments(f) for part, f in zip(parts, held, strict=True)]
+    fold_forms = [form] * 3 if form != "both" else ["per-sample", "fourth-order", "per-sample"]
+    folds = [part.moments(f) for part, f in zip(parts, fold_forms, strict=True)]
     choice = choose_strength(folds, a.kept, GRID, units)
     expected = {value: oracle.held_out(by_fold, a.kept.tolist(), value, units == "relative") for value in GRID}
     assert list(choice.errors) == list(GRID)
@@ -342,8 +346,8 @@ def test_absorbed_projections_give_the_compensated_logits(size, biases, dtype):
     )
     kept = torch.stack([torch.randperm(d, generator=torch.Generator().manual_seed(h))[:size] for h in range(heads)])
     M = normal(heads, size, size, seed=5)
-    found = absorb(query, key, query_bias, key_bias, *mix_dimensions(M, kept, d))
-    assert [None if t is None else (tuple(t.shape), t.dtype) for t in found] == [
+    absorbed = absorb(query, key, query_bias, key_bias, *mix_dimensions(M, kept, d))
+    assert [None if t is None else (tuple(t.shape), t.dtype) for t in absorbed] == [
         ((heads * size, hidden), torch.float64),
         ((heads * size, hidden), torch.float64),
         ((heads * size,), torch.float64) if biases[0] else None,
@@ -355,12 +359,12 @@ def test_absorbed_projections_give_the_compensated_logits(size, biases, dtype):
         return x @ weight.double().T + (0 if bias is None else bias.double())
 
     old_q, old_k = project(query, query_bias), project(key, key_bias)
-    new_q, new_k = project(found[0], found[2]), project(found[1], found[3])
+    new_q, new_k = project(absorbed[0], absorbed[2]), project(absorbed[1], absorbed[3])
     for head in range(heads):
         at = head * d + kept[head]
         expected = old_q[:, at] @ (torch.eye(size) + M[head]) @ old_k[:, at].T
-        own = slice(head * size, (head + 1) * size)
-        torch.testing.assert_close(new_q[:, own] @ new_k[:, own].T, expected, rtol=1e-9, atol=1e-9)
+        span = slice(head * size, (head + 1) * size)
+        torch.testing.assert_close(new_q[:, span] @ new_k[:, span].T, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_end_to_end_the_absorbed_logits_have_the_predicted_error():
@@ -378,7 +382,7 @@ def test_end_to_end_the_absorbed_logits_have_the_predicted_error():
     narrow_q, narrow_k = x @ new[0].T + new[2], x @ new[1].T + new[3]
     predicted = logit_error(system, M)
     for head in range(heads):
-        old, own = slice(head * d, (head + 1) * d), slice(head * 4, (head + 1) * 4)
-        difference = q[..., old] @ k[..., old].mT - narrow_q[..., own] @ narrow_k[..., own].mT
+        old, narrow = slice(head * d, (head + 1) * d), slice(head * 4, (head + 1) * 4)
+        difference = q[..., old] @ k[..., old].mT - narrow_q[..., narrow] @ narrow_k[..., narrow].mT
         assert predicted[head].item() == pytest.approx(difference.square().sum().item(), rel=1e-4)
         assert predicted[head] < system.dropped_energy[head]

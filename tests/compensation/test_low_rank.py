@@ -28,8 +28,8 @@ def alike(d: int, size: int, samples: int, tokens: int) -> Attention:
     return Attention(*(x.view(len(x), samples, tokens, d) for x in (a.queries, a.keys)), a.kept)
 
 
-def penalised_error(samples: oracle.Samples, left: Tensor, right: Tensor, strength: float) -> float:
-    P, R = left.numpy(), right.numpy()
+def penalised_error(samples: oracle.Samples, left_factor: Tensor, right_factor: Tensor, strength: float) -> float:
+    P, R = left_factor.numpy(), right_factor.numpy()
     return oracle.low_rank_error(samples, P, R) + strength * float(np.sum((np.eye(len(P)) - P @ R.T) ** 2))
 
 
@@ -38,28 +38,28 @@ def penalised_error(samples: oracle.Samples, left: Tensor, right: Tensor, streng
 @pytest.mark.parametrize("value", [0.0, 0.1])
 def test_it_is_the_least_of_many_starts(d, size, value, form):
     a = attention(d=d, size=size, samples=6, tokens=7, heads=2, seed=d + size)
-    found = solve_low_rank(a.moments(form), size, value, tolerance=1e-13, max_steps=1000)
+    solution = solve_low_rank(a.moments(form), size, value, tolerance=1e-13, max_steps=1000)
     for head in range(2):
         samples = a.samples(head)
         strength = value * oracle.whole_mean(samples)
-        P, R = (torch.from_numpy(each) for each in oracle.low_rank(samples, size, strength, starts=12))
+        P, R = (torch.from_numpy(factor) for factor in oracle.low_rank(samples, size, strength, starts=12))
         least, ours = (
-            penalised_error(samples, *each, strength) for each in ((P, R), (found.left[head], found.right[head]))
+            penalised_error(samples, *pair, strength) for pair in ((P, R), (solution.left[head], solution.right[head]))
         )
         assert ours == pytest.approx(least, rel=1e-6)
-        error = oracle.low_rank_error(samples, found.left[head].numpy(), found.right[head].numpy())
-        assert found.errors[head].item() == pytest.approx(error, rel=1e-8)
+        error = oracle.low_rank_error(samples, solution.left[head].numpy(), solution.right[head].numpy())
+        assert solution.errors[head].item() == pytest.approx(error, rel=1e-8)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_of_one_sample_it_is_the_truncated_svd_of_the_logits(size):
     a = attention(d=6, size=size, samples=1, tokens=11, heads=2)
     moments = a.moments()
-    found, curve = solve_low_rank(moments, size, 0.0), width_errors(moments)
+    solution, curve = solve_low_rank(moments, size, 0.0), width_errors(moments)
     for head in range(2):
         ((Q, K),) = a.samples(head)
         tails = np.append(np.cumsum(np.linalg.svd(Q @ K.T, compute_uv=False)[:6][::-1] ** 2)[::-1], 0)
-        assert found.errors[head].item() == pytest.approx(tails[size], rel=1e-5)
+        assert solution.errors[head].item() == pytest.approx(tails[size], rel=1e-5)
         # With k dimensions dropped 6 - k stay.
         assert curve[head].tolist() == pytest.approx(tails[::-1].tolist(), rel=1e-4, abs=1e-9 * tails[0])
 
@@ -85,17 +85,17 @@ def test_what_it_is_given_is_returned_where_nothing_is_better():
     given = (best.left, best.right)
     stopped = solve_low_rank(a.moments(), 2, 0.0, max_steps=0)
     assert stopped.errors.item() > 1.01 * best.errors.item()
-    beside = solve_low_rank(a.moments(), 2, 0.0, other=given, max_steps=0)
-    assert beside.errors.item() == pytest.approx(best.errors.item(), rel=1e-9)
-    torch.testing.assert_close(beside.left @ beside.right.mT, best.left @ best.right.mT, rtol=1e-9, atol=1e-12)
+    chosen = solve_low_rank(a.moments(), 2, 0.0, other=given, max_steps=0)
+    assert chosen.errors.item() == pytest.approx(best.errors.item(), rel=1e-9)
+    torch.testing.assert_close(chosen.left @ chosen.right.mT, best.left @ best.right.mT, rtol=1e-9, atol=1e-12)
 
 
 def test_dimensions_that_are_always_zero_do_no_harm():
     a = attention(d=6, size=2)
     a.queries[..., 4:] = 0
     a.keys[..., 1] = 0
-    found = solve_low_rank(a.measured("per-sample"), 2, 1e-3)
-    assert bool(found.left.isfinite().all() and found.right.isfinite().all())
+    solution = solve_low_rank(a.measured("per-sample"), 2, 1e-3)
+    assert bool(solution.left.isfinite().all() and solution.right.isfinite().all())
     nothing = solve_low_rank(LogitMoments.zeros(1, 3, form="fourth-order"), 2, 1e-3)
     assert nothing.errors.tolist() == [0.0]
     assert bool(nothing.left.isfinite().all())
@@ -120,12 +120,12 @@ def test_the_floor_is_what_little_strength_reaches():
     a = attention(d=6, size=3, samples=12)
     moments, system = a.moments(), a.system()
     fit = LOGIT_METHODS["low-rank"].fit(moments, system, a.kept, 1.0, "relative")
-    found = diagnose_low_rank(moments, system, fit)
-    torch.testing.assert_close(found.uncompensated, system.dropped_energy)
+    diagnosis = diagnose_low_rank(moments, system, fit)
+    torch.testing.assert_close(diagnosis.uncompensated, system.dropped_energy)
     least = solve_low_rank(moments, 3, 1e-6, tolerance=1e-12, max_steps=1000).errors
-    torch.testing.assert_close(found.floor, least, rtol=0.01, atol=0)
-    assert bool((found.floor <= fit.errors).all())
-    torch.testing.assert_close(found.rho2, 1 - found.floor / system.dropped_energy)
+    torch.testing.assert_close(diagnosis.floor, least, rtol=0.01, atol=0)
+    assert bool((diagnosis.floor <= fit.errors).all())
+    torch.testing.assert_close(diagnosis.rho2, 1 - diagnosis.floor / system.dropped_energy)
 
 
 @pytest.mark.parametrize("units", ["relative", "absolute"])
@@ -137,11 +137,11 @@ def test_the_choice_on_folds_is_that_of_refitting(units):
     choice = choose_low_rank(folds, a.kept, grid, units)
     for value in grid:
         lost = energy = 0.0
-        for held in range(3):
+        for held_out in range(3):
             # The fit itself is held against alternating least squares above.
-            fit = solve_low_rank(sum_folds([fold for f, fold in enumerate(folds) if f != held]), 2, value, units)
+            fit = solve_low_rank(sum_folds([fold for f, fold in enumerate(folds) if f != held_out]), 2, value, units)
             for head in range(2):
-                scored = samples[held][head]
+                scored = samples[held_out][head]
                 lost += oracle.low_rank_error(scored, fit.left[head].numpy(), fit.right[head].numpy())
                 energy += oracle.energy(scored)
         assert choice.errors[value] == pytest.approx(lost / energy, rel=0.02)

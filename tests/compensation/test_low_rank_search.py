@@ -23,14 +23,14 @@ def lopsided_metric(d: int, spread: float) -> tuple[LogitMetric, Tensor]:
 
 
 def value(metric: LogitMetric, X: Tensor, Y: Tensor) -> float:
-    rest = metric.target - X @ Y.T
-    return float((rest * metric.image(rest[None])[0]).sum())
+    residual = metric.target - X @ Y.T
+    return float((residual * metric.image(residual[None])[0]).sum())
 
 
 def alternate(metric: LogitMetric, matrix: Tensor, start: tuple[Tensor, Tensor]) -> float:
     """Alternate least squares between the two factors many times, and return the error that is left."""
     root = np.linalg.cholesky(matrix.numpy()).T
-    X, Y = (each.numpy() for each in start)
+    X, Y = (part.numpy() for part in start)
     d, size = X.shape
     for _ in range(400):
         for factor in range(2):
@@ -39,8 +39,8 @@ def alternate(metric: LogitMetric, matrix: Tensor, start: tuple[Tensor, Tensor])
                 basis = np.kron(np.eye(d), Y)
             else:
                 basis = np.kron(X, np.eye(d)).reshape(d * d, size, d).transpose(0, 2, 1).reshape(d * d, d * size)
-            found = np.linalg.lstsq(root @ basis, root @ metric.target.numpy().ravel(), rcond=None)[0].reshape(d, size)
-            X, Y = (found, Y) if factor == 0 else (X, found)
+            solved = np.linalg.lstsq(root @ basis, root @ metric.target.numpy().ravel(), rcond=None)[0].reshape(d, size)
+            X, Y = (solved, Y) if factor == 0 else (X, solved)
     return value(metric, torch.from_numpy(X), torch.from_numpy(Y))
 
 
@@ -60,5 +60,5 @@ def test_what_the_coarse_products_are_off_by_does_not_show():
     noise = 1e-3 * torch.randn(5, 5, generator=g, dtype=torch.float64)
     off = LogitMetric(metric.image, lambda Z: metric.image(Z) + noise @ Z, metric.target, metric.left, metric.right)
     start = start_from_svd(metric, 2)
-    exact, through = (value(metric, *search_factors(each, start, 1e-12, 500)) for each in (metric, off))
+    exact, through = (value(metric, *search_factors(variant, start, 1e-12, 500)) for variant in (metric, off))
     assert through == pytest.approx(exact, rel=1e-9)

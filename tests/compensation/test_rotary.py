@@ -52,11 +52,11 @@ def parts_of(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
 
 def test_moments_are_the_gram_of_what_pairs_give_the_logits() -> None:
     queries, keys = drawn(3)
-    found = moments_of(queries, keys)
-    assert (found.samples, found.tokens, found.heads, found.pairs) == (3, 3 * TOKENS, HEADS, 3)
-    for head, own in enumerate(parts_of(queries, keys)):
-        z = np.stack([own.real, -own.imag], 2).reshape(len(own), -1)
-        np.testing.assert_allclose(found.gram[head], z.T @ z, rtol=1e-5, atol=1e-5 * np.abs(z.T @ z).max())
+    moments = moments_of(queries, keys)
+    assert (moments.samples, moments.tokens, moments.heads, moments.pairs) == (3, 3 * TOKENS, HEADS, 3)
+    for head, products in enumerate(parts_of(queries, keys)):
+        z = np.stack([products.real, -products.imag], 2).reshape(len(products), -1)
+        np.testing.assert_allclose(moments.gram[head], z.T @ z, rtol=1e-5, atol=1e-5 * np.abs(z.T @ z).max())
 
 
 @settings(max_examples=25)
@@ -68,28 +68,28 @@ def test_factors_are_least_squares_on_the_logits_and_never_worse_than_none(data:
     queries, keys = drawn(pairs, samples=2, seed=data.draw(st.integers(0, 99)))
     kept = [sorted(data.draw(st.permutations(range(pairs)))[:count]) for _ in range(GROUPS)]
     system = rotary_system(moments_of(queries, keys), torch.tensor(kept))
-    found = solve_factors(system, absolute_logit_strength(value, "relative", system.diagonal_mean))
-    errors = factor_errors(system, found)
+    factors = solve_factors(system, absolute_logit_strength(value, "relative", system.diagonal_mean))
+    errors = factor_errors(system, factors)
     assert bool((errors <= system.dropped_energy + 1e-9 * system.energy).all())
-    for head, own in enumerate(parts_of(queries, keys)):
+    for head, products in enumerate(parts_of(queries, keys)):
         stay = kept[head // SHARED]
-        energy = float(np.sum(own.real.sum(1) ** 2))
-        strength = value * oracle.diagonal_mean(own, stay)
-        expected = oracle.factors(own, stay, strength)
-        c = 1 + found[head, :, 0].numpy() + 1j * found[head, :, 1].numpy()
+        energy = float(np.sum(products.real.sum(1) ** 2))
+        strength = value * oracle.diagonal_mean(products, stay)
+        expected = oracle.factors(products, stay, strength)
+        c = 1 + factors[head, :, 0].numpy() + 1j * factors[head, :, 1].numpy()
         if value:
             np.testing.assert_allclose(c, expected, rtol=1e-3, atol=1e-3)
         for ours, theirs in (
-            (errors[head], oracle.error(own, stay, c)),
-            (errors[head], oracle.error(own, stay, expected)),
-            (system.dropped_energy[head], oracle.error(own, stay, np.ones(count))),
+            (errors[head], oracle.error(products, stay, c)),
+            (errors[head], oracle.error(products, stay, expected)),
+            (system.dropped_energy[head], oracle.error(products, stay, np.ones(count))),
             (system.energy[head], energy),
         ):
             assert abs(float(ours) - theirs) <= 1e-4 * max(energy, theirs)
     # The floor is reached without strength; relative errors lie between it and those without factors.
-    told = diagnose_factors(system, errors)
-    assert bool((told.floor <= errors + 1e-9).all())
-    assert bool(((told.rho2 >= 0) & (told.rho2 <= 1)).all())
+    diagnosis = diagnose_factors(system, errors)
+    assert bool((diagnosis.floor <= errors + 1e-9).all())
+    assert bool(((diagnosis.rho2 >= 0) & (diagnosis.rho2 <= 1)).all())
 
 
 def test_pairs_that_are_zero_cost_nothing_and_change_nothing() -> None:
@@ -106,7 +106,7 @@ def test_pairs_that_are_zero_cost_nothing_and_change_nothing() -> None:
         rows[:, [0, 2]] = 0
         ranked = score.function(torch.ones(GROUPS, 4, SHARED, 2, 3), rows, moments)
         assert ranked.shape == (GROUPS, 4)
-        assert {tuple(sorted(own.argsort()[:2].tolist())) for own in ranked} == {(0, 2)}, name
+        assert {tuple(sorted(group_scores.argsort()[:2].tolist())) for group_scores in ranked} == {(0, 2)}, name
 
 
 def test_greedy_removal_is_that_of_all_refits_tried_out() -> None:
@@ -115,10 +115,10 @@ def test_greedy_removal_is_that_of_all_refits_tried_out() -> None:
     scores = ROTARY_SCORES["obs"].function(torch.zeros(0), torch.zeros(GROUPS, 0), moments)
     curves = refitted_errors(moments, scores)
     for group in range(GROUPS):
-        heads = [group * SHARED + each for each in range(SHARED)]
+        heads = [group * SHARED + index for index in range(SHARED)]
         # Ridge at the strength that ranks, which counts what goes as well: λ (‖Ŵ − W‖² + ‖W_D‖²).
         mean = np.mean([np.mean(np.sum(np.abs(parts[head]) ** 2, axis=0)) / 2 for head in heads])
-        strength, left, order = DAMP * float(mean), list(range(4)), []
+        strength, remaining, order = DAMP * float(mean), list(range(4)), []
 
         def cost(head: int, stay: list[int], strength: float = strength) -> float:
             if not stay:
@@ -128,12 +128,12 @@ def test_greedy_removal_is_that_of_all_refits_tried_out() -> None:
             return kept + strength * (float(np.sum(np.abs(c - 1) ** 2)) + 4 - len(stay))
 
         for gone in range(4):
-            tried = {pair: sum(cost(h, [p for p in left if p != pair]) for h in heads) for pair in left}
+            tried = {pair: sum(cost(h, [p for p in remaining if p != pair]) for h in heads) for pair in remaining}
             least = min(tried, key=lambda pair: tried[pair])
             order.append(least)
-            left.remove(least)
+            remaining.remove(least)
             for head in heads:
-                assert float(curves[head, gone + 1]) == pytest.approx(cost(head, left), rel=1e-3)
+                assert float(curves[head, gone + 1]) == pytest.approx(cost(head, remaining), rel=1e-3)
         assert scores[group].argsort().tolist() == order
     assert float(curves[:, 0].abs().max()) == 0
 
@@ -141,29 +141,29 @@ def test_greedy_removal_is_that_of_all_refits_tried_out() -> None:
 def test_bare_errors_are_of_the_sum_of_what_goes() -> None:
     queries, keys = drawn(4, seed=5)
     moments, scores = moments_of(queries, keys), torch.tensor([[3.0, 1, 2, 4], [1, 2, 3, 4]])
-    found = bare_errors(moments, scores)
-    for head, own in enumerate(parts_of(queries, keys)):
+    errors = bare_errors(moments, scores)
+    for head, products in enumerate(parts_of(queries, keys)):
         order = scores[head // SHARED].argsort().tolist()
-        lost = [float(np.sum(own[:, order[:count]].real.sum(1) ** 2)) for count in range(5)]
-        np.testing.assert_allclose(found[head], np.maximum.accumulate(lost), rtol=1e-4)
+        lost = [float(np.sum(products[:, order[:count]].real.sum(1) ** 2)) for count in range(5)]
+        np.testing.assert_allclose(errors[head], np.maximum.accumulate(lost), rtol=1e-4)
 
 
 def test_the_strength_is_chosen_by_held_out_logits() -> None:
     queries, keys = drawn(4, samples=4, seed=7)
     kept, grid = torch.tensor([[0, 2], [1, 3]]), [1e-4, 0.1, 1.0]
     folds = [moments_of(queries[at : at + 2], keys[at : at + 2]) for at in (0, 2)]
-    found = choose_factors(folds, kept, grid)
+    choice = choose_factors(folds, kept, grid)
     for value in grid:
         lost = energy = 0.0
-        for held, train in ((slice(0, 2), slice(2, 4)), (slice(2, 4), slice(0, 2))):
-            pairs = zip(parts_of(queries[held], keys[held]), parts_of(queries[train], keys[train]), strict=True)
-            for head, (own, others) in enumerate(pairs):
+        for scored, train in ((slice(0, 2), slice(2, 4)), (slice(2, 4), slice(0, 2))):
+            pairs = zip(parts_of(queries[scored], keys[scored]), parts_of(queries[train], keys[train]), strict=True)
+            for head, (products, others) in enumerate(pairs):
                 stay = kept[head // SHARED].tolist()
                 c = oracle.factors(others, stay, value * oracle.diagonal_mean(others, stay))
-                lost += oracle.error(own, stay, c)
-                energy += float(np.sum(own.real.sum(1) ** 2))
-        assert found.errors[value] == pytest.approx(lost / energy, rel=1e-3)
-    assert found.value == min(grid, key=lambda value: found.errors[value])
+                lost += oracle.error(products, stay, c)
+                energy += float(np.sum(products.real.sum(1) ** 2))
+        assert choice.errors[value] == pytest.approx(lost / energy, rel=1e-3)
+    assert choice.value == min(grid, key=lambda value: choice.errors[value])
 
 
 @pytest.mark.parametrize("layout", ["halves", "neighbours"])
@@ -173,12 +173,12 @@ def test_factors_turn_the_rows_of_the_pairs_that_stay(layout: str, biased: bool)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(HEADS * 2 * pairs, *([] if biased else [4]), generator=generator, dtype=torch.float64)
     factors = torch.randn(HEADS, 2, 2, generator=generator, dtype=torch.float64)
-    found = absorb_factors(rows, factors, kept, pairs, SHARED, layout)  # type: ignore[arg-type]
-    assert found.shape == (HEADS * 4, *rows.shape[1:])
+    absorbed = absorb_factors(rows, factors, kept, pairs, SHARED, layout)  # type: ignore[arg-type]
+    assert absorbed.shape == (HEADS * 4, *rows.shape[1:])
     for head in range(HEADS):
         before = oracle.as_complex(rows[head * 6 : (head + 1) * 6].numpy().T, layout)[..., kept[head // SHARED]]
         c = (1 + factors[head, :, 0] + 1j * factors[head, :, 1]).numpy()
-        after = oracle.as_complex(found[head * 4 : (head + 1) * 4].numpy().T, layout)
+        after = oracle.as_complex(absorbed[head * 4 : (head + 1) * 4].numpy().T, layout)
         np.testing.assert_allclose(after, before * c)
     # Without factors they are the rows themselves.
     bare = absorb_factors(rows, None, kept, pairs, SHARED, layout)  # type: ignore[arg-type]

@@ -191,10 +191,12 @@ def test_what_float32_grams_do_not_tell_is_completed(shape, centred, mean):
     rounded = rounded.accumulate(tokens.float())
     assert rounded.gram.dtype == (torch.float64 if mean else torch.float32)
     form = centred_rotation if centred else rotation
-    truth, found = (form(weight[:, kept], fit_from_moments(weight, each, kept)).weight for each in (exact, rounded))
+    truth, estimate = (
+        form(weight[:, kept], fit_from_moments(weight, moments, kept)).weight for moments in (exact, rounded)
+    )
     others = torch.randn(2000, k, generator=g, dtype=torch.float64)
     off = others - others @ torch.linalg.pinv(directions[:, :k]) @ directions[:, :k]
-    lost = [float((off @ (each - weight[:, kept]).T).square().sum()) for each in (truth, found)]
+    lost = [float((off @ (fitted - weight[:, kept]).T).square().sum()) for fitted in (truth, estimate)]
     energy = float((off @ weight[:, kept].T).square().sum())
     assert lost[1] / energy == pytest.approx(lost[0] / energy, rel=1e-2)
-    assert (found - truth).norm() < 1e-2 * truth.norm()
+    assert (estimate - truth).norm() < 1e-2 * truth.norm()

@@ -19,9 +19,9 @@ def oracle(tokens: torch.Tensor) -> tuple[float, int]:
     centred = tokens.numpy() - tokens.numpy().mean(0)
     variances = np.linalg.svd(centred, compute_uv=False) ** 2
     shares = [v / variances.sum() for v in variances if v > 1e-13 * variances.sum()]
-    k, held = 0, 0.0
-    while held < 0.95 - 1e-12:
-        held += shares[k]
+    k, explained = 0, 0.0
+    while explained < 0.95 - 1e-12:
+        explained += shares[k]
         k += 1
     return math.exp(-sum(p * math.log(p) for p in shares)), k
 
@@ -86,9 +86,9 @@ class TestWide:
         x = self.decaying(120)
         scatter = (x - x.mean(0)).T @ (x - x.mean(0))
         true = torch.linalg.eigvalsh(scatter).flip(0)
-        found = leading(scatter, 20)
-        assert bool((found <= true[:20] * (1 + 1e-9)).all())
-        torch.testing.assert_close(found, true[:20], rtol=5e-3, atol=0)
+        largest = leading(scatter, 20)
+        assert bool((largest <= true[:20] * (1 + 1e-9)).all())
+        torch.testing.assert_close(largest, true[:20], rtol=5e-3, atol=0)
 
     def test_the_figures_are_near_the_exact_ones(self):
         moments = moments_of(self.decaying(120))

@@ -92,12 +92,12 @@ def test_a_change_of_weights_is_that_of_the_method(name):
     weight, (train, *_), (lack, *_) = case.site.weight_kept, case.folds, lacks(case)
     for share in (0.0, 0.5):
         expected = METHODS[name].fit(weight, train.at(share), 3.0)
-        found = fit_change(METHODS[name], weight, lack.at(share), 3.0)
-        torch.testing.assert_close(weight + found.weight, expected.weight, rtol=1e-7, atol=1e-9)
-        assert (found.bias is None) == (expected.bias is None)
+        change = fit_change(METHODS[name], weight, lack.at(share), 3.0)
+        torch.testing.assert_close(weight + change.weight, expected.weight, rtol=1e-7, atol=1e-9)
+        assert (change.bias is None) == (expected.bias is None)
         if expected.bias is not None:
-            torch.testing.assert_close(found.bias, expected.bias, rtol=1e-7, atol=1e-8)
-        error = squared_error(found, lack.at(1.0))
+            torch.testing.assert_close(change.bias, expected.bias, rtol=1e-7, atol=1e-8)
+        error = squared_error(change, lack.at(1.0))
         assert error == pytest.approx(squared_error(expected, train.at(1.0)), rel=1e-8)
 
 
@@ -142,14 +142,14 @@ def test_a_gram_that_float32_cannot_factor_is_factored_in_float64(monkeypatch):
     tokens[:, kept[1]] = tokens[:, kept[0]] + 1e-6 * tokens[:, kept[1]]
     alike = Case(case.site.__class__(**{**vars(case.site), "tokens": tokens}), case.drift, case.sizes)
     train, fold = alike.folds[0], alike.folds[1].at(1.0)
-    whole = RidgeErrors.of(train, fold, alike.site.weight_kept, centred=False)
+    errors = RidgeErrors.of(train, fold, alike.site.weight_kept, centred=False)
     eye = torch.eye(len(alike.site.weight_kept), dtype=torch.float64)
-    asked = []
+    dtypes = []
     solve = strength_walk.solve
-    monkeypatch.setattr(strength_walk, "solve", lambda *a: (asked.append(a[0].dtype), solve(*a))[1])
-    found = whole.mix(eye).at(1e-9, SHARES)
-    assert asked == [torch.float64]
-    torch.testing.assert_close(found, whole.at(1e-9, SHARES), rtol=1e-3, atol=0)
+    monkeypatch.setattr(strength_walk, "solve", lambda *a: (dtypes.append(a[0].dtype), solve(*a))[1])
+    mixed = errors.mix(eye).at(1e-9, SHARES)
+    assert dtypes == [torch.float64]
+    torch.testing.assert_close(mixed, errors.at(1e-9, SHARES), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -157,10 +157,10 @@ def test_errors_at_one_share_are_those_of_all_shares_there(centred):
     case = CASES["many tokens"]
     train, fold = case.folds[0], case.folds[1].at(1.0)
     assert train.cross is not None
-    whole = RidgeErrors.of(train, fold, case.site.weight_kept, centred=centred)
-    together = whole.at(2.0, SHARES)
+    errors = RidgeErrors.of(train, fold, case.site.weight_kept, centred=centred)
+    together = errors.at(2.0, SHARES)
     for index, share in enumerate(SHARES):
-        torch.testing.assert_close(whole.towards(share).at(2.0, [share]), together[index : index + 1])
+        torch.testing.assert_close(errors.towards(share).at(2.0, [share]), together[index : index + 1])
 
 
 def test_what_is_lacking_is_summed_from_moments_of_all_inputs():
@@ -168,10 +168,10 @@ def test_what_is_lacking_is_summed_from_moments_of_all_inputs():
     site = CASES["many tokens"].site
     delta = CASES["many tokens"].drift
     drift = Drift(delta.T @ site.tokens, delta.sum(0), float(delta.square().sum()))
-    found = lack_from_moments(site.weight, replace(site.moments, drift=drift), site.kept)
+    summed = lack_from_moments(site.weight, replace(site.moments, drift=drift), site.kept)
     for share in (0.0, 0.5, 1.0):
         lack = site.targets + share * delta - site.inputs @ site.weight_kept.T
-        expected, own = fit_of(site.inputs, lack), found.at(share)
+        expected, computed = fit_of(site.inputs, lack), summed.at(share)
         for name in ("sum", "target_sum", "gram", "cross"):
-            torch.testing.assert_close(getattr(own, name), getattr(expected, name), rtol=1e-9, atol=1e-8)
-        assert own.target_energy == pytest.approx(expected.target_energy)
+            torch.testing.assert_close(getattr(computed, name), getattr(expected, name), rtol=1e-9, atol=1e-8)
+        assert computed.target_energy == pytest.approx(expected.target_energy)
