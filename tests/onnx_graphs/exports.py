@@ -133,9 +133,9 @@ class Graph:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         self._session = onnxruntime.InferenceSession(str(graph_of(folder)), options, providers=["CPUExecutionProvider"])
-        self._types = {each.name: each.type for each in self._session.get_inputs()}
+        self._types = {port.name: port.type for port in self._session.get_inputs()}
         self.inputs = list(self._types)
-        self.outputs = [each.name for each in self._session.get_outputs()]
+        self.outputs = [port.name for port in self._session.get_outputs()]
 
     def __call__(self, feed: Feed) -> Feed:
         """Every output, given no more than the graph has inputs for."""
@@ -144,12 +144,12 @@ class Graph:
 
     def no_past(self, batch: int) -> Feed:
         """Keys and values of no tokens."""
-        found = {}
-        for each in self._session.get_inputs():
-            if each.name.startswith("past_key_values."):
-                _, heads, _, width = each.shape
-                found[each.name] = np.zeros((batch, heads, 0, width), self._dtype(each.name))
-        return found
+        past = {}
+        for port in self._session.get_inputs():
+            if port.name.startswith("past_key_values."):
+                _, heads, _, width = port.shape
+                past[port.name] = np.zeros((batch, heads, 0, width), self._dtype(port.name))
+        return past
 
     @property
     def cached(self) -> bool:
@@ -214,16 +214,16 @@ def expected_of(module: Any, feed: Feed, names: Sequence[str]) -> dict[str, Tens
     cached = any(name.startswith("present.") for name in names)
     options = {cache_argument(module.forward): cache, "use_cache": True} if cached else {}
     returned = module(**inputs, **options)
-    found = {name: value for name, value in returned.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in returned.items() if isinstance(value, Tensor)}
     for index, layer in enumerate(cache.layers):
-        found |= {f"present.{index}.key": layer.keys, f"present.{index}.value": layer.values}
-    return {name: found[name] for name in names}
+        tensors |= {f"present.{index}.key": layer.keys, f"present.{index}.value": layer.values}
+    return {name: tensors[name] for name in names}
 
 
 def assert_stated(folder: Path, settings: GraphSettings) -> None:
     """The opset and the operators that were asked for."""
     stated = onnx.load(graph_of(folder))
-    assert {each.domain: each.version for each in stated.opset_import}[""] == (settings.opset or 20)
+    assert {opset.domain: opset.version for opset in stated.opset_import}[""] == (settings.opset or 20)
     domains = {node.domain for node in stated.graph.node} - {""}
     assert domains == (set() if settings.optimize == "none" else {"com.microsoft"})
 
@@ -253,10 +253,10 @@ def assert_near(name: str, ours: Array, theirs: Tensor, limit: float, mask: Arra
 def assert_reads(graph: Graph, module: Any, text: Text, limit: float) -> None:
     """One pass over whole texts."""
     feed = text.feed(0, text.ids.shape[1])
-    found = graph(feed | graph.no_past(len(text.ids)))
+    outputs = graph(feed | graph.no_past(len(text.ids)))
     for name, theirs in expected_of(module, feed, graph.outputs).items():
         per_token = theirs.dim() > 2
-        assert_near(name, found[name], theirs, limit, text.mask if per_token else None)
+        assert_near(name, outputs[name], theirs, limit, text.mask if per_token else None)
 
 
 def assert_reads_in_chunks(graph: Graph, module: Any, text: Text, chunks: Sequence[int], limit: float) -> None:
@@ -265,10 +265,10 @@ def assert_reads_in_chunks(graph: Graph, module: Any, text: Text, chunks: Sequen
     assert sum(chunks) == length
     past, start, pieces = graph.no_past(len(text.ids)), 0, []
     for size in chunks:
-        found = graph(text.feed(start, start + size) | past)
+        outputs = graph(text.feed(start, start + size) | past)
         start += size
-        pieces.append(found["logits"])
-        past = {name: found[name.replace("past_key_values", "present")] for name in past}
+        pieces.append(outputs["logits"])
+        past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
     present = {name.replace("past_key_values", "present"): value for name, value in past.items()}
     joined = {"logits": np.concatenate(pieces, 1)} | present
     for name, theirs in expected_of(module, text.feed(0, length), graph.outputs).items():

@@ -43,11 +43,11 @@ def test_the_figures_are_those_of_their_definitions(pair: tuple[Tensor, Tensor],
         if not theirs.any() and ours.any():
             assert compare_outputs(ours, theirs).max_rel == math.inf
             return
-        found = compare_outputs(ours, theirs, classes=True)
+        figures = compare_outputs(ours, theirs, classes=True)
     for name, value in by_hand(ours.tolist(), theirs.tolist()).items():
-        assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
-    position, unit = found.worst
-    assert abs(ours[position, unit].double() - theirs[position, unit].double()).item() == found.max_abs
+        assert getattr(figures, name) == pytest.approx(value, rel=1e-12), name
+    position, unit = figures.worst
+    assert abs(ours[position, unit].double() - theirs[position, unit].double()).item() == figures.max_abs
 
 
 @given(pairs(), st.integers(-20, 20))
@@ -81,26 +81,26 @@ def test_positions_are_rows_of_what_counts() -> None:
 
 
 def test_the_floor_is_relative_to_the_largest_reference() -> None:
-    found = compare_outputs(torch.tensor([[1000.0, 0.5]]), torch.tensor([[1000.0, 0.0]]))
-    assert found.max_abs == 0.5
-    assert found.max_rel == 0.5  # of 1e-3 x 1000
-    assert found.worst == (0, 1)
+    figures = compare_outputs(torch.tensor([[1000.0, 0.5]]), torch.tensor([[1000.0, 0.0]]))
+    assert figures.max_abs == 0.5
+    assert figures.max_rel == 0.5  # of 1e-3 x 1000
+    assert figures.worst == (0, 1)
 
 
 @pytest.mark.parametrize(
     ("a", "b"), [(math.nan, 1.0), (1.0, math.nan), (math.nan, math.nan), (math.inf, 1.0), (math.inf, -math.inf)]
 )
 def test_what_is_no_finite_number_is_infinitely_wrong(a: float, b: float) -> None:
-    found = compare_outputs(torch.tensor([[1.0, 2.0], [3.0, a]]), torch.tensor([[1.0, 2.0], [3.0, b]]))
-    assert found.max_abs == found.mean_abs == found.max_rel == found.mean_rel == math.inf
-    assert found.worst == (1, 1)
-    assert found.largest == 3.0
+    figures = compare_outputs(torch.tensor([[1.0, 2.0], [3.0, a]]), torch.tensor([[1.0, 2.0], [3.0, b]]))
+    assert figures.max_abs == figures.mean_abs == figures.max_rel == figures.mean_rel == math.inf
+    assert figures.worst == (1, 1)
+    assert figures.largest == 3.0
 
 
 def test_equal_infinities_are_no_difference() -> None:
     masked = torch.tensor([[-math.inf, 2.0]])
-    found = compare_outputs(masked, masked.clone(), classes=True)
-    assert (found.max_abs, found.mean_rel, found.largest, found.agreement) == (0.0, 0.0, 2.0, 1.0)
+    figures = compare_outputs(masked, masked.clone(), classes=True)
+    assert (figures.max_abs, figures.mean_rel, figures.largest, figures.agreement) == (0.0, 0.0, 2.0, 1.0)
 
 
 def test_other_shapes_are_refused() -> None:

@@ -69,11 +69,11 @@ def assert_decodes(graph: Graph, module, limit: float) -> None:
 def assert_sees(graph: Graph, module, limit: float) -> None:
     for batch in (1, 2, 5):
         feed = {"pixel_values": pixels(batch)}
-        found = graph(feed)
+        outputs = graph(feed)
         expected = expected_of(module, feed, graph.outputs)
         assert expected
         for name, theirs in expected.items():
-            assert_near(name, found[name], theirs, limit)
+            assert_near(name, outputs[name], theirs, limit)
 
 
 @pytest.mark.parametrize("name", choose_cases(DECODERS, lambda name: name != "opt-350m-like"))
@@ -101,10 +101,10 @@ def test_encoders_compute_what_pytorch_does_and_read_segments(graphs, name):
     # It reads which sentence a token is in.
     feed = padded.feed(0, 14)
     feed["token_type_ids"] = (np.arange(14)[None] > 6).astype(np.int64).repeat(3, 0)
-    found, before = graph(feed), graph(padded.feed(0, 14))
+    outputs, before = graph(feed), graph(padded.feed(0, 14))
     main = graph.outputs[0]
-    assert_near(main, found[main], expected_of(module, feed, [main])[main], EXACT, padded.mask)
-    assert np.abs(found[main] - before[main]).max() > 0.01
+    assert_near(main, outputs[main], expected_of(module, feed, [main])[main], EXACT, padded.mask)
+    assert np.abs(outputs[main] - before[main]).max() > 0.01
 
 
 # ---- what these models have that others have not -------------------------------------------------------------------

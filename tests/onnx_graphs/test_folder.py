@@ -93,13 +93,13 @@ def test_modules_of_a_sentence_transformers_folder_travel_and_are_replaced(vit):
 def test_a_folder_holds_what_travels_and_nothing_of_the_checkpoint_alone(exported, name):
     settings: dict[str, Any] = {"optimize": "cpu"} if name == "turned-llama" else {}
     model, folder = exported(name, **settings)
-    of_model, found = contents(model), contents(folder)
+    of_model, of_graph = contents(model), contents(folder)
     travels = set(of_model) - CHECKPOINT_ONLY - {"config.json"}
     genai = {"genai_config.json"} if name in ("llama-gqa-tied", "turned-llama", "uneven-llama") else set()
-    assert set(found) == OWN | travels | genai
+    assert set(of_graph) == OWN | travels | genai
     assert {"tokenizer.json", "preprocessor_config.json"} & travels
-    assert {key: found[key] for key in travels} == {key: of_model[key] for key in travels}
-    config, before = json.loads(found["config.json"]), json.loads(of_model["config.json"])
+    assert {key: of_graph[key] for key in travels} == {key: of_model[key] for key in travels}
+    config, before = json.loads(of_graph["config.json"]), json.loads(of_model["config.json"])
     assert ("auto_map" in before) is (name in ("uneven-llama", "turned-llama", "narrow-opt"))
     before.pop("auto_map", None)
     before.pop("transformers_weights", None)
@@ -109,7 +109,7 @@ def test_a_folder_holds_what_travels_and_nothing_of_the_checkpoint_alone(exporte
     assert config == before
     # And transformers reads them, without code of the model's own.
     assert AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type == before["model_type"]
-    if "tokenizer.json" in found:
+    if "tokenizer.json" in of_graph:
         assert AutoTokenizer.from_pretrained(folder)("the cat").input_ids
     else:
         assert AutoImageProcessor.from_pretrained(folder).size.height == 12
@@ -125,7 +125,7 @@ def test_the_record_names_files_weights_and_source(exported, name):
     assert {"model.onnx", "config.json", "generation_config.json", "tokenizer.json"} <= deployed
     assert record["files"] == {file: hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in deployed}
     stated = onnx.load(folder / "model.onnx")
-    weights = {each.name: numpy_helper.to_array(each) for each in stated.graph.initializer}
+    weights = {initializer.name: numpy_helper.to_array(initializer) for initializer in stated.graph.initializer}
     assert record["graphs"][0]["tensors"] == {
         key: hashlib.sha256(w.tobytes()).hexdigest() for key, w in weights.items()
     }
@@ -148,14 +148,14 @@ def test_weights_are_the_models_own(exported, name):
     tensors = {key: tensor.numpy() for key, tensor in stored.read(stored.tensors).items()}
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
     graph = onnx.load(folder / "model.onnx").graph
-    weights = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+    weights = {initializer.name: numpy_helper.to_array(initializer) for initializer in graph.initializer}
     for key, weight in weights.items():
         if weight.ndim == 2:
             turned = key.endswith(".T")
             assert np.array_equal(weight.T if turned else weight, tensors[key.removesuffix(".T")]), key
-    known = {key.removesuffix(".T") for key in weights}
+    names = {key.removesuffix(".T") for key in weights}
     # Tied ones have either name, and nothing is added where a bias is zero.
-    for key in set(tensors) - known - {"model.embed_tokens.weight", "lm_head.weight"}:
+    for key in set(tensors) - names - {"model.embed_tokens.weight", "lm_head.weight"}:
         assert key.endswith("bias"), key
         assert not tensors[key].any(), key
 
@@ -164,7 +164,7 @@ def test_weights_are_the_models_own(exported, name):
 def test_no_weight_is_stored_twice(exported, name):
     model, folder = exported(name)
     parameters = sum(info.numel for info in Checkpoint.open(model).tensors.values())
-    assert sum(each["size"] for each in sizes(folder)) < 4 * parameters + 1024
+    assert sum(entry["size"] for entry in sizes(folder)) < 4 * parameters + 1024
 
 
 def test_the_record_is_read_back(exported, tmp_path):
@@ -192,19 +192,19 @@ def test_sizes_are_estimated_by_type(dtype, expected):
 
 def test_weights_in_a_file_of_their_own_compute_the_same(vit, exported):
     manifest = writer(vit).write(embedded=0)
-    whole = exported("dinov2-model")[1]
+    one_file = exported("dinov2-model")[1]
     out = Path("out")
-    assert {path.name for path in out.iterdir()} == {path.name for path in whole.iterdir()} | {"model.onnx_data"}
+    assert {path.name for path in out.iterdir()} == {path.name for path in one_file.iterdir()} | {"model.onnx_data"}
     assert manifest is not None
     assert manifest.files == {
         file: hashlib.sha256((out / file).read_bytes()).hexdigest()
         for file in ("model.onnx", "model.onnx_data", "config.json", "preprocessor_config.json")
     }
-    assert manifest.graph.tensors == read_manifest(whole).graph.tensors
-    largest = max(each["size"] for each in sizes(whole))
-    assert (out / "model.onnx").stat().st_size < (whole / "model.onnx").stat().st_size - largest
+    assert manifest.graph.tensors == read_manifest(one_file).graph.tensors
+    largest = max(entry["size"] for entry in sizes(one_file))
+    assert (out / "model.onnx").stat().st_size < (one_file / "model.onnx").stat().st_size - largest
     feed = {"pixel_values": pixels(3)}
-    ours, theirs = Graph(out)(feed), Graph(whole)(feed)
+    ours, theirs = Graph(out)(feed), Graph(one_file)(feed)
     assert ours.keys() == theirs.keys()
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
     onnx.checker.check_model(str(out / "model.onnx"), full_check=True)
@@ -212,12 +212,15 @@ def test_weights_in_a_file_of_their_own_compute_the_same(vit, exported):
 
 def sizes(folder: Path) -> list[dict[str, Any]]:
     graph = onnx.load(folder / "model.onnx").graph
-    return [{"name": each.name, "size": numpy_helper.to_array(each).nbytes} for each in graph.initializer]
+    return [
+        {"name": initializer.name, "size": numpy_helper.to_array(initializer).nbytes}
+        for initializer in graph.initializer
+    ]
 
 
 @pytest.mark.parametrize(("spare", "external"), [(0, False), (-1, True)])
 def test_weights_go_to_a_file_of_their_own_above_a_size(vit, exported, spare, external):
-    total = sum(each["size"] for each in sizes(exported("dinov2-model")[1]))
+    total = sum(entry["size"] for entry in sizes(exported("dinov2-model")[1]))
     writer(vit).write(embedded=total + spare)
     assert Path("out/model.onnx_data").exists() is external
 
@@ -250,9 +253,9 @@ def test_a_graph_inside_the_model_changes_nothing_of_it(vit):
     manifest = writer(vit, "vit/onnx").write()
     assert manifest is not None
     assert manifest.source.fingerprint == fingerprint == Checkpoint.open(vit).fingerprint
-    found = contents(vit)
-    assert {name: found[name] for name in before} == before
-    assert {name.split("/")[0] for name in set(found) - set(before)} == {"onnx"}
+    after = contents(vit)
+    assert {name: after[name] for name in before} == before
+    assert {name.split("/")[0] for name in set(after) - set(before)} == {"onnx"}
     # What is copied from the model next time is what was before.
     again = writer(vit, "elsewhere").write()
     assert again == manifest
@@ -358,7 +361,7 @@ def largest_file(limit: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("embedded", [0, 1 << 30], ids=["external data", "embedded"])
 def test_a_disk_that_fills_up_leaves_nothing(vit, overwrite, embedded):
-    assert sum(each["size"] for each in sizes_of(vit)) > 2 * 8192
+    assert sum(entry["size"] for entry in sizes_of(vit)) > 2 * 8192
     with largest_file(8192):
         error = ending(vit, UserError, overwrite=overwrite, embedded=embedded)
     assert str(error) == (
@@ -370,12 +373,12 @@ def sizes_of(model: Path) -> list[dict[str, Any]]:
     return [{"size": info.numel * 4} for info in Checkpoint.open(model).tensors.values()]
 
 
-@pytest.mark.parametrize(("dtype", "each"), [("fp32", 4), ("fp16", 2)])
-def test_too_little_room_is_refused_before_anything_is_written(vit, monkeypatch, dtype, each):
+@pytest.mark.parametrize(("dtype", "bytes_per_weight"), [("fp32", 4), ("fp16", 2)])
+def test_too_little_room_is_refused_before_anything_is_written(vit, monkeypatch, dtype, bytes_per_weight):
     before = everything()
     monkeypatch.setattr(writing, "_MARGIN_BYTES", 0)
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 1024))
-    needed = each * sum(info.numel for info in Checkpoint.open(vit).tensors.values()) / 1024
+    needed = bytes_per_weight * sum(info.numel for info in Checkpoint.open(vit).tensors.values()) / 1024
     with pytest.raises(UserError) as error:
         writer(vit, dtype=dtype).write()
     assert str(error.value) == (

@@ -21,9 +21,13 @@ def exported(tmp_path_factory) -> Exported:
 
 def test_it_names_the_graph_and_its_cache(exported):
     _, folder = exported("llama-gqa-tied")
-    found = json.loads((folder / "genai_config.json").read_text())
-    decoder = found["model"]["decoder"]
-    assert (found["model"]["type"], found["model"]["vocab_size"], found["model"]["eos_token_id"]) == ("decoder", 40, 1)
+    config = json.loads((folder / "genai_config.json").read_text())
+    decoder = config["model"]["decoder"]
+    assert (config["model"]["type"], config["model"]["vocab_size"], config["model"]["eos_token_id"]) == (
+        "decoder",
+        40,
+        1,
+    )
     assert (decoder["filename"], decoder["num_hidden_layers"]) == ("model.onnx", 2)
     assert (decoder["num_key_value_heads"], decoder["head_size"]) == (2, 4)
     assert decoder["inputs"]["past_key_names"] == "past_key_values.%d.key"
@@ -43,22 +47,22 @@ def test_it_generates(exported, name):
         "onnxruntime_genai", reason='onnxruntime-genai is not installed: pip install "ckpt-prune[genai]"'
     )
     model, folder = exported(name)
-    whole, ids = in_pytorch(model), [3, 4, 5]
+    reference, ids = in_pytorch(model), [3, 4, 5]
     graph = genai.Model(str(folder))
     parameters = genai.GeneratorParams(graph)
     parameters.set_search_options(max_length=12, do_sample=False)
     generator = genai.Generator(graph, parameters)
     generator.append_tokens(ids)
-    said = []
+    tokens = []
     while not generator.is_done():
         generator.generate_next_token()
-        said.append(int(generator.get_next_tokens()[0]))
+        tokens.append(int(generator.get_next_tokens()[0]))
     with torch.inference_mode():
-        for _ in said:
-            logits = whole(input_ids=torch.tensor([ids]), use_cache=False).logits
+        for _ in tokens:
+            logits = reference(input_ids=torch.tensor([ids]), use_cache=False).logits
             ids.append(int(logits[0, -1].argmax()))
-    assert len(said) > 3
-    assert said == ids[3:]
+    assert len(tokens) > 3
+    assert tokens == ids[3:]
 
 
 @pytest.mark.parametrize(

@@ -109,12 +109,12 @@ def exported(tmp_path_factory) -> Exported:
 
 
 def read(values: Any) -> list[Any]:
-    found = []
+    ports = []
     for value in values:
         kind = value.type.tensor_type
         shape = [axis.dim_param or axis.dim_value for axis in kind.shape.dim]
-        found.append((value.name, onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).name, shape))
-    return found
+        ports.append((value.name, onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).name, shape))
+    return ports
 
 
 @pytest.mark.parametrize("name", choose_cases(PUBLIC, lambda name: name not in ("vit", "bert-model", "bert-two-heads")))
@@ -149,8 +149,8 @@ def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory
     for node in stated.graph.node:
         assert not node.doc_string
         assert not node.metadata_props
-    weights = {each.name for each in stated.graph.initializer}
-    shaped = {each.name for each in stated.graph.value_info if each.type.tensor_type.HasField("shape")}
+    weights = {initializer.name for initializer in stated.graph.initializer}
+    shaped = {value.name for value in stated.graph.value_info if value.type.tensor_type.HasField("shape")}
     assert shaped <= weights
 
 
@@ -197,17 +197,21 @@ def depending_on_data(original: Any) -> Any:
 
 def test_a_model_that_branches_on_what_it_reads_leaves_a_log(vit, tmp_path, monkeypatch):
     monkeypatch.setattr(ViTMLP, "forward", depending_on_data(ViTMLP.forward))
-    before = [(each.handlers[:], each.propagate) for each in map(logging.getLogger, ("torch", "transformers"))]
-    said = refusal(vit, tmp_path / "out")
+    before = [(logger.handlers[:], logger.propagate) for logger in map(logging.getLogger, ("torch", "transformers"))]
+    message = refusal(vit, tmp_path / "out")
     log = tmp_path / "out.export-error.log"
-    assert said.startswith("ViTForImageClassification cannot be exported: GuardOnDataDependentSymNode: Could not guard")
-    assert said.endswith(f" (all that was said is in {log})")
-    assert len(said) < 500 + len(str(log))
+    assert message.startswith(
+        "ViTForImageClassification cannot be exported: GuardOnDataDependentSymNode: Could not guard"
+    )
+    assert message.endswith(f" (all that was said is in {log})")
+    assert len(message) < 500 + len(str(log))
     text = log.read_text()
     assert "Traceback (most recent call last):" in text
     assert "in depending_on_data" in text or "in forward" in text
     assert "GuardOnDataDependentSymNode" in text
-    assert [(each.handlers, each.propagate) for each in map(logging.getLogger, ("torch", "transformers"))] == before
+    assert [
+        (logger.handlers, logger.propagate) for logger in map(logging.getLogger, ("torch", "transformers"))
+    ] == before
 
 
 @posix
@@ -237,8 +241,8 @@ def test_an_opset_that_the_exporter_does_not_write_is_refused(vit, tmp_path):
 
 def test_what_is_said_meanwhile_is_kept_from_the_terminal(capsys):
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "transformers")]
-    before = [(each.handlers[:], each.propagate) for each in loggers]
-    said = StringIO()
+    before = [(logger.handlers[:], logger.propagate) for logger in loggers]
+    output = StringIO()
 
     def fail() -> None:
         print("printed")
@@ -248,10 +252,10 @@ def test_what_is_said_meanwhile_is_kept_from_the_terminal(capsys):
             logger.error("logged by %s", logger.name)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), _capture(said):
+    with pytest.raises(ZeroDivisionError), _capture(output):
         fail()
-    text = said.getvalue()
+    text = output.getvalue()
     for part in ("printed", "to the error stream", *(f"logged by {logger.name}" for logger in loggers)):
         assert text.count(part) == 1
-    assert [(each.handlers, each.propagate) for each in loggers] == before
+    assert [(logger.handlers, logger.propagate) for logger in loggers] == before
     assert capsys.readouterr() == ("", "")

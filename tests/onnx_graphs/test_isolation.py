@@ -45,11 +45,13 @@ def test_nothing_is_reported_to_the_maker_of_onnxruntime(tmp_path: Path) -> None
     graph = write_graph(tmp_path, helper.make_node("Identity", ["input_ids"], ["y"]))
     for name in ("home", "temporary"):
         (tmp_path / name).mkdir()
-    own = {key: value for key, value in os.environ.items() if key not in ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")
+    }
     code = "import sys, ckpt_prune, onnxruntime as o; o.InferenceSession(sys.argv[1], providers=sys.argv[2:])"
     subprocess.run(
         [sys.executable, "-c", code, graph, "CPUExecutionProvider"],
-        env=own | {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")},
+        env=environment | {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")},
         check=True,
         capture_output=True,
     )
@@ -85,15 +87,15 @@ def test_a_graph_computes_the_same_apart(tmp_path):
     path = write_graph(tmp_path, helper.make_node("Add", ["input_ids", "input_ids"], ["y"]))
     with isolate_sessions():
         other = open_session(path)
-        own = open_session(path)
-        assert [each.name for each in other.inner.get_inputs()] == ["input_ids"]
+        session = open_session(path)
+        assert [port.name for port in other.inner.get_inputs()] == ["input_ids"]
         assert other.inner.get_inputs()[0].shape == ["batch", "length"]
         assert (other.inner.run(None, IDS)[0] == 2 * IDS["input_ids"]).all()
         process = other.inner._process
         assert process.poll() is None
         with pytest.raises(RuntimeError, match="INVALID_ARGUMENT"):
-            own.inner.run(None, {"input_ids": np.zeros((1, 1, 1), np.int64)})
-        assert (own.inner.run(None, IDS)[0] == 2 * IDS["input_ids"]).all()
+            session.inner.run(None, {"input_ids": np.zeros((1, 1, 1), np.int64)})
+        assert (session.inner.run(None, IDS)[0] == 2 * IDS["input_ids"]).all()
     assert process.poll() is not None
     here = open_session(path)
     assert torch.equal(torch.from_numpy(here.inner.run(None, IDS)[0]), torch.from_numpy(2 * IDS["input_ids"]))
@@ -104,13 +106,13 @@ def test_commands_run_graphs_apart(exported: Exported, tmp_path, monkeypatch):
     monkeypatch.setattr(isolation, "isolate_sessions", isolate_sessions)
     opened, open_one = [], isolation.IsolatedSession.__init__
 
-    def note_folder(self, graph, *rest):
+    def note_folder(self, graph, *options):
         opened.append(graph)
-        open_one(self, graph, *rest)
+        open_one(self, graph, *options)
 
     monkeypatch.setattr(isolation.IsolatedSession, "__init__", note_folder)
-    model, whole = exported("deit-teacher")
-    graph = shutil.copytree(whole, tmp_path / "graph")  # validation writes what it found
+    model, folder = exported("deit-teacher")
+    graph = shutil.copytree(folder, tmp_path / "graph")  # validation writes what it found
     assert verify(graph).passed
     assert len(opened) == 1
     assert validate(graph, against=model, samples=2).passed
@@ -143,14 +145,14 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path):
 
 def test_it_ends_with_whoever_waits_for_it(tmp_path):
     """Also where a graph never ends, and nobody could close it."""
-    path, told = endless(tmp_path), tmp_path / "process"
+    path, pid_file = endless(tmp_path), tmp_path / "process"
 
     def work():
         with isolate_sessions():
             inner = open_session(path).inner
-            told.write_text(str(inner._process.pid))
+            pid_file.write_text(str(inner._process.pid))
             inner._connection.send(IDS)
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert run_forked(work, tmp_path).returncode == -signal.SIGKILL
-    wait_gone(int(told.read_text()))
+    wait_gone(int(pid_file.read_text()))

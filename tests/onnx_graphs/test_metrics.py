@@ -54,23 +54,23 @@ def test_both_ends_of_an_answer_and_tokens_of_two_classes_count(tmp_path) -> Non
     ends = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
     theirs, ours = Says(start_logits=ends, end_logits=ends), Says(start_logits=ends, end_logits=ends.flip(1))
     assert metric_of("question-answering", ours, theirs, tmp_path).onnxruntime == 0.5
-    found = metric_of("token-classification", Says(logits=ends - 1.5), Says(logits=ends - 0.5), tmp_path)
-    assert (found.onnxruntime, found.passed) == (pytest.approx(4 / 6), False)
+    metric = metric_of("token-classification", Says(logits=ends - 1.5), Says(logits=ends - 0.5), tmp_path)
+    assert (metric.onnxruntime, metric.passed) == (pytest.approx(4 / 6), False)
 
 
 def test_single_numbers_of_texts_have_no_metric(tmp_path) -> None:
     scores = Says(logits=torch.tensor([[1.0], [2.0]]))
     scores.config = BertConfig(vocab_size=9, num_labels=1)
-    found = metric_of("text-classification", scores, scores, tmp_path)
-    assert found == "text-classification by single numbers has none"
+    metric = metric_of("text-classification", scores, scores, tmp_path)
+    assert metric == "text-classification by single numbers has none"
 
 
 def test_nothing_can_be_masked_without_a_token_for_it(tmp_path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.mask_token = None
     tokenizer.save_pretrained(tmp_path)
-    found = measure_text_metric(GRAPH, REFERENCE, "fill-mask", WINDOWS, tmp_path, Allowance(1e-4))
-    assert found == "its tokenizer has no mask token, so nothing can be masked"
+    metric = measure_text_metric(GRAPH, REFERENCE, "fill-mask", WINDOWS, tmp_path, Allowance(1e-4))
+    assert metric == "its tokenizer has no mask token, so nothing can be masked"
 
 
 @pytest.mark.parametrize("task", ["fill-mask", "text-generation"])

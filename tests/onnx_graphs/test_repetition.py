@@ -43,8 +43,8 @@ def build(architecture: str, model_type: str, layers: int, **changes: Any) -> Pr
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    (found,) = (each for each in model.modules() if isinstance(each, nn.ModuleList))
-    return list(found)
+    (blocks,) = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return list(blocks)
 
 
 def trace(model: nn.Module, task: Task, folder: Path) -> tuple[Graph, list[int]]:
@@ -113,9 +113,9 @@ def test_decoders(name, tmp_path):
     graph, traced = trace(model, GENERATION, tmp_path)
     assert traced == expected
     layers = range(len(blocks_of(model)))
-    held = [f"{layer}.{part}" for layer in layers for part in ("key", "value")]
-    assert [port for port in graph.inputs if "past" in port] == [f"past_key_values.{each}" for each in held]
-    assert graph.outputs == ["logits", *(f"present.{each}" for each in held)]
+    caches = [f"{layer}.{part}" for layer in layers for part in ("key", "value")]
+    assert [port for port in graph.inputs if "past" in port] == [f"past_key_values.{cache}" for cache in caches]
+    assert graph.outputs == ["logits", *(f"present.{cache}" for cache in caches)]
     assert_reads(graph, model, Text.random(1, 1), EXACT)
     assert_reads(graph, model, Text.random(3, 14, side="left"), EXACT)
     assert_reads_in_chunks(graph, model, Text.random(2, 20), (7, 1, 6, 1, 5), EXACT)
@@ -157,21 +157,21 @@ def test_the_graph_is_that_of_a_full_trace(kind, tmp_path, monkeypatch):
 
 def describe(model: onnx_ir.Model) -> Counter[Any]:
     """Every node by what it computes from inputs and weights, whatever values between are called."""
-    known: dict[Any, Any] = {None: None}
-    known |= {value: hash(("input", value.name)) for value in model.graph.inputs}
+    value_hashes: dict[Any, Any] = {None: None}
+    value_hashes |= {value: hash(("input", value.name)) for value in model.graph.inputs}
     for name, value in model.graph.initializers.items():
         assert value.const_value is not None
         small = value.const_value.size < 64
-        known[value] = hash((str(value.dtype), value.const_value.tobytes() if small else name))
-    found = []
+        value_hashes[value] = hash((str(value.dtype), value.const_value.tobytes() if small else name))
+    node_hashes = []
     for node in model.graph:
         attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
-        inputs = [known[value] for value in node.inputs]
+        inputs = [value_hashes[value] for value in node.inputs]
         if node.op_type == "Shape" and str(node.inputs[0].name).startswith("past_key_values."):
             inputs = ["past"]  # all layers hold as many tokens, and the tracer asks the last of them
-        found.append(hash((node.op_type, *map(tuple, attributes), *inputs)))
-        known |= {value: hash((found[-1], number)) for number, value in enumerate(node.outputs)}
-    return Counter([*found, *(hash((value.name, known[value])) for value in model.graph.outputs)])
+        node_hashes.append(hash((node.op_type, *map(tuple, attributes), *inputs)))
+        value_hashes |= {value: hash((node_hashes[-1], number)) for number, value in enumerate(node.outputs)}
+    return Counter([*node_hashes, *(hash((value.name, value_hashes[value])) for value in model.graph.outputs)])
 
 
 # ---- models whose blocks cannot stand for each other ---------------------------------------------------------------
@@ -210,11 +210,11 @@ class Skipping(transformers.BertModel):
         seen = []
         hook = self.encoder.layer[1].register_forward_hook(lambda _, __, output: seen.append(output))
         try:
-            found = super().forward(input_ids, attention_mask, token_type_ids)
+            result = super().forward(input_ids, attention_mask, token_type_ids)
         finally:
             hook.remove()
-        found.last_hidden_state = found.last_hidden_state + seen[0]
-        return found
+        result.last_hidden_state = result.last_hidden_state + seen[0]
+        return result
 
 
 def test_a_block_that_is_read_at_the_end(tmp_path):

@@ -32,11 +32,11 @@ def test_called_like_the_model_with_a_cache_left_out(exported):
     text = Text.random(2, 7, side="left")
     ids, mask = torch.from_numpy(text.ids), torch.from_numpy(text.mask)
     assert near(graph(input_ids=ids).logits, module(input_ids=ids).logits)
-    found = graph(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
+    result = graph(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
     expected = module(input_ids=ids, attention_mask=mask, position_ids=torch.from_numpy(text.positions)).logits
-    assert near(found.logits[mask == 1], expected[mask == 1])
-    assert list(found) == list(graph.outputs)
-    assert found["present.1.key"].shape == (2, 2, 7, 4)
+    assert near(result.logits[mask == 1], expected[mask == 1])
+    assert list(result) == list(graph.outputs)
+    assert result["present.1.key"].shape == (2, 2, 7, 4)
 
 
 @torch.inference_mode()
@@ -52,8 +52,8 @@ def test_called_like_an_encoder_and_like_a_model_of_images(exported):
     assert not near(graph(input_ids=ids).logits, expected)
     model, folder = exported("dinov2-model")
     images = torch.from_numpy(pixels(3))
-    found = OnnxModel(folder)(pixel_values=images)
-    assert near(found.last_hidden_state, in_pytorch(model)(pixel_values=images).last_hidden_state)
+    result = OnnxModel(folder)(pixel_values=images)
+    assert near(result.last_hidden_state, in_pytorch(model)(pixel_values=images).last_hidden_state)
 
 
 def test_half_precision_goes_in_and_out(exported):
@@ -66,27 +66,27 @@ def test_half_precision_goes_in_and_out(exported):
 def test_inputs_that_are_left_out_are_filled_in():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     ids = torch.tensor([[7, 8], [9, 6]])
-    found = complete_inputs({"input_ids": ids, "attention_mask": mask})
-    assert found["position_ids"].tolist() == [[1, 2], [3, 4]]
-    assert found["token_type_ids"].tolist() == [[0, 0], [0, 0]]
-    assert found["attention_mask"] is mask
-    assert found["input_ids"] is ids
+    completed = complete_inputs({"input_ids": ids, "attention_mask": mask})
+    assert completed["position_ids"].tolist() == [[1, 2], [3, 4]]
+    assert completed["token_type_ids"].tolist() == [[0, 0], [0, 0]]
+    assert completed["attention_mask"] is mask
+    assert completed["input_ids"] is ids
     alone = complete_inputs({"input_ids": ids})
     assert alone["attention_mask"].tolist() == [[1, 1], [1, 1]]
     assert alone["position_ids"].tolist() == [[0, 1], [0, 1]]
-    own = torch.tensor([[5, 6], [5, 6]])
-    assert complete_inputs({"input_ids": ids, "position_ids": own})["position_ids"] is own
+    positions = torch.tensor([[5, 6], [5, 6]])
+    assert complete_inputs({"input_ids": ids, "position_ids": positions})["position_ids"] is positions
     # Padding before a text has the first position, not one before it.
-    whole = complete_inputs({"input_ids": torch.zeros_like(mask), "attention_mask": mask})
-    assert whole["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    padded = complete_inputs({"input_ids": torch.zeros_like(mask), "attention_mask": mask})
+    assert padded["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
 def test_without_cuda_the_cpu_is_used_and_a_line_says_so(exported, capfd):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    found = open_session(exported("dinov2-model")[1] / "model.onnx", provider="cuda")
-    assert (found.provider, found.inner.get_providers()) == ("cpu", ["CPUExecutionProvider"])
-    assert found.note == (
+    session = open_session(exported("dinov2-model")[1] / "model.onnx", provider="cuda")
+    assert (session.provider, session.inner.get_providers()) == ("cpu", ["CPUExecutionProvider"])
+    assert session.note == (
         "CUDA was asked for and onnxruntime cannot load it here (no GPU, or not the CUDA libraries it was built for): "
         "it runs on the CPU"
     )
@@ -99,9 +99,9 @@ def test_as_many_threads_as_torch_uses(exported, monkeypatch):
     seen = []
     original = onnxruntime.InferenceSession
 
-    def watch_options(path, options, **rest):
+    def watch_options(path, options, **more):
         seen.append(options.intra_op_num_threads)
-        return original(path, options, **rest)
+        return original(path, options, **more)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", watch_options)
     path = exported("dinov2-model")[1] / "model.onnx"
@@ -115,20 +115,20 @@ def test_a_file_that_is_no_graph_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "model.onnx").write_bytes(content)
     with pytest.raises(UserError) as error:
         open_session(tmp_path / "model.onnx")
-    said = str(error.value)
-    assert said.startswith(f"{tmp_path / 'model.onnx'}: onnxruntime cannot load it: ")
-    assert "\n" not in said
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path / 'model.onnx'}: onnxruntime cannot load it: ")
+    assert "\n" not in message
 
 
 def test_inputs_that_the_graph_cannot_take_are_refused(exported):
     graph = OnnxModel(exported("llama-gqa-tied")[1])
     with pytest.raises(UserError) as error:
         graph.run(complete_inputs({"input_ids": torch.tensor([[99]])}) | graph.empty_cache(1))
-    said = str(error.value)
-    assert said.startswith(
+    message = str(error.value)
+    assert message.startswith(
         "onnxruntime cannot run the graph on attention_mask [1, 1], position_ids [1, 1], input_ids [1, 1], "
     )
-    assert "\n" not in said
+    assert "\n" not in message
     image = OnnxModel(exported("dinov2-model")[1])
     with pytest.raises(UserError, match=r"^onnxruntime cannot run the graph on pixel_values \[1, 3, 8, 8\]: "):
         image.run({"pixel_values": torch.zeros(1, 3, 8, 8)})
@@ -138,6 +138,6 @@ def test_outputs_are_those_of_the_graph_in_its_order(exported):
     folder = exported("dinov2-model")[1]
     names = [value.name for value in onnx.load(folder / "model.onnx").graph.output]
     graph = OnnxModel(folder)
-    found = graph.run({"input_ids": torch.tensor([[3, 4]]), "pixel_values": torch.from_numpy(pixels(1))})
-    assert list(found) == names == list(graph.outputs)
-    assert np.isfinite(found[names[0]].numpy()).all()
+    outputs = graph.run({"input_ids": torch.tensor([[3, 4]]), "pixel_values": torch.from_numpy(pixels(1))})
+    assert list(outputs) == names == list(graph.outputs)
+    assert np.isfinite(outputs[names[0]].numpy()).all()

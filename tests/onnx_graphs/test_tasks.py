@@ -41,9 +41,9 @@ def test_the_task_of_a_class(model_type, architecture, name, modality):
     assert choose_task(config(model_type, architecture), task=name) == expected
 
 
-def refusal(model_type: str, architecture: str, **asked) -> str:
+def refusal(model_type: str, architecture: str, **options) -> str:
     with pytest.raises(UserError) as error:
-        choose_task(config(model_type, architecture), **asked)
+        choose_task(config(model_type, architecture), **options)
     return str(error.value)
 
 
@@ -69,8 +69,8 @@ def test_a_head_that_is_not_there():
     [("llama", "LlamaForCausalLM"), ("vit", "ViTForImageClassification"), ("bert", "BertForMaskedLM")],
 )
 def test_any_model_has_features_and_no_cache_of_them(model_type, architecture):
-    found = choose_task(config(model_type, architecture), task="feature-extraction")
-    assert (found.name, found.cached) == ("feature-extraction", False)
+    task = choose_task(config(model_type, architecture), task="feature-extraction")
+    assert (task.name, task.cached) == ("feature-extraction", False)
     assert refusal(model_type, architecture, task="feature-extraction", cache=True) == (
         "a graph for feature-extraction has no keys and values to keep: leave out --cache"
     )

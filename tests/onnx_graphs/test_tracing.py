@@ -103,7 +103,7 @@ class Older(LlamaForCausalLM):
 
 # The name that stock models have is traced in all other tests.
 @pytest.mark.parametrize(
-    ("renamed", "name"), choose_cases([(Newer, "cache"), (Older, "past_key_values")], lambda each: each[1] != PAST)
+    ("renamed", "name"), choose_cases([(Newer, "cache"), (Older, "past_key_values")], lambda pair: pair[1] != PAST)
 )
 def test_either_name_of_the_cache(renamed, name, tmp_path):
     """The graph's own names stay, and what it is compared with and timed beside takes the same name."""
@@ -111,11 +111,11 @@ def test_either_name_of_the_cache(renamed, name, tmp_path):
     example = make_example(model, GENERATION)
     assert [layer.keys.shape[2] for layer in example.inputs[name].layers] == [4]
     graph = trace_model(model, GENERATION, opset=20, fusions=None, log=tmp_path / "log").graph
-    held = ["0.key", "0.value"]
-    assert [each.name for each in graph.inputs][3:] == [f"past_key_values.{each}" for each in held]
-    assert [each.name for each in graph.outputs][1:] == [f"present.{each}" for each in held]
+    caches = ["0.key", "0.value"]
+    assert [port.name for port in graph.inputs][3:] == [f"past_key_values.{cache}" for cache in caches]
+    assert [port.name for port in graph.outputs][1:] == [f"present.{cache}" for cache in caches]
     reference, ids = Reference(model, GENERATION, set()), torch.arange(8).view(2, 4)
-    assert list(reference.run_with_cache({"input_ids": ids})[1]) == [f"present.{each}" for each in held]
+    assert list(reference.run_with_cache({"input_ids": ids})[1]) == [f"present.{cache}" for cache in caches]
     steps = reference.generate(ids, torch.ones_like(ids), 3)
     lengths = []
     model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda _, read, __: lengths.append(read[0].shape[1]))

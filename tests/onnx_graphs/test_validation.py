@@ -50,22 +50,22 @@ NOISE = ProofSamples(description={"what": "noise", "seed": 4})
 
 def validate(graph: Path, model: Path, samples: ProofSamples, **settings: Any) -> Validation:
     """Validate the only graph of a folder."""
-    found = proof.validate(graph, model, samples, **settings)
-    (only,) = found.graphs
-    assert found.passed is only.passed
+    validation = proof.validate(graph, model, samples, **settings)
+    (only,) = validation.graphs
+    assert validation.passed is only.passed
     return only
 
 
-def checks(found: Validation) -> dict[str, bool | None]:
-    return {check.name: check.passed for check in found.checks}
+def checks(validation: Validation) -> dict[str, bool | None]:
+    return {check.name: check.passed for check in validation.checks}
 
 
-def detail(found: Validation, name: str) -> str:
-    return next(check.detail for check in found.checks if check.name == name)
+def detail(validation: Validation, name: str) -> str:
+    return next(check.detail for check in validation.checks if check.name == name)
 
 
-def failed_cases(found: Validation) -> list[Case]:
-    return [case for case in found.cases if not case.passed]
+def failed_cases(validation: Validation) -> list[Case]:
+    return [case for case in validation.cases if not case.passed]
 
 
 def shape(case: Case) -> tuple[str, int, int | None, str, str]:
@@ -89,12 +89,12 @@ def copy(exported: Exported, tmp_path: Path) -> Callable[..., tuple[Path, Path]]
 
 def test_a_decoder_with_a_cache_is_proved_in_one_pass_in_chunks_and_step_by_step(exported: Exported) -> None:
     model, graph = exported(DECODER)
-    found = validate(graph, model, TEXT)
-    assert found.passed
-    assert checks(found) == dict.fromkeys(
+    validation = validate(graph, model, TEXT)
+    assert validation.passed
+    assert checks(validation) == dict.fromkeys(
         ["files", "checker", "interface", "load", "outputs", "generation", "metric"], True
     )
-    assert [shape(case) for case in found.cases] == [
+    assert [shape(case) for case in validation.cases] == [
         ("logits", 1, 1, "none", "none"),
         ("logits", 1, 16, "none", "none"),
         ("logits", 2, 7, "right", "none"),
@@ -109,21 +109,21 @@ def test_a_decoder_with_a_cache_is_proved_in_one_pass_in_chunks_and_step_by_step
         ("logits", 1, 16, "none", "steps"),
         ("logits", 2, 16, "left", "steps"),
     ]
-    assert all(case.agreement == 1.0 for case in found.cases if case.output == "logits")
+    assert all(case.agreement == 1.0 for case in validation.cases if case.output == "logits")
     # Computed by other kernels in another order: a difference of exactly nothing would be one graph held to itself.
-    assert all(0 < case.max_abs < 1e-4 and case.largest > 0.1 for case in found.cases)
-    assert found.against.name == DECODER
-    assert found.against.fingerprint == read_manifest(graph).source.fingerprint
-    assert {"model.onnx", "config.json", "tokenizer.json"} <= set(found.files)
-    assert found.files == {
+    assert all(0 < case.max_abs < 1e-4 and case.largest > 0.1 for case in validation.cases)
+    assert validation.against.name == DECODER
+    assert validation.against.fingerprint == read_manifest(graph).source.fingerprint
+    assert {"model.onnx", "config.json", "tokenizer.json"} <= set(validation.files)
+    assert validation.files == {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in graph.iterdir()
         if path.name not in ("README.md", "ckpt_prune_onnx.json")
     }
-    assert not any(case.segments for case in found.cases)  # a llama knows of none
-    assert found.data == TEXT.description
-    assert (found.provider, found.note, found.dtype, found.tolerance) == ("cpu", None, "fp32", 1e-4)
-    assert found.versions["onnxruntime"]
+    assert not any(case.segments for case in validation.cases)  # a llama knows of none
+    assert validation.data == TEXT.description
+    assert (validation.provider, validation.note, validation.dtype, validation.tolerance) == ("cpu", None, "fp32", 1e-4)
+    assert validation.versions["onnxruntime"]
 
 
 def test_the_perplexity_of_both_is_that_of_the_textbook(exported: Exported) -> None:
@@ -163,19 +163,19 @@ def test_the_perplexity_of_one_window_is_taken_from_the_outputs_that_were_compar
 
 def test_an_encoder_is_padded_on_the_right_and_asked_for_masked_tokens(copy: Callable[..., tuple[Path, Path]]) -> None:
     model, graph = copy(ENCODER, embedded=0)
-    found = validate(graph, model, TEXT)
-    assert found.passed
-    assert [shape(case)[1:4] for case in found.cases] == [
+    validation = validate(graph, model, TEXT)
+    assert validation.passed
+    assert [shape(case)[1:4] for case in validation.cases] == [
         (1, 1, "none"),
         (1, 16, "none"),
         (2, 7, "right"),
         (3, 24, "right"),
         (1, 32, "none"),
     ]
-    assert [case.segments for case in found.cases] == [False, False, True, True, False]
-    assert {"config.json", "model.onnx", "model.onnx_data"} <= set(found.files)
-    assert checks(found)["metric"] is None
-    assert detail(found, "metric") == "its tokenizer has no mask token, so nothing can be masked"
+    assert [case.segments for case in validation.cases] == [False, False, True, True, False]
+    assert {"config.json", "model.onnx", "model.onnx_data"} <= set(validation.files)
+    assert checks(validation)["metric"] is None
+    assert detail(validation, "metric") == "its tokenizer has no mask token, so nothing can be masked"
     tokenizer = tiny_tokenizer()
     tokenizer.mask_token = "<unk>"
     tokenizer.save_pretrained(graph)
@@ -188,12 +188,14 @@ def test_an_encoder_is_padded_on_the_right_and_asked_for_masked_tokens(copy: Cal
 
 def test_every_output_of_images_is_compared_and_top_1_is_counted(exported: Exported, tmp_path: Path) -> None:
     model, graph = exported("deit-teacher")
-    found = validate(graph, model, NOISE)
-    assert found.passed
+    validation = validate(graph, model, NOISE)
+    assert validation.passed
     names = ("logits", "cls_logits", "distillation_logits")
-    assert [shape(case) for case in found.cases] == [(n, b, None, "none", "none") for b in (1, 2, 5) for n in names]
-    assert detail(found, "metric") == "not measured on noise: give --images"
-    assert found.metrics == []
+    assert [shape(case) for case in validation.cases] == [
+        (n, b, None, "none", "none") for b in (1, 2, 5) for n in names
+    ]
+    assert detail(validation, "metric") == "not measured on noise: give --images"
+    assert validation.metrics == []
 
     images = _images(model, tmp_path / "photos", labelled=True)
     (metric,) = validate(graph, model, ProofSamples(images=images)).metrics
@@ -220,11 +222,11 @@ def _images(model: Path, folder: Path, *, labelled: bool) -> ImageSamples:
 
 def test_features_are_compared_with_those_of_the_base_model(exported: Exported) -> None:
     model, graph = exported("bert-model")
-    found = validate(graph, model, TEXT)
-    assert found.passed
-    assert {case.output for case in found.cases} == {"last_hidden_state", "pooler_output"}
-    assert all(case.agreement is None for case in found.cases)
-    (metric,) = found.metrics
+    validation = validate(graph, model, TEXT)
+    assert validation.passed
+    assert {case.output for case in validation.cases} == {"last_hidden_state", "pooler_output"}
+    assert all(case.agreement is None for case in validation.cases)
+    (metric,) = validation.metrics
     assert metric.name == "cosine"
     assert metric.onnxruntime == pytest.approx(1.0, abs=1e-6)
 
@@ -234,14 +236,14 @@ def test_half_precision_passes_its_own_tolerance_and_not_that_of_single(
     exported: Exported, variant: str, samples: ProofSamples
 ) -> None:
     model, graph = exported(variant, dtype="fp16")
-    found = validate(graph, model, samples)
-    assert found.passed
-    assert (found.dtype, found.tolerance) == ("fp16", 2e-2)
-    shares = [case.max_abs / case.largest for case in found.cases]
+    validation = validate(graph, model, samples)
+    assert validation.passed
+    assert (validation.dtype, validation.tolerance) == ("fp16", 2e-2)
+    shares = [case.max_abs / case.largest for case in validation.cases]
     assert max(shares) < 1e-2  # room for deeper models
     strict = validate(graph, model, samples, tolerance=1e-4)
     assert not strict.passed
-    assert len(failed_cases(strict)) == len(found.cases)
+    assert len(failed_cases(strict)) == len(validation.cases)
     for case in failed_cases(strict):
         assert case.where is not None
         assert abs(case.where.onnxruntime - case.where.pytorch) == pytest.approx(case.max_abs, rel=1e-3)
@@ -249,9 +251,9 @@ def test_half_precision_passes_its_own_tolerance_and_not_that_of_single(
 
 def test_no_figure_is_lost_between_writing_and_reading(exported: Exported, tmp_path: Path) -> None:
     model, graph = exported("deit-teacher")
-    found = proof.validate(graph, model, NOISE, tolerance=1e-12)
-    found.write(tmp_path)
-    assert read_validation(tmp_path) == found
+    validation = proof.validate(graph, model, NOISE, tolerance=1e-12)
+    validation.write(tmp_path)
+    assert read_validation(tmp_path) == validation
     text = (tmp_path / "validation.json").read_text()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["passed"] is False
     (tmp_path / "validation.json").write_text(text[:-200])
@@ -287,9 +289,9 @@ class Rows:
 def top_1(ours: list[list[float]], theirs: list[list[float]], tolerance: float) -> Metric:
     graph: Any = Rows(ours)
     reference: Any = SimpleNamespace(model=Rows(theirs))
-    found = measure_image_metric(graph, reference, "image-classification", graph, Allowance(tolerance))
-    assert isinstance(found, Metric)
-    return found
+    metric = measure_image_metric(graph, reference, "image-classification", graph, Allowance(tolerance))
+    assert isinstance(metric, Metric)
+    return metric
 
 
 @st.composite
@@ -308,9 +310,9 @@ def test_an_image_may_change_its_class_only_where_pytorch_itself_has_the_two_nea
     largest = max(abs(value) for row in theirs for value in row)
     flips = [(a.index(max(a)), b.index(max(b)), b) for a, b in zip(ours, theirs, strict=True)]
     flips = [(mine, other, row) for mine, other, row in flips if mine != other]
-    found = top_1(ours, theirs, tolerance)
-    assert found.difference == pytest.approx(len(flips) / len(ours))
-    assert found.passed == all(row[other] - row[mine] <= 2 * tolerance * largest for mine, other, row in flips)
+    metric = top_1(ours, theirs, tolerance)
+    assert metric.difference == pytest.approx(len(flips) / len(ours))
+    assert metric.passed == all(row[other] - row[mine] <= 2 * tolerance * largest for mine, other, row in flips)
 
 
 # ---- what both are run on ------------------------------------------------------------------------------------------
@@ -361,7 +363,7 @@ def _reference(model: Path) -> Reference:
 def test_the_reference_reads_a_padded_text_as_if_it_stood_alone(exported: Exported) -> None:
     model, _ = exported(DECODER)
     reference, stock = _reference(model), families.stock(model)
-    (case,) = (each for each in make_text_cases(WINDOWS, pad=0, left=True) if each.padding == "left")
+    (case,) = (candidate for candidate in make_text_cases(WINDOWS, pad=0, left=True) if candidate.padding == "left")
     logits = reference.run(complete_inputs({"input_ids": case.ids, "attention_mask": case.keep.long()}))["logits"]
     for row, kept in enumerate(case.keep):
         alone = families.logits(stock, case.ids[row, kept][None])[0]
@@ -385,10 +387,10 @@ def edit_weight(graph: Path, name: str, change: Callable[[np.ndarray], None], *,
     """Change a weight inside model.onnx; an honest forger brings the record up to date."""
     path = graph / "model.onnx"
     proto = onnx.load(path)
-    (found,) = [each for each in proto.graph.initializer if each.name == name]
-    values = numpy_helper.to_array(found).copy()
+    (initializer,) = [candidate for candidate in proto.graph.initializer if candidate.name == name]
+    values = numpy_helper.to_array(initializer).copy()
     change(values)
-    found.CopyFrom(numpy_helper.from_array(values, name))
+    initializer.CopyFrom(numpy_helper.from_array(values, name))
     onnx.save(proto, path)
     if honest:
         record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
@@ -404,23 +406,23 @@ def test_a_changed_byte_is_found_and_its_weight_named(copy: Callable[..., tuple[
     model, graph = copy(ENCODER, embedded=0)
     data = bytearray((graph / "model.onnx_data").read_bytes())
     info = next(
-        each
-        for each in onnx.load(graph / "model.onnx", load_external_data=False).graph.initializer
-        if each.name == "bert.embeddings.position_embeddings.weight"
+        initializer
+        for initializer in onnx.load(graph / "model.onnx", load_external_data=False).graph.initializer
+        if initializer.name == "bert.embeddings.position_embeddings.weight"
     )
     place = {entry.key: entry.value for entry in info.external_data}
     data[int(place.get("offset", 0)) + 5] ^= 1  # in the mantissa's middle: too small to see in any output
     (graph / "model.onnx_data").write_bytes(data)
-    found = validate(graph, model, TEXT)
-    assert not found.passed
-    assert checks(found)["files"] is False
-    assert detail(found, "files") == (
+    validation = validate(graph, model, TEXT)
+    assert not validation.passed
+    assert checks(validation)["files"] is False
+    assert detail(validation, "files") == (
         "model.onnx_data changed since it was written: 1 of "
         f"{len(read_manifest(graph).graph.tensors)} weights differ or cannot be read: "
         "bert.embeddings.position_embeddings.weight"
     )
-    assert checks(found)["load"] is True
-    assert found.files["model.onnx_data"] == hashlib.sha256(data).hexdigest()
+    assert checks(validation)["load"] is True
+    assert validation.files["model.onnx_data"] == hashlib.sha256(data).hexdigest()
 
 
 def test_a_weight_changed_with_its_digests_shows_in_the_outputs_and_where(
@@ -432,16 +434,16 @@ def test_a_weight_changed_with_its_digests_shows_in_the_outputs_and_where(
         values[17] += 0.5
 
     edit_weight(graph, BIAS, change, honest=True)
-    found = validate(graph, model, TEXT)
-    assert {name for name, passed in checks(found).items() if passed is False} == {"outputs"}
-    assert len(failed_cases(found)) == len(found.cases) == 5
-    for case in failed_cases(found):
+    validation = validate(graph, model, TEXT)
+    assert {name for name, passed in checks(validation).items() if passed is False} == {"outputs"}
+    assert len(failed_cases(validation)) == len(validation.cases) == 5
+    for case in failed_cases(validation):
         assert case.where is not None
         assert case.where.unit == 17
         assert case.where.onnxruntime - case.where.pytorch == pytest.approx(0.5, abs=1e-5)
         assert case.max_abs == pytest.approx(0.5, abs=1e-5)
         assert case.mean_abs == pytest.approx(0.5 / VOCAB, rel=1e-3)
-    assert detail(found, "outputs") == "5 of 5 outputs are outside the tolerance of 0.0001"
+    assert detail(validation, "outputs") == "5 of 5 outputs are outside the tolerance of 0.0001"
 
 
 def test_a_shift_too_small_for_the_largest_difference_fails_the_mean(copy: Callable[..., tuple[Path, Path]]) -> None:
@@ -453,9 +455,9 @@ def test_a_shift_too_small_for_the_largest_difference_fails_the_mean(copy: Calla
         values += 0.5e-4 * largest
 
     edit_weight(graph, BIAS, change, honest=True)
-    found = validate(graph, model, TEXT)
-    assert checks(found)["outputs"] is False
-    assert any(case.max_abs < 1e-4 * case.largest for case in failed_cases(found))
+    validation = validate(graph, model, TEXT)
+    assert checks(validation)["outputs"] is False
+    assert any(case.max_abs < 1e-4 * case.largest for case in failed_cases(validation))
 
 
 def test_what_is_not_a_number_is_said_to_be_none(copy: Callable[..., tuple[Path, Path]]) -> None:
@@ -465,13 +467,13 @@ def test_what_is_not_a_number_is_said_to_be_none(copy: Callable[..., tuple[Path,
         values[3] = np.nan
 
     edit_weight(graph, BIAS, change, honest=False)
-    found = validate(graph, model, TEXT)
-    assert f"weights differ or cannot be read: {BIAS}" in detail(found, "files")
-    assert all(case.note == "onnxruntime's output is nan there" for case in failed_cases(found))
-    assert all(case.where.unit == 3 and case.where.onnxruntime is None for case in failed_cases(found))
-    assert all(case.max_abs is None and case.mean_rel is None for case in failed_cases(found))
-    assert len(failed_cases(found)) == 5
-    assert json.loads(found.model_dump_json(), parse_constant=lambda name: pytest.fail(name))
+    validation = validate(graph, model, TEXT)
+    assert f"weights differ or cannot be read: {BIAS}" in detail(validation, "files")
+    assert all(case.note == "onnxruntime's output is nan there" for case in failed_cases(validation))
+    assert all(case.where.unit == 3 and case.where.onnxruntime is None for case in failed_cases(validation))
+    assert all(case.max_abs is None and case.mean_rel is None for case in failed_cases(validation))
+    assert len(failed_cases(validation)) == 5
+    assert json.loads(validation.model_dump_json(), parse_constant=lambda name: pytest.fail(name))
 
 
 def test_a_model_that_is_no_number_itself_is_not_blamed_on_the_graph(
@@ -486,8 +488,8 @@ def test_a_model_that_is_no_number_itself_is_not_blamed_on_the_graph(
         return loaded
 
     monkeypatch.setattr(proof, "load_model", load_damaged)
-    found = validate(graph, model, TEXT)
-    assert {case.note for case in found.cases} == {
+    validation = validate(graph, model, TEXT)
+    assert {case.note for case in validation.cases} == {
         "PyTorch's own output is no finite number there: the model is damaged, or overflows in float32"
     }
 
@@ -500,19 +502,19 @@ def test_a_truncated_file_fails_and_nothing_is_run(
     model, graph = copy(ENCODER, embedded=0)
     data = (graph / file).read_bytes()
     (graph / file).write_bytes(data[: int(keep * len(data))])
-    found = validate(graph, model, TEXT)
-    assert not found.passed
-    assert checks(found)["files"] is False
-    assert checks(found)["load"] is False
-    assert detail(found, "files").startswith(f"{file} changed since it was written: ")
+    validation = validate(graph, model, TEXT)
+    assert not validation.passed
+    assert checks(validation)["files"] is False
+    assert checks(validation)["load"] is False
+    assert detail(validation, "files").startswith(f"{file} changed since it was written: ")
     if file == "model.onnx_data":
-        assert "weights differ or cannot be read" in detail(found, "files")
+        assert "weights differ or cannot be read" in detail(validation, "files")
     elif keep:
-        assert "cannot be read" in detail(found, "files")
-        assert checks(found)["checker"] is False
-    assert checks(found)["outputs"] is None
-    assert found.cases == found.metrics == []
-    assert detail(found, "outputs") == detail(found, "metric") == "not run: it does not load"
+        assert "cannot be read" in detail(validation, "files")
+        assert checks(validation)["checker"] is False
+    assert checks(validation)["outputs"] is None
+    assert validation.cases == validation.metrics == []
+    assert detail(validation, "outputs") == detail(validation, "metric") == "not run: it does not load"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
@@ -522,9 +524,9 @@ def test_a_changed_file_beside_the_graph_is_named_and_nothing_said_of_weights(
     model, graph = copy(ENCODER)
     with (graph / name).open("a") as file:
         file.write(" ")
-    found = validate(graph, model, TEXT)
-    assert {check for check, passed in checks(found).items() if passed is False} == {"files"}
-    assert detail(found, "files") == f"{name} changed since it was written"
+    validation = validate(graph, model, TEXT)
+    assert {check for check, passed in checks(validation).items() if passed is False} == {"files"}
+    assert detail(validation, "files") == f"{name} changed since it was written"
     edit_weight(graph, BIAS, lambda values: values.__iadd__(1), honest=False)
     manifest = read_manifest(graph)
     assert check_files(graph, manifest, hash_present_files(graph, manifest)) == (
@@ -540,11 +542,11 @@ def test_a_changed_node_is_told_from_a_changed_weight(copy: Callable[..., tuple[
     node = next(node for node in proto.graph.node if node.op_type == "Softmax")
     node.op_type = "LogSoftmax"
     onnx.save(proto, graph / "model.onnx")
-    found = validate(graph, model, TEXT)
+    validation = validate(graph, model, TEXT)
     weights = len(read_manifest(graph).graph.tensors)
-    assert detail(found, "files") == f"model.onnx changed since it was written: not in its {weights} weights"
-    assert checks(found)["checker"] is True
-    assert checks(found)["outputs"] is False
+    assert detail(validation, "files") == f"model.onnx changed since it was written: not in its {weights} weights"
+    assert checks(validation)["checker"] is True
+    assert checks(validation)["outputs"] is False
 
 
 def test_what_onnx_does_not_know_fails_the_checker(copy: Callable[..., tuple[Path, Path]]) -> None:
@@ -552,30 +554,30 @@ def test_what_onnx_does_not_know_fails_the_checker(copy: Callable[..., tuple[Pat
     proto = onnx.load(graph / "model.onnx")
     next(node for node in proto.graph.node if node.op_type == "Softmax").op_type = "Softmaximum"
     onnx.save(proto, graph / "model.onnx")
-    found = validate(graph, model, TEXT)
-    assert "No Op registered for Softmaximum" in detail(found, "checker")
-    assert checks(found)["load"] is False
+    validation = validate(graph, model, TEXT)
+    assert "No Op registered for Softmaximum" in detail(validation, "checker")
+    assert checks(validation)["load"] is False
 
 
 Feed = dict[str, Tensor]
 
 
-def _no_mask(feed: Feed, found: Feed) -> tuple[Feed, Feed]:
-    return feed | {"attention_mask": torch.ones_like(feed["attention_mask"])}, found
+def _no_mask(feed: Feed, outputs: Feed) -> tuple[Feed, Feed]:
+    return feed | {"attention_mask": torch.ones_like(feed["attention_mask"])}, outputs
 
 
-def _own_positions(feed: Feed, found: Feed) -> tuple[Feed, Feed]:
+def _own_positions(feed: Feed, outputs: Feed) -> tuple[Feed, Feed]:
     total, new = feed["attention_mask"].shape[1], feed["input_ids"].shape[1]
-    return feed | {"position_ids": torch.arange(total - new, total).expand_as(feed["input_ids"])}, found
+    return feed | {"position_ids": torch.arange(total - new, total).expand_as(feed["input_ids"])}, outputs
 
 
-def _layers_mixed_up(feed: Feed, found: Feed) -> tuple[Feed, Feed]:
-    mixed = {"present.0.key": found["present.1.key"], "present.1.key": found["present.0.key"]} if found else {}
-    return feed, found | mixed
+def _layers_mixed_up(feed: Feed, outputs: Feed) -> tuple[Feed, Feed]:
+    mixed = {"present.0.key": outputs["present.1.key"], "present.1.key": outputs["present.0.key"]} if outputs else {}
+    return feed, outputs | mixed
 
 
-def _positions_from_zero(feed: Feed, found: Feed) -> tuple[Feed, Feed]:
-    return feed | {"position_ids": torch.arange(feed["input_ids"].shape[1]).expand_as(feed["input_ids"])}, found
+def _positions_from_zero(feed: Feed, outputs: Feed) -> tuple[Feed, Feed]:
+    return feed | {"position_ids": torch.arange(feed["input_ids"].shape[1]).expand_as(feed["input_ids"])}, outputs
 
 
 FAULTS: dict[str, tuple[Any, Callable[[Case], bool]]] = {
@@ -602,17 +604,17 @@ def test_each_way_to_be_wrong_shows_in_the_cases_made_for_it_and_in_no_other(
         return wrong(feed, run(self, wrong(feed, {})[0]))[1]
 
     monkeypatch.setattr(OnnxModel, "run", run_broken)
-    found = validate(graph, model, TEXT)
-    assert not found.passed
-    assert failed_cases(found)
-    assert all(expected(case) for case in failed_cases(found)), [shape(case) for case in failed_cases(found)]
+    validation = validate(graph, model, TEXT)
+    assert not validation.passed
+    assert failed_cases(validation)
+    assert all(expected(case) for case in failed_cases(validation)), [shape(case) for case in failed_cases(validation)]
     if fault != "positions count padding":
-        steps = [case for case in found.cases if case.cache == "steps" and expected(case)]
+        steps = [case for case in validation.cases if case.cache == "steps" and expected(case)]
         assert steps
         assert not any(case.passed for case in steps)
-        assert checks(found)["generation"] is False
+        assert checks(validation)["generation"] is False
     else:
-        assert {case.output for case in failed_cases(found)} <= {f"present.{i}.key" for i in range(LAYERS)}
+        assert {case.output for case in failed_cases(validation)} <= {f"present.{i}.key" for i in range(LAYERS)}
 
 
 def test_segments_that_are_not_looked_at_show_in_batches(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,9 +625,9 @@ def test_segments_that_are_not_looked_at_show_in_batches(exported: Exported, mon
         return run(self, feed | {"token_type_ids": torch.zeros_like(feed["input_ids"])})
 
     monkeypatch.setattr(OnnxModel, "run", run_broken)
-    found = validate(graph, model, TEXT)
-    assert [case.passed for case in found.cases] == [True, True, False, False, True]
-    assert [case.passed for case in found.cases] == [not case.segments for case in found.cases]
+    validation = validate(graph, model, TEXT)
+    assert [case.passed for case in validation.cases] == [True, True, False, False, True]
+    assert [case.passed for case in validation.cases] == [not case.segments for case in validation.cases]
 
 
 def test_a_graph_that_fails_on_some_inputs_fails_those_cases(
@@ -640,8 +642,8 @@ def test_a_graph_that_fails_on_some_inputs_fails_those_cases(
         return run(self, feed)
 
     monkeypatch.setattr(OnnxModel, "run", run_broken)
-    found = validate(graph, model, TEXT)
-    (case,) = failed_cases(found)
+    validation = validate(graph, model, TEXT)
+    (case,) = failed_cases(validation)
     assert (case.batch, case.note, case.max_abs) == (3, "onnxruntime cannot run the graph on three", None)
 
 
@@ -653,11 +655,11 @@ def test_the_worst_place_is_counted_with_its_padding(
     run = OnnxModel.run
 
     def run_broken(self: OnnxModel, feed: Feed) -> Feed:
-        found = run(self, feed)
+        outputs = run(self, feed)
         if feed["input_ids"].shape == (3, 24):
-            found["logits"][row, token, 5] += 3
-            found["logits"][2, 2, 5] += 30  # on padding, of which nothing is said
-        return found
+            outputs["logits"][row, token, 5] += 3
+            outputs["logits"][2, 2, 5] += 30  # on padding, of which nothing is said
+        return outputs
 
     monkeypatch.setattr(OnnxModel, "run", run_broken)
     (case,) = failed_cases(validate(graph, model, TEXT))
@@ -688,9 +690,9 @@ def test_a_perplexity_that_is_off_fails_though_every_output_is_right(
         return output
 
     monkeypatch.setattr(OnnxModel, "__call__", sharper)
-    found = validate(graph, model, TEXT)
-    assert {name for name, passed in checks(found).items() if passed is False} == {"metric"}
-    assert not found.metrics[0].passed
+    validation = validate(graph, model, TEXT)
+    assert {name for name, passed in checks(validation).items() if passed is False} == {"metric"}
+    assert not validation.metrics[0].passed
 
 
 # ---- inputs and outputs --------------------------------------------------------------------------------------------
@@ -707,31 +709,33 @@ def test_a_fixed_axis_is_refused_also_where_the_record_agrees(
         value.type.tensor_type.shape.dim[axis].Clear()
         value.type.tensor_type.shape.dim[axis].dim_value = 2
     onnx.save(proto, path)
-    found = validate(graph, model, TEXT)
-    assert "its record says" in detail(found, "interface")
+    validation = validate(graph, model, TEXT)
+    assert "its record says" in detail(validation, "interface")
     record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
     for port in (*record["graphs"][0]["inputs"], *record["graphs"][0]["outputs"]):
         port["shape"][axis] = 2
     (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
-    found = validate(graph, model, TEXT)
-    assert checks(found)["outputs"] is False
-    assert not all(case.passed for case in found.cases)
+    validation = validate(graph, model, TEXT)
+    assert checks(validation)["outputs"] is False
+    assert not all(case.passed for case in validation.cases)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"outputs": ["scores"]}, "scores, which the model returns, is no output; and 1 more"),
         ({"cache": 3}, "keys and values of 2 layers are an input, the model has 3 layers; and 1 more"),
         ({"cache": 2}, ""),
     ],
 )
-def test_inputs_and_outputs_have_the_names_of_the_models(exported: Exported, change: dict[str, Any], said: str) -> None:
+def test_inputs_and_outputs_have_the_names_of_the_models(
+    exported: Exported, change: dict[str, Any], message: str
+) -> None:
     _, graph = exported(DECODER)
     cache = [f"present.{layer}.{kind}" for layer in range(change.get("cache", 2)) for kind in ("key", "value")]
     passed, detail = check_interface(graph, read_manifest(graph), change.get("outputs", ["logits"]), cache)
-    assert passed is not bool(said)
-    assert detail == (said or "7 inputs and 5 outputs as the model has them, keys and values of 2 layers")
+    assert passed is not bool(message)
+    assert detail == (message or "7 inputs and 5 outputs as the model has them, keys and values of 2 layers")
 
 
 def test_other_names_than_the_record_has_are_refused(copy: Callable[..., tuple[Path, Path]]) -> None:
@@ -739,9 +743,9 @@ def test_other_names_than_the_record_has_are_refused(copy: Callable[..., tuple[P
     record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
     record["graphs"][0]["outputs"][0]["name"] = "scores"
     (graph / "ckpt_prune_onnx.json").write_text(json.dumps(record))
-    found = validate(graph, model, TEXT)
-    assert detail(found, "interface").startswith("the graph's outputs are logits, its record says scores")
-    assert checks(found)["load"] is False
+    validation = validate(graph, model, TEXT)
+    assert detail(validation, "interface").startswith("the graph's outputs are logits, its record says scores")
+    assert checks(validation)["load"] is False
 
 
 CONSTANT = {
@@ -755,11 +759,11 @@ def without_input(graph: Path, name: str) -> None:
     """Put a constant in the place of an input, honestly recorded."""
     path = graph / "model.onnx"
     proto = onnx.load(path)
-    for index, (operator, made) in reversed(list(enumerate(CONSTANT[name]))):
+    for index, (operator, output) in reversed(list(enumerate(CONSTANT[name]))):
         reads = ["input_ids"] * 2 if index == 0 else ["same"]
         to = {"to": onnx.TensorProto.INT64} if operator == "Cast" else {}
-        proto.graph.node.insert(0, onnx.helper.make_node(operator, reads, [made], **to))
-    proto.graph.input.remove(next(each for each in proto.graph.input if each.name == name))
+        proto.graph.node.insert(0, onnx.helper.make_node(operator, reads, [output], **to))
+    proto.graph.input.remove(next(port for port in proto.graph.input if port.name == name))
     onnx.save(proto, path)
     record = json.loads((graph / "ckpt_prune_onnx.json").read_text())
     record["graphs"][0]["inputs"] = [port for port in record["graphs"][0]["inputs"] if port["name"] != name]
@@ -771,9 +775,9 @@ def without_input(graph: Path, name: str) -> None:
 def test_an_input_that_the_model_reads_must_be_there(copy: Callable[..., tuple[Path, Path]], name: str) -> None:
     model, graph = copy(ENCODER)
     without_input(graph, name)
-    found = validate(graph, model, TEXT)
-    assert detail(found, "interface") == f"{name}, which the model's outputs depend on, is no input"
-    assert {check for check, passed in checks(found).items() if passed is False} == {"interface"}
+    validation = validate(graph, model, TEXT)
+    assert detail(validation, "interface") == f"{name}, which the model's outputs depend on, is no input"
+    assert {check for check, passed in checks(validation).items() if passed is False} == {"interface"}
 
 
 def test_an_input_that_the_model_ignores_may_be_gone(
@@ -790,9 +794,9 @@ def test_an_input_that_the_model_ignores_may_be_gone(
         return loaded
 
     monkeypatch.setattr(proof, "load_model", deaf)
-    found = validate(graph, model, TEXT)
-    assert found.passed
-    assert detail(found, "interface") == "2 inputs and 1 outputs as the model has them"
+    validation = validate(graph, model, TEXT)
+    assert validation.passed
+    assert detail(validation, "interface") == "2 inputs and 1 outputs as the model has them"
 
 
 def test_segments_of_which_there_is_one_kind_are_not_read(exported: Exported) -> None:
@@ -833,8 +837,8 @@ def test_images_of_another_size_are_refused(exported: Exported, tmp_path: Path) 
 
 def test_a_text_shorter_than_the_cases_is_used_whole_and_nothing_twice(exported: Exported) -> None:
     model, graph = exported(DECODER)
-    found = validate(graph, model, ProofSamples(random_windows(1, 5)))
-    assert found.passed
-    cases = [shape(case) for case in found.cases]
+    validation = validate(graph, model, ProofSamples(random_windows(1, 5)))
+    assert validation.passed
+    cases = [shape(case) for case in validation.cases]
     assert len(set(cases)) == len(cases) == 12
-    assert {case.tokens for case in found.cases if case.cache != "steps"} == {1, 5}
+    assert {case.tokens for case in validation.cases if case.cache != "steps"} == {1, 5}

@@ -47,7 +47,7 @@ STALE = "validation.json is not about these files: run `ckpt-prune validate`"
 
 
 def failures(folder: Path, source: Path | None = None) -> dict[str, str]:
-    """Check → what is said of it, for those that fail."""
+    """Return the detail of every check that fails, by its name."""
     checks = verify_graph(folder, source)
     assert [check.name for check in checks] == [*NAMES, *(["source"] if source else [])]
     return {check.name: check.detail for check in checks if check.passed is False}
@@ -78,7 +78,7 @@ def acknowledge(folder: Path, *, validated: bool = False) -> None:
 def place(folder: Path, name: str) -> tuple[int, int]:
     """Offset and length of a weight in the external data."""
     graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
-    (weight,) = [each for each in graph.initializer if each.name == name]
+    (weight,) = [initializer for initializer in graph.initializer if initializer.name == name]
     where = {entry.key: entry.value for entry in weight.external_data}
     return int(where.get("offset", 0)), int(where["length"])
 
@@ -145,29 +145,29 @@ def test_names_in_a_damaged_graph_are_not_printed(folder, capfd):
 
 def test_data_that_is_cut_off_fails(folder):
     os.truncate(folder / "model.onnx_data", (folder / "model.onnx_data").stat().st_size // 2)
-    found = failures(folder)
-    assert set(found) == {"files", "finite", "load", "validation"}
-    assert found["files"].startswith("model.onnx_data changed since it was written: ")
-    assert "weights differ or cannot be read: " in found["files"]
-    assert found["finite"].startswith("model.onnx cannot be read: ")
-    assert found["load"].startswith(f"{folder / 'model.onnx'}: onnxruntime cannot load it: ")
+    details = failures(folder)
+    assert set(details) == {"files", "finite", "load", "validation"}
+    assert details["files"].startswith("model.onnx_data changed since it was written: ")
+    assert "weights differ or cannot be read: " in details["files"]
+    assert details["finite"].startswith("model.onnx cannot be read: ")
+    assert details["load"].startswith(f"{folder / 'model.onnx'}: onnxruntime cannot load it: ")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_a_graph_that_is_cut_off_fails_in_one_line_each(folder, share):
     os.truncate(folder / "model.onnx", int(share * (folder / "model.onnx").stat().st_size))
-    found = failures(folder)
-    assert {"files", "load"} <= set(found)
-    assert found["files"].startswith("model.onnx changed since it was written: ")
-    assert all("\n" not in detail for detail in found.values())
+    details = failures(folder)
+    assert {"files", "load"} <= set(details)
+    assert details["files"].startswith("model.onnx changed since it was written: ")
+    assert all("\n" not in detail for detail in details.values())
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx_data", "config.json"])
 def test_a_file_that_is_gone_is_named(folder, name):
     (folder / name).unlink()
-    found = failures(folder)
-    assert found["files"] == f"{name} is gone"
-    assert ("load" in found) is (name != "config.json")
+    details = failures(folder)
+    assert details["files"] == f"{name} is gone"
+    assert ("load" in details) is (name != "config.json")
 
 
 @pytest.mark.parametrize("value", [b"\x00\x00\xc0\x7f", b"\x00\x00\x80\xff"], ids=["nan", "inf"])
@@ -197,7 +197,7 @@ WRONG = "validation.json says that the graph does not compute what the model doe
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda graph: graph.update(passed=False), WRONG),
         (lambda graph: graph["files"].update({"model.onnx_data": "0" * 64}), STALE),
@@ -205,9 +205,9 @@ WRONG = "validation.json says that the graph does not compute what the model doe
         (lambda graph: graph["against"].update(fingerprint="0" * 64), STALE),
     ],
 )
-def test_a_comparison_that_failed_or_is_of_something_else_fails(folder, change, said):
+def test_a_comparison_that_failed_or_is_of_something_else_fails(folder, change, message):
     edit(folder / "validation.json", lambda record: change(record["graphs"][0]))
-    assert failures(folder) == {"validation": said}
+    assert failures(folder) == {"validation": message}
 
 
 def test_damaged_records_are_refused(folder):
@@ -234,6 +234,6 @@ def test_a_graph_of_another_model_fails(folder, model, tmp_path):
 
 def test_a_source_that_is_no_model_fails(folder, tmp_path):
     (tmp_path / "empty").mkdir()
-    found = failures(folder, tmp_path / "empty")
-    assert set(found) == {"source"}
-    assert found["source"].startswith(f"{tmp_path / 'empty'} has no config.json")
+    details = failures(folder, tmp_path / "empty")
+    assert set(details) == {"source"}
+    assert details["source"].startswith(f"{tmp_path / 'empty'} has no config.json")

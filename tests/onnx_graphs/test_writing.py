@@ -30,12 +30,12 @@ def test_protobuf_reads_the_same_message(tmp_path):
     write_graph(model, tmp_path / "model.onnx")
     expected = onnx_ir.to_proto(model)
     assert len(expected.graph.initializer) == len(arrays)
-    found = onnx.load(tmp_path / "model.onnx")
+    loaded = onnx.load(tmp_path / "model.onnx")
     # What it writes in the field of one type, this has as bytes; both mean the same.
-    for ours, theirs in zip(found.graph.initializer, expected.graph.initializer, strict=True):
+    for ours, theirs in zip(loaded.graph.initializer, expected.graph.initializer, strict=True):
         assert (ours.name, ours.data_type, ours.dims) == (theirs.name, theirs.data_type, theirs.dims)
         np.testing.assert_array_equal(onnx.numpy_helper.to_array(ours), onnx.numpy_helper.to_array(theirs))
-    for each in (found, expected):
-        each.graph.ClearField("initializer")
-        each.graph.ClearField("value_info")  # types of weights, which stand in the weights too
-    assert found == expected
+    for proto in (loaded, expected):
+        proto.graph.ClearField("initializer")
+        proto.graph.ClearField("value_info")  # types of weights, which stand in the weights too
+    assert loaded == expected

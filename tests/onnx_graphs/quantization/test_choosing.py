@@ -29,10 +29,10 @@ def alone(names):
 )
 def test_so_many_as_it_takes(allowed, few, more):
     """c harms less than a, but saves a tenth."""
-    found = choose_weights(SAVED, together, alone, allowed)
-    assert ("".join(found.few), "".join(found.more)) == (few, more)
-    assert found.together == pytest.approx(together(found.few))
-    assert found.alone == ({} if not more else HARMS)
+    choice = choose_weights(SAVED, together, alone, allowed)
+    assert ("".join(choice.few), "".join(choice.more)) == (few, more)
+    assert choice.together == pytest.approx(together(choice.few))
+    assert choice.alone == ({} if not more else HARMS)
 
 
 def test_nothing_is_measured_alone_where_all_may_be_rounded():
@@ -43,8 +43,8 @@ def test_nothing_is_measured_alone_where_all_may_be_rounded():
 
 
 def test_where_nothing_is_enough_all_are_taken_out():
-    found = choose_weights(SAVED, lambda names: 1.0, alone, 0.5)
-    assert (found.few, found.together) == ((), 1.0)
+    choice = choose_weights(SAVED, lambda names: 1.0, alone, 0.5)
+    assert (choice.few, choice.together) == ((), 1.0)
 
 
 def test_nothing_to_choose_from():
@@ -58,36 +58,36 @@ ROLES = [[name for name in MANY if name[0] == role] for role in "qv"]
 
 def search(most, alike=ROLES, allowed=0.2):
     """Choose among many weights, and return the choice with every set that was measured for its rank."""
-    asked: list[tuple[str, ...]] = []
+    measured: list[tuple[str, ...]] = []
 
     def lost(names):
         return sum(MANY[name] for name in names)
 
     def rank(names):
-        asked.append(tuple(names))
+        measured.append(tuple(names))
         return lost(names)
 
-    return choose_weights(dict.fromkeys(MANY, 100), lost, rank, allowed, alike=alike, most=most), asked
+    return choose_weights(dict.fromkeys(MANY, 100), lost, rank, allowed, alike=alike, most=most), measured
 
 
 def test_of_many_weights_those_alike_are_measured_at_once_and_the_worst_runs_halved():
-    found, asked = search(26)
-    assert len(asked) == 26
-    assert asked[:2] == [tuple(role) for role in ROLES]
-    assert set(asked[2]) < set(ROLES[1])  # the role that loses more
-    assert found.more[:2] == ("q17", "v3")
-    assert found.alone["q17"] == pytest.approx(0.5)
-    assert (found.at_once["q17"], found.at_once["v3"]) == (1, 1)
-    assert all(name.startswith("v") for name in found.more[2:])
-    assert found.together <= 0.2
-    assert sorted(found.few + found.more) == sorted(MANY)
+    choice, measured = search(26)
+    assert len(measured) == 26
+    assert measured[:2] == [tuple(role) for role in ROLES]
+    assert set(measured[2]) < set(ROLES[1])  # the role that loses more
+    assert choice.more[:2] == ("q17", "v3")
+    assert choice.alone["q17"] == pytest.approx(0.5)
+    assert (choice.at_once["q17"], choice.at_once["v3"]) == (1, 1)
+    assert all(name.startswith("v") for name in choice.more[2:])
+    assert choice.together <= 0.2
+    assert sorted(choice.few + choice.more) == sorted(MANY)
 
 
 def test_what_is_measured_at_once_shares_what_it_loses_by_bytes():
-    found, asked = search(2)
-    assert asked == [tuple(role) for role in ROLES]
-    assert found.at_once == dict.fromkeys(MANY, 40)
-    assert found.alone["q0"] == pytest.approx(sum(MANY[name] for name in ROLES[0]) / 40)
+    choice, measured = search(2)
+    assert measured == [tuple(role) for role in ROLES]
+    assert choice.at_once == dict.fromkeys(MANY, 40)
+    assert choice.alone["q0"] == pytest.approx(sum(MANY[name] for name in ROLES[0]) / 40)
 
 
 def test_a_larger_search_finds_no_worse_a_choice():
@@ -97,13 +97,13 @@ def test_a_larger_search_finds_no_worse_a_choice():
 
 
 def test_roles_beyond_what_may_be_measured_are_halved_as_one():
-    found, asked = search(5, alike=[[name] for name in MANY])
-    assert asked[0] == tuple(MANY)
-    assert len(asked) == 5
-    assert found.together <= 0.2
+    choice, measured = search(5, alike=[[name] for name in MANY])
+    assert measured[0] == tuple(MANY)
+    assert len(measured) == 5
+    assert choice.together <= 0.2
 
 
 def test_so_many_sets_are_measured():
     assert [count_measurements(count) for count in (0, 1, 8, 64, 211)] == [(0, 1), (1, 1), (8, 4), (64, 7), (64, 9)]
-    _, asked = search(64)
-    assert len(asked) <= 64
+    _, measured = search(64)
+    assert len(measured) <= 64

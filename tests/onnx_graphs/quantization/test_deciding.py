@@ -43,7 +43,7 @@ def graph() -> onnx_ir.Model:
         helper.make_node("Transpose", ["table"], ["head"], "turn", perm=[1, 0]),
         helper.make_node("MatMul", ["z", "head"], ["logits"], "read"),
     ]
-    made = helper.make_graph(
+    graph_proto = helper.make_graph(
         nodes,
         "graph",
         [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "tokens"])],
@@ -53,7 +53,7 @@ def graph() -> onnx_ir.Model:
         ],
         [numpy_helper.from_array(array, name) for name, array in arrays.items()],
     )
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    model = helper.make_model(graph_proto, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     return onnx_ir.from_proto(onnx.shape_inference.infer_shapes(model))
 
 
@@ -88,11 +88,11 @@ def operators(model: onnx_ir.Model) -> list[str]:
 
 def test_weights_are_those_that_nothing_else_is_done_with():
     copy = copy_with_split_gemms(MODEL)
-    found = {weight.name: weight for weight in find_weights(copy.graph)}
-    assert set(found) == NAMES  # `both` is summed too, `small` is not worth it
-    assert found["table"].shape == (WIDTH, VOCABULARY)
-    assert len(found["table"].lookups) == len(found["table"].products) == 1
-    assert (found["g"].is_table, found["h"].is_table) == (False, True)
+    weights = {weight.name: weight for weight in find_weights(copy.graph)}
+    assert set(weights) == NAMES  # `both` is summed too, `small` is not worth it
+    assert weights["table"].shape == (WIDTH, VOCABULARY)
+    assert len(weights["table"].lookups) == len(weights["table"].products) == 1
+    assert (weights["g"].is_table, weights["h"].is_table) == (False, True)
 
 
 def test_gemms_are_split_without_a_difference():
@@ -133,7 +133,9 @@ def test_the_most_harmful_stay_in_eight_bits(tmp_path):
     assert record.loss <= free / 3
     stored = store(MODEL, decision, MEASURING, tmp_path)
     assert divergence(stored) == pytest.approx(record.loss, rel=1e-3)
-    by_byte = [each.harm / np.prod(np.shape(MODEL.graph.initializers[each.name].const_value)) for each in record.kept]
+    by_byte = [
+        entry.harm / np.prod(np.shape(MODEL.graph.initializers[entry.name].const_value)) for entry in record.kept
+    ]
     assert by_byte == sorted(by_byte, reverse=True)
 
 
@@ -145,18 +147,18 @@ def test_sets_are_measured_on_more_than_single_weights_are(tmp_path):
     decision = decide(MODEL, scheme(allowed=apart / 3), more, tmp_path)
     same = decide(MODEL, scheme(allowed=apart / 3), MEASURING, tmp_path)
     assert decision.record.kept
-    harms = [{each.name: each.harm for each in own.record.kept} for own in (decision, same)]
+    harms = [{entry.name: entry.harm for entry in decided.record.kept} for decided in (decision, same)]
     common = harms[0].keys() & harms[1].keys()
     assert common  # measured on the short feeds either way
     assert [harms[0][name] for name in common] == pytest.approx([harms[1][name] for name in common])
 
 
 def test_grams_are_sums_of_products_of_inputs(tmp_path):
-    found = measure_grams(MODEL, FEEDS, tmp_path)
+    grams = measure_grams(MODEL, FEEDS, tmp_path)
     table = MODEL.graph.initializers["table"].const_value.numpy()
     x = np.concatenate([table[feed["ids"].flatten()] for feed in FEEDS])
-    assert np.allclose(found["w"].numpy(), x.T @ x, rtol=1e-4, atol=1e-3)
-    assert "table" not in found  # its rows are looked up too
+    assert np.allclose(grams["w"].numpy(), x.T @ x, rtol=1e-4, atol=1e-3)
+    assert "table" not in grams  # its rows are looked up too
 
 
 @pytest.mark.parametrize("kind", ["blocks", "dynamic", "static"])
@@ -164,9 +166,9 @@ def test_nothing_is_written_but_in_the_folder_that_is_given(tmp_path, monkeypatc
     """Graphs lay in the system's temporary folder, where those of a killed run stayed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     (tmp_path / "scratch").mkdir()
-    own = scheme(kind, 4 if kind == "blocks" else 8, rounding="gptq" if kind == "blocks" else "nearest")
-    store(MODEL, decide(MODEL, own, MEASURING, tmp_path / "scratch"), MEASURING, tmp_path / "scratch")
-    assert [each.name for each in tmp_path.rglob("*")] == ["scratch"]
+    settings = scheme(kind, 4 if kind == "blocks" else 8, rounding="gptq" if kind == "blocks" else "nearest")
+    store(MODEL, decide(MODEL, settings, MEASURING, tmp_path / "scratch"), MEASURING, tmp_path / "scratch")
+    assert [path.name for path in tmp_path.rglob("*")] == ["scratch"]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -178,7 +180,7 @@ def test_inputs_in_eight_bits(tmp_path, kind):
     there = operators(stored)
     assert there.count("MatMulInteger" if kind == "dynamic" else "QuantizeLinear") == 3
     codes = [v.const_value.numpy() for name, v in stored.graph.initializers.items() if name.endswith("_quantized")]
-    assert {(int(each.min()), int(each.max())) for each in codes if each.dtype == np.int8} == {(-64, 64)}
+    assert {(int(array.min()), int(array.max())) for array in codes if array.dtype == np.int8} == {(-64, 64)}
     # Ranges of whole tensors, once for all or as they come, of the same tokens: what was measured, but for rounding,
     # which a few of these positions amplify.
     assert decision.record.loss / 3 < divergence(stored) < 3 * decision.record.loss
