@@ -88,8 +88,8 @@ def layers_of(variant: str) -> str:
 def last_states(folder: Path, variant: str, data: Samples) -> Tensor:
     """Return the output of the last block for each held-out sample, from running the whole model."""
     path = f"{layers_of(variant)}.{families.BLOCKS - 1}"
-    found = encoders.watch(load_float32(folder, variant), data, results=[path])[path]
-    return torch.from_numpy(found)[HELD_OUT]
+    states = encoders.watch(load_float32(folder, variant), data, results=[path])[path]
+    return torch.from_numpy(states)[HELD_OUT]
 
 
 @cache
@@ -126,19 +126,19 @@ def assert_recovered(
     Returns:
         Block → names of its tensors that are new.
     """
-    found, before = tensors_of(out), tensors_of(pruned)
-    assert list(found) == list(before)
+    after, before = tensors_of(out), tensors_of(pruned)
+    assert list(after) == list(before)
     layers = {layer["block"]: layer for layer in report["layers"]}
     assert list(layers) == list(range(families.BLOCKS))
     changed: dict[int, list[str]] = {block: [] for block in layers}
-    for name, tensor in found.items():
+    for name, tensor in after.items():
         assert (tensor.dtype, tensor.shape) == (before[name].dtype, before[name].shape), name
         if not same_bits(tensor, before[name]):
-            assert is_linear(name, found), f"{name} is no linear of a block"
+            assert is_linear(name, after), f"{name} is no linear of a block"
             changed[block_of(name)].append(name)
-        if is_linear(name, found) and name.endswith(".weight"):
+        if is_linear(name, after) and name.endswith(".weight"):
             assert torch.equal(tensor == 0, before[name] == 0), name
-        elif is_linear(name, found):
+        elif is_linear(name, after):
             empty = (before[f"{name.removesuffix('bias')}weight"] == 0).all(1) & (before[name] == 0)
             assert not tensor[empty].any(), name
         assert bool(tensor.isfinite().all()), name
@@ -157,8 +157,8 @@ def assert_recovered(
 
 
 def earlier_of(pruned: Path) -> dict[str, Any] | None:
-    found = json.loads((pruned / REPORT).read_text()) if (pruned / REPORT).is_file() else {}
-    return {key: found[key] for key in ("recovery", "layers")} if "recovery" in found else None
+    report = json.loads((pruned / REPORT).read_text()) if (pruned / REPORT).is_file() else {}
+    return {key: report[key] for key in ("recovery", "layers")} if "recovery" in report else None
 
 
 def assert_described(out: Path, pruned: Path, report: dict[str, Any], dense: Path | None = None) -> None:
@@ -177,8 +177,8 @@ def assert_described(out: Path, pruned: Path, report: dict[str, Any], dense: Pat
     for name in files:
         if name == "config.json":
             # Older versions of transformers read the base of rotary positions under a key of its own.
-            found, before = (json.loads((folder / name).read_text()) for folder in (out, pruned))
-            assert found == {key: found[key] for key in found if key == "rope_theta"} | before
+            after, before = (json.loads((folder / name).read_text()) for folder in (out, pruned))
+            assert after == {key: after[key] for key in after if key == "rope_theta"} | before
         elif name not in (REPORT, "README.md") and not name.startswith("model"):
             assert (out / name).read_bytes() == (pruned / name).read_bytes(), name
     checks = {check.name: check.passed for check in verify(out, dense)}

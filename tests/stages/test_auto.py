@@ -60,7 +60,7 @@ def in_folds(tokens: Array, folds: int) -> list[Array]:
 
 def fit_of(X: Array, Y: Array) -> Fit:
     """Plain sums over tokens."""
-    sums = (torch.from_numpy(each) for each in (X.sum(0), Y.sum(0), X.T @ X, Y.T @ X))
+    sums = (torch.from_numpy(total) for total in (X.sum(0), Y.sum(0), X.T @ X, Y.T @ X))
     return Fit(len(X), *sums, float((Y**2).sum()))
 
 
@@ -131,21 +131,21 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
     for site in report["sites"]:
         block, space = site["block"], site["space"]
         mixed = until(pruned, model, block, space, true_sequential=True)
-        found = drift.target(model, mixed, block, drift.SITES[variant][space], data)
+        measured = drift.target(model, mixed, block, drift.SITES[variant][space], data)
         if len(site["kept"]) == site["units"]:
             continue
         kept = columns_of(job.model, space, site["kept"])
         # Units are ranked on the pruned prefix, also where their number was settled on the dense model.
-        X, per_unit = np.concatenate(in_folds(found.inputs, folds)), len(kept) // len(site["kept"])
+        X, per_unit = np.concatenate(in_folds(measured.inputs, folds)), len(kept) // len(site["kept"])
         centred = variant != "llama" and compensation["method"] == "auto"
         order = effects.removal(before[site["consumer"]], X - X.mean(0) if centred else X, per_unit, damp=0.01)
         assert site["kept"] == sorted(order[-len(site["kept"]) :])
-        lacking = found.targets - found.outputs
+        lacking = measured.targets - measured.outputs
         if block == 0 and space == "heads":
             assert np.abs(lacking).max() < 1e-9  # nothing is pruned before it
             lacking = np.zeros_like(lacking)
-        parts = [in_folds(each, folds) for each in (found.inputs[..., kept], found.outputs, lacking)]
-        tokens = [Tokens(*each) for each in zip(*parts, strict=True)]
+        parts = [in_folds(values, folds) for values in (measured.inputs[..., kept], measured.outputs, lacking)]
+        tokens = [Tokens(*part) for part in zip(*parts, strict=True)]
         name = site["consumer"]
         W = before[name].astype(np.float64)[:, kept]
         if folds > 1:
@@ -201,9 +201,9 @@ def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_pa
 def test_a_bias_is_a_candidate_where_there_is_one_or_on_request(dense, variant, compensation, methods, monkeypatch):
     tried = []
 
-    def watching(weight: Any, folds: Any, names: list[str], *more: Any, **known: Any) -> Any:
+    def watching(weight: Any, folds: Any, names: list[str], *more: Any, **options: Any) -> Any:
         tried.append(names)
-        return choose_form(weight, folds, names, *more, **known)
+        return choose_form(weight, folds, names, *more, **options)
 
     monkeypatch.setattr(sites, "choose_form", watching)
     recipe = make_recipe({"method": "auto", **compensation})

@@ -100,9 +100,9 @@ def test_a_larger_budget_is_never_worse(sites, smaller, more):
 @settings(max_examples=30, deadline=None)
 @given(SITES, st.sampled_from([None, 0]))
 def test_where_everything_fits_nothing_is_dropped(sites, combinations):
-    whole = [len(site.errors) - 1 for site in sites]
-    assert solve(sites, extremes(sites)[1], combinations) == whole
-    assert solve(sites, math.inf, combinations) == whole
+    units = [len(site.errors) - 1 for site in sites]
+    assert solve(sites, extremes(sites)[1], combinations) == units
+    assert solve(sites, math.inf, combinations) == units
 
 
 @settings(max_examples=30, deadline=None)
@@ -184,13 +184,13 @@ def test_many_wide_sites_stay_near_the_dual_bound(seed, share):
     least = sum(curve.unit_cost for curve in curves.values())
     budget = int(least + share * (sum(c.units * c.unit_cost for c in curves.values()) - least))
     kept = least_error(curves, budget)
-    left = budget - sum(kept[key] * curve.unit_cost for key, curve in curves.items())
-    assert left >= 0
-    assert left < 17 or all(kept[block, "mlp"] == 300 for block in range(6))
-    found = sum(curve.error(kept[key]) for key, curve in curves.items())
+    spare = budget - sum(kept[key] * curve.unit_cost for key, curve in curves.items())
+    assert spare >= 0
+    assert spare < 17 or all(kept[block, "mlp"] == 300 for block in range(6))
+    loss = sum(curve.error(kept[key]) for key, curve in curves.items())
     bound = dual_bound(curves, budget)
     largest = max(curve.error(n) - curve.error(n + 1) for curve in curves.values() for n in range(1, curve.units))
-    assert bound - 1e-9 * found <= found <= bound + largest
+    assert bound - 1e-9 * loss <= loss <= bound + largest
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_units_that_stand_in_others_cost_what_is_left_of_these(blocks, others, s
 def test_three_sites_that_cross(rises, sides, share):
     """Values (v) in query heads (q) in groups (g), of a projection of g·q·v lines, and others of g·v, g·q and g."""
     names = ("v", "q", "g")
-    most = dict(zip(names, (len(each) - 1 for each in rises), strict=True))
+    most = dict(zip(names, (len(rise) - 1 for rise in rises), strict=True))
 
     def cost(v, q, g):
         return g * q * v + sides[0] * g * v + sides[1] * g * q + sides[2] * g
@@ -294,8 +294,8 @@ def test_three_sites_that_cross(rises, sides, share):
         inside_g, inside_q = g / most["g"], q / most["q"]
         return lost["v"] * inside_q * inside_g + lost["q"] * inside_g + lost["g"]
 
-    whole = cost(**most)
-    curves = {name: Curve(rises[i], whole - cost(**most | {name: most[name] - 1})) for i, name in enumerate(names)}
+    full_cost = cost(**most)
+    curves = {name: Curve(rises[i], full_cost - cost(**most | {name: most[name] - 1})) for i, name in enumerate(names)}
     shared = {
         ("v", "q"): most["g"],
         ("v", "g"): most["q"] + sides[0],
@@ -303,12 +303,12 @@ def test_three_sites_that_cross(rises, sides, share):
         ("v", "q", "g"): 1,
     }
     crossing = Crossing([("v", "q"), ("v", "g"), ("q", "g")], shared)
-    budget = cost(1, 1, 1) + int(share * (whole - cost(1, 1, 1)))
+    budget = cost(1, 1, 1) + int(share * (full_cost - cost(1, 1, 1)))
     linear = sum(curve.units * curve.unit_cost for curve in curves.values())
-    kept = least_error(curves, budget + linear - whole, [crossing])
+    kept = least_error(curves, budget + linear - full_cost, [crossing])
     assert cost(**kept) <= budget
     every = product(*(range(1, most[name] + 1) for name in names))
-    best = min(error(*each) for each in every if cost(*each) <= budget)
+    best = min(error(*choice) for choice in every if cost(*choice) <= budget)
     assert total_error(curves, kept, [crossing]) == pytest.approx(error(**kept)) == pytest.approx(best)
 
 

@@ -75,36 +75,36 @@ def make_recipe(variant: str, *, multiple: int = 1, compensation: Any = "none", 
 def curves_of(job: Prepared) -> dict[Site, np.ndarray]:
     """Return the error at every width, before measured effects; `test_curves.py` holds it against definitions."""
     model, recipe, statistics = job.model, job.recipe, job.statistics
-    found = {}
+    curves = {}
     for block in range(BLOCKS):
         metric = {} if recipe.weigh_by == "energy" else statistics.read_fisher(block)
         for space in recipe.spaces:
             solver, name = solver_of(model, recipe, space, torch.device("cpu")), model.moments_name(block, space)
             tensors, folds = solver.read(block), statistics.read_moments(block)[name]
             scores = solver.scores(block, tensors, folds)
-            found[Site(block, space)] = solver.errors(block, tensors, folds, scores, metric.get(name)).numpy()
-    return found
+            curves[Site(block, space)] = solver.errors(block, tensors, folds, scores, metric.get(name)).numpy()
+    return curves
 
 
 @pytest.fixture(scope="module")
 def weighed(dense: Sources) -> Callable[[str], Statistics]:
     """Statistics of a variant with made-up effects: those of the last block are a hundred times the first's.
 
-    What is made up is told in shares of what the metric predicts, so that all depends on both.
+    The made-up effects are shares of what the metric predicts, so that every result depends on both.
     """
-    made: dict[str, Statistics] = {}
+    by_variant: dict[str, Statistics] = {}
 
     def of(variant: str) -> Statistics:
-        if variant not in made:
+        if variant not in by_variant:
             statistics, folder = dense.statistics(variant, 2), dense.folder(variant)
             job = job_on(folder, make_recipe(variant), statistics)
             effects = {}
             for (block, space), curve in curves_of(job).items():
                 points = enumerate(dropped_counts(len(curve) - 1, (0.25, 0.5, 0.75)))
-                own = [(k, float(curve[k]) * 10**block * (2 + n)) for n, k in points]
-                effects[job.model.moments_name(block, space)] = own
-            made[variant] = record_effects(statistics, effects)
-        return made[variant]
+                site_effects = [(k, float(curve[k]) * 10**block * (2 + n)) for n, k in points]
+                effects[job.model.moments_name(block, space)] = site_effects
+            by_variant[variant] = record_effects(statistics, effects)
+        return by_variant[variant]
 
     return of
 
@@ -133,8 +133,8 @@ def widths_of(job: Prepared) -> list[list[int]]:
 
 
 def cost(job: Prepared, kind: str, *, before: bool = False) -> int:
-    found = job.before if before else job.output.cost
-    return {"params": found.parameters, "bytes": found.bytes, "flops": found.flops}[kind]
+    costs = job.before if before else job.output.cost
+    return {"params": costs.parameters, "bytes": costs.bytes, "flops": costs.flops}[kind]
 
 
 # ---- the least predicted error -----------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def cost(job: Prepared, kind: str, *, before: bool = False) -> int:
     ),
 )
 def test_no_widths_do_better(dense, weighed, variant, weigh_by, widths):
-    found = set()
+    choices = set()
     for kind, share in zip(KINDS, ("70%", "81%", "62.5%"), strict=True):
         recipe = make_recipe(variant, weigh_by=weigh_by, widths=widths, size={kind: share})
         job = job_on(dense.folder(variant), recipe, weighed(variant))
@@ -162,14 +162,14 @@ def test_no_widths_do_better(dense, weighed, variant, weigh_by, widths):
         groups = groups_of(job, variant, kind)
         error, spent = whole_best.total(groups, widths_of(job))
         units = [len(site.errors) - 1 for sites in groups for site in sites]
-        whole = sum(n * site.cost for n, site in zip(units, itertools.chain(*groups), strict=True))
-        fixed = cost(job, kind, before=True) - whole
+        full_cost = sum(n * site.cost for n, site in zip(units, itertools.chain(*groups), strict=True))
+        fixed = cost(job, kind, before=True) - full_cost
         assert cost(job, kind) == fixed + spent <= limit
         assert error == pytest.approx(whole_best.least(groups, limit - fixed), rel=1e-9)
         if widths == "uniform":
-            assert all(len(set(own)) == 1 for own in widths_of(job))
-        found.add(str(widths_of(job)))
-    assert len(found) == 3
+            assert all(len(set(site_widths)) == 1 for site_widths in widths_of(job))
+        choices.add(str(widths_of(job)))
+    assert len(choices) == 3
 
 
 LOW_RANK = {"score": "logit-energy", "compensation": {"method": "low-rank", "lambda": 0.01}}
@@ -185,7 +185,7 @@ def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
     """Widths for one budget lose no more than uniform ones; the output has the planned size and passes `verify`."""
     values = make_recipe(variant, widths="per_layer", size={"params": "64%"}).model_dump(by_alias=True)
     statistics = dense.statistics(variant, 2)
-    shared, own = (
+    shared, separate = (
         job_on(
             dense.folder(variant),
             FullRecipe.model_validate(values | {"spaces": ATTENTION, "widths": widths}),
@@ -193,25 +193,25 @@ def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
         )
         for widths in ("uniform", "per_layer")
     )
-    curves = curves_of(own)
+    curves = curves_of(separate)
 
     def lost(job: Prepared) -> float:
-        found = 0.0
+        total = 0.0
         for (block, space), curve in curves.items():
             width = job.widths[block]
             # An error inside a head that goes is none.
             stays = width["heads"] / job.model.units("heads") if space == "qk" else 1.0
-            found += stays * float(curve[len(curve) - 1 - width[space]])
-        return found
+            total += stays * float(curve[len(curve) - 1 - width[space]])
+        return total
 
-    assert lost(own) <= lost(shared)
-    report = prune(own, tmp_path / "out")
+    assert lost(separate) <= lost(shared)
+    report = prune(separate, tmp_path / "out")
     numbers, taken = whole_best.sizes(tmp_path / "out")
-    assert numbers == own.output.cost.parameters == report["after"]["parameters"]
-    assert own.before.parameters * 0.6 < numbers <= own.before.parameters * 0.64
-    assert taken == own.output.cost.bytes
+    assert numbers == separate.output.cost.parameters == report["after"]["parameters"]
+    assert separate.before.parameters * 0.6 < numbers <= separate.before.parameters * 0.64
+    assert taken == separate.output.cost.bytes
     assert [check.detail for check in verify(tmp_path / "out", dense.folder(variant)) if check.passed is False] == []
-    assert len({str(width) for width in own.widths}) > 1
+    assert len({str(width) for width in separate.widths}) > 1
 
 
 def test_what_corp_loses_tells_what_an_error_of_the_logits_is_worth(dense, weighed):
@@ -231,9 +231,9 @@ def test_what_corp_loses_tells_what_an_error_of_the_logits_is_worth(dense, weigh
         predicted = float(statistics.read_fisher(site.site.block)[name].mean @ lost) / 2
         count, effect = effects_on(statistics, name, "logit-energy")[0]
         assert count == width - len(site.kept) // moments.heads
-        (own,) = ranking[site.site]
-        assert float(own.errors[count]) == pytest.approx(plain[site.site][count] * effect / predicted, rel=1e-4)
-        assert not torch.allclose(own.errors, torch.from_numpy(plain[site.site]))
+        (ranked,) = ranking[site.site]
+        assert float(ranked.errors[count]) == pytest.approx(plain[site.site][count] * effect / predicted, rel=1e-4)
+        assert not torch.allclose(ranked.errors, torch.from_numpy(plain[site.site]))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_no_widths_of_spaces_that_cross_do_better(dense, crossing, share):
     model, curves = job.model, {space: [] for space in recipe.spaces}
     for (_, space), curve in curves_of(job).items():
         curves[space].append(whole_best.as_shares(curve))
-    errors = {space: sum(own) for space, own in curves.items()}
+    errors = {space: sum(parts) for space, parts in curves.items()}
     units = {space: model.units(space) for space in recipe.spaces}
     limit = int(cost(job, kind, before=True) * float(share[:-1]) / 100)
 
@@ -329,14 +329,14 @@ def test_biases_of_the_container_count(dense, weighed, share, widths, kind):
     job = job_on(dense.folder("llama"), recipe, weighed("llama"))
     groups = groups_of(job, "llama", "params")
     _, spent = whole_best.total(groups, widths_of(job))
-    whole = BLOCKS * (4 * 256 + 22 * 48)
+    full_cost = BLOCKS * (4 * 256 + 22 * 48)
     rows = [dict.fromkeys("qkv", 4 * w["heads"]) | dict.fromkeys(("gate", "up"), w["mlp"]) for w in job.widths]
     opened = [module.split(".")[1].removesuffix("_proj") for module in job.output.container.biases]
     biases = sum(block.get(name, 16) for block in rows for name in opened)
-    assert job.output.cost.parameters == job.before.parameters - whole + spent + biases
+    assert job.output.cost.parameters == job.before.parameters - full_cost + spent + biases
     # What a head of every block, or of one, takes with its biases is more than what may be left over.
-    left = cost(job, kind, before=True) * share // 100 - cost(job, kind)
-    assert 0 <= left < 268 * (BLOCKS if widths == "uniform" else 1) * (4 if kind == "bytes" else 1)
+    spare = cost(job, kind, before=True) * share // 100 - cost(job, kind)
+    assert 0 <= spare < 268 * (BLOCKS if widths == "uniform" else 1) * (4 if kind == "bytes" else 1)
 
 
 @pytest.mark.parametrize("widths", ["uniform", "per_layer"])
@@ -465,6 +465,6 @@ def test_effects_are_met_where_each_error_is_worth_more_than_the_last(drawn):
     """Worth rising with the units dropped, nothing bends down between two points."""
     curve, points, worths = drawn
     effects = [(k, float(curve[k]) * worth) for k, worth in zip(points, itertools.accumulate(worths), strict=True)]
-    found = scale_curve(curve, effects)
-    assert found.numpy() == pytest.approx(whole_best.as_effects(curve.numpy(), effects))
-    assert [float(found[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])
+    scaled = scale_curve(curve, effects)
+    assert scaled.numpy() == pytest.approx(whole_best.as_effects(curve.numpy(), effects))
+    assert [float(scaled[k]) for k, _ in effects] == pytest.approx([effect for _, effect in effects])

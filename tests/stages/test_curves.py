@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
 def recipe_of(spaces: Mapping[str, str], variant: str = "llama", **top: object) -> FullRecipe:
     """Make a recipe; unless it prunes dimensions of queries and keys, biases of opt and vit make up for every mean."""
     method = "affine" if variant in ("opt", "vit") and "qk" not in spaces else "none"
-    own = {space: {"score": score, "compensation": {"method": method}} for space, score in spaces.items()}
+    sections = {space: {"score": score, "compensation": {"method": method}} for space, score in spaces.items()}
     values = {"version": 1, "name": "test", "allocation": "least-error", "widths": "per_layer", "container": "any"}
-    return FullRecipe.model_validate(values | {"spaces": own} | top)
+    return FullRecipe.model_validate(values | {"spaces": sections} | top)
 
 
 def dense_moments(model: ByHand, block: int, space: str) -> tuple[Tensor, Tensor, float]:
@@ -74,11 +74,11 @@ def test_errors_are_those_of_a_refit_in_the_metric(dense: Sources, variant, scor
         order = scores.argsort(stable=True).tolist()
         per_unit, strength = source.unit_columns(space), 0.01 * float(gram.diagonal().mean())
         for metric, used in ((fisher, turned), (None, weight)):
-            found = solver.errors(1, tensors, folds, scores, metric)
+            errors = solver.errors(1, tensors, folds, scores, metric)
             half = 2 if metric is not None else 1
             for k in (0, 1, len(order) // 2, len(order) - 1, len(order)):
                 expected = oracle.cost(used, gram, strength, order[:k], per_unit) / tokens / half
-                assert float(found[k]) == pytest.approx(expected, rel=2e-3, abs=1e-9)
+                assert float(errors[k]) == pytest.approx(expected, rel=2e-3, abs=1e-9)
 
 
 def lost_by_hand(weight: Tensor, moments: Moments, kept: list[int], *, biased: bool) -> tuple[Tensor, Tensor]:
@@ -112,24 +112,24 @@ def test_predictions_are_of_samples_that_no_refit_has_seen(variant, monkeypatch,
     path = by_hand.path(block, source.family.columns[space].consumer)
     seen: list[tuple[Tensor, Tensor]] = []
     model.get_submodule(path).register_forward_hook(lambda _m, args, out: seen.append((args[0].detach(), out)))
-    said = model(**some.batch(slice(0, len(some))))
+    output = model(**some.batch(slice(0, len(some))))
     monkeypatch.setattr("tests.measure.test_fisher.LIMIT", len(some))
-    (loss,) = losses_of([(name, said[name]) for name in said if name.endswith("logits")])
+    (loss,) = losses_of([(name, output[name]) for name in output if name.endswith("logits")])
     ((x, out),) = seen
     (g,) = torch.autograd.grad(loss, out)
-    x, g = (each.reshape(len(some), -1, each.shape[-1]) for each in (x, g))
+    x, g = (values.reshape(len(some), -1, values.shape[-1]) for values in (x, g))
     recipe = recipe_of({space: "rcpu"}, variant)
     solver, name = solver_of(source, recipe, space, CPU), source.moments_name(block, space)
     tensors, folds = solver.read(block), fitted.read_moments(block)[name]
     weight, moments = model.get_submodule(path).weight.detach().double(), folds[0]
     biased = model.get_submodule(path).bias is not None
-    whole = variant == "vit"
+    per_sample = variant == "vit"
     for score in CANDIDATES:
         order = solver.scores(block, tensors, folds, score).argsort(stable=True).tolist()
         for count, value in statistics.index.predicted[name][score]:
             lost, mean = lost_by_hand(weight, moments, sorted(order[count:]), biased=biased)
             moved = (g.double() * ((x.double() - mean) @ lost.T)).sum(-1)
-            square = moved.sum(1).square() if whole else moved.square().sum(1)
+            square = moved.sum(1).square() if per_sample else moved.square().sum(1)
             assert value == pytest.approx(float(square.sum()) / 2 / len(some), rel=5e-3)
 
 
@@ -151,12 +151,12 @@ def test_the_score_of_a_site_is_the_best_at_its_width(dense, tmp_path):
     ranking, decided = dense_ranking(request), decide(request)
     for block in range(BLOCKS):
         site = Site(block, "mlp")
-        assert [own.score for own in ranking[site]] == list(CANDIDATES)
+        assert [option.score for option in ranking[site]] == list(CANDIDATES)
         decision = decided.sites[site]
-        chosen = next(own for own in ranking[site] if own.score == decision.score)
+        chosen = next(option for option in ranking[site] if option.score == decision.score)
         dropped = len(chosen.scores) - decision.keep
         assert decision.score == best[block]
-        assert float(chosen.errors[dropped]) == min(float(own.errors[dropped]) for own in ranking[site])
+        assert float(chosen.errors[dropped]) == min(float(option.errors[dropped]) for option in ranking[site])
         assert torch.equal(decision.scores, chosen.scores)
     assert np.sum([decided.sites[Site(block, "mlp")].keep for block in range(BLOCKS)]) < 22 * BLOCKS
 
@@ -169,8 +169,8 @@ def test_a_plan_predicts_what_every_site_does(variant, dense, tmp_path):
     """½ tr(F E[δδᵀ]) of the very weights that are written."""
     folder, statistics = dense.folder(variant), dense.statistics(variant)
     method = "affine" if variant == "opt" else "ridge"
-    own = {"score": "rcpu", "ratio": 0.5, "compensation": {"method": method}}
-    values = {"version": 1, "name": "test", "container": "any", "spaces": {"heads": own, "mlp": own}}
+    settings = {"score": "rcpu", "ratio": 0.5, "compensation": {"method": method}}
+    values = {"version": 1, "name": "test", "container": "any", "spaces": {"heads": settings, "mlp": settings}}
     recipe = FullRecipe.model_validate(values)
     job = job_on(folder, recipe, statistics)
     plan = make_plan(job)
@@ -205,12 +205,12 @@ def test_what_is_predicted_is_said_in_the_words_of_the_model(dense, variant, lin
     class Plan:
         divergence: float | None = 0.2
 
-    said = predicted_line(Model.open(dense.folder(variant)), Plan())
+    text = predicted_line(Model.open(dense.folder(variant)), Plan())
     order = (
         "by second order, which is too low where much goes and where samples are few: of small llamas 1.3 to 1.7 times "
         "as much was measured with 10 to 30 % of the parameters gone, of one that 16 windows were read of 3 times"
     )
-    assert said == f"predicted: {line}" + (order if line.endswith("; ") else "")
+    assert text == f"predicted: {line}" + (order if line.endswith("; ") else "")
     Plan.divergence = 0.0
     assert predicted_line(Model.open(dense.folder(variant)), Plan()) is None
 
@@ -244,7 +244,7 @@ def test_spaces_are_measured_on_the_whole_model(variant, part, monkeypatch, dens
             for block in range(BLOCKS):
                 name = source.moments_name(block, space)
                 by_score = statistics.index.predicted[name]
-                score = min(CANDIDATES, key=lambda each, known=by_score: dict(known[each])[count])
+                score = min(CANDIDATES, key=lambda candidate, predicted=by_score: dict(predicted[candidate])[count])
                 tensors, folds = solver.read(block), fitted.read_moments(block)[name]
                 order = solver.scores(block, tensors, folds, score).argsort(stable=True).tolist()
                 columns = oracle.columns(sorted(order[count:]), source.unit_columns(space))
@@ -293,8 +293,8 @@ def test_widths_are_decided_on_a_part_of_the_samples(dense, monkeypatch, target,
     monkeypatch.setattr(measure_dense, "LEAST_WINDOWS", least)
     monkeypatch.setattr(measure_dense, "TOKENS_PER_INPUT", per_input)
     data = TokenWindows(torch.zeros(8, 8, dtype=torch.long))
-    wanted = recipe_of({"mlp": "obs"}, target=target, allocation="least-error", ratio=0.3)
-    prepared = job_on(dense.folder("llama"), wanted, None, data, folds=2)
+    recipe = recipe_of({"mlp": "obs"}, target=target, allocation="least-error", ratio=0.3)
+    prepared = job_on(dense.folder("llama"), recipe, None, data, folds=2)
     assert prepared.live is not None
     assert len(measure_dense.choose_samples(prepared, prepared.live).samples) == measured
 
@@ -316,7 +316,7 @@ def test_a_score_that_does_better_everywhere_ranks_the_whole_space(dense, tmp_pa
     assert statistics.index.spaces == {"heads": [(1, 0.5), (2, 0.7)], "mlp": [(6, 0.3), (11, 0.8)]}
     assert statistics.index.scores == {"mlp": "rcpu"}
     request = job_on(folder, recipe_of({"mlp": "auto"}, ratio=0.4), statistics)
-    assert {own.score for each in dense_ranking(request).values() for own in each} == {"rcpu"}
+    assert {option.score for options in dense_ranking(request).values() for option in options} == {"rcpu"}
 
 
 @pytest.mark.parametrize(

@@ -39,18 +39,18 @@ CASES: dict[str, tuple[str, dict[str, float]]] = {
 
 
 def samples_of(variant: str) -> Samples:
-    found = data_of(variant)
-    return Pixels(found.values.double(), found.tokens) if isinstance(found, Pixels) else found
+    samples = data_of(variant)
+    return Pixels(samples.values.double(), samples.tokens) if isinstance(samples, Pixels) else samples
 
 
 def job_on(folder: Path, variant: str, ratios: dict[str, float], *, true_sequential: bool) -> Prepared:
     target = {"target": "sequential", "true_sequential": true_sequential}
     if variant in encoders.VARIANTS:
-        wanted: FullRecipe = encoders.recipe(ratios, **target)
+        recipe: FullRecipe = encoders.recipe(ratios, **target)
     else:
-        wanted = families.recipe("ridge", heads=ratios["heads"], mlp=ratios["mlp"], lam=0.1, **target)
+        recipe = families.recipe("ridge", heads=ratios["heads"], mlp=ratios["mlp"], lam=0.1, **target)
     live = LiveSamples(samples_of(variant), FOLDS, torch.float64)
-    return prepare_plan(Job(families.Model.open(folder), wanted, None, live))
+    return prepare_plan(Job(families.Model.open(folder), recipe, None, live))
 
 
 class Recording(DriftMoments):
@@ -61,9 +61,9 @@ class Recording(DriftMoments):
         self.seen: dict[tuple[int, str], Any] = {}
 
     def moments(self, block, tensors, keys):
-        found = super().moments(block, tensors, keys)
-        self.seen |= {(block, key): folds for key, folds in found.items()}
-        return found
+        measured = super().moments(block, tensors, keys)
+        self.seen |= {(block, key): folds for key, folds in measured.items()}
+        return measured
 
 
 def source_of(job: Job) -> Recording:
@@ -161,18 +161,18 @@ def runs(job: Job, spaces: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[
         counts[name] = counts.get(name, 0) + 1
         return output
 
-    found = []
+    moments = []
     with monkeypatch.context() as patch:
         patch.setattr(HiddenStream, "run", counting)
         for block in range(BLOCKS):
             tensors = job.view.block(block)
             for stage in source.group_keys(spaces):
-                found.append(source.moments(block, tensors, stage))
+                moments.append(source.moments(block, tensors, stage))
                 # Any change to the block makes the next stage another one.
                 tensors = {name: value * 0.9 for name, value in tensors.items()}
             source.advance(block, tensors)
     batches = len(source.dense.batches) * BLOCKS
-    return {name: count / batches for name, count in counts.items()}, found
+    return {name: count / batches for name, count in counts.items()}, moments
 
 
 PRE_NORM, POST_NORM = "opt", "opt-350m-like"
@@ -193,7 +193,7 @@ PRE_NORM, POST_NORM = "opt", "opt-350m-like"
 def test_the_dense_block_runs_once_where_its_output_serves_what_is_left(dense, variant, spaces, expected, monkeypatch):
     """And what is measured is bit for bit what it is where every stage runs it again."""
     job = job_on(dense.folder(variant), variant, HALF, true_sequential=True)
-    counts, found = runs(job, spaces, monkeypatch)
+    counts, moments = runs(job, spaces, monkeypatch)
     # The first block is run once more on one of all batches, which shows its structure.
     probe = 1 / (len(source_of(job).dense.batches) * BLOCKS)
     expected = {name: count + probe * name.startswith("pruned") for name, count in expected.items()}
@@ -202,7 +202,7 @@ def test_the_dense_block_runs_once_where_its_output_serves_what_is_left(dense, v
     again, every = runs(job, spaces, monkeypatch)
     alone = len([space for space in spaces if space != "qk"]) + 1
     assert again["dense begun"] == pytest.approx(alone + probe)
-    for ours, theirs in zip(found, every, strict=True):
+    for ours, theirs in zip(moments, every, strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - {"qk"}:
             for a, b in zip(ours[key], theirs[key], strict=True):

@@ -72,9 +72,9 @@ class ByHand:
     def outputs(self, model: PreTrainedModel) -> list[np.ndarray]:
         """On the first samples only."""
         with torch.no_grad():
-            found = model(**self.data.batch(slice(0, LIMIT)))
-        names = [name for name in found if name.endswith("logits")] or ["last_hidden_state"]
-        return [found[name].double().numpy() for name in names]
+            output = model(**self.data.batch(slice(0, LIMIT)))
+        names = [name for name in output if name.endswith("logits")] or ["last_hidden_state"]
+        return [output[name].double().numpy() for name in names]
 
     def effect(self, pruned: PreTrainedModel, _block: int) -> float:
         pairs = list(zip(self.outputs(self.model), self.outputs(pruned), strict=True))
@@ -89,7 +89,7 @@ class ByHand:
         W = self.model.get_submodule(path).weight.detach().double().numpy()
         biased = self.model.get_submodule(path).bias is not None
         order = oracle.removal(W, X - X.mean(0) if biased else X, per, damp=0.01)
-        found = []
+        effects = []
         units = self.source.units(space)  # of one of several runs side by side
         runs = [[unit for unit in order if unit // units == run] for run in range(len(order) // units)]
         for count in counts:
@@ -104,8 +104,8 @@ class ByHand:
                 consumer.weight[:, kept] = torch.from_numpy(weight)
                 if biased:
                     consumer.bias += torch.from_numpy(bias)
-            found.append((count, self.effect(pruned, block)))
-        return found
+            effects.append((count, self.effect(pruned, block)))
+        return effects
 
     def values(self, block: int, space: str, counts: list[int]) -> list[tuple[int, float]]:
         """Values stay as they are: what reads them goes through the directions that are kept."""
@@ -116,13 +116,13 @@ class ByHand:
         W, biased = consumer.weight.detach().double().numpy(), consumer.bias is not None
         size, groups = self.source.units(space), self.source.copies(space)
         heads = np.split(np.arange(W.shape[1]), W.shape[1] // size)
-        each, centred = len(heads) // groups, X - X.mean(0) if biased else X
+        per_group, centred = len(heads) // groups, X - X.mean(0) if biased else X
         turns = []
         for group in range(groups):
-            own = heads[group * each : (group + 1) * each]
-            Q, P, _ = values.directions([W[:, at] for at in own], [centred[:, at] for at in own])
-            turns += [(at, Q, P) for at in own]
-        found = []
+            group_heads = heads[group * per_group : (group + 1) * per_group]
+            Q, P, _ = values.directions([W[:, at] for at in group_heads], [centred[:, at] for at in group_heads])
+            turns += [(at, Q, P) for at in group_heads]
+        effects = []
         for count in counts:
             keep = size - count
             Z = np.hstack([X[:, at] @ Q[:, :keep] for at, Q, _ in turns])
@@ -136,8 +136,8 @@ class ByHand:
                     pruned.get_submodule(path).weight[:, at] = torch.from_numpy(read)
                 if biased:
                     pruned.get_submodule(path).bias += torch.from_numpy(bias)
-            found.append((count, self.effect(pruned, block)))
-        return found
+            effects.append((count, self.effect(pruned, block)))
+        return effects
 
     def dimensions(self, block: int, counts: list[int]) -> list[tuple[int, float]]:
         """All of I + M goes into the queries: what it is split into does not show in the logits."""
@@ -145,7 +145,7 @@ class ByHand:
         paths = [self.path(block, module) for module in space.readers]
         seen = encoders.watch(self.model, self.data, results=paths)
         width = self.source.units("qk")
-        found = []
+        effects = []
         for count in counts:
             pruned = copy.deepcopy(self.model)
             query, key = (pruned.get_submodule(path) for path in paths)
@@ -161,8 +161,8 @@ class ByHand:
                     for projection in (query, key):
                         projection.weight[gone] = 0
                         projection.bias[gone] = 0
-            found.append((count, self.effect(pruned, block)))
-        return found
+            effects.append((count, self.effect(pruned, block)))
+        return effects
 
 
 @cache
@@ -173,31 +173,31 @@ def measure_by_hand(sources_folder, variant: str, kind: type[ByHand] = ByHand) -
         samples = encoders.Pixels(samples.values.double(), samples.tokens)
     source = Model.open(sources_folder)
     by_hand = kind(model, source, samples)
-    found: Effects = {}
+    effects: Effects = {}
     for block in range(BLOCKS):
-        for space in (name for name, own in source.family.spaces.items() if own.ends != "rotary"):
+        for space in (name for name, described in source.family.spaces.items() if described.ends != "rotary"):
             counts = dropped_counts(source.units(space), POINTS)
             name = source.site_name(block, space)
             if space == "qk":
-                found[name] = by_hand.dimensions(block, counts)
+                effects[name] = by_hand.dimensions(block, counts)
             else:
-                found[name] = (by_hand.values if space == "values" else by_hand.columns)(block, space, counts)
-    return found
+                effects[name] = (by_hand.values if space == "values" else by_hand.columns)(block, space, counts)
+    return effects
 
 
-def assert_close(found: Effects, wanted: Effects, tolerance: float) -> None:
-    assert found.keys() == wanted.keys()
-    for name, own in found.items():
-        assert [count for count, _ in own] == [count for count, _ in wanted[name]], name
-        effects = [value for _, value in own]
+def assert_close(measured: Effects, expected: Effects, tolerance: float) -> None:
+    assert measured.keys() == expected.keys()
+    for name, points in measured.items():
+        assert [count for count, _ in points] == [count for count, _ in expected[name]], name
+        effects = [value for _, value in points]
         assert min(effects) > 1e-6, f"{name} says nothing"
-        assert effects == pytest.approx([value for _, value in wanted[name]], rel=tolerance), name
+        assert effects == pytest.approx([value for _, value in expected[name]], rel=tolerance), name
 
 
 @pytest.mark.parametrize("variant", every(3, VARIANTS))
 def test_effects_are_those_on_the_whole_model(dense, variant):
-    found = measure_variant(dense, variant)
-    assert_close(found, measure_by_hand(dense.folder(variant), variant), 2e-4)
+    measured = measure_variant(dense, variant)
+    assert_close(measured, measure_by_hand(dense.folder(variant), variant), 2e-4)
 
 
 def refusal(*args, **options) -> str:
@@ -238,6 +238,6 @@ def test_a_site_of_one_unit_has_no_effect(tmp_path, monkeypatch):
     monkeypatch.setattr(Model, "units", lambda self, space: 1 if space == "heads" else original(self, space))
     options = {"device": CPU, "compute_dtype": torch.float32, "limit": 2, "points": (0.5,)}
     samples = data_of("llama-gqa-tied")
-    found = measure_effects(source, statistics, samples, spaces=["heads", "mlp"], **options)
-    assert list(found) == [f"model.layers.{block}.mlp.down_proj.weight" for block in range(BLOCKS)]
+    effects = measure_effects(source, statistics, samples, spaces=["heads", "mlp"], **options)
+    assert list(effects) == [f"model.layers.{block}.mlp.down_proj.weight" for block in range(BLOCKS)]
     assert measure_effects(source, statistics, samples, spaces=["heads"], **options) == {}

@@ -96,9 +96,9 @@ def test_moments_are_those_of_the_consumers_inputs(dense, variant):
     paths = {(b, s): chosen.module(b, s) for b in range(BLOCKS) for s in ("heads", "mlp")}
     seen = watch(load_stock_once(dense.folder(variant), variant), data, inputs=paths.values())
     for (block, space), path in paths.items():
-        found = statistics.read_moments(block)[chosen.tensor(block, space)]
-        assert len(found) == 8
-        for fold, moments in enumerate(found):
+        folds = statistics.read_moments(block)[chosen.tensor(block, space)]
+        assert len(folds) == 8
+        for fold, moments in enumerate(folds):
             tokens = seen[path][3 * fold : 3 * fold + 3].reshape(-1, seen[path].shape[2])
             assert moments.count == len(tokens) == 3 * chosen.tokens
             expected = {"sum": tokens.sum(0), "square": (tokens**2).sum(0), "gram": tokens.T @ tokens}
@@ -119,8 +119,8 @@ def test_logit_moments_are_grams_of_the_models_projections(dense, variant):
     for folds in (1, 8):
         statistics = dense.statistics(variant, folds=folds)
         for block in range(BLOCKS):
-            found = statistics.read_moments(block)[chosen.tensor(block, "query")]
-            for fold, moments in enumerate(found):
+            by_fold = statistics.read_moments(block)[chosen.tensor(block, "query")]
+            for fold, moments in enumerate(by_fold):
                 forms.add(moments.form)
                 count = len(data) // folds
                 run = slice(fold * count, (fold + 1) * count)
@@ -162,7 +162,7 @@ RATIOS = {"heads": 0.25, "mlp": 0.3}
 
 
 def check_against_whole(dense, variant, method, out, *, sequential=False, container="any"):
-    wanted = recipe(
+    full_recipe = recipe(
         RATIOS,
         methods=method,
         container=container,
@@ -170,12 +170,12 @@ def check_against_whole(dense, variant, method, out, *, sequential=False, contai
     )
     data, folder = samples(variant), dense.folder(variant)
     source = {"live": data} if sequential else {"statistics": dense.statistics(variant)}
-    report = prune(job_on(folder, wanted, **source), out)
-    whole = Whole.of_folder(folder, load_stock_once(folder, variant), RATIOS)
-    whole.prune(data, {"heads": method, "mlp": method}, "by site" if sequential else "dense")
-    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
+    report = prune(job_on(folder, full_recipe, **source), out)
+    by_hand = Whole.of_folder(folder, load_stock_once(folder, variant), RATIOS)
+    by_hand.prune(data, {"heads": method, "mlp": method}, "by site" if sequential else "dense")
+    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == by_hand.kept
     assert_same_outputs(
-        load_output(out, variant, report), whole.model.float(), samples(variant, 6, seed=9), tolerance=5e-4
+        load_output(out, variant, report), by_hand.model.float(), samples(variant, 6, seed=9), tolerance=5e-4
     )
     return report
 
@@ -200,8 +200,8 @@ def test_padded_containers_of_heads_and_mlp(dense, variant, tmp_path):
 @pytest.mark.parametrize("variant", every(2, SPECIAL))
 def test_nothing_dropped_is_the_source_byte_for_byte(dense, variant, tmp_path):
     folder = dense.folder(variant)
-    wanted = recipe({"qk": 0.0, "heads": 0.0, "mlp": 0.0})
-    report = prune(job_on(folder, wanted, dense.statistics(variant)), tmp_path / "out")
+    full_recipe = recipe({"qk": 0.0, "heads": 0.0, "mlp": 0.0})
+    report = prune(job_on(folder, full_recipe, dense.statistics(variant)), tmp_path / "out")
     assert (folder / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert not report["container"]["remote_code"]
     assert_same_outputs(
@@ -326,8 +326,8 @@ def test_generating_with_the_cache_equals_generating_without(remote, variant):
 def test_half_precision_is_kept(dense, variant, dtype, tmp_path):
     folder = dense.folder(variant, dtype)
     statistics = calibrate(folder, tmp_path / "statistics", samples(variant), collect=FOR_CORP)
-    wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.25}, container="remote")
-    prune(job_on(folder, wanted, statistics), tmp_path / "out")
+    full_recipe = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.25}, container="remote")
+    prune(job_on(folder, full_recipe, statistics), tmp_path / "out")
     assert {info.dtype for info in Checkpoint.open(tmp_path / "out").tensors.values()} == {dtype}
     model = ckpt_prune.load(tmp_path / "out")
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
@@ -345,16 +345,16 @@ def test_half_precision_is_kept(dense, variant, dtype, tmp_path):
 def test_uneven_widths(dense, variant, tmp_path):
     """Another width in every block, against the dense model with columns zeroed."""
     spaces = {"heads": {"score": "corp", "ratio": 0.4}, "mlp": {"score": "corp", "ratio": 0.4}}
-    wanted = type(recipe({"mlp": 0.1})).model_validate(
+    full_recipe = type(recipe({"mlp": 0.1})).model_validate(
         {"version": 1, "name": "t", "allocation": "across-layers", "widths": "per_layer", "spaces": spaces}
     )
-    report = prune(job_on(dense.folder(variant), wanted, dense.statistics(variant)), tmp_path / "out")
+    report = prune(job_on(dense.folder(variant), full_recipe, dense.statistics(variant)), tmp_path / "out")
     assert report["container"]["remote_code"]
     assert len({len(s["kept"]) for s in report["sites"] if s["space"] == "mlp"}) > 1
-    whole = stock(dense.folder(variant), variant)
+    zeroed = stock(dense.folder(variant), variant)
     for site in report["sites"]:
         per = HEAD_DIM if site["space"] == "heads" else 1
         gone = [unit * per + i for unit in range(site["units"]) if unit not in site["kept"] for i in range(per)]
         with torch.no_grad():
-            whole.get_submodule(VARIANTS[variant].module(site["block"], site["space"])).weight[:, gone] = 0
-    assert_same_outputs(ckpt_prune.load(tmp_path / "out"), whole, samples(variant, 4, seed=9))
+            zeroed.get_submodule(VARIANTS[variant].module(site["block"], site["space"])).weight[:, gone] = 0
+    assert_same_outputs(ckpt_prune.load(tmp_path / "out"), zeroed, samples(variant, 4, seed=9))

@@ -85,8 +85,8 @@ def expected_of(dense: Dense, block: int) -> tuple[list[int], np.ndarray]:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_expert_without_tokens_takes_those_of_its_layer(lonely: Dense, target: Any, tmp_path: Path) -> None:
-    wanted = spaces_recipe(ONE, {"mlp": "ridge"}, **TARGETS[target])
-    lonely.prune(ONE, wanted, tmp_path / "out", None if target == "dense" else ONE.samples())
+    recipe = spaces_recipe(ONE, {"mlp": "ridge"}, **TARGETS[target])
+    lonely.prune(ONE, recipe, tmp_path / "out", None if target == "dense" else ONE.samples())
     sites = read_sites(tmp_path / "out")
     few = {(site.block, site.expert): site.few for site in sites if site.few is not None}
     assert few == {(block, expert): 0 for block in range(BLOCKS) for expert in (2, UNSEEN)}
@@ -97,8 +97,10 @@ def test_an_expert_without_tokens_takes_those_of_its_layer(lonely: Dense, target
     kept, weight = expected_of(lonely, 0)
     (site,) = (site for site in sites if (site.block, site.expert) == (0, UNSEEN))
     assert site.kept == kept
-    found = load_file(tmp_path / "out" / "model.safetensors")[f"model.layers.0.mlp.experts.{UNSEEN}.down_proj.weight"]
-    np.testing.assert_allclose(found.numpy(), weight, atol=1e-4 * float(np.abs(weight).max()))
+    refitted = load_file(tmp_path / "out" / "model.safetensors")[
+        f"model.layers.0.mlp.experts.{UNSEEN}.down_proj.weight"
+    ]
+    np.testing.assert_allclose(refitted.numpy(), weight, atol=1e-4 * float(np.abs(weight).max()))
 
 
 @pytest.mark.parametrize("name", ["best-uniform", "best"])
@@ -113,7 +115,7 @@ def test_what_chooses_by_effect_keeps_experts_alike(lonely: Dense, name: str, tm
         if site["space"] == "mlp":
             widths.setdefault(site["block"], set()).add(len(site["kept"]))
             assert site["share"] is None or 0 <= site["share"] <= 1
-    assert all(len(own) == 1 for own in widths.values())
+    assert all(len(sizes) == 1 for sizes in widths.values())
     if name == "best-uniform":
         (width,) = set.union(*widths.values())
         assert width < 22
@@ -133,7 +135,7 @@ def rank_experts(case: Case, score: str) -> dict[int, list[int]]:
     """Block → the experts that stay, from what every token of the stock model is given."""
     model: Any = case.model().double()
     assert case.family.experts is not None
-    found = {}
+    ranked = {}
     called: dict[int, Any] = {}
     for block in range(BLOCKS):
         stacked = model.get_submodule(f"{case.family.layers}.{block}.{case.family.experts.module}")
@@ -144,15 +146,15 @@ def rank_experts(case: Case, score: str) -> dict[int, list[int]]:
         values = []
         for expert in range(4):
             norms = []
-            for token, own, given in zip(tokens, places.tolist(), weights, strict=True):
-                if expert in own:
+            for token, chosen, given in zip(tokens, places.tolist(), weights, strict=True):
+                if expert in chosen:
                     gate, up = (stacked.gate_up_proj[expert] @ token).chunk(2)
                     y = stacked.down_proj[expert] @ (stacked.act_fn(gate) * up)
-                    norms.append(float(given[own.index(expert)].double() * y.norm()))
-            told = {"routed-energy": np.square(norms).sum(), "frequency": len(norms), "reap": np.mean(norms)}
-            values.append(told[score])
-        found[block] = sorted(np.argsort(values)[-KEEP:].tolist())
-    return found
+                    norms.append(float(given[chosen.index(expert)].double() * y.norm()))
+            by_score = {"routed-energy": np.square(norms).sum(), "frequency": len(norms), "reap": np.mean(norms)}
+            values.append(by_score[score])
+        ranked[block] = sorted(np.argsort(values)[-KEEP:].tolist())
+    return ranked
 
 
 def smaller(case: Case, kept: Mapping[int, list[int]]) -> Any:
@@ -182,8 +184,8 @@ def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case
     kept = {site.block: site.kept for site in read_sites(tmp_path / "out")}
     assert kept == rank_experts(case, score)
     other = case.samples(6, seed=9)
-    found, expected = outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(smaller(case, kept), other)
-    torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-9, atol=1e-9)
+    results, expected = outputs(ckpt_prune.load(tmp_path / "out"), other), outputs(smaller(case, kept), other)
+    torch.testing.assert_close(results["logits"], expected["logits"], rtol=1e-9, atol=1e-9)
     for check in verify(tmp_path / "out", dense.folder(case)):
         assert check.passed or check.name == "sparsity", check
 
@@ -224,11 +226,11 @@ def refit_by_hand(case: Case, kept: Mapping[int, list[int]], target: str) -> Any
 
 def output_of(model: Any, path: str, data: Any) -> torch.Tensor:
     """Return a block's outputs for all tokens, (tokens, hidden)."""
-    found: list[Any] = []
-    hook = model.get_submodule(path).register_forward_hook(lambda _, __, output: found.append(output))
+    results: list[Any] = []
+    hook = model.get_submodule(path).register_forward_hook(lambda _, __, output: results.append(output))
     outputs(model, data)
     hook.remove()
-    return torch.cat([each[0] if isinstance(each, tuple) else each for each in found]).flatten(0, -2).double()
+    return torch.cat([result[0] if isinstance(result, tuple) else result for result in results]).flatten(0, -2).double()
 
 
 MADE_UP = list(zip(WHOLE, itertools.cycle(["drift", "sequential"]), strict=False))
@@ -237,7 +239,7 @@ MADE_UP = list(zip(WHOLE, itertools.cycle(["drift", "sequential"]), strict=False
 # One with a number that multiplies what experts give, and one with shared experts.
 @pytest.mark.parametrize(
     ("case", "target"),
-    choose_cases(MADE_UP, lambda own: own[0].model_type in ("granitemoe", "deepseek_v3")),
+    choose_cases(MADE_UP, lambda pair: pair[0].model_type in ("granitemoe", "deepseek_v3")),
     ids=str,
 )
 def test_experts_that_stay_make_up_for_those_that_go(dense: Dense, case: Case, target: str, tmp_path: Path) -> None:
@@ -248,10 +250,10 @@ def test_experts_that_stay_make_up_for_those_that_go(dense: Dense, case: Case, t
     sites = read_sites(tmp_path / "out")
     kept = {site.block: site.kept for site in sites}
     other = case.samples(6, seed=9)
-    found = outputs(ckpt_prune.load(tmp_path / "out"), other)["logits"]
-    wanted = refit_by_hand(case, kept, target)
-    expected = outputs(wanted, other)["logits"].float()
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=5e-4 * float(expected.abs().max()))
+    logits = outputs(ckpt_prune.load(tmp_path / "out"), other)["logits"]
+    by_hand = refit_by_hand(case, kept, target)
+    expected = outputs(by_hand, other)["logits"].float()
+    torch.testing.assert_close(logits.float(), expected, rtol=0, atol=5e-4 * float(expected.abs().max()))
     bare = outputs(smaller(case, kept), other)["logits"].float()
     assert (bare - expected).abs().max() > 1e-2 * expected.abs().max()
     for site in sites:
@@ -318,11 +320,11 @@ BY_TWO_BEST = Case("deepseek_v3", "DeepseekV3ForCausalLM", settings=json.dumps(G
 @torch.no_grad()
 def route_tokens(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the first router gives for every token: scores it chooses by (tokens, experts), and its experts."""
-    found: list[Any] = []
+    calls: list[Any] = []
     router = model.double().get_submodule("model.layers.0.mlp.gate")
-    router.register_forward_hook(lambda *seen: found.append(seen[2]))
+    router.register_forward_hook(lambda *seen: calls.append(seen[2]))
     outputs(model, case.samples(24, seed=9))
-    logits, places = (torch.cat([each[part] for each in found]) for part in (0, 2))
+    logits, places = (torch.cat([call[part] for call in calls]) for part in (0, 2))
     if case is BY_BEST:
         return logits.softmax(-1), places
     return logits.sigmoid() + router.e_score_correction_bias, places
@@ -348,8 +350,8 @@ def test_tokens_that_lose_nothing_stay_with_their_experts(case: Case, score: str
         if case is BY_TWO_BEST:  # its groups are rated by experts that a token need not be sent to
             best = values.view(-1, 4, 4).topk(2)
             entered = best.values.sum(2).topk(2).indices
-            whole = torch.isin(best.indices + 4 * torch.arange(4)[:, None], kept).all(2)
-            loses |= ~whole.gather(1, entered).all(1)
+            complete = torch.isin(best.indices + 4 * torch.arange(4)[:, None], kept).all(2)
+            loses |= ~complete.gather(1, entered).all(1)
         same = (before.sort().values == after.sort().values).all(1)
         moved, stayed = moved + int((~same & ~loses).sum()), stayed + int((~loses).sum())
     assert moved == 0
@@ -388,9 +390,9 @@ def test_latent_attention_is_refused_by_name(dense: Dense) -> None:
 
 
 def refusal_of(dense: Dense, recipe: Mapping[str, Any], case: Case = TWO) -> str:
-    wanted = FullRecipe.model_validate({"version": 1, "name": "test", **recipe})
+    full_recipe = FullRecipe.model_validate({"version": 1, "name": "test", **recipe})
     with pytest.raises(UserError) as caught:
-        prepare_plan(dense.request(case, wanted, case.samples()))
+        prepare_plan(dense.request(case, full_recipe, case.samples()))
     return str(caught.value)
 
 
@@ -427,16 +429,16 @@ def test_experts_as_they_are_in_memory(case: Case, tmp_path: Path) -> None:
     assert stored.keys() == case.model().state_dict().keys()
     recipe = {"version": 1, "name": "test", "ratio": 0.25, "spaces": {"experts": {"score": "reap"}}}
     columns = spaces_recipe(case, {"mlp": "ridge"})
-    for each, wanted in {"experts": FullRecipe.model_validate(recipe), "columns": columns}.items():
+    for kind, full_recipe in {"experts": FullRecipe.model_validate(recipe), "columns": columns}.items():
         for dense in (hub, memory):
-            dense.prune(case, wanted, dense.root / each)
-            for check in verify(dense.root / each, dense.folder(case)):
+            dense.prune(case, full_recipe, dense.root / kind)
+            for check in verify(dense.root / kind, dense.folder(case)):
                 assert check.passed or check.name == "sparsity", check
-        ours, theirs = (ckpt_prune.load(dense.root / each).state_dict() for dense in (memory, hub))
+        ours, theirs = (ckpt_prune.load(dense.root / kind).state_dict() for dense in (memory, hub))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-        assert load_file(memory.root / each / "model.safetensors").keys() == stored.keys()
-        assert load_file(hub.root / each / "model.safetensors").keys() != stored.keys()
+        assert load_file(memory.root / kind / "model.safetensors").keys() == stored.keys()
+        assert load_file(hub.root / kind / "model.safetensors").keys() != stored.keys()
 
 
 def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
@@ -446,7 +448,7 @@ def test_a_plan_names_experts_and_is_applied(tmp_path: Path) -> None:
     plan = ckpt_prune.plan(dense.folder(TWO), **options).plan  # type: ignore[arg-type]
     places = [(site.block, site.space, site.expert) for site in plan.sites]
     experts = [("heads", None), *(("mlp", expert) for expert in range(4))]
-    assert places == [(block, *own) for block in range(BLOCKS) for own in experts]
+    assert places == [(block, *expert_place) for block in range(BLOCKS) for expert_place in experts]
     (tmp_path / "plan.json").write_text(plan.to_json())
     assert set(json.loads(plan.to_json())["recipe"]["spaces"]) == {"heads", "mlp"}
     ckpt_prune.prune(dense.folder(TWO), plan=tmp_path / "plan.json", statistics=statistics, output=tmp_path / "out")
@@ -475,7 +477,7 @@ WIDTHS = [("qwen3_moe", way) for way in WAYS] + [("deepseek_v3", "ratio"), ("dee
 # Of 40 columns a ratio of 0.3 leaves 28, which torch multiplies in no 16-bit type.
 @pytest.mark.parametrize(("model_type", "way"), WIDTHS)
 def test_experts_run_by_the_default_of_transformers(model_type: str, way: str, tmp_path: Path) -> None:
-    dense, case = Dense(tmp_path), next(each for each in WHOLE if each.model_type == model_type)
+    dense, case = Dense(tmp_path), next(candidate for candidate in WHOLE if candidate.model_type == model_type)
     case = replace(case, settings=json.dumps(WIDE))
     spaces = {name: {"score": "corp"} for name in ("mlp", "shared") if name == "mlp" or model_type == "deepseek_v3"}
     recipe = FullRecipe.model_validate({"version": 1, "name": "test", "spaces": spaces, **WAYS[way]})

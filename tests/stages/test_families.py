@@ -56,11 +56,11 @@ PLAIN = [method for method in METHODS if method not in BIASED]
 def test_equals_folds_made_from_activations(sources, variant, method, tmp_path):
     expected_type = STORED_AS[variant][method in BIASED]
     container = "remote" if expected_type == "remote" else "auto"
-    wanted = pruned_recipe(variant, method, container=container)
-    report = prune(job_on(sources.folder(variant), wanted, sources.statistics(variant)), tmp_path / "out")
+    full_recipe = pruned_recipe(variant, method, container=container)
+    report = prune(job_on(sources.folder(variant), full_recipe, sources.statistics(variant)), tmp_path / "out")
 
     keep = {"heads": VARIANTS[variant].kv_heads - 1, "mlp": MLP_KEPT}
-    whole, kept = prune_whole(sources.folder(variant), windows(), keep, method=method, score="rcpu")
+    by_hand, kept = prune_whole(sources.folder(variant), windows(), keep, method=method, score="rcpu")
     assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == kept
     if expected_type == "remote":
         model = ckpt_prune.load(tmp_path / "out")
@@ -68,7 +68,7 @@ def test_equals_folds_made_from_activations(sources, variant, method, tmp_path):
         model = stock(tmp_path / "out")
         assert model.config.model_type == expected_type
     ids = windows(3, 20, seed=9)
-    torch.testing.assert_close(logits(model, ids), logits(whole, ids), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(model, ids), logits(by_hand, ids), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", sorted(BIASED))
@@ -134,9 +134,9 @@ def test_a_copy_of_the_embedding_that_is_stored_as_the_tied_head_is_left_out(sou
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    wanted, ids = recipe("ridge", heads=0.5, target="sequential"), windows(2, 10)
-    prune(job_on(folder, wanted, live=windows()), tmp_path / "stored")
-    prune(job_on(sources.folder("qwen2"), wanted, live=windows()), tmp_path / "tied")
+    full_recipe, ids = recipe("ridge", heads=0.5, target="sequential"), windows(2, 10)
+    prune(job_on(folder, full_recipe, live=windows()), tmp_path / "stored")
+    prune(job_on(sources.folder("qwen2"), full_recipe, live=windows()), tmp_path / "tied")
     assert "lm_head.weight" not in load_file(tmp_path / "stored" / "model.safetensors")
     assert torch.equal(logits(stock(tmp_path / "stored"), ids), logits(stock(tmp_path / "tied"), ids))
 
@@ -148,10 +148,10 @@ def test_frequencies_that_old_checkpoints_store_are_carried_and_ignored(sources,
         f"model.layers.{block}.self_attn.rotary_emb.inv_freq": torch.tensor([1.0, 0.01]) for block in range(BLOCKS)
     }
     save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors", {"format": "pt"})
-    wanted = recipe("ridge", target="sequential")
-    old = job_on(folder, wanted, live=windows())
+    full_recipe = recipe("ridge", target="sequential")
+    old = job_on(folder, full_recipe, live=windows())
     prune(old, tmp_path / "old")
-    prune(job_on(sources.folder("llama"), wanted, live=windows()), tmp_path / "new")
+    prune(job_on(sources.folder("llama"), full_recipe, live=windows()), tmp_path / "new")
     ids = windows(2, 10)
     assert torch.equal(logits(stock(tmp_path / "old"), ids), logits(stock(tmp_path / "new"), ids))
     assert stored.keys() <= load_file(tmp_path / "old" / "model.safetensors").keys()

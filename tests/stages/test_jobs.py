@@ -84,7 +84,7 @@ def test_a_resumed_run_is_byte_identical(sources, through, tmp_path, name, block
     with monkeypatch.context() as patch:
         done = []
         original = Pruner.block
-        patch.setattr(Pruner, "block", lambda self, block, *rest: done.append(block) or original(self, block, *rest))
+        patch.setattr(Pruner, "block", lambda self, block, *args: done.append(block) or original(self, block, *args))
         prune(JOBS[name](sources), tmp_path / "out", resume=True)
     assert done == list(range(blocks, BLOCKS))
     assert contents(tmp_path / "out") == expected
@@ -179,8 +179,8 @@ def test_the_strength_of_least_perplexity_is_chosen(sources, tmp_path, target):
     folder, ids = sources.folder("qwen3"), windows(3, 16)
     search = recipe("ridge", heads=0.5, mlp=0.5, target=target, search=BY_PERPLEXITY)
 
-    def run(wanted, out):
-        return prune(job_on(folder, wanted, live=ids), out)
+    def run(full_recipe, out):
+        return prune(job_on(folder, full_recipe, live=ids), out)
 
     report = run(search, tmp_path / "searched")
     expected = {}
@@ -197,8 +197,8 @@ def test_the_strength_of_least_perplexity_is_chosen(sources, tmp_path, target):
 
 def test_the_strength_of_least_held_out_error_is_chosen(sources, tmp_path):
     """Fit on one half, score on the other, in both directions, from activations."""
-    wanted = recipe("ridge", heads=0.5, mlp=0.5, search=BY_FOLDS)
-    report = prune(job_on(sources.folder("qwen3"), wanted, sources.statistics("qwen3", folds=2)), tmp_path / "out")
+    full_recipe = recipe("ridge", heads=0.5, mlp=0.5, search=BY_FOLDS)
+    report = prune(job_on(sources.folder("qwen3"), full_recipe, sources.statistics("qwen3", folds=2)), tmp_path / "out")
     model = stock(sources.folder("qwen3"))
     chosen = set()
     for site in report["sites"]:
@@ -237,10 +237,10 @@ def searching(sources, monkeypatch, values):
     ],
 )
 def test_ties_go_to_the_larger_strength_and_overflows_are_never_chosen(sources, monkeypatch, values, chosen):
-    found = search_strength(searching(sources, monkeypatch, values))
-    assert found.chosen == chosen
-    assert list(found.perplexity.values()) == [math.exp(v) if v < 700 else None for v in values]
-    assert json.loads(found.model_dump_json()) == found.model_dump()
+    result = search_strength(searching(sources, monkeypatch, values))
+    assert result.chosen == chosen
+    assert list(result.perplexity.values()) == [math.exp(v) if v < 700 else None for v in values]
+    assert json.loads(result.model_dump_json()) == result.model_dump()
 
 
 def test_strengths_that_all_overflow_are_refused(sources, monkeypatch, tmp_path):
@@ -260,7 +260,7 @@ def test_a_report_has_null_where_a_perplexity_overflowed(sources, monkeypatch, t
 
 
 @pytest.mark.parametrize(
-    ("wanted", "how", "message"),
+    ("full_recipe", "how", "message"),
     [
         (recipe("ridge"), {}, "recipe test needs statistics: give --statistics, or --text to measure them"),
         (recipe("ridge", search=BY_PERPLEXITY), {"folds": 2}, "lambda_by: perplexity needs text to measure it on"),
@@ -268,10 +268,10 @@ def test_a_report_has_null_where_a_perplexity_overflowed(sources, monkeypatch, t
     ],
     ids=["no moments", "no text", "one fold"],
 )
-def test_a_job_that_lacks_something_is_refused(sources, wanted, how, message):
+def test_a_job_that_lacks_something_is_refused(sources, full_recipe, how, message):
     statistics = sources.statistics("llama", **how) if how else None
     with pytest.raises(UserError) as caught:
-        job_on(sources.folder("llama"), wanted, statistics)
+        job_on(sources.folder("llama"), full_recipe, statistics)
     assert str(caught.value).startswith(message)
 
 

@@ -67,7 +67,7 @@ def test_blocks_equal_the_whole_model_masked_by_hand(dense, tmp_path, variant, r
     by_hand = whole(stock(folder, variant), variant)
     expected = by_hand.mask(data, RULES[rule][1], target)
     assert_masked(tmp_path / "out", folder, expected, updated="sparsegpt" in rule)
-    assert {each["weight"]: each["zeros"] for each in report["linears"]} == {
+    assert {linear["weight"]: linear["zeros"] for linear in report["linears"]} == {
         name: int((weight == 0).sum()) for name, weight in expected.items()
     }
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -80,8 +80,8 @@ def test_a_ratio_of_zero_changes_no_bit(dense, tmp_path):
     folder = dense.folder("opt")
     for rule in ("magnitude", "wanda", "sparsegpt"):
         prune_by_mask(folder, tmp_path / rule, make_recipe(rule, ratio=0.0), data_of("opt"))
-        found = tensors_of(tmp_path / rule)
-        assert all(torch.equal(found[name], tensor) for name, tensor in tensors_of(folder).items())
+        after = tensors_of(tmp_path / rule)
+        assert all(torch.equal(after[name], tensor) for name, tensor in tensors_of(folder).items())
 
 
 def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
@@ -92,11 +92,13 @@ def test_errors_are_those_of_the_whole_models_outputs(dense, tmp_path):
     model = whole(stock(folder, "opt"), "opt")
     seen = model.tokens(data, [(b, at) for b in range(encoders.BLOCKS) for at in range(len(model.inputs))])
     before, after = tensors_of(folder), tensors_of(tmp_path / "out")
-    for each in report["linears"]:
-        (at,) = [i for i, group in enumerate(model.inputs) if any(f".{m.disk}.weight" in each["weight"] for m in group)]
-        X, W = seen[each["block"], at], before[each["weight"]].double()
-        lost = (X @ (W - after[each["weight"]].double()).T).square().sum() / (X @ W.T).square().sum()
-        assert each["error"] == pytest.approx(float(lost), rel=1e-4)
+    for linear in report["linears"]:
+        (at,) = [
+            i for i, group in enumerate(model.inputs) if any(f".{m.disk}.weight" in linear["weight"] for m in group)
+        ]
+        X, W = seen[linear["block"], at], before[linear["weight"]].double()
+        lost = (X @ (W - after[linear["weight"]].double()).T).square().sum() / (X @ W.T).square().sum()
+        assert linear["error"] == pytest.approx(float(lost), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -104,10 +106,10 @@ def test_half_precision_is_kept(tmp_path, dtype):
     """The mask is chosen on the stored weights, and what stays of them keeps its bits."""
     folder = families.make(tmp_path / "dense", "mistral", dtype=dtype)
     prune_by_mask(folder, tmp_path / "out", make_recipe("wanda", "by block"), data_of("mistral"))
-    found, before = tensors_of(tmp_path / "out"), tensors_of(folder)
-    linears = [name for name in found if "_proj" in name]
+    after, before = tensors_of(tmp_path / "out"), tensors_of(folder)
+    linears = [name for name in after if "_proj" in name]
     assert len(linears) == 7 * families.BLOCKS
-    for name, tensor in found.items():
+    for name, tensor in after.items():
         assert tensor.dtype == dtype
         stays = tensor != 0
         assert torch.equal(tensor[stays], before[name][stays])

@@ -36,7 +36,7 @@ def test_zeros_are_shared_out_over_the_others(dense: Dense, allocation: str, tmp
     assert first == 0
     assert {linear["block"] for linear in report["linears"]} == set(LED.spaced_blocks)
     sizes = [
-        sum(each["rows"] * each["columns"] for each in report["linears"] if each["block"] == block)
+        sum(linear["rows"] * linear["columns"] for linear in report["linears"] if linear["block"] == block)
         for block in LED.spaced_blocks
     ]
     mean = sum(ratio * size for ratio, size in zip(others, sizes, strict=True)) / sum(sizes)

@@ -32,9 +32,9 @@ def test_the_least_of_a_bowl_is_found_and_nothing_is_measured_twice(least: Pair)
 
 def test_no_more_is_measured_than_the_limit_and_the_best_of_that_counts() -> None:
     bowl = Bowl((5, 7))
-    found = bowl.found(LIMIT)
+    best = bowl.found(LIMIT)
     assert len(bowl.asked) == LIMIT
-    assert found == min(bowl.asked, key=lambda pair: Bowl((5, 7))(pair))
+    assert best == min(bowl.asked, key=lambda pair: Bowl((5, 7))(pair))
 
 
 def test_where_there_is_no_pair_at_all() -> None:

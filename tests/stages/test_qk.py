@@ -52,10 +52,10 @@ def dense(tmp_path_factory) -> Sources:
     return Sources(tmp_path_factory.mktemp("dense"), make, measure)
 
 
-def run(dense, variant, out, wanted, *, live=False, **more):
+def run(dense, variant, out, full_recipe, *, live=False, **more):
     """Prune; the report and the model as its container loads."""
     source = {"live": samples(variant)} if live else {"statistics": dense.statistics(variant)}
-    report = prune(job_on(dense.folder(variant), wanted, **source, **more), out)
+    report = prune(job_on(dense.folder(variant), full_recipe, **source, **more), out)
     return report, ckpt_prune.load(out) if report["container"]["remote_code"] else stock(out, variant)
 
 
@@ -80,8 +80,8 @@ def logits_of(model, variant, data, block) -> list[np.ndarray]:
     ("variant", "container"), dealt(["vit", "dinov2-model", "opt", "bert-model"], ["auto", "remote", "any", "padded"])
 )
 def test_nothing_dropped_changes_no_byte(dense, variant, container, tmp_path):
-    wanted = recipe({"qk": 0.0}, container=container)
-    _, model = run(dense, variant, tmp_path / "out", wanted)
+    full_recipe = recipe({"qk": 0.0}, container=container)
+    _, model = run(dense, variant, tmp_path / "out", full_recipe)
     before, after = ((f / "model.safetensors").read_bytes() for f in (dense.folder(variant), tmp_path / "out"))
     assert before == after
     assert_same_outputs(
@@ -98,9 +98,9 @@ def test_logits_are_those_of_the_dense_kronecker_solve(dense, place, ratio, tmp_
     """Q_S (I + M) K_Sᵀ of every layer, each on its own pruned prefix, and what the model makes of them."""
     variant, container = place
     report, model = run(dense, variant, tmp_path / "out", recipe({"qk": ratio}, container=container))
-    whole = whole_of(dense, variant, {"qk": ratio}).prune(samples(variant), {"qk": "logit"})
-    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
-    data, expected_model = samples(variant, 4, seed=9), whole.model.float()
+    by_hand = whole_of(dense, variant, {"qk": ratio}).prune(samples(variant), {"qk": "logit"})
+    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == by_hand.kept
+    data, expected_model = samples(variant, 4, seed=9), by_hand.model.float()
     for block in range(BLOCKS):
         ours, expected = (logits_of(m, variant, data, block) for m in (model, expected_model))
         for head in range(HEADS):
@@ -126,16 +126,16 @@ def test_errors_are_those_of_the_logits(dense, variant, tmp_path):
             S = [row - head * HEAD_DIM for row in site["kept"] if row // HEAD_DIM == head]
             M = logits.solve(pairs, S, STRENGTH * logits.diagonal_mean(pairs, S))
             zero, energy = np.zeros_like(M), logits.energy(pairs)
-            found = [logits.error(pairs, S, zero), logits.error(pairs, S, M), logits.floor(pairs, S), energy]
-            sums += found
+            errors = [logits.error(pairs, S, zero), logits.error(pairs, S, M), logits.floor(pairs, S), energy]
+            sums += errors
             lost = sum(np.sum(logits.lost_logits(sample, S) ** 2) for sample in pairs)
             # Q_P K_Pᵀ alone is what M has to make up for.
-            assert lost == pytest.approx(found[0], rel=1e-9)
-            own = site["heads"][head]
-            assert own["head"] == head
+            assert lost == pytest.approx(errors[0], rel=1e-9)
+            head_record = site["heads"][head]
+            assert head_record["head"] == head
             keys = ("error_uncompensated", "error_compensated", "floor")
-            assert [own[key] for key in keys] == pytest.approx([f / energy for f in found[:3]], rel=1e-3)
-            assert own["rho2"] == pytest.approx(1 - found[2] / found[0], abs=1e-3)
+            assert [head_record[key] for key in keys] == pytest.approx([f / energy for f in errors[:3]], rel=1e-3)
+            assert head_record["rho2"] == pytest.approx(1 - errors[2] / errors[0], abs=1e-3)
         assert site["error_uncompensated"] == pytest.approx(sums[0] / sums[3], rel=1e-4)
         assert site["error_compensated"] == pytest.approx(sums[1] / sums[3], rel=1e-4)
         assert (site["j0"], site["floor"]) == pytest.approx((sums[0] / 24, sums[2] / 24), rel=1e-3)
@@ -146,8 +146,8 @@ def test_errors_are_those_of_the_logits(dense, variant, tmp_path):
 
 def test_lambda_zero_reaches_the_floor_and_absolute_is_absolute(dense, tmp_path):
     def errors(compensation, name):
-        wanted = recipe({"qk": 0.5}, methods={"qk": {"method": "logit"} | compensation})
-        report, _ = run(dense, "vit", tmp_path / name, wanted, diagnostics=True)
+        full_recipe = recipe({"qk": 0.5}, methods={"qk": {"method": "logit"} | compensation})
+        report, _ = run(dense, "vit", tmp_path / name, full_recipe, diagnostics=True)
         return report["sites"]
 
     for site in errors({"lambda": 0.0}, "zero"):
@@ -167,9 +167,9 @@ def test_lambda_zero_reaches_the_floor_and_absolute_is_absolute(dense, tmp_path)
 def test_lambda_by_folds_is_the_best_on_held_out_samples(dense, tmp_path):
     grid = [1e-4, 0.01, 1.0]
     compensation = {"method": "logit", "lambda_grid": grid, "lambda_by": "folds"}
-    wanted = recipe({"qk": 0.5}, methods={"qk": compensation})
+    full_recipe = recipe({"qk": 0.5}, methods={"qk": compensation})
     report = prune(
-        job_on(dense.folder("vit"), wanted, dense.statistics("vit", folds=4), diagnostics=True), tmp_path / "o"
+        job_on(dense.folder("vit"), full_recipe, dense.statistics("vit", folds=4), diagnostics=True), tmp_path / "o"
     )
     paths = [VARIANTS["vit"].module(block, role) for block in range(BLOCKS) for role in ("query", "key")]
     seen = watch(load_stock_once(dense.folder("vit"), "vit"), samples("vit"), results=paths)
@@ -209,8 +209,8 @@ def test_dropped_dimensions_that_the_kept_ones_hold_are_no_loss(variant, contain
 
     edit_files(folder, mix)
     statistics = calibrate(folder, tmp_path / "statistics", samples(variant), collect=FOR_CORP)
-    wanted = recipe({"qk": 0.5}, methods={"qk": {"method": "logit", "lambda": 1e-7}}, container=container)
-    report = prune(job_on(folder, wanted, statistics, diagnostics=True), tmp_path / "out")
+    full_recipe = recipe({"qk": 0.5}, methods={"qk": {"method": "logit", "lambda": 1e-7}}, container=container)
+    report = prune(job_on(folder, full_recipe, statistics, diagnostics=True), tmp_path / "out")
     for site in report["sites"]:
         assert site["error_compensated"] < 1e-6
         assert site["error_uncompensated"] > 1e-4
@@ -238,8 +238,8 @@ def softmax(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("variant", "container"), every(3, dealt(CHOSEN, CONTAINERS)))
 def test_attention_keeps_the_scale_of_the_original_head(dense, variant, container, tmp_path):
     """The block's own attention weights, from rows of the dense projections, scaled by 4^-½ and not by 2^-½."""
-    wanted = recipe({"qk": 0.5}, methods="none", container=container)
-    report, model = run(dense, variant, tmp_path / "out", wanted)
+    full_recipe = recipe({"qk": 0.5}, methods="none", container=container)
+    report, model = run(dense, variant, tmp_path / "out", full_recipe)
     model.set_attn_implementation("eager")
     chosen, data = VARIANTS[variant], samples(variant, 3, seed=9)
     seen: list[torch.Tensor] = []
@@ -284,12 +284,12 @@ def test_spaces_together(dense, variant, ratios, target, container, tmp_path):
     if variant == "opt-no-bias":
         # A bias has no slot there, which only remote code gives it.
         methods |= {"heads": "ridge", "mlp": "ridge"}
-    wanted = recipe(ratios, methods=methods, target=target, container=container)
-    report, model = run(dense, variant, tmp_path / "out", wanted, live=target == "sequential")
+    full_recipe = recipe(ratios, methods=methods, target=target, container=container)
+    report, model = run(dense, variant, tmp_path / "out", full_recipe, live=target == "sequential")
     stage = {"dense": "dense", "sequential": "by site"}[target]
-    whole = whole_of(dense, variant, ratios).prune(samples(variant), {s: methods[s] for s in ratios}, stage)
-    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == whole.kept
-    assert_same_outputs(model, whole.model.float(), samples(variant, 4, seed=9), tolerance=1e-3)
+    by_hand = whole_of(dense, variant, ratios).prune(samples(variant), {s: methods[s] for s in ratios}, stage)
+    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == by_hand.kept
+    assert_same_outputs(model, by_hand.model.float(), samples(variant, 4, seed=9), tolerance=1e-3)
     assert report["container"]["remote_code"] == (container == "remote")
 
 
@@ -298,8 +298,8 @@ def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
     grid = [0.001, 1.0]
     compensation = {"lambda_grid": grid, "lambda_by": "perplexity"}
     methods = {"qk": {"method": "logit"} | compensation, "mlp": {"method": "ridge"} | compensation}
-    wanted = recipe({"qk": 0.5, "mlp": 0.3}, methods=methods, target="sequential")
-    report, _ = run(dense, "opt", tmp_path / "out", wanted, live=True)
+    full_recipe = recipe({"qk": 0.5, "mlp": 0.3}, methods=methods, target="sequential")
+    report, _ = run(dense, "opt", tmp_path / "out", full_recipe, live=True)
     expected = {}
     for value in grid:
         fixed = {"qk": {"method": "logit", "lambda": value}, "mlp": {"method": "ridge", "lambda": value}}
@@ -325,8 +325,8 @@ def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
 )
 def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path):
     """Also where heads are counted anew around padded queries and keys."""
-    wanted = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, methods={"qk": method}, container=container)
-    run(dense, variant, tmp_path / "out", wanted)
+    full_recipe = recipe({"qk": 0.5, "heads": 0.25, "mlp": 0.3}, methods={"qk": method}, container=container)
+    run(dense, variant, tmp_path / "out", full_recipe)
     checks = verify(tmp_path / "out", dense.folder(variant))
     assert [(check.name, check.detail) for check in checks if check.passed is False] == []
 

@@ -16,8 +16,8 @@ LINEARS = {
 def cost(ranks: dict[str, int]) -> int:
     """Parameters of all, of those that stay whole too."""
     return sum(
-        own.rows * own.columns if key not in ranks else ranks[key] * (own.rows + own.columns)
-        for key, own in LINEARS.items()
+        linear.rows * linear.columns if key not in ranks else ranks[key] * (linear.rows + linear.columns)
+        for key, linear in LINEARS.items()
     )
 
 
@@ -34,19 +34,22 @@ def test_one_share_of_every_weight():
 @pytest.mark.parametrize("ratio", [0.2, 0.4, 0.6])
 def test_by_energy_no_choice_of_that_size_is_better(ratio):
     room = cost(uniform_ranks(LINEARS, ratio))
-    found = ranks_by_energy(LINEARS, ratio)
-    assert cost(found) <= room
-    assert error(found) <= error(uniform_ranks(LINEARS, ratio))
-    choices = [[None, *range(1, own.rows * own.columns // (own.rows + own.columns) + 1)] for own in LINEARS.values()]
+    chosen = ranks_by_energy(LINEARS, ratio)
+    assert cost(chosen) <= room
+    assert error(chosen) <= error(uniform_ranks(LINEARS, ratio))
+    choices = [
+        [None, *range(1, linear.rows * linear.columns // (linear.rows + linear.columns) + 1)]
+        for linear in LINEARS.values()
+    ]
     every = [dict(zip(LINEARS, ranks, strict=True)) for ranks in itertools.product(*choices)]
     within = [{key: rank for key, rank in ranks.items() if rank is not None} for ranks in every]
     # Greedy: optimal but for what is left over of the room, which is less than the dearest direction.
-    dearest = max(own.rows + own.columns for own in LINEARS.values())
-    best = min(error(ranks) for ranks in within if cost(ranks) <= cost(found))
+    dearest = max(linear.rows + linear.columns for linear in LINEARS.values())
+    best = min(error(ranks) for ranks in within if cost(ranks) <= cost(chosen))
     assert (
-        error(found) <= best + 1e-12
-        or cost(found) <= room - dearest
-        or error(found) <= min(error(ranks) for ranks in within if cost(ranks) <= room - dearest)
+        error(chosen) <= best + 1e-12
+        or cost(chosen) <= room - dearest
+        or error(chosen) <= min(error(ranks) for ranks in within if cost(ranks) <= room - dearest)
     )
 
 

@@ -71,13 +71,13 @@ def test_every_variant(dense, tmp_path, variant, way):
     pruned = pruned_by(folder, tmp_path / "pruned", recipe, None)
     report = check(folder, pruned, tmp_path / "out", variant)
     if way == "narrower":
-        before, after = (sum(t.numel() for t in tensors_of(each).values()) for each in (folder, pruned))
+        before, after = (sum(t.numel() for t in tensors_of(checkpoint).values()) for checkpoint in (folder, pruned))
         assert after < before
         assert {site["space"] for site in report["sites"]} == {"heads", "mlp"}
         return
     linears = [n for n, t in tensors_of(pruned).items() if is_linear(n, tensors_of(pruned)) and n.endswith("weight")]
     assert len(report["linears"]) == len(linears)
-    zeros = {each["weight"]: each["zeros"] for each in report["linears"]}
+    zeros = {linear["weight"]: linear["zeros"] for linear in report["linears"]}
     after = tensors_of(tmp_path / "out")
     assert all(int((after[name] == 0).sum()) == zeros[name] > 0 for name in linears)
 
@@ -117,9 +117,9 @@ def test_every_kind_of_pruning(dense, tmp_path, kind):
     assert ("auto_map" in config, container) in ((True, "remote"), (False, config["model_type"]))
     report = check(folder, pruned, tmp_path / "out", variant)
     assert bool(report["container"]["padded"]) == kind.startswith("padded")
-    made = json.loads((pruned / REPORT).read_text())
+    pruned_report = json.loads((pruned / REPORT).read_text())
     new = {"recovery", "layers", "files", "stages", "job", "ckpt_prune", "torch", "transformers"}
-    assert {k: v for k, v in report.items() if k not in new} == {k: v for k, v in made.items() if k not in new}
+    assert {k: v for k, v in report.items() if k not in new} == {k: v for k, v in pruned_report.items() if k not in new}
 
 
 def test_padding_stays_zero(dense, tmp_path):

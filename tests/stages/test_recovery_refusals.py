@@ -58,8 +58,8 @@ def test_rotations_that_are_missing_or_damaged(dense, shared, tmp_path):
 
 
 def test_rotations_of_another_run(dense, shared, tmp_path):
-    found = load_file(shared / ROTATIONS)
-    save_file(found | {"residual": found["residual"].flip(0).contiguous()}, shared / ROTATIONS)
+    rotations = load_file(shared / ROTATIONS)
+    save_file(rotations | {"residual": rotations["residual"].flip(0).contiguous()}, shared / ROTATIONS)
     text = refusal(shared, dense.folder("llama"), tmp_path / "out")
     assert "before their first block" in text
 

@@ -119,20 +119,20 @@ def test_what_is_pruned_next_sees_recovered_blocks(dense, tmp_path):
     plain = tensors_of(pruned_by(folder, tmp_path / "plain", recipe, data))
     report = on_the_fly(folder, tmp_path / "out", recipe, variant)
     assert_described(tmp_path / "out", tmp_path / "plain", report)
-    found = tensors_of(tmp_path / "out")
-    weights = [name for name in found if is_linear(name, found) and name.endswith(".weight")]
-    moved = {block_of(name) for name in weights if not torch.equal(found[name] == 0, plain[name] == 0)}
+    tensors = tensors_of(tmp_path / "out")
+    weights = [name for name in tensors if is_linear(name, tensors) and name.endswith(".weight")]
+    moved = {block_of(name) for name in weights if not torch.equal(tensors[name] == 0, plain[name] == 0)}
     assert moved
     assert 0 not in moved
     for block in range(BLOCKS):
         model = stock(folder, variant)
-        before = {name: tensor for name, tensor in found.items() if "layers." in name and block_of(name) < block}
+        before = {name: tensor for name, tensor in tensors.items() if "layers." in name and block_of(name) < block}
         model.load_state_dict(before, strict=False)
         # Half of what is recovered is zero already: masking it again takes nothing more.
         expected = whole(model, variant).mask(data, masked_model.wanda, "by block")
         for name in weights:
             if block_of(name) <= block:
-                assert torch.equal(found[name] == 0, expected[name] == 0), name
+                assert torch.equal(tensors[name] == 0, expected[name] == 0), name
 
 
 def test_a_recipe_with_recovery_needs_samples(dense, tmp_path):
@@ -309,7 +309,7 @@ def test_a_job_is_known_by_everything_its_output_depends_on(dense, masked_llama,
     other_pruned = pruned_by(dense.folder("llama"), tmp_path / "pruned", make_recipe("magnitude", ratio=0.4), None)
     others.append(replace(job, model=Model.open(other_pruned)))
     others.append(replace(job, dense=Model.open(other_pruned)))
-    assert len({each.digest for each in [job, *others]}) == 1 + len(others)
+    assert len({candidate.digest for candidate in [job, *others]}) == 1 + len(others)
     # Where states are kept makes no difference.
     assert train_otherwise(job, allocate=StateMemory(0, tmp_path)).digest == job.digest
 
@@ -321,10 +321,10 @@ def test_another_job_does_not_resume(dense, masked_llama, tmp_path, key, monkeyp
         stop_training_at(patch, 1)
         with pytest.raises(KeyboardInterrupt):
             recover(job, tmp_path / "out")
-    left = contents(tmp_path)
+    files = contents(tmp_path)
     with pytest.raises(UserError, match="was begun by a different job"):
         recover(change(job, key), tmp_path / "out", resume=True)
-    assert contents(tmp_path) == left
+    assert contents(tmp_path) == files
 
 
 @pytest.mark.parametrize(

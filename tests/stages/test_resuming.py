@@ -35,11 +35,11 @@ RECORDS = {"dense": 2 * BLOCKS + 2, "best": 3 * BLOCKS + 3, "scaled": 4 * BLOCKS
 
 
 def job(sources: Any, name: str, **options: Any) -> Prepared:
-    wanted, folds = {"dense": (DENSE, 1), "best": (BEST, 2), "scaled": (SCALED, 2)}[name]
+    full_recipe, folds = {"dense": (DENSE, 1), "best": (BEST, 2), "scaled": (SCALED, 2)}[name]
     live = options.pop("live", windows(4, 16))
-    if wanted.recovery is not None:
+    if full_recipe.recovery is not None:
         options["training"] = RecoverySamples(TokenWindows(live), torch.float32)
-    return job_on(sources.folder("llama"), wanted, live=live, folds=folds, **options)
+    return job_on(sources.folder("llama"), full_recipe, live=live, folds=folds, **options)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_p
     out = tmp_path / "out"
     stop_before_entry(job(sources, name), out, record)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    records, observed, solved, fitted, said = [], [], [], [], []
+    records, observed, solved, fitted, messages = [], [], [], [], []
     for owner, method, seen in (
         (Journal, "record", records),
         (HiddenStream, "observe", observed),
@@ -75,12 +75,12 @@ def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_p
         (scale_blocks, "fit_scales", fitted),
     ):
         watch(monkeypatch, owner, method, seen)
-    prune(job(sources, name), out, resume=True, announce=said.append)
+    prune(job(sources, name), out, resume=True, announce=messages.append)
     assert contents(out) == whole[name]
     assert len(records) == RECORDS[name] - record + 1
     assert len(observed) == max(0, BLOCKS - record + 1)
     assert len(fitted) == (name == "scaled" and record <= 3 * BLOCKS + 4)
-    assert len(said) == 1 + len(fitted)
+    assert len(messages) == 1 + len(fitted)
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -105,11 +105,11 @@ def watch(patch: pytest.MonkeyPatch, owner: object, method: str, seen: list[Any]
 
 def test_other_data_is_another_job_before_anything_is_measured(sources, tmp_path, monkeypatch):
     stop_before_entry(job(sources, "dense"), tmp_path / "out", BLOCKS + 3)
-    left = contents(tmp_path)
+    files = contents(tmp_path)
     monkeypatch.setattr(HiddenStream, "__init__", lambda *_a, **_k: pytest.fail("measured"))
     with pytest.raises(UserError, match="was begun by a different job"):
         prune(job(sources, "dense", live=windows(4, 16, seed=6)), tmp_path / "out", resume=True)
-    assert contents(tmp_path) == left
+    assert contents(tmp_path) == files
 
 
 def test_measured_effects_are_taken_over_to_the_last_bit(sources, tmp_path):
@@ -124,8 +124,8 @@ def test_measured_effects_are_taken_over_to_the_last_bit(sources, tmp_path):
 
     first = Journal(tmp_path, "job")
     expected = measure(first)
-    for known in range(BLOCKS + 1):
-        notes = {f"effects {block}": first.notes[f"effects {block}"] for block in range(known)}
+    for count in range(BLOCKS + 1):
+        notes = {f"effects {block}": first.notes[f"effects {block}"] for block in range(count)}
         assert measure(Journal(tmp_path, "job", notes=notes)) == expected
 
 
@@ -133,12 +133,12 @@ def test_measured_effects_are_taken_over_to_the_last_bit(sources, tmp_path):
 
 
 def test_a_finished_output_of_the_same_job_is_left_alone(sources, tmp_path, whole, monkeypatch):
-    out, said = tmp_path / "out", []
+    out, messages = tmp_path / "out", []
     prune(job(sources, "best"), out)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     monkeypatch.setattr(Staging, "__init__", lambda *_a, **_k: pytest.fail("begun"))
-    report = prune(job(sources, "best"), out, resume=True, announce=said.append)
-    assert said == [f"{out} is finished: nothing is left to do"]
+    report = prune(job(sources, "best"), out, resume=True, announce=messages.append)
+    assert messages == [f"{out} is finished: nothing is left to do"]
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
     assert contents(out) == whole["best"]
     assert report["job"] == job(sources, "best").job.digest
@@ -154,15 +154,15 @@ def test_a_finished_output_of_another_job_is_refused(sources, tmp_path):
 
 def test_a_run_that_lacks_the_swap_alone_only_makes_it(sources, tmp_path, whole, monkeypatch):
     """Also without what was measured, which is deleted just before."""
-    out, said = tmp_path / "out", []
+    out, messages = tmp_path / "out", []
     with monkeypatch.context() as patch:
         interrupt_at(patch, Path, "rename", 1)
         with pytest.raises(KeyboardInterrupt):
             prune(job(sources, "dense"), out)
     assert not (tmp_path / "out.partial/measured").exists()
     monkeypatch.setattr(HiddenStream, "__init__", lambda *_a, **_k: pytest.fail("measured"))
-    prune(job(sources, "dense"), out, resume=True, announce=said.append)
-    assert said == [f"resuming {out}.partial: all done but putting it in its place"]
+    prune(job(sources, "dense"), out, resume=True, announce=messages.append)
+    assert messages == [f"resuming {out}.partial: all done but putting it in its place"]
     assert contents(out) == whole["dense"]
 
 
@@ -182,15 +182,15 @@ def test_a_swap_that_a_kill_interrupted_is_completed_by_resuming(sources, tmp_pa
 
 def test_overwriting_keeps_what_its_user_put_there(sources, tmp_path):
     """Overwriting a real output replaces every name that this tool writes, and keeps what the user added."""
-    out, said = tmp_path / "out", []
+    out, messages = tmp_path / "out", []
     prune(job(sources, "dense"), out)
     before = contents(out)
     (out / "notes.txt").write_text("mine")
     (out / "graph").mkdir()
     (out / "graph/ckpt_prune_onnx.json").write_text("{}")
-    prune(job(sources, "dense"), out, overwrite=True, announce=said.append)
+    prune(job(sources, "dense"), out, overwrite=True, announce=messages.append)
     assert contents(out) == before | {"notes.txt": b"mine", "graph/ckpt_prune_onnx.json": b"{}"}
-    assert said == [f"{out / 'graph'} was exported from the output that is replaced: export it again"]
+    assert messages == [f"{out / 'graph'} was exported from the output that is replaced: export it again"]
 
 
 # ---- kills that nobody can catch -----------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_overwriting_keeps_what_its_user_put_there(sources, tmp_path):
 
 @posix
 def test_a_killed_process_leaves_its_measurements(sources, tmp_path, whole, monkeypatch):
-    out, said, record = tmp_path / "out", [], Journal.record
+    out, messages, record = tmp_path / "out", [], Journal.record
 
     def record_and_die(self, unit, *args, **kwargs):
         record(self, unit, *args, **kwargs)
@@ -209,7 +209,7 @@ def test_a_killed_process_leaves_its_measurements(sources, tmp_path, whole, monk
         patch.setattr(Journal, "record", record_and_die)
         assert run_forked(lambda: prune(job(sources, "dense"), out), tmp_path).returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    prune(job(sources, "dense"), out, resume=True, announce=said.append)
-    assert said == [f"resuming {out}.partial: statistics measured"]
+    prune(job(sources, "dense"), out, resume=True, announce=messages.append)
+    assert messages == [f"resuming {out}.partial: statistics measured"]
     assert contents(out) == whole["dense"]
     assert list(tmp_path.iterdir()) == [out]

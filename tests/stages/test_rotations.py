@@ -75,8 +75,8 @@ def random_rotations(patch: pytest.MonkeyPatch, seed: int = 3) -> None:
             return orthogonal(hidden, hidden)
         basis = torch.randn(hidden, hidden, generator=generator, dtype=torch.float64)
         basis[:, 0] = preserve
-        rest = torch.linalg.qr(basis)[0][:, 1:]
-        return torch.outer(preserve, preserve) + rest @ orthogonal(hidden - 1, hidden - 1) @ rest.T
+        complement = torch.linalg.qr(basis)[0][:, 1:]
+        return torch.outer(preserve, preserve) + complement @ orthogonal(hidden - 1, hidden - 1) @ complement.T
 
     def learn(_terms: Any, problem: RotationProblem, *_: Any) -> LearnedRotations:
         heads = orthogonal(*problem.shapes(1)[1][1:])
@@ -122,8 +122,8 @@ def logits(model: PreTrainedModel, ids: Tensor = TEXT) -> Tensor:
     return model.double()(input_ids=ids, use_cache=False).logits
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 # ---- the same function -------------------------------------------------------------------------------------------
@@ -252,16 +252,16 @@ def test_layer_norms_see_a_stream_without_a_mean(dense, turned, variant, kind):
 @pytest.mark.parametrize(("variant", "kind"), cross_cases(["llama-gqa-tied", "qwen3", "mistral", "opt"], KINDS))
 def test_rotations_are_kept_beside_the_model(dense, turned, variant, kind):
     out = turned(variant, kind)
-    found = load_file(out / ROTATIONS)
+    stored = load_file(out / ROTATIONS)
     config = json.loads((out / "config.json").read_text())
     kv_heads = config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     streams = {"shared": ["residual"], "per-layer": [f"blocks.{b}.residual" for b in range(BLOCKS)], "values": []}[kind]
     heads = [f"blocks.{b}.heads" for b in range(BLOCKS)]
-    assert found.keys() == {*streams, *heads}
-    assert all(found[name].shape == (16, 16) for name in streams)
-    assert all(found[name].shape == (kv_heads, head_dim, head_dim) for name in heads)
-    for name, tensor in found.items():
+    assert stored.keys() == {*streams, *heads}
+    assert all(stored[name].shape == (16, 16) for name in streams)
+    assert all(stored[name].shape == (kv_heads, head_dim, head_dim) for name in heads)
+    for name, tensor in stored.items():
         assert tensor.dtype == torch.float32
         wide = tensor.double()
         identity = torch.eye(wide.shape[-1], dtype=torch.float64).expand_as(wide)
@@ -270,17 +270,17 @@ def test_rotations_are_kept_beside_the_model(dense, turned, variant, kind):
     if is_opt(variant):
         ones = torch.ones(16, dtype=torch.float64)
         for name in streams:
-            torch.testing.assert_close(found[name].double() @ ones, ones, rtol=0, atol=1e-6)
+            torch.testing.assert_close(stored[name].double() @ ones, ones, rtol=0, atol=1e-6)
     # They are what the weights were turned by: v of the middle block, from its definition.
     W = tensors_of(dense.folder(variant))
     block = next(name for name in W if "layers.1." in name).partition("1.")[0] + "1."
     V = W[f"{block}self_attn.v_proj.weight"].double().numpy()
-    R2 = found["blocks.1.heads"].double().numpy()
+    R2 = stored["blocks.1.heads"].double().numpy()
     right = np.eye(16)
     if kind != "values":
         norm = "self_attn_layer_norm" if is_opt(variant) else "input_layernorm"
         V = V * W[f"{block}{norm}.weight"].double().numpy()
-        right = found["residual" if kind == "shared" else "blocks.1.residual"].double().numpy()
+        right = stored["residual" if kind == "shared" else "blocks.1.residual"].double().numpy()
     expected = rotation_entropy.rotate(V, full_rotation("heads", len(V), None, R2), right)
     np.testing.assert_allclose(tensors_of(out)[f"{block}self_attn.v_proj.weight"], expected, rtol=1e-5, atol=1e-6)
 
@@ -349,8 +349,8 @@ def job_after(dense: Sources, turned: Callable[..., Path], variant: str, kind: s
         residual = stored.get("residual", stored.get(f"blocks.{block}.residual"))
         return None if residual is None else residual.double(), stored[f"blocks.{block}.heads"].double()
 
-    wanted = rotating(kind, {"method": "sparsegpt"}, ratio=0.5)
-    job = preview_job(encoders.request_on(dense.folder(variant), wanted, dense.statistics(variant, folds=2)))
+    recipe = rotating(kind, {"method": "sparsegpt"}, ratio=0.5)
+    job = preview_job(encoders.request_on(dense.folder(variant), recipe, dense.statistics(variant, folds=2)))
     return replace(job, basis=replace(job.basis, rotations=of))
 
 
@@ -366,9 +366,9 @@ def test_moments_under_rotations_are_those_of_the_rotated_model(dense, turned, v
     seen = model.tokens(data_of(variant), sites)
     source = open_moments(job, {})
     for block in range(BLOCKS):
-        found = source.moments(block, {}, list(job.model.family.inputs))
-        assert list(found) == [group[0].disk for group in model.inputs]
-        for at, folds in enumerate(found.values()):
+        by_input = source.moments(block, {}, list(job.model.family.inputs))
+        assert list(by_input) == [group[0].disk for group in model.inputs]
+        for at, folds in enumerate(by_input.values()):
             assert len(folds) == 2
             moments, X = sum_folds(folds), seen[block, at]
             assert moments.count == len(X)
@@ -421,15 +421,15 @@ def test_rotating_and_masking_equals_masking_what_was_rotated(dense, turned, tmp
     report = prune_by_mask(dense.folder(variant), tmp_path / "one", one_run, data)
     one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
     assert one.keys() == two.keys()
-    zeros = [each["weight"] for each in report["linears"]]
+    zeros = [linear["weight"] for linear in report["linears"]]
     assert len(zeros) == BLOCKS * (6 if "opt" in variant else 7)
     for name in zeros:
         # Rounding of the moments may decide between two that are all but equal.
         assert ((one[name] == 0) != (two[name] == 0)).float().mean() < (0.005 if target == "dense" else 1e-9), name
     assert all(torch.equal(one[name], two[name]) for name in one if name not in zeros)
-    found, expected = (logits(families.stock(tmp_path / name)) for name in ("one", "two"))
-    assert distance(found, expected) < 0.02
-    assert distance(found, logits(families.stock(first))) > 0.1
+    outputs, expected = (logits(families.stock(tmp_path / name)) for name in ("one", "two"))
+    assert distance(outputs, expected) < 0.02
+    assert distance(outputs, logits(families.stock(first))) > 0.1
 
 
 # ---- what is learned ---------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def entropy_by_hand(dense: Sources, variant: str, kind: str, backbone: str) -> l
     tensors = tensors_of(dense.folder(variant))
     reads = {0: "self_attn_layer_norm", 2: "final_layer_norm"} if opt else {}
     reads = reads or {0: "input_layernorm", 2: "post_attention_layernorm"}
-    found = []
+    entropies = []
     for block in range(BLOCKS):
         prefix, entropy = model.prefix.format(block), 0.0
         for at, group in enumerate(model.inputs):
@@ -467,8 +467,8 @@ def entropy_by_hand(dense: Sources, variant: str, kind: str, backbone: str) -> l
                     H = (read.T @ read).numpy()
                     scores = rotation_entropy.importance(backbone, W.numpy(), H, 0.01, eye, right)
                     entropy += rotation_entropy.entropy(scores, rows, columns)
-        found.append(entropy)
-    return found
+        entropies.append(entropy)
+    return entropies
 
 
 def learning(kind: str, backbone: str, steps: int = 1, **more: Any) -> FullRecipe:
@@ -493,15 +493,15 @@ def test_the_entropy_that_is_lowered_is_the_papers(dense, tmp_path, learned, bac
     learned, expected = report["rotation"]["learned"], entropy_by_hand(dense, variant, kind, backbone)
     if kind == "shared":
         expected = [sum(expected)]
-    assert [each["entropy_before"] for each in learned] == pytest.approx(expected, rel=1e-4)
-    assert all(each["entropy_after"] <= each["entropy_before"] for each in learned)
-    assert [each["block"] for each in learned] == ([None] if kind == "shared" else list(range(BLOCKS)))
+    assert [record["entropy_before"] for record in learned] == pytest.approx(expected, rel=1e-4)
+    assert all(record["entropy_after"] <= record["entropy_before"] for record in learned)
+    assert [record["block"] for record in learned] == ([None] if kind == "shared" else list(range(BLOCKS)))
 
 
 @pytest.mark.parametrize(("variant", "kind"), every(2, itertools.product(["llama-gqa-tied", "opt"], KINDS)))
 def test_learned_rotations_leave_the_function_as_it_is(dense, tmp_path, variant, kind):
     report = prune_by_mask(dense.folder(variant), tmp_path / "out", learning(kind, "wanda", 20), data_of(variant))
-    assert all(each["entropy_after"] < each["entropy_before"] for each in report["rotation"]["learned"])
+    assert all(record["entropy_after"] < record["entropy_before"] for record in report["rotation"]["learned"])
     assert distance(logits(load_rotated(tmp_path / "out", kind)), logits(families.stock(dense.folder(variant)))) < 1e-5
     for name, tensor in load_file(tmp_path / "out" / ROTATIONS).items():
         wide = tensor.double()
@@ -548,12 +548,12 @@ def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, kind, pla
 
 def kill(patch: pytest.MonkeyPatch, owner: Any, name: str, calls: int) -> None:
     """Let a function run `calls` times, then stop as Ctrl-C does."""
-    original, left = getattr(owner, name), [calls]
+    original, remaining = getattr(owner, name), [calls]
 
     def dying(*args: Any, **options: Any) -> Any:
-        if not left[0]:
+        if not remaining[0]:
             raise KeyboardInterrupt
-        left[0] -= 1
+        remaining[0] -= 1
         return original(*args, **options)
 
     patch.setattr(owner, name, dying)

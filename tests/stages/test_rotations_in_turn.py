@@ -43,9 +43,9 @@ def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch,
     random_rotations(monkeypatch)
     by_hand, seen = learning.learn_rotations, []
 
-    def watch_terms(terms: list[Term], *rest: Any, **options: Any) -> LearnedRotations:
+    def watch_terms(terms: list[Term], *args: Any, **options: Any) -> LearnedRotations:
         seen.append({term.name: term.inputs for term in terms})
-        return by_hand(terms, *rest, **options)
+        return by_hand(terms, *args, **options)
 
     monkeypatch.setattr(learning, "learn_rotations", watch_terms)
     recipe = in_turn(method=method, importance="wanda")
@@ -75,18 +75,18 @@ def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch,
 def inputs_of(model: Any, block: int, states: Tensor | None, ids: Tensor) -> dict[str, Tensor]:
     """Return what the linears of a dense block read, (tokens, width), with its input replaced by `states` if given."""
     layers = model.get_decoder().layers
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     hooks = []
     for path, module in layers[block].named_modules():
         if isinstance(module, torch.nn.Linear):
-            keep = lambda _, args, path=path: found.__setitem__(path, args[0].reshape(-1, args[0].shape[-1]))  # noqa: E731
+            keep = lambda _, args, path=path: inputs.__setitem__(path, args[0].reshape(-1, args[0].shape[-1]))  # noqa: E731
             hooks.append(module.register_forward_pre_hook(keep))
     if states is not None:
         hooks.append(layers[block].register_forward_pre_hook(lambda _, args: (states, *args[1:])))
     model(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return found
+    return inputs
 
 
 def test_what_is_masked_before_shows(dense, tmp_path):

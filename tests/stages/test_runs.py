@@ -27,13 +27,13 @@ def test_runs_of_blocks() -> None:
 def test_least_runs_are_the_best_of_all_choices(count: int, most: int) -> None:
     for seed in range(5):
         matrix, allowed = costs(8, seed), [block for block in range(8) if block != seed]
-        able = [own for own in combinations(allowed, count) if len(runs_of(own)) <= most]
-        found = least_runs(matrix, count, most, allowed)
+        able = [blocks for blocks in combinations(allowed, count) if len(runs_of(blocks)) <= most]
+        chosen = least_runs(matrix, count, most, allowed)
         if not able:
-            assert found is None
+            assert chosen is None
         else:
-            assert found is not None
-            assert tuple(found) == min(able, key=lambda own: total(matrix, own))
+            assert chosen is not None
+            assert tuple(chosen) == min(able, key=lambda blocks: total(matrix, blocks))
 
 
 def test_least_blocks_take_the_first_of_equal_ones() -> None:

@@ -31,8 +31,8 @@ def assert_moments_of(moments: Moments, tokens: np.ndarray) -> None:
         "gram": tokens.T @ tokens,
     }
     for name, value in expected.items():
-        found = getattr(moments, name).numpy()
-        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
+        actual = getattr(moments, name).numpy()
+        np.testing.assert_allclose(actual, value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
 def consumer_path(block: int, space: str) -> str:
@@ -48,10 +48,10 @@ def test_dense_statistics_are_those_of_the_whole_model(sources, variant):
     for fold, (start, stop) in enumerate([(0, 2), (2, 5), (5, 8)]):
         inputs = inputs_of(model, [consumer_path(b, s) for b in range(BLOCKS) for s in CONSUMERS], ids[start:stop])
         for block in range(BLOCKS):
-            found = statistics.read_moments(block)
+            by_weight = statistics.read_moments(block)
             for space in CONSUMERS:
                 path = consumer_path(block, space)
-                assert_moments_of(found[f"{path}.weight"][fold], inputs[path])
+                assert_moments_of(by_weight[f"{path}.weight"][fold], inputs[path])
 
 
 @pytest.mark.parametrize("tokens", [24, 60, 4096])
@@ -61,9 +61,9 @@ def test_batches_change_nothing(sources, monkeypatch, tokens):
     stream = stream_on(sources.folder("mistral"), folds=3)
     paths = [consumer_path(0, space) for space in CONSUMERS]
     inputs = inputs_of(stock(sources.folder("mistral")), paths, windows()[2:5])
-    found = stream.observe(0, stream.block_tensors(0), dict.fromkeys(CONSUMERS, True))
+    observed = stream.observe(0, stream.block_tensors(0), dict.fromkeys(CONSUMERS, True))
     for space, path in zip(CONSUMERS, paths, strict=True):
-        assert_moments_of(found[space][1], inputs[path])
+        assert_moments_of(observed[space][1], inputs[path])
 
 
 class Stream(HiddenStream):
@@ -97,8 +97,8 @@ def test_a_sliding_window_is_seen_by_the_stream(tmp_path, window):
     config = AutoConfig.for_model("mistral", **SIZES, sliding_window=window)
     MistralForCausalLM(config).save_pretrained(tmp_path)
     ids = windows(4, 10)
-    found = stream_on(tmp_path, ids=ids)
-    moments = found.observe(0, found.block_tensors(0), {"heads": True})["heads"][0]
+    stream = stream_on(tmp_path, ids=ids)
+    moments = stream.observe(0, stream.block_tensors(0), {"heads": True})["heads"][0]
     path = consumer_path(0, "heads")
     assert_moments_of(moments, inputs_of(stock(tmp_path), [path], ids)[path])
     full = stock(tmp_path, sliding_window=None)
@@ -126,18 +126,20 @@ def test_sequential_moments_are_of_the_pruned_prefix(sources, variant, true_sequ
     original = SequentialMoments.moments
 
     def recording(self, block, tensors, spaces):
-        found = original(self, block, tensors, spaces)
-        seen.update({(block, space): folds[0] for space, folds in found.items()})
-        return found
+        by_space = original(self, block, tensors, spaces)
+        seen.update({(block, space): folds[0] for space, folds in by_space.items()})
+        return by_space
 
     monkeypatch.setattr(SequentialMoments, "moments", recording)
     folder, ids = sources.folder(variant), windows()
-    wanted = recipe("ridge", heads=one_group(variant), lam=0.1, target="sequential", true_sequential=true_sequential)
-    prune(job_on(folder, wanted, live=ids), tmp_path / "out")
+    full_recipe = recipe(
+        "ridge", heads=one_group(variant), lam=0.1, target="sequential", true_sequential=true_sequential
+    )
+    prune(job_on(folder, full_recipe, live=ids), tmp_path / "out")
     assert set(seen) == {(block, space) for block in range(BLOCKS) for space in CONSUMERS}
     for (block, space), moments in seen.items():
-        whole = mix_blocks(
+        mixed = mix_blocks(
             stock(tmp_path / "out"), stock(folder), block, attention_pruned=true_sequential and space == "mlp"
         )
         path = consumer_path(block, space)
-        assert_moments_of(moments, inputs_of(whole, [path], ids)[path])
+        assert_moments_of(moments, inputs_of(mixed, [path], ids)[path])

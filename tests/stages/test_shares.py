@@ -15,13 +15,13 @@ UNITS, MULTIPLES = st.integers(1, 3000), st.sampled_from([1, 2, 8, 64, 4000])
 
 def reachable(units, rounding, multiple_of):
     """Every width that some ratio of two or three digits leaves."""
-    found = set()
+    widths = set()
     for thousandth in range(1000):
         try:
-            found.add(units_kept(units, thousandth / 1000, rounding, multiple_of))
+            widths.add(units_kept(units, thousandth / 1000, rounding, multiple_of))
         except Exception:  # nothing would stay
             continue
-    return found
+    return widths
 
 
 @pytest.mark.parametrize(("units", "multiple_of"), [(1, 1), (3, 1), (22, 1), (22, 4), (24, 8), (5, 8)])
@@ -47,7 +47,7 @@ def test_a_ratio_is_as_short_as_can_be():
 
 
 @pytest.mark.parametrize(
-    ("units", "asked", "rounding", "multiple_of", "found"),
+    ("units", "ratio", "rounding", "multiple_of", "expected"),
     [
         (2, 0.3, "floor", 1, Gap(0.3, 0, 1, 0.5)),
         (3, 0.2, "floor", 1, Gap(0.2, 0, 1, 0.34)),
@@ -60,5 +60,5 @@ def test_a_ratio_is_as_short_as_can_be():
         (24, 0.3, "ceil", 8, Gap(0.3, 8, 0, 0.0)),
     ],
 )
-def test_what_is_too_coarse_is_told_with_the_size_beside_it(units, asked, rounding, multiple_of, found):
-    assert gap(units, asked, rounding, multiple_of) == found
+def test_what_is_too_coarse_is_told_with_the_size_beside_it(units, ratio, rounding, multiple_of, expected):
+    assert gap(units, ratio, rounding, multiple_of) == expected

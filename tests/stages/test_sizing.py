@@ -41,8 +41,8 @@ def size_at(folder: Path, heads: int, mlp: int, kind: str = "params") -> int:
 
 
 def widths(job: Prepared) -> tuple[int, int]:
-    (found,) = {(width["heads"], width["mlp"]) for width in job.widths}
-    return found
+    (pair,) = {(width["heads"], width["mlp"]) for width in job.widths}
+    return pair
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,7 +114,9 @@ def test_llm_pruner_prunes_the_blocks_of_its_authors_command(name):
     block = 4 * 4096 * 4096 + 3 * 4096 * 11008
     model, recipe = families.model_of(LLAMA_7B), load_recipe(name)
     widths = Decisions(recipe).widths(model)
-    assert [block for block, own in enumerate(widths) if own != {"heads": 32, "mlp": 11008}] == list(range(4, 30))
+    assert [block for block, block_widths in enumerate(widths) if block_widths != {"heads": 32, "mlp": 11008}] == list(
+        range(4, 30)
+    )
     assert widths[4] == {"heads": 24, "mlp": 8256}
     assert cost_of(model).parameters - cost_of(model, model.shapes_at(widths)).parameters == 26 * block // 4
     assert round(cost_of(model, model.shapes_at(widths)).parameters / 1e9, 1) == 5.4

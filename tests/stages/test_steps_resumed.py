@@ -65,7 +65,7 @@ class Rounding(Step):
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every walk end with rounding."""
     monkeypatch.setattr(
-        running, "walk", lambda view, steps, *rest, **more: module.walk(view, with_rounding(steps), *rest, **more)
+        running, "walk", lambda view, steps, *args, **more: module.walk(view, with_rounding(steps), *args, **more)
     )
     monkeypatch.setattr(
         running, "read_records", lambda model, steps, store: module.read_records(model, with_rounding(steps), store)
@@ -77,10 +77,10 @@ def with_rounding(steps: Mapping[str, Step]) -> dict[str, Step]:
 
 
 def job(sources: Any, name: str) -> Any:
-    wanted = FullRecipe.model_validate(RECIPES[name])
+    full_recipe = FullRecipe.model_validate(RECIPES[name])
     training = RecoverySamples(training_data("llama"), torch.float32, after=frozenset({1}))
-    options = {} if wanted.recovery is None else {"training": training}
-    return job_on(sources.folder("llama"), wanted, live=windows(4, 16), **options)
+    options = {} if full_recipe.recovery is None else {"training": training}
+    return job_on(sources.folder("llama"), full_recipe, live=windows(4, 16), **options)
 
 
 @pytest.mark.parametrize("name", every(2, RECIPES))

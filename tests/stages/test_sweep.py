@@ -38,21 +38,21 @@ CASES: dict[str, tuple[str, FullRecipe]] = {
 
 def expected_point(request: Job, ratio: float) -> SweepPoint:
     """From a plan of its own."""
-    own = prepare_plan(replace(request, recipe=request.recipe.with_ratio(ratio)))
-    plan = make_plan(own)
+    prepared = prepare_plan(replace(request, recipe=request.recipe.with_ratio(ratio)))
+    plan = make_plan(prepared)
     widths, errors = {}, {}
     for space in request.recipe.spaces:
-        counts = [width[space] for width in own.widths]
+        counts = [width[space] for width in prepared.widths]
         widths[space] = (min(counts), max(counts))
-        found = []
+        site_errors = []
         for site in plan.sites:
             if site.space == space and len(site.kept) == site.units:
-                found.append(0.0)
+                site_errors.append(0.0)
             elif site.space == space and site.error_held_out is not None:
-                found.append(site.error_held_out)
+                site_errors.append(site.error_held_out)
             elif site.space == space:
-                found.append(site.error_compensated)
-        errors[space] = None if None in found else fmean(found)
+                site_errors.append(site.error_compensated)
+        errors[space] = None if None in site_errors else fmean(site_errors)
     return SweepPoint(ratio, plan.after, widths, errors)
 
 

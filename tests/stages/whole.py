@@ -111,12 +111,12 @@ def assert_masked(
     out: Path, source: Path, expected: dict[str, torch.Tensor], family: Family | None = None, *, updated: bool = False
 ) -> None:
     """The linears of the blocks have these weights, everything else the source's bits."""
-    found, before = tensors_of(out), tensors_of(source)
-    assert found.keys() == before.keys()
+    after, before = tensors_of(out), tensors_of(source)
+    assert after.keys() == before.keys()
     if family is not None:
-        found, before = unstack_experts(family, found), unstack_experts(family, before)
-    assert expected.keys() <= found.keys()
-    for name, tensor in found.items():
+        after, before = unstack_experts(family, after), unstack_experts(family, before)
+    assert expected.keys() <= after.keys()
+    for name, tensor in after.items():
         if name not in expected:
             assert torch.equal(tensor, before[name]), name
             continue
@@ -147,16 +147,16 @@ def watch_reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
         seen.held[block] -= 1
 
     def read(self: Checkpoint, names: Any) -> dict[str, torch.Tensor]:
-        found = original(self, names)
-        asked = {block for name in found if (block := block_of(name)) is not None}
-        seen.blocks |= asked
-        seen.together = max(seen.together, len(asked))
-        for name, tensor in found.items():
+        tensors = original(self, names)
+        blocks = {block for name in tensors if (block := block_of(name)) is not None}
+        seen.blocks |= blocks
+        seen.together = max(seen.together, len(blocks))
+        for name, tensor in tensors.items():
             if (block := block_of(name)) is not None:
                 seen.held[block] = seen.held.get(block, 0) + 1
                 weakref.finalize(tensor, release, block)
         seen.alive = max(seen.alive, sum(count > 0 for count in seen.held.values()))
-        return found
+        return tensors
 
     monkeypatch.setattr(Checkpoint, "read", read)
     return seen

@@ -19,15 +19,15 @@ def slow(
     codes, scales = np.zeros_like(weight), np.zeros((len(weight), weight.shape[1] // group))
     for row in range(len(weight)):
         for g in range(scales.shape[1]):
-            own = weight[row, g * group : (g + 1) * group]
+            values = weight[row, g * group : (g + 1) * group]
             tried = []
-            ranges = [np.abs(own).max() / ((2**bits - 1) / 2), own[np.abs(own).argmax()] / low]
-            for wanted in (part * shrink for part in ranges[: 1 if energies is None else 2] for shrink in shrinks):
-                scale = float(np.float32(wanted))
-                nearest = np.clip(np.round(own / scale), low, high)
-                lost = counts[g * group : (g + 1) * group] * (nearest * scale - own) ** 2
+            ranges = [np.abs(values).max() / ((2**bits - 1) / 2), values[np.abs(values).argmax()] / low]
+            for exact in (part * shrink for part in ranges[: 1 if energies is None else 2] for shrink in shrinks):
+                scale = float(np.float32(exact))
+                nearest = np.clip(np.round(values / scale), low, high)
+                lost = counts[g * group : (g + 1) * group] * (nearest * scale - values) ** 2
                 tried.append((float(lost.sum()), scale, nearest))
-            _, scales[row, g], codes[row, g * group : (g + 1) * group] = min(tried, key=lambda each: each[0])
+            _, scales[row, g], codes[row, g * group : (g + 1) * group] = min(tried, key=lambda trial: trial[0])
     return codes, scales
 
 
@@ -78,11 +78,11 @@ def test_zeros_stay_zeros_and_extremes_stay_finite(dtype):
     weight[2, 5] = torch.finfo(dtype).smallest_normal
     scheme = PackingScheme("int4", 32)
     scales = scales_of(weight, scheme, dtype)
-    found = weights_of(codes_of(weight, scales, scheme), scales, scheme)
+    restored = weights_of(codes_of(weight, scales, scheme), scales, scheme)
     assert scales.isfinite().all()
     assert (scales > 0).all()
-    assert ((found == 0) | (weight != 0)).all()
-    torch.testing.assert_close(found[1, ::2], weight[1, ::2].double(), rtol=0.1, atol=0.0)
+    assert ((restored == 0) | (weight != 0)).all()
+    torch.testing.assert_close(restored[1, ::2], weight[1, ::2].double(), rtol=0.1, atol=0.0)
 
 
 def bits_of(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
@@ -97,18 +97,18 @@ def bits_of(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
 def test_words_hold_the_codes_bit_by_bit(monkeypatch, format, bits, columns):
     weight = torch.randn(7, columns, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     scheme = PackingScheme(format, None)
-    made, change = pack_weight("m", weight, scheme)
-    scales = made["m.weight_scale"]
+    packed, change = pack_weight("m", weight, scheme)
+    scales = packed["m.weight_scale"]
     codes = codes_of(weight, scales, scheme)
-    assert (bits_of(made["m.weight_packed"].numpy(), bits, columns) == codes.numpy()).all()
-    assert torch.equal(unpack_codes(made["m.weight_packed"], columns, scheme), codes)
-    assert made["m.weight_shape"].tolist() == [7, columns]
+    assert (bits_of(packed["m.weight_packed"].numpy(), bits, columns) == codes.numpy()).all()
+    assert torch.equal(unpack_codes(packed["m.weight_packed"], columns, scheme), codes)
+    assert packed["m.weight_shape"].tolist() == [7, columns]
     assert change == pytest.approx(float((weights_of(codes, scales, scheme) - weight.double()).square().sum()))
     # A few rows at a time come to the same.
     monkeypatch.setattr("ckpt_prune.stages.quantize.packing._MOST_AT_ONCE", 2 * columns)
     again, _ = pack_weight("m", weight, scheme)
-    assert all(torch.equal(again[name], made[name]) for name in made)
-    assert torch.equal(unpack_codes(made["m.weight_packed"], columns, scheme), codes)
+    assert all(torch.equal(again[name], packed[name]) for name in packed)
+    assert torch.equal(unpack_codes(packed["m.weight_packed"], columns, scheme), codes)
 
 
 def slow_gptq(weight: np.ndarray, gram: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
@@ -119,14 +119,14 @@ def slow_gptq(weight: np.ndarray, gram: np.ndarray, scales: np.ndarray, bits: in
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     damped = gram / np.diag(gram).mean() + 0.01 * np.eye(len(gram))
     moved, codes = weight.copy(), np.zeros_like(weight)
-    left = sorted(range(weight.shape[1]), key=lambda j: -gram[j, j])
-    while left:
-        j = left[0]
-        inverse = np.linalg.inv(damped[np.ix_(left, left)])
+    remaining = sorted(range(weight.shape[1]), key=lambda j: -gram[j, j])
+    while remaining:
+        j = remaining[0]
+        inverse = np.linalg.inv(damped[np.ix_(remaining, remaining)])
         codes[:, j] = np.clip(np.round(moved[:, j] / scales[:, j]), low, high)
         codes[weight[:, j] == 0, j] = 0
-        moved[:, left] -= ((moved[:, j] - codes[:, j] * scales[:, j]) / inverse[0, 0])[:, None] * inverse[0]
-        left = left[1:]
+        moved[:, remaining] -= ((moved[:, j] - codes[:, j] * scales[:, j]) / inverse[0, 0])[:, None] * inverse[0]
+        remaining = remaining[1:]
     return codes
 
 
@@ -145,7 +145,7 @@ def test_gptq_is_the_textbook_one_and_keeps_outputs(group):
     assert (codes.double().numpy() == slow_gptq(weight.numpy(), gram.numpy(), by_weight.numpy(), 4)).all()
     assert (codes[weight == 0] == 0).all()
 
-    def lost(found):
-        return float((inputs @ (weights_of(found, scales, scheme) - weight).T).square().sum())
+    def lost(chosen):
+        return float((inputs @ (weights_of(chosen, scales, scheme) - weight).T).square().sum())
 
     assert lost(codes) < 0.8 * lost(codes_of(weight, scales, scheme))

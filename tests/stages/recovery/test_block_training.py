@@ -53,9 +53,9 @@ class Site:
         """Relative squared error on samples held out, one at a time, with the block built anew."""
         block = self.stream.factory.build_block(BLOCK, tensors)
         with torch.no_grad():
-            found = torch.cat([self.stream.run(block, BLOCK, self.stream.states[row, None]) for row in self.held_out])
+            outputs = torch.cat([self.stream.run(block, BLOCK, self.stream.states[row, None]) for row in self.held_out])
         target = self.targets[self.split.measured].double()
-        return float((found.double() - target).square().sum() / target.square().sum())
+        return float((outputs.double() - target).square().sum() / target.square().sum())
 
     @property
     def held_out(self) -> list[int]:
@@ -101,16 +101,18 @@ def oracle(at: Site, seed: int = 0) -> tuple[laco.Path, Callable[[Weights], floa
     return path, error
 
 
-def assert_kept(found: TrainedBlock, at: Site, expected: Weights) -> None:
+def assert_kept(trained: TrainedBlock, at: Site, expected: Weights) -> None:
     """Assert that all tensors to be trained changed, to the expected values, and that all others are untouched."""
-    assert found.tensors.keys() == at.tensors.keys()
+    assert trained.tensors.keys() == at.tensors.keys()
     for name, tensor in at.tensors.items():
-        assert found.tensors[name].dtype == tensor.dtype
+        assert trained.tensors[name].dtype == tensor.dtype
         if name in at.names:
-            assert not torch.equal(found.tensors[name], tensor), name
-            torch.testing.assert_close(found.tensors[name], expected[name], **AGREE, msg=lambda m, n=name: f"{n}: {m}")
+            assert not torch.equal(trained.tensors[name], tensor), name
+            torch.testing.assert_close(
+                trained.tensors[name], expected[name], **AGREE, msg=lambda m, n=name: f"{n}: {m}"
+            )
         else:
-            assert torch.equal(found.tensors[name], tensor), name
+            assert torch.equal(trained.tensors[name], tensor), name
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -151,14 +153,14 @@ def test_weights_are_those_of_algorithm_1(twins, case):
     at = site(twins(case.partition(",")[0]), settings(**CASES[case]))
     path, error = oracle(at)
     errors = [error(weights) for weights in path.weights]
-    told: list[tuple[int, float]] = []
-    found = at.train(progress=lambda epoch, loss: told.append((epoch, loss)))
+    progress: list[tuple[int, float]] = []
+    trained = at.train(progress=lambda epoch, loss: progress.append((epoch, loss)))
     best = errors.index(min(errors)) if at.chosen.held_out else at.chosen.epochs
     assert best > 0
-    assert (found.epochs, found.best_epoch, found.diverged) == (at.chosen.epochs, best, False)
-    assert_kept(found, at, path.weights[best])
-    assert [epoch for epoch, _ in told] == list(range(1, at.chosen.epochs + 1))
-    assert [loss for _, loss in told] == pytest.approx(path.losses, rel=1e-6)
+    assert (trained.epochs, trained.best_epoch, trained.diverged) == (at.chosen.epochs, best, False)
+    assert_kept(trained, at, path.weights[best])
+    assert [epoch for epoch, _ in progress] == list(range(1, at.chosen.epochs + 1))
+    assert [loss for _, loss in progress] == pytest.approx(path.losses, rel=1e-6)
     assert at.chosen.held_out or errors.index(min(errors)) < best  # whether it is better or not
 
 
@@ -174,10 +176,10 @@ def test_the_epoch_is_kept_that_is_best_once_rounded(twins):
     rounded = [error({n: t.bfloat16().double() for n, t in weights.items()}) for weights in path.weights]
     best = rounded.index(min(rounded))
     assert best not in (0, exact.index(min(exact))), "the two choices must differ for this to say something"
-    found = at.train()
-    assert found.best_epoch == best
+    trained = at.train()
+    assert trained.best_epoch == best
     for name in at.names:
-        assert torch.equal(found.tensors[name], path.weights[best][name].bfloat16()), name
+        assert torch.equal(trained.tensors[name], path.weights[best][name].bfloat16()), name
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
@@ -190,8 +192,8 @@ def test_training_stops_when_the_error_has_not_fallen_for_so_many_epochs(twins, 
         stop += 1
         lowest = stop if errors[stop] < errors[lowest] else lowest
     assert stop < 12
-    found = at.train()
-    assert (found.epochs, found.best_epoch, found.diverged) == (stop, lowest, False)
+    trained = at.train()
+    assert (trained.epochs, trained.best_epoch, trained.diverged) == (stop, lowest, False)
 
 
 @pytest.fixture
@@ -205,20 +207,20 @@ def test_a_training_that_gains_nothing_gives_the_old_tensors(twins, once):
     path, error = oracle(at)
     errors = [error(weights) for weights in path.weights]
     assert errors[0] < errors[1] < min(errors[2:])
-    found = at.train()
-    assert (found.epochs, found.best_epoch, found.rate, found.diverged) == (3, 0, None, False)
-    assert_same_bits(found.tensors, at.tensors)
+    trained = at.train()
+    assert (trained.epochs, trained.best_epoch, trained.rate, trained.diverged) == (3, 0, None, False)
+    assert_same_bits(trained.tensors, at.tensors)
 
 
 def test_a_training_that_gains_nothing_is_tried_again_at_a_quarter_of_the_rate(twins):
     at = site(twins("llama"), settings(patience=2, epochs=3, lr=0.2, schedule="constant"))
     slower = at.train(rate=0.05)
     assert slower.rate == 0.05
-    found = at.train(rate=0.2)
-    assert found.rate == 0.05
-    assert found.best_epoch == slower.best_epoch
-    assert found.epochs == 3 + slower.epochs
-    assert_same_bits(found.tensors, slower.tensors)
+    trained = at.train(rate=0.2)
+    assert trained.rate == 0.05
+    assert trained.best_epoch == slower.best_epoch
+    assert trained.epochs == 3 + slower.epochs
+    assert_same_bits(trained.tensors, slower.tensors)
     assert at.train(rate=0.8).rate == 0.05  # and at a sixteenth
 
 
@@ -230,12 +232,12 @@ RATES = st.one_of(
 @pytest.fixture(scope="module")
 def sites(twins):
     """Ready for training, as it leaves them."""
-    made: dict[tuple[str, torch.dtype], Site] = {}
+    cached: dict[tuple[str, torch.dtype], Site] = {}
 
     def of(variant: str, stored: torch.dtype, computed: torch.dtype = torch.float32) -> Site:
-        if (variant, stored) not in made:
-            made[variant, stored] = site(twins(variant), settings(epochs=2), dtype=computed, stored=stored)
-        return made[variant, stored]
+        if (variant, stored) not in cached:
+            cached[variant, stored] = site(twins(variant), settings(epochs=2), dtype=computed, stored=stored)
+        return cached[variant, stored]
 
     return of
 
@@ -253,24 +255,24 @@ def test_the_error_on_samples_held_out_never_grows(sites, rate, variant, stored,
     at: Site = sites(variant, stored)
     at.chosen = settings(epochs=2, schedule=schedule)
     before = at.error(at.tensors)
-    found = at.train(rate=rate, seed=seed)
-    for name, tensor in found.tensors.items():
+    trained = at.train(rate=rate, seed=seed)
+    for name, tensor in trained.tensors.items():
         assert tensor.isfinite().all(), name
         if name.endswith(".weight"):
             assert not tensor[at.tensors[name] == 0].any(), name
-    if found.best_epoch:
-        assert at.error(found.tensors) < before * (1 + 1e-5)
+    if trained.best_epoch:
+        assert at.error(trained.tensors) < before * (1 + 1e-5)
     else:
-        assert_same_bits(found.tensors, at.tensors)
+        assert_same_bits(trained.tensors, at.tensors)
 
 
 @pytest.mark.parametrize("rate", [1e3, 1e30, math.inf])
 @pytest.mark.parametrize("variant", ["llama", "opt"])
 def test_a_training_that_gets_lost_is_stopped_and_the_old_weights_are_kept(twins, variant, rate):
     at = site(twins(variant), settings(epochs=9), dtype=torch.float32)
-    found = at.train(rate=rate)
-    assert (found.epochs, found.best_epoch, found.diverged) == (3, 0, True)
-    assert_same_bits(found.tensors, at.tensors)
+    trained = at.train(rate=rate)
+    assert (trained.epochs, trained.best_epoch, trained.diverged) == (3, 0, True)
+    assert_same_bits(trained.tensors, at.tensors)
 
 
 @pytest.mark.parametrize("rows", ["train", "measured"])
@@ -284,17 +286,17 @@ def test_a_loss_that_stops_being_finite_keeps_the_best_epoch_so_far(twins, rows)
         if epoch == (2 if rows == "train" else 3):
             at.stream.states[getattr(at.split, rows)] = math.nan
 
-    found = at.train(progress=poison)
-    assert (found.epochs, found.best_epoch, found.diverged) == (3, 2, True)
-    assert_kept(found, at, path.weights[2])
+    trained = at.train(progress=poison)
+    assert (trained.epochs, trained.best_epoch, trained.diverged) == (3, 2, True)
+    assert_kept(trained, at, path.weights[2])
 
 
 def test_an_error_that_is_not_finite_at_the_start_is_left_alone(twins):
     at = site(twins("llama"), settings())
     at.stream.states[at.split.measured] = math.nan
-    found = at.train()
-    assert (found.epochs, found.best_epoch) == (0, 0)
-    assert_same_bits(found.tensors, at.tensors)
+    trained = at.train()
+    assert (trained.epochs, trained.best_epoch) == (0, 0)
+    assert_same_bits(trained.tensors, at.tensors)
 
 
 def test_float16_weights_beyond_its_range_are_not_written(twins, once):
@@ -323,9 +325,9 @@ def test_an_unpruned_block_is_left_alone(twins, variant, computed, stored):
     """Also where blocks run in bfloat16: both streams have the same roundings."""
     dense = twins(variant).disk(dtype=stored)
     at = site(twins(variant), settings(lr=1e-4), pruned=dense, dense=dense, dtype=computed)
-    found = at.train()
-    assert (found.epochs, found.best_epoch, found.diverged) == (0, 0, False)
-    assert_same_bits(found.tensors, twins(variant).block(BLOCK, dense))
+    trained = at.train()
+    assert (trained.epochs, trained.best_epoch, trained.diverged) == (0, 0, False)
+    assert_same_bits(trained.tensors, twins(variant).block(BLOCK, dense))
 
 
 # ---- zeros -----------------------------------------------------------------------------------------------------------
@@ -337,21 +339,21 @@ def test_zeros_stay_zeros_with_their_signs(twins):
         if name.endswith(".weight"):
             zeros = (at.tensors[name] == 0).nonzero()[::2]
             at.tensors[name][zeros[:, 0], zeros[:, 1]] = -0.0
-    found = at.train()
-    assert found.best_epoch > 0
+    trained = at.train()
+    assert trained.best_epoch > 0
     for name in at.names:
         if name.endswith(".weight"):
             gone = at.tensors[name] == 0
             assert gone.any()
             assert not gone.all()
-            assert torch.equal(bits(found.tensors[name])[gone], bits(at.tensors[name])[gone]), name
-            assert (found.tensors[name] != at.tensors[name])[~gone].float().mean() > 0.99
+            assert torch.equal(bits(trained.tensors[name])[gone], bits(at.tensors[name])[gone]), name
+            assert (trained.tensors[name] != at.tensors[name])[~gone].float().mean() > 0.99
 
 
 def test_gradients_that_overflow_at_zeros_change_nothing_elsewhere(twins):
     """An MLP unit whose column is zero: however large it gets, it is not seen, but the column's gradient is NaN."""
     gate, up, down = (f"model.layers.{BLOCK}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-    found = {}
+    trained_at = {}
     for scale in (1.0, 1e36):
         at = site(twins("llama"), settings(), dtype=torch.float32)
         at.tensors[down][:, 3] = 0
@@ -364,11 +366,11 @@ def test_gradients_that_overflow_at_zeros_change_nothing_elsewhere(twins):
         (gradient,) = torch.autograd.grad(loss / at.targets.square().sum(), weight)
         assert bool(gradient[:, 3].isfinite().all()) == (scale == 1)
         assert gradient[:, :3].isfinite().all()
-        found[scale] = at.train()
-        assert found[scale].best_epoch > 0
-        assert not found[scale].tensors[down][:, 3].any()
-    for name in found[1.0].tensors:
-        ours, theirs = (found[scale].tensors[name] for scale in found)
+        trained_at[scale] = at.train()
+        assert trained_at[scale].best_epoch > 0
+        assert not trained_at[scale].tensors[down][:, 3].any()
+    for name in trained_at[1.0].tensors:
+        ours, theirs = (trained_at[scale].tensors[name] for scale in trained_at)
         others = [row for row in range(len(ours)) if name not in (gate, up) or row != 3]
         assert torch.equal(ours[others], theirs[others]), name
 
@@ -383,14 +385,14 @@ def test_empty_bias_slots_are_filled_but_not_those_of_dropped_rows(twins):
         at.tensors[name.replace(".bias", ".weight")][[1, 2]] = 0
     # No output depends on a key's bias but through the query, so that a constant added to all keys cancels.
     still = next(name for name in biases if "k_proj" in name)
-    found = at.train()
-    assert found.best_epoch > 0
+    trained = at.train()
+    assert trained.best_epoch > 0
     for name in biases:
-        moved = found.tensors[name] != at.tensors[name]
+        moved = trained.tensors[name] != at.tensors[name]
         assert not moved[1], name
         if name != still:
             assert moved[[0, *range(2, len(moved))]].all(), name
-        assert not found.tensors[name.replace(".bias", ".weight")][[1, 2]].any(), name
+        assert not trained.tensors[name.replace(".bias", ".weight")][[1, 2]].any(), name
 
 
 # ---- what is given stays as it is ------------------------------------------------------------------------------------

@@ -25,14 +25,14 @@ def go(
     twins: Twins, walk: Recoverer, pruned: Weights, bar: Meter | None = None, *, done: int = 0
 ) -> tuple[list[Weights], list[RecoveredLayer]]:
     """Through all blocks but those that are done."""
-    found = []
+    recovered = []
     with meter(walk.epochs, "recovering") as silent:
         for index in range(done, BLOCKS):
             given = twins.block(index, pruned)
-            found.append(walk.block(index, given, bar or silent))
+            recovered.append(walk.block(index, given, bar or silent))
             walk.follow(index, given)
-            walk.advance(index, found[-1][0])
-    return [tensors for tensors, _ in found], [layer for _, layer in found]
+            walk.advance(index, recovered[-1][0])
+    return [tensors for tensors, _ in recovered], [layer for _, layer in recovered]
 
 
 def recover_masked(twins: Twins, **changes: object) -> tuple[Recoverer, list[Weights], list[RecoveredLayer]]:
@@ -68,26 +68,26 @@ def same_layers(ours: list[RecoveredLayer], theirs: list[RecoveredLayer]) -> boo
     ],
 )
 def test_a_walk_is_algorithm_1(twins, variant, changes):
-    """Weights of every block, and what is said of it: mean squared error and CKA of the real models' hidden states."""
+    """Every block's weights and reported figures: mean squared error and CKA of the real models' hidden states."""
     pair = twins(variant)
-    walk, found, layers = recover_masked(pair, **changes)
+    walk, tensors, layers = recover_masked(pair, **changes)
     chosen = walk.settings
     split = (TRAIN, HELD_OUT) if chosen.held_out else (sorted([*TRAIN, *HELD_OUT]), [4])
     assert (walk.split.train.tolist(), walk.split.measured.tolist()) == split
-    dense, pruned, whole = pair.dense(), pair.pruned(), pair.pruned()
+    dense, pruned, by_hand = pair.dense(), pair.pruned(), pair.pruned()
     rule = laco.Rule(chosen.epochs, chosen.rate(16), chosen.batch, chosen.schedule == "cosine")
     rule = replace(rule, last=not chosen.held_out, of_pruned=chosen.teacher == "pruned")
-    expected = laco.laco(dense, whole, lambda block: pair.names(block, chosen), pair.data, split, rule)
+    expected = laco.laco(dense, by_hand, lambda block: pair.names(block, chosen), pair.data, split, rule)
     for block, weights in enumerate(expected):
         for name in weights:
-            torch.testing.assert_close(found[block][name], weights[name], **AGREE, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(tensors[block][name], weights[name], **AGREE, msg=lambda m, n=name: f"{n}: {m}")
     started = pair.pruned()
     for block, layer in enumerate(layers):
         target = laco.states(dense, block, pair.data, split[1])
         # Behind recovered blocks: those before this one have their new weights by now.
         start = figures(laco.states(started, block, pair.data, split[1]), target)
         before = figures(laco.states(pruned, block, pair.data, split[1]), target)
-        after = figures(laco.states(whole, block, pair.data, split[1]), target)
+        after = figures(laco.states(by_hand, block, pair.data, split[1]), target)
         laco.put(started, block, expected[block])
         assert layer.block == block
         assert (layer.mse_before, layer.cka_before) == pytest.approx(before, rel=1e-5)
@@ -120,11 +120,11 @@ def test_going_past_what_is_done_changes_nothing_that_follows(twins, done):
     for block in range(done):
         again.follow(block, pair.block(block, pruned))
         again.advance(block, tensors[block])
-    rest, told = go(pair, again, pruned, done=done)
-    for found, expected in zip(rest, tensors[done:], strict=True):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert same_layers(told, layers[done:])
+    later_tensors, later_layers = go(pair, again, pruned, done=done)
+    for resumed, expected in zip(later_tensors, tensors[done:], strict=True):
+        assert resumed.keys() == expected.keys()
+        assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    assert same_layers(later_layers, layers[done:])
     assert again.perplexities() == walk.perplexities()
 
 
@@ -132,8 +132,8 @@ def test_a_rate_that_leads_astray_leaves_the_model_as_it_was_pruned(twins):
     pair = twins("opt")
     walk, tensors, layers = recover_masked(pair, lr=1000)
     pruned = pair.disk(pair.pruned())
-    for block, found in enumerate(tensors):
-        assert all(torch.equal(found[name], tensor) for name, tensor in pair.block(block, pruned).items())
+    for block, block_tensors in enumerate(tensors):
+        assert all(torch.equal(block_tensors[name], tensor) for name, tensor in pair.block(block, pruned).items())
     for layer in layers:
         assert layer.diverged
         assert (layer.epochs, layer.best_epoch, layer.rate, layer.recovered) == (3, 0, None, False)
@@ -157,9 +157,9 @@ def test_perplexity_is_that_of_models_with_the_first_blocks_recovered(twins, var
         if blocks:
             laco.put(hybrid, blocks - 1, tensors[blocks - 1])
         expected.append(perplexity(hybrid.model, windows))
-    found = walk.perplexities()
-    assert [entry["blocks"] for entry in found] == [0, 1, 2, 3]
-    assert [entry["perplexity"] for entry in found] == pytest.approx(expected, rel=1e-5)
+    entries = walk.perplexities()
+    assert [entry["blocks"] for entry in entries] == [0, 1, 2, 3]
+    assert [entry["perplexity"] for entry in entries] == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == BLOCKS + 1
 
 

@@ -45,22 +45,22 @@ class Pair:
         ours = self.twins.stream(self.pruned, sizes=split.sizes(chosen))
         theirs = self.twins.stream(self.dense)
         sides = (
-            ModelInBlocks(stream, lambda block, own=own: self.twins.block(block, own), BLOCKS)
-            for stream, own in ((ours, self.pruned), (theirs, self.dense))
+            ModelInBlocks(stream, lambda block, weights=weights: self.twins.block(block, weights), BLOCKS)
+            for stream, weights in ((ours, self.pruned), (theirs, self.dense))
         )
         return fit_scales(next(sides), next(sides), self.twins.data, split, chosen, seed=0)
 
     def outputs(self, fitted: Trained[Scales] | None, rows: Tensor, weights: Weights) -> list[Tensor]:
         """Return the outputs of a whole model in float64 with these weights, scaled if anything was fitted."""
-        own = weights if fitted is None else weights | apply_scales(weights, fitted.kept)
-        stream = self.twins.stream(own)
+        scaled = weights if fitted is None else weights | apply_scales(weights, fitted.kept)
+        stream = self.twins.stream(scaled)
         for block in range(BLOCKS):
-            stream.advance(block, self.twins.block(block, own))
-        found = [
+            stream.advance(block, self.twins.block(block, scaled))
+        per_row = [
             stream.readout().outputs(self.twins.data.batch(slice(row, row + 1)), stream.states[row, None])
             for row in rows.tolist()
         ]
-        return [torch.cat(each) for each in zip(*found, strict=True)]
+        return [torch.cat(parts) for parts in zip(*per_row, strict=True)]
 
     def divergence(self, fitted: Trained[Scales] | None, rows: Tensor) -> float:
         theirs, ours = self.outputs(None, rows, self.dense), self.outputs(fitted, rows, self.pruned)
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_whole_model(twins_of, variant, monkeypatch):
     pair = Pair.of(twins_of(variant))
     twins, rows = pair.twins, torch.tensor([4, 0, 7])
     generator = torch.Generator().manual_seed(3)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    recorded: dict[str, tuple[Tensor, Tensor]] = {}
     values: dict[str, tuple[Tensor, Tensor]] = {}
     begin, gradients = module._ScaleFit.begin, module._ScaleFit.gradients
 
@@ -86,8 +86,8 @@ def test_gradients_are_those_of_the_whole_model(twins_of, variant, monkeypatch):
 
     def first(task, _rows):
         gradients(task, rows)
-        if not found:
-            found.update({name: (o.grad.clone(), i.grad.clone()) for name, (o, i) in task.scales.items()})
+        if not recorded:
+            recorded.update({name: (o.grad.clone(), i.grad.clone()) for name, (o, i) in task.scales.items()})
             values.update({name: (o.detach().double(), i.detach().double()) for name, (o, i) in task.scales.items()})
 
     monkeypatch.setattr(module._ScaleFit, "begin", begun)
@@ -97,8 +97,8 @@ def test_gradients_are_those_of_the_whole_model(twins_of, variant, monkeypatch):
     factory = twins.stream(pair.dense).factory
     pairs = {}
     for name, (o, i) in values.items():
-        held = factory.find_parameters(name)
-        for parameter, part in zip(held, o.chunk(len(held)), strict=True):
+        parameters = factory.find_parameters(name)
+        for parameter, part in zip(parameters, o.chunk(len(parameters)), strict=True):
             pairs[parameter] = (part.requires_grad_(), i.requires_grad_())
     batch = {k: v.double() if v.is_floating_point() else v for k, v in whole_batch(twins, rows).items()}
     with torch.no_grad():
@@ -108,9 +108,9 @@ def test_gradients_are_those_of_the_whole_model(twins_of, variant, monkeypatch):
         expected = torch.autograd.grad(
             loss, [*(pairs[p][0] for p in factory.find_parameters(name)), i], retain_graph=True
         )
-        torch.testing.assert_close(found[name][0].double(), torch.cat(expected[:-1]), rtol=1e-4, atol=1e-7)
-        torch.testing.assert_close(found[name][1].double(), expected[-1], rtol=1e-4, atol=1e-7)
-        assert float(found[name][0].abs().max()) > 1e-6, name
+        torch.testing.assert_close(recorded[name][0].double(), torch.cat(expected[:-1]), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(recorded[name][1].double(), expected[-1], rtol=1e-4, atol=1e-7)
+        assert float(recorded[name][0].abs().max()) > 1e-6, name
 
 
 def whole_batch(twins: Twins, rows: Tensor) -> dict[str, Tensor]:

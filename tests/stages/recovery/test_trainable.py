@@ -27,8 +27,8 @@ def test_all_linears_of_a_block_and_nothing_else(twins, variant):
         assert not any(word in name.lower() for name in names for word in NEVER)
         mlp, attention = (pair.names(block, settings(only=only)) for only in ("mlp", "attention"))
         assert sorted([*mlp, *attention]) == sorted(names)
-        rest = set(pair.names(block, settings(norms=True))) - set(names)
-        assert rest == {name for name in pair.model.block_names(block) if "norm" in name.lower() or "scale" in name}
+        norms = set(pair.names(block, settings(norms=True))) - set(names)
+        assert norms == {name for name in pair.model.block_names(block) if "norm" in name.lower() or "scale" in name}
         shapes = {name: tuple(tensor.shape) for name, tensor in pair.block(block, pair.disk()).items()}
         # Attention is square here but for heads of another width; an MLP is not.
         assert {shapes[name] for name in mlp if name.endswith("weight")}.isdisjoint(

@@ -61,9 +61,9 @@ class Twins:
     @cached_property
     def data(self) -> Samples:
         if self.variant in encoders.VARIANTS:
-            found = encoders.samples(self.variant, self.samples)
+            samples = encoders.samples(self.variant, self.samples)
             # Images in the type of the models that the oracle runs.
-            return Pixels(found.values.double(), found.tokens) if isinstance(found, Pixels) else found
+            return Pixels(samples.values.double(), samples.tokens) if isinstance(samples, Pixels) else samples
         return TokenWindows(families.windows(self.samples, WINDOW))
 
     @cached_property

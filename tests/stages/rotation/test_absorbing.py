@@ -57,16 +57,16 @@ def normal(*shape: int) -> Tensor:
 
 def block(model_type: str, biases: bool) -> dict[str, Tensor]:
     """Tensors of block 1, float32."""
-    found = {}
+    tensors = {}
     for module, (rows, columns, *_) in FAMILIES[model_type][0].items():
-        found[f"{module}.weight"] = normal(rows, columns)
+        tensors[f"{module}.weight"] = normal(rows, columns)
         if biases:
-            found[f"{module}.bias"] = normal(rows)
+            tensors[f"{module}.bias"] = normal(rows)
     for norm in NORMS[model_type]:
-        found[f"{norm}.weight"] = 1 + 0.3 * normal(HIDDEN)
+        tensors[f"{norm}.weight"] = 1 + 0.3 * normal(HIDDEN)
         if model_type == "opt":
-            found[f"{norm}.bias"] = normal(HIDDEN)
-    return {BLOCK[model_type] + name: tensor for name, tensor in found.items()}
+            tensors[f"{norm}.bias"] = normal(HIDDEN)
+    return {BLOCK[model_type] + name: tensor for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("model_type", ["beit", "dinov2", "bert"])
@@ -84,7 +84,7 @@ def test_a_fused_norm_and_linear_compute_what_they_did(model_type, biases):
     """norm(x) Wᵀ + b, with the norm as PyTorch has it."""
     family, tensors = load_family(model_type), block(model_type, biases)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    found, x = fuse_norms(family, 1, tensors), normal(20, HIDDEN).double()
+    fused, x = fuse_norms(family, 1, tensors), normal(20, HIDDEN).double()
 
     def through(values: dict[str, Tensor], norm: str, module: str) -> Tensor:
         def get(name: str, kind: str) -> Tensor | None:
@@ -100,12 +100,12 @@ def test_a_fused_norm_and_linear_compute_what_they_did(model_type, biases):
     for norm, modules in NORMS[model_type].items():
         for module in modules:
             expected = through(before, norm, module)
-            torch.testing.assert_close(through(found, norm, module), expected, rtol=1e-10, atol=1e-10)
-        gain, shift = (found.get(f"{BLOCK[model_type]}{norm}.{kind}") for kind in ("weight", "bias"))
+            torch.testing.assert_close(through(fused, norm, module), expected, rtol=1e-10, atol=1e-10)
+        gain, shift = (fused.get(f"{BLOCK[model_type]}{norm}.{kind}") for kind in ("weight", "bias"))
         assert torch.equal(gain, torch.ones(HIDDEN))
         assert shift is None or torch.equal(shift, torch.zeros(HIDDEN))
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items()), "the source was changed"
-    added = found.keys() - before.keys()
+    added = fused.keys() - before.keys()
     reads = [name for name, (*_, right) in FAMILIES[model_type][0].items() if right == "residual"]
     gets_bias = model_type == "opt" and not biases
     assert added == ({f"{BLOCK[model_type]}{name}.bias" for name in reads} if gets_bias else set())
@@ -113,12 +113,12 @@ def test_a_fused_norm_and_linear_compute_what_they_did(model_type, biases):
 
 def test_what_adds_to_the_stream_of_a_layer_norm_adds_to_its_mean_no_more():
     tensors = block("opt", True)
-    found = fuse_norms(load_family("opt"), 1, tensors)
+    fused = fuse_norms(load_family("opt"), 1, tensors)
     for module in ("self_attn.out_proj", "fc2"):
         for kind in ("weight", "bias"):
             name = f"{BLOCK['opt']}{module}.{kind}"
             before = tensors[name].double()
-            torch.testing.assert_close(found[name], before - before.mean(0), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(fused[name], before - before.mean(0), rtol=1e-12, atol=1e-12)
             assert float(before.mean(0).abs().max()) > 0.01
     llama = block("llama", True)
     kept = fuse_norms(load_family("llama"), 1, llama)
@@ -137,21 +137,21 @@ def test_every_linear_and_bias_is_turned_as_in_the_paper(model_type, with_residu
     tensors = block(model_type, True)
     residual = orthogonal(HIDDEN, HIDDEN, seed=1) if with_residual else None
     heads = orthogonal(sizes[0], sizes[1], sizes[1], seed=2) if with_heads else None
-    found = rotate_block(load_family(model_type), 1, tensors, residual, heads)
-    assert found.keys() == tensors.keys()
-    R1, R2 = (None if each is None else each.numpy() for each in (residual, heads))
+    rotated = rotate_block(load_family(model_type), 1, tensors, residual, heads)
+    assert rotated.keys() == tensors.keys()
+    R1, R2 = (None if rotation is None else rotation.numpy() for rotation in (residual, heads))
     for module, (rows, columns, left, right) in linears.items():
         L, R = full_rotation(left, rows, R1, R2), full_rotation(right, columns, R1, R2)
         name = f"{BLOCK[model_type]}{module}"
         W, b = (tensors[f"{name}.{kind}"].double().numpy() for kind in ("weight", "bias"))
-        np.testing.assert_allclose(found[f"{name}.weight"], rotation_entropy.rotate(W, L, R), rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(found[f"{name}.bias"], L.T @ b, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(rotated[f"{name}.weight"], rotation_entropy.rotate(W, L, R), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(rotated[f"{name}.bias"], L.T @ b, rtol=1e-10, atol=1e-12)
         if np.array_equal(L, np.eye(rows)) and np.array_equal(R, np.eye(columns)):
-            assert found[f"{name}.weight"] is tensors[f"{name}.weight"]
+            assert rotated[f"{name}.weight"] is tensors[f"{name}.weight"]
         else:
-            assert found[f"{name}.weight"].dtype == torch.float64
+            assert rotated[f"{name}.weight"].dtype == torch.float64
     for norm in NORMS[model_type]:
-        assert found[f"{BLOCK[model_type]}{norm}.weight"] is tensors[f"{BLOCK[model_type]}{norm}.weight"]
+        assert rotated[f"{BLOCK[model_type]}{norm}.weight"] is tensors[f"{BLOCK[model_type]}{norm}.weight"]
 
 
 # ---- moments -----------------------------------------------------------------------------------------------------
@@ -163,16 +163,16 @@ def moments_of(x: Tensor) -> Moments:
     return Moments(len(x), x.sum(0), x.square().sum(0), x.abs().sum(0), active, x.T @ x)
 
 
-def assert_second_moments(found: Moments, x: Tensor) -> None:
+def assert_second_moments(moments: Moments, x: Tensor) -> None:
     expected = moments_of(x)
-    assert found.count == len(x)
+    assert moments.count == len(x)
     scale = max(1.0, float(expected.square.max()))
     for name in ("sum", "square", "gram"):
-        ours = getattr(found, name)
+        ours = getattr(moments, name)
         assert ours.dtype == torch.float64
         torch.testing.assert_close(ours, getattr(expected, name), rtol=1e-8, atol=1e-9 * scale)
-    assert found.absolute.isnan().all()
-    assert found.active.isnan().all()
+    assert moments.absolute.isnan().all()
+    assert moments.active.isnan().all()
 
 
 @settings(deadline=None, max_examples=30)
@@ -198,13 +198,13 @@ def test_moments_before_a_norms_gain_and_bias(tokens, width, gain, shift, dead, 
         hidden[:, :dead] = 0
     if b is not None:
         seen = seen + b.double()
-    found = undo_gains(moments_of(seen), g, b)
+    moments = undo_gains(moments_of(seen), g, b)
     if g is not None and dead:
         # Exactly, though sums of a bias are rounded.
-        assert not found.sum[:dead].any()
-        assert not found.gram[:dead].any()
-        assert not found.gram[:, :dead].any()
-    assert_second_moments(found, hidden)
+        assert not moments.sum[:dead].any()
+        assert not moments.gram[:dead].any()
+        assert not moments.gram[:, :dead].any()
+    assert_second_moments(moments, hidden)
 
 
 @settings(deadline=None, max_examples=25)
@@ -223,10 +223,10 @@ def test_moments_after_a_rotation(tokens, kv, group, head_dim, right, seed):
     residual, heads = orthogonal(width, width, seed=seed), orthogonal(kv, head_dim, head_dim, seed=seed)
     R = torch.from_numpy(full_rotation(right, width, residual.numpy(), heads.numpy()))
     before = moments_of(x)
-    found = rotate_moments(before, right, residual, heads)
-    assert_second_moments(found, x @ R)
+    rotated = rotate_moments(before, right, residual, heads)
+    assert_second_moments(rotated, x @ R)
     # A rotation keeps lengths.
-    assert float(found.square.sum()) == pytest.approx(float(before.square.sum()), rel=1e-9)
+    assert float(rotated.square.sum()) == pytest.approx(float(before.square.sum()), rel=1e-9)
 
 
 def test_moments_without_a_gram():

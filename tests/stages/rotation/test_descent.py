@@ -23,16 +23,16 @@ R2_ONLY = {"hidden": None, "kv_heads": 2, "head_dim": 3}
 PLANTED = {"hidden": 24, "kv_heads": None, "head_dim": None}
 
 
-def quick(steps=15, **rest) -> Rotation:
-    return Rotation(kind="per-layer", steps=steps, **rest)
+def quick(steps=15, **options) -> Rotation:
+    return Rotation(kind="per-layer", steps=steps, **options)
 
 
-def problem(backbone: str, sizes: dict, **rest) -> RotationProblem:
-    return RotationProblem(backbone, **sizes, device=torch.device("cpu"), **rest)
+def problem(backbone: str, sizes: dict, **options) -> RotationProblem:
+    return RotationProblem(backbone, **sizes, device=torch.device("cpu"), **options)
 
 
-def learn(terms, backbone="wanda", sizes=WHOLE, settings=None, progress=None, **rest) -> LearnedRotations:
-    return learn_rotations(terms, problem(backbone, sizes, **rest), settings or quick(), progress)
+def learn(terms, backbone="wanda", sizes=WHOLE, settings=None, progress=None, **options) -> LearnedRotations:
+    return learn_rotations(terms, problem(backbone, sizes, **options), settings or quick(), progress)
 
 
 def defect(q) -> float:
@@ -71,8 +71,8 @@ def test_never_worse_than_no_rotation_and_says_what_it_returns(seed, backbone, m
     )
     # The best of what was met, or the identity.
     assert learned.entropy_after == pytest.approx(min(*learned.curve, learned.entropy_before), rel=1e-4)
-    for rotation, asked, shape in ((learned.residual, "hidden", (10, 10)), (learned.heads, "kv_heads", (2, 3, 3))):
-        assert (rotation is None) == (sizes[asked] is None)
+    for rotation, size_name, shape in ((learned.residual, "hidden", (10, 10)), (learned.heads, "kv_heads", (2, 3, 3))):
+        assert (rotation is None) == (sizes[size_name] is None)
         if rotation is not None:
             assert rotation.shape == shape
             assert rotation.dtype == torch.float64
@@ -98,15 +98,15 @@ def test_lowers_the_entropy(backbone, method):
 def test_finds_a_planted_rotation_and_both_methods_agree():
     terms, turn = plant()
     planted_entropy = float(objective(terms, "magnitude", turn, None))
-    found = {
+    by_method = {
         method: learn(terms, "magnitude", PLANTED, quick(steps, retraction=method, learning_rate=rate, patience=10**6))
         for method, steps, rate in (("cayley", 300, None), ("qr", 1000, None))
     }
-    before = found["qr"].entropy_before
+    before = by_method["qr"].entropy_before
     assert planted_entropy < 0.6 * before
-    for learned in found.values():
+    for learned in by_method.values():
         assert learned.entropy_after < 1.05 * planted_entropy
-    assert found["cayley"].entropy_after < 1.02 * found["qr"].entropy_after
+    assert by_method["cayley"].entropy_after < 1.02 * by_method["qr"].entropy_after
 
 
 @pytest.mark.parametrize("method", RETRACTIONS)
@@ -164,10 +164,10 @@ def _only_training(call, calls):
         before = list(calls)
         if self.dtype == torch.float64:
             calls.clear()
-        found = call(self, *args, **kwargs)
+        result = call(self, *args, **kwargs)
         if self.dtype == torch.float64:
             calls[:] = before
-        return found
+        return result
 
     return wrap
 
@@ -207,9 +207,9 @@ def test_shared_gradient_is_that_of_the_whole_sum(monkeypatch):
     """The same block twice, in one and in two: one R1 sees the same loss, twice."""
     block = make_block()
     monkeypatch.setattr(module, "CLIP", None)
-    asked = problem("wanda", R1_ONLY, dtype=torch.float64)
-    one = learn_rotations(block.terms("wanda"), asked, quick())
-    two = learn_shared_rotation(2, lambda _: block.terms("wanda"), asked, quick())
+    task = problem("wanda", R1_ONLY, dtype=torch.float64)
+    one = learn_rotations(block.terms("wanda"), task, quick())
+    two = learn_shared_rotation(2, lambda _: block.terms("wanda"), task, quick())
     assert two.entropy_after == pytest.approx(2 * one.entropy_after)
     torch.testing.assert_close(one.residual, two.residual, atol=1e-6, rtol=0)
 
@@ -218,10 +218,10 @@ def test_shared_gradient_is_that_of_the_whole_sum(monkeypatch):
 def test_bfloat16_learns_and_is_orthogonal_in_float64(method):
     """Learning in bfloat16 gains nearly as much as in float32 and is as orthogonal, as what is optimised stays wide."""
     terms, _ = plant()
-    found = [
+    runs = [
         learn(terms, "magnitude", PLANTED, quick(60, retraction=method), dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    assert defect(found[1].residual) < 1e-12
-    gained = [each.entropy_before - each.entropy_after for each in found]
+    assert defect(runs[1].residual) < 1e-12
+    gained = [run.entropy_before - run.entropy_after for run in runs]
     assert gained[1] > 0.9 * gained[0] > 0

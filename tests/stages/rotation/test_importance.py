@@ -47,12 +47,12 @@ def test_importance_and_objective_equal_the_oracle(backbone, residual, heads, gr
     R1, R2 = rotations(block, residual, heads)
     total = 0.0
     for term in block.terms(backbone):
-        values, found = expected_entropy(block, term.name, backbone, R1, R2)
+        values, term_entropy = expected_entropy(block, term.name, backbone, R1, R2)
         ours = importance(term, backbone, R1, R2).numpy()
         # Up to scale: sensitivities are in units of the mean diagonal.
         np.testing.assert_allclose(ours / ours.sum(), values / values.sum(), rtol=1e-10)
-        assert float(objective([term], backbone, R1, R2)) == pytest.approx(found, rel=1e-11, abs=1e-12)
-        total += found
+        assert float(objective([term], backbone, R1, R2)) == pytest.approx(term_entropy, rel=1e-11, abs=1e-12)
+        total += term_entropy
     assert float(objective(block.terms(backbone), backbone, R1, R2)) == pytest.approx(total, rel=1e-11)
 
 
@@ -147,8 +147,8 @@ def test_sensitivity_is_that_of_the_damped_hessian(full):
 def test_dead_inputs_count_next_to_nothing():
     H = torch.diag(torch.tensor([4.0, 0.0, 2.0])).double()
     for full in (True, False):
-        found = sensitivity(H, "sparsegpt", full, 0.01)
-        diagonal = found.diagonal() if full else found
+        sensitivities = sensitivity(H, "sparsegpt", full, 0.01)
+        diagonal = sensitivities.diagonal() if full else sensitivities
         torch.testing.assert_close(1 / diagonal, torch.tensor([4 / 3, 0, 2 / 3]).double() + 0.01)
     assert float(sensitivity(H, "wanda", False)[1]) == 0
     torch.testing.assert_close(sensitivity(torch.zeros(3, 3), "sparsegpt", False, 0.5), torch.full((3,), 2.0).double())
@@ -159,22 +159,22 @@ def test_more_damping_where_the_hessian_stays_singular():
     x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     singular = x.T @ x
     scaled = singular / singular.diagonal().mean()
-    found = sensitivity(singular, "sparsegpt", True, 0.0)
-    torch.testing.assert_close(found, torch.linalg.inv(scaled + 1e-4 * torch.eye(5)))
+    sensitivities = sensitivity(singular, "sparsegpt", True, 0.0)
+    torch.testing.assert_close(sensitivities, torch.linalg.inv(scaled + 1e-4 * torch.eye(5)))
     # Cholesky gets through a pivot that is rounding.
     twice = torch.tensor([[1, 1], [1, 1 + 1e-14]]).double()
-    found = sensitivity(twice, "sparsegpt", False, 0.0)
-    torch.testing.assert_close(found, torch.linalg.inv(twice + 1e-4 * torch.eye(2)).diagonal())
+    sensitivities = sensitivity(twice, "sparsegpt", False, 0.0)
+    torch.testing.assert_close(sensitivities, torch.linalg.inv(twice + 1e-4 * torch.eye(2)).diagonal())
     # Ten times 0.01 is enough.
-    found = sensitivity(torch.diag(torch.tensor([2.0, 0.95, -0.05])).double(), "sparsegpt", False, 0.01)
-    torch.testing.assert_close(1 / found, torch.tensor([2.1, 1.05, 0.05]).double(), atol=1e-6, rtol=1e-6)
+    sensitivities = sensitivity(torch.diag(torch.tensor([2.0, 0.95, -0.05])).double(), "sparsegpt", False, 0.01)
+    torch.testing.assert_close(1 / sensitivities, torch.tensor([2.1, 1.05, 0.05]).double(), atol=1e-6, rtol=1e-6)
     # A float32 Gram's negative eigenvalue: 0.01 and 0.1 are not enough, 1 is.
     indefinite = torch.diag(torch.tensor([2.0, 0.5, -0.5])).double()
-    found = sensitivity(indefinite, "sparsegpt", False, 0.01)
-    torch.testing.assert_close(1 / found, torch.tensor([3.0, 1.5, 0.5]).double())
+    sensitivities = sensitivity(indefinite, "sparsegpt", False, 0.01)
+    torch.testing.assert_close(1 / sensitivities, torch.tensor([3.0, 1.5, 0.5]).double())
     # An input that was never seen is not among those whose mean the damping is a share of.
-    found = sensitivity(torch.diag(torch.tensor([3.0, 1.0, 0.0])).double(), "sparsegpt", False, 0.1)
-    torch.testing.assert_close(1 / found, torch.tensor([1.6, 0.6, 0.1]).double())
+    sensitivities = sensitivity(torch.diag(torch.tensor([3.0, 1.0, 0.0])).double(), "sparsegpt", False, 0.1)
+    torch.testing.assert_close(1 / sensitivities, torch.tensor([1.6, 0.6, 0.1]).double())
 
 
 def test_hessians_beyond_help():
