@@ -65,6 +65,6 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub on this machine, its empty cache, and a token that may write."""
-    with serving() as found:
-        talk_to(found, tmp_path_factory.mktemp("hf"), monkeypatch)
-        yield found
+    with serving() as server:
+        talk_to(server, tmp_path_factory.mktemp("hf"), monkeypatch)
+        yield server

@@ -34,10 +34,10 @@ def ok(*args: str) -> str:
     return result.stdout
 
 
-def drop_time_line(said: str) -> str:
+def drop_time_line(output: str) -> str:
     """Return the output of a dry run without the line that estimates time."""
-    lines = said.splitlines(keepends=True)
-    assert sum(line.startswith("it takes ") for line in lines) == 1, said
+    lines = output.splitlines(keepends=True)
+    assert sum(line.startswith("it takes ") for line in lines) == 1, output
     return "".join(line for line in lines if not line.startswith("it takes "))
 
 
@@ -73,10 +73,10 @@ def interrupt_job(job: list[str], commit: int) -> None:
         interrupt_at(patch, CheckpointWriter, "commit", commit)
         result = run(*job, "-o", "out")
     holds = Journal.read(Path("out.partial")).entries
-    said = "keeps what is done: the same command with --resume continues"
+    message = "keeps what is done: the same command with --resume continues"
     if not holds:
-        said = "holds nothing that is done yet: the same command with --resume starts afresh"
-    assert (result.exit_code, result.stderr) == (130, f"out.partial {said}\nInterrupted.\n")
+        message = "holds nothing that is done yet: the same command with --resume starts afresh"
+    assert (result.exit_code, result.stderr) == (130, f"out.partial {message}\nInterrupted.\n")
     assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
 
 
@@ -90,11 +90,11 @@ def resume_job(job: list[str]) -> None:
 
 def listing() -> dict[str, tuple[int, int]]:
     """Every file and folder below the working folder with its size and time of change."""
-    found = {}
+    entries = {}
     for path in Path().rglob("*"):
         stat = path.lstat()
-        found[str(path)] = (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
-    return found
+        entries[str(path)] = (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
+    return entries
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

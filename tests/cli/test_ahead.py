@@ -43,9 +43,9 @@ def test_it_is_counted_and_named() -> None:
 
 
 def test_outputs_lack_it() -> None:
-    said = run(*PRUNE, "-o", "out")
-    assert said.exit_code == 0, said.output
-    assert f"{SAID}: they are left out, and the output's config.json no longer speaks of them\n" in said.output
+    result = run(*PRUNE, "-o", "out")
+    assert result.exit_code == 0, result.output
+    assert f"{SAID}: they are left out, and the output's config.json no longer speaks of them\n" in result.output
     written = load_file("out/model.safetensors").keys()
     assert written == load_file("dense/model.safetensors").keys() - set(NAMES)
     assert json.loads(Path("out/ckpt_prune.json").read_text())["ignored"] == NAMES

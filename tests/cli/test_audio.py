@@ -45,8 +45,8 @@ def whisper(place: Path) -> Path:
 
 
 def test_an_encoder_is_pruned_on_sounds_and_features(whisper: Path) -> None:
-    said = ok(*ENCODER, "--audio", "sounds", "-o", "out")
-    assert "kept per block: mlp 17/22" in said
+    output = ok(*ENCODER, "--audio", "sounds", "-o", "out")
+    assert "kept per block: mlp 17/22" in output
     config, dense = (json.loads(Path(folder, "config.json").read_text()) for folder in ("out", "whisper"))
     assert {key: value for key, value in config.items() if dense.get(key) != value} == {"encoder_ffn_dim": 17}
     before, after = (load_file(Path(folder, "model.safetensors")) for folder in ("whisper", "out"))
@@ -64,16 +64,16 @@ def test_sounds_are_what_the_extractor_makes_of_them(whisper: Path) -> None:
     for seed in range(3):
         with wave.open(str(whisper / f"{seed}.wav")) as file:
             values = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
-        made = extractor(values.mean(1).astype(np.float32) / 2**15, sampling_rate=RATE, return_tensors="np")
-        np.save(f"features/{seed}.npy", made["input_features"][0])
+        features = extractor(values.mean(1).astype(np.float32) / 2**15, sampling_rate=RATE, return_tensors="np")
+        np.save(f"features/{seed}.npy", features["input_features"][0])
     for path in (whisper / "3.npy", whisper / "4.safetensors"):
         path.unlink()
     for folder in ("sounds", "features"):
         ok("calibrate", "whisper", "--part", "encoder", "--audio", folder, "--collect", "moments", "-o", f"of-{folder}")
-    found, expected = (load_file(f"of-{folder}/block-00001.safetensors") for folder in ("sounds", "features"))
-    assert found.keys() == expected.keys()
+    from_sounds, expected = (load_file(f"of-{folder}/block-00001.safetensors") for folder in ("sounds", "features"))
+    assert from_sounds.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(from_sounds[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:

@@ -38,10 +38,10 @@ def here(place: Path) -> Path:
 
 
 def test_blocks_that_do_little_and_dimensions_that_are_empty_go(here) -> None:
-    said = ok("prune", "flat", *JOB, "--target-params", "40%", "-o", "out").splitlines()
+    lines = ok("prune", "flat", *JOB, "--target-params", "40%", "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")
     depth, hidden = report["depth"], report["hidden"]
-    tried = {(each["blocks"], each["kept"]): each["measured"] for each in hidden["tried"]}
+    tried = {(trial["blocks"], trial["kept"]): trial["measured"] for trial in hidden["tried"]}
     best = 4 - len(depth["kept"]), hidden["kept"]
     assert tried[best] == min(tried.values())
     assert best == (2, 16 - FLAT)
@@ -50,8 +50,8 @@ def test_blocks_that_do_little_and_dimensions_that_are_empty_go(here) -> None:
     assert list(tried) == sorted(tried, key=lambda pair: (pair[0], -pair[1]))
     assert depth["tried"] == []
     assert report["after"]["parameters"] <= 0.4 * report["before"]["parameters"]
-    start = said.index("Amounts that were tried")
-    headers, *rows = (line.removeprefix("  ") for line in said[start + 1 : start + 2 + len(tried)])
+    start = lines.index("Amounts that were tried")
+    headers, *rows = (line.removeprefix("  ") for line in lines[start + 1 : start + 2 + len(tried)])
     assert headers == "blocks gone  dimensions  divergence"
     assert rows == [
         f"{blocks:<11}  {kept:>10}  {measured:>10.4f}{'  taken' if (blocks, kept) == best else ''}"
@@ -65,7 +65,7 @@ def test_blocks_that_do_little_and_dimensions_that_are_empty_go(here) -> None:
     assert (
         "gone: blocks 1 to 2; residual stream: 12 of 16 dimensions stay (ratio 0.25); kept per block: heads 2/2, mlp "
         "20/24 (40% of the parameters)"
-    ) in said
+    ) in lines
     config = stock(Path("out")).config
     assert (config.hidden_size, config.num_hidden_layers) == (12, 2)
     assert run("verify", "out", "--against", "flat").exit_code == 0
@@ -82,7 +82,8 @@ def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
     size = read_json("sized/ckpt_prune.json")["after"]["parameters"]
     ok("prune", "flat", *JOB, "--target-params", str(size), "-o", "out")
     tried = {
-        (each["blocks"], each["kept"]): each["measured"] for each in read_json("out/ckpt_prune.json")["hidden"]["tried"]
+        (trial["blocks"], trial["kept"]): trial["measured"]
+        for trial in read_json("out/ckpt_prune.json")["hidden"]["tried"]
     }
     values = {
         "depth": {"choose": "divergence", "drop": 2, "compensation": {"method": "linear"}},
@@ -96,8 +97,8 @@ def test_where_nothing_goes_it_is_the_recipe_of_widths(here) -> None:
     Path("widths.yaml").write_text(WIDTHS)
     job = (*JOB[2:], "--target-params", "100%")
     ok("prune", "flat", "--recipe", "widths.yaml", *job, "-o", "plain")
-    said = ok("prune", "flat", "--recipe", "mine.yaml", *job, "-o", "out")
-    assert "no whole block goes; residual stream: 16 of 16 dimensions stay (ratio 0); nothing is dropped" in said
+    output = ok("prune", "flat", "--recipe", "mine.yaml", *job, "-o", "out")
+    assert "no whole block goes; residual stream: 16 of 16 dimensions stay (ratio 0); nothing is dropped" in output
     assert Path("out/model.safetensors").read_bytes() == Path("plain/model.safetensors").read_bytes()
 
 
@@ -118,13 +119,15 @@ def test_where_nothing_goes_it_is_the_recipe_of_widths(here) -> None:
 )
 def test_recipes_that_contradict_themselves(here, changes: list[str], why: str) -> None:
     given = [part for change in changes for part in ("--set", change)]
-    said = read_refusal("prune", "flat", *JOB, *given, "-o", "out")
-    assert said.endswith(why), said
+    message = read_refusal("prune", "flat", *JOB, *given, "-o", "out")
+    assert message.endswith(why), message
 
 
 def test_what_cannot_be(here) -> None:
-    said = read_refusal("prune", "flat", *JOB, "--target-params", "1", "-o", "out")
-    assert said.startswith("1 parameters: out of reach of recipe mine, whose blocks, stream and spaces leave "), said
+    message = read_refusal("prune", "flat", *JOB, "--target-params", "1", "-o", "out")
+    assert message.startswith("1 parameters: out of reach of recipe mine, whose blocks, stream and spaces leave "), (
+        message
+    )
     bare = ("prune", "flat", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "40%", "-o", "out")
     assert read_refusal(*bare) == "recipe mine measures the stream itself: give --text in place of --statistics"
     steps = (
@@ -142,10 +145,12 @@ def test_what_cannot_be(here) -> None:
 def test_a_size_that_spaces_alone_cannot_reach(here) -> None:
     """A dry run tells the fewest dimensions that go for the size, and the fewest blocks if those do not suffice."""
     job = ("prune", "flat", *JOB, "--dry-run", "-o", "out")
-    said = ok(*job, "--target-params", "20%")
-    assert "go is measured first; were it none; how many dimensions of the residual stream go is measured first" in said
+    output = ok(*job, "--target-params", "20%")
     assert (
-        "how many dimensions of the residual stream go is measured first; were it 8, the fewest for this size" in said
+        "go is measured first; were it none; how many dimensions of the residual stream go is measured first" in output
     )
-    said = ok(*job, "--target-params", "5%")
-    assert "how many whole blocks go is measured first; were it 3, the fewest for this size" in said
+    assert (
+        "how many dimensions of the residual stream go is measured first; were it 8, the fewest for this size" in output
+    )
+    output = ok(*job, "--target-params", "5%")
+    assert "how many whole blocks go is measured first; were it 3, the fewest for this size" in output

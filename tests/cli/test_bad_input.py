@@ -60,8 +60,8 @@ def test_a_shard_shorter_than_its_header_says(place, command):
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", b"\xff" * 200])
 def test_weights_that_are_not_safetensors(place, content):
     Path("dense/model.safetensors").write_bytes(content)
-    said = refusal(COMMANDS["prune"], "dense")
-    assert said.startswith(f"dense/model.safetensors is {len(content)} bytes long, too short for its header: ")
+    message = refusal(COMMANDS["prune"], "dense")
+    assert message.startswith(f"dense/model.safetensors is {len(content)} bytes long, too short for its header: ")
 
 
 @every_command
@@ -215,19 +215,19 @@ def test_no_family(place, command, changes):
 @every_command
 def test_quantised_weights(place, command):
     set_config("dense", quantization_config={"quant_method": "awq", "bits": 4})
-    said = "dense is quantised by AWQ (quantization_config in config.json); give the checkpoint it was made from"
-    assert refusal(command, "dense") == said
-    assert read_refusal("evaluate", "dense", "--text", "calib.txt", "--window", "16") == said
+    message = "dense is quantised by AWQ (quantization_config in config.json); give the checkpoint it was made from"
+    assert refusal(command, "dense") == message
+    assert read_refusal("evaluate", "dense", "--text", "calib.txt", "--window", "16") == message
 
 
 @every_command
 def test_a_config_that_contradicts_itself_is_not_blamed_on_the_tokenizer(place, command):
     set_config("dense", num_attention_heads=3)
-    said = refusal(command, "dense")
-    assert said.startswith(
+    message = refusal(command, "dense")
+    assert message.startswith(
         "transformers refuses this config.json: The hidden size (16) is not a multiple of the number "
     )
-    assert said.endswith("; take it as it was published")
+    assert message.endswith("; take it as it was published")
 
 
 # ---- where models are ------------------------------------------------------------------------------------------
@@ -331,10 +331,10 @@ def test_what_can_be_refused_without_torch_is(place):
         Path(folder, "config.json").write_text(json.dumps(config))
     Path("bad.yaml").write_text("version: 1\nname: bad\nratio: 0.2\nspacez: {}\n")
     cases = [*((*case, []) for case in WITHOUT_TORCH), *((*case, ["torch"]) for case in WITHOUT_TRANSFORMERS)]
-    told = json.dumps([arguments for arguments, *_ in cases])
-    done = subprocess.run([sys.executable, "-c", IMPORTS_NOTHING, told], capture_output=True, text=True, check=True)
-    for (arguments, message, known), (code, out, err, heavy) in zip(cases, json.loads(done.stdout), strict=True):
-        assert (code, out, heavy) == (2, "", known), arguments
+    commands = json.dumps([arguments for arguments, *_ in cases])
+    done = subprocess.run([sys.executable, "-c", IMPORTS_NOTHING, commands], capture_output=True, text=True, check=True)
+    for (arguments, message, expected), (code, out, err, heavy) in zip(cases, json.loads(done.stdout), strict=True):
+        assert (code, out, heavy) == (2, "", expected), arguments
         assert err.startswith("Error: " + message.format(here=place)), arguments
         assert err.count("\n") == 1, arguments
 
@@ -479,8 +479,8 @@ def test_a_token_that_the_model_has_no_row_for(place, command):
     ],
 )
 def test_a_value_of_the_wrong_kind_is_told_in_plain_words(place, given, message):
-    said = read_refusal("prune", "dense", "--text", "calib.txt", "-o", "out", *given.split())
-    assert said == message or (message.endswith(": ") and said.startswith(message))
+    error = read_refusal("prune", "dense", "--text", "calib.txt", "-o", "out", *given.split())
+    assert error == message or (message.endswith(": ") and error.startswith(message))
 
 
 @measuring

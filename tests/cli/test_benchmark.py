@@ -171,33 +171,33 @@ def test_dense_against_pruned_in_both_runtimes(place, scratch, monkeypatch, tmp_
         "dense: using the graph in dense/onnx",
         "pruned: exporting a graph, for this run only",
     ]
-    found = Benchmark.model_validate_json(result.stdout)
-    assert json.loads(result.stdout) == found.model_dump()
+    report = Benchmark.model_validate_json(result.stdout)
+    assert json.loads(result.stdout) == report.model_dump()
     assert multiprocessing.active_children() == []
     assert list(scratch.iterdir()) == []
 
-    assert (found.rounds, found.warmup) == (2, 1)
-    assert found.machine.threads == torch.get_num_threads()
-    seats = [(each.label, each.model, each.runtime) for each in found.runs]
+    assert (report.rounds, report.warmup) == (2, 1)
+    assert report.machine.threads == torch.get_num_threads()
+    seats = [(entry.label, entry.model, entry.runtime) for entry in report.runs]
     models = [("A", "dense"), ("B", "pruned")]
     assert seats == [(*model, runtime) for runtime in ("PyTorch", "onnxruntime") for model in models]
-    assert [each.parameters for each in found.runs] == [parameters("dense"), parameters("pruned")] * 2
+    assert [entry.parameters for entry in report.runs] == [parameters("dense"), parameters("pruned")] * 2
     files = ["dense/model.safetensors", "pruned/model.safetensors", "dense/onnx/model.onnx"]
-    assert [each.disk_bytes for each in found.runs[:3]] == [Path(file).stat().st_size for file in files]
-    assert found.runs[3].disk_bytes > 4 * parameters("pruned")
-    for each in found.runs:
-        assert (each.device, each.dtype, each.gpu_bytes) == ("cpu", "fp32", None)
-        assert 0 < each.base_bytes <= each.peak_bytes
-    assert [(each.batch, each.phase) for each in found.blocks] == [
+    assert [entry.disk_bytes for entry in report.runs[:3]] == [Path(file).stat().st_size for file in files]
+    assert report.runs[3].disk_bytes > 4 * parameters("pruned")
+    for entry in report.runs:
+        assert (entry.device, entry.dtype, entry.gpu_bytes) == ("cpu", "fp32", None)
+        assert 0 < entry.base_bytes <= entry.peak_bytes
+    assert [(block.batch, block.phase) for block in report.blocks] == [
         *[(2, "prefill"), (2, "decode"), (1, "prefill"), (1, "decode")]
     ]
-    for block in found.blocks:
+    for block in report.blocks:
         assert (block.tokens, block.steps, block.unit) == (29, 3, "tokens")
-        assert [(each.label, each.model, each.runtime) for each in block.rows] == seats
+        assert [(timing.label, timing.model, timing.runtime) for timing in block.rows] == seats
         steps = 3 if block.phase == "decode" else 1
-        for each, dense in zip(block.rows, [block.rows[0]] * 2 + [block.rows[2]] * 2, strict=True):
-            assert [len(timed) for timed in each.latencies_ms] == [steps, steps]
-            assert math.isclose(each.p50_ratio, each.p50_ms / dense.p50_ms)
+        for timing, dense in zip(block.rows, [block.rows[0]] * 2 + [block.rows[2]] * 2, strict=True):
+            assert [len(timed) for timed in timing.latencies_ms] == [steps, steps]
+            assert math.isclose(timing.p50_ratio, timing.p50_ms / dense.p50_ms)
         assert block.rows[1].flops < block.rows[0].flops == block.rows[2].flops
 
 
@@ -234,7 +234,7 @@ def graph_folder(name: str, *, task: str = "text-generation", cached: bool = Tru
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ((), "graph is an exported graph, which runs in onnxruntime alone: say --onnx to time both there"),
         (
@@ -243,14 +243,14 @@ def graph_folder(name: str, *, task: str = "text-generation", cached: bool = Tru
         ),
     ],
 )
-def test_a_graph_beside_a_checkpoint(place, idle, options, said):
+def test_a_graph_beside_a_checkpoint(place, idle, options, message):
     graph_folder("graph")
-    assert read_refusal("benchmark", "graph", "dense", *options) == said
+    assert read_refusal("benchmark", "graph", "dense", *options) == message
 
 
 def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
     def refuse_seats(seats):
-        raise UserError(", ".join(f"{each.runtime} {each.label}" for each in seats))
+        raise UserError(", ".join(f"{seat.runtime} {seat.label}" for seat in seats))
 
     monkeypatch.setattr(benchmark, "start_workers", refuse_seats)
     result = run("benchmark", "dense", "dense", "--two-four", "--dtype", "fp16", "--device", "cpu")
@@ -259,12 +259,12 @@ def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--optimize", "cpu"), "--optimize is for onnxruntime: say --onnx as well"),
         (("--provider", "cpu"), "--provider is for onnxruntime: say --onnx as well"),
         (("--tokens", "33"), "a text of 33 tokens is more than the context of 32 tokens: use --tokens 32 or less"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(place, idle, options, said):
-    assert read_refusal("benchmark", "dense", "pruned", *options) == said
+def test_what_cannot_be_timed_is_refused(place, idle, options, message):
+    assert read_refusal("benchmark", "dense", "pruned", *options) == message

@@ -43,10 +43,10 @@ def weighed(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(weighed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with `llama`, `opt`, `vit`, `images`, `calib.txt`, `stats` and `weighed` of its own."""
-    own = tmp_path / "here"
-    shutil.copytree(weighed, own)
-    monkeypatch.chdir(own)
-    return own
+    folder = tmp_path / "here"
+    shutil.copytree(weighed, folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 BEST = ("--recipe", "best", "--statistics", "weighed", *QUICK)
@@ -157,10 +157,10 @@ def test_an_output_within_the_size(here, recipe, option, text):
     report = read_json("out/ckpt_prune.json")
     numbers, taken = whole_best.sizes(Path("out"))
     assert (report["after"]["parameters"], report["after"]["bytes"]) == (numbers, taken)
-    found = {"params": numbers, "bytes": taken, "flops": report["after"]["flops"]}[option]
+    size = {"params": numbers, "bytes": taken, "flops": report["after"]["flops"]}[option]
     limit = {"4.1K": 4100, "75%": 3900, "15KiB": 15360, "290K": 290_000}[text]
     # At most a head and a column of both blocks are left over.
-    assert 0 <= limit - found < {"params": 864, "bytes": 3456, "flops": 64 * 864 + 32768}[option]
+    assert 0 <= limit - size < {"params": 864, "bytes": 3456, "flops": 64 * 864 + 32768}[option]
     assert ("size" in report["recipe"] and report["recipe"]["size"] is not None) == (recipe != "rcpu")
 
 
@@ -213,28 +213,28 @@ def test_the_curve_of_weights_alone(here):
 def test_the_curve_of_best(here):
     """Blocks differ in width, and errors are those of its plans."""
     before = listing()
-    said = json.loads(ok("plan", "llama", *BEST, "--sweep", "0.1:0.4:0.3", "--json"))
+    sweep = json.loads(ok("plan", "llama", *BEST, "--sweep", "0.1:0.4:0.3", "--json"))
     rows = ok("plan", "llama", *BEST, "--sweep", "0.1:0.4:0.3").splitlines()
     assert listing() == before
-    assert [point["ratio"] for point in said["points"]] == [0.1, 0.4]
-    for point, row in zip(said["points"], rows[1:3], strict=True):
+    assert [point["ratio"] for point in sweep["points"]] == [0.1, 0.4]
+    for point, row in zip(sweep["points"], rows[1:3], strict=True):
         plan = json.loads(ok("plan", "llama", *BEST, "--ratio", str(point["ratio"]), "--json"))
         assert {key: point[key] for key in plan["after"]} == plan["after"]
         cells = row.split()
         assert cells[-1] == f"{point['divergence']:.4f}"
         for column, space in ((-5, "heads"), (-4, "mlp")):
-            own = [site for site in plan["sites"] if site["space"] == space]
-            counts = [len(site["kept"]) for site in own]
+            sites = [site for site in plan["sites"] if site["space"] == space]
+            counts = [len(site["kept"]) for site in sites]
             low, high = min(counts), max(counts)
             assert point["widths"][space] == [low, high]
             assert cells[column] == (str(low) if low == high else f"{low}-{high}")
-            errors = [site["error_held_out"] or 0.0 for site in own]
+            errors = [site["error_held_out"] or 0.0 for site in sites]
             assert point["errors"][space] == pytest.approx(fmean(errors))
             assert cells[column + 2] == f"{point['errors'][space]:.4f}"
         assert cells[-1] == f"{point['divergence']:.4f}"
-    assert any(low < high for low, high in said["points"][1]["widths"].values())
+    assert any(low < high for low, high in sweep["points"][1]["widths"].values())
     # Of two blocks 0.1 is none; one of the two is what the depth recipe would choose.
-    (block,) = said["depth"]
+    (block,) = sweep["depth"]
     alone = ("--recipe", "shortgpt", "--set", "depth={choose: divergence, drop: 1}", "--statistics", "weighed")
     plan = json.loads(ok("plan", "llama", *alone, "--json"))
     assert (block["ratio"], block["gone"]) == (0.4, 1)
@@ -275,19 +275,19 @@ def test_a_curve_that_is_measured(here):
     before = listing()
     by_hand = ("--window", "16", "--samples", "4")
     measured = ("--evaluate", "calib.txt", "--window", "16", "--evaluate-samples", "4")
-    told = ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured).splitlines()
-    said = json.loads(ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured, "--json"))
+    lines = ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured).splitlines()
+    sweep = json.loads(ok(*RIDGE, "--sweep", f"{STRENGTH}=0.001,10", *measured, "--json"))
     assert listing() == before
     dense = json.loads(ok("evaluate", RIDGE[1], "--text", "calib.txt", *by_hand, "--json"))
-    assert said["measured"] == f"perplexity (dense: {dense['perplexity']:.3f}) and KL on 4 windows of 16 tokens"
-    assert said["messages"] == ["recipe ridge is sequential; with --statistics its dense-cache variant is used"]
-    assert told[-2:] == [said["measured"], *said["messages"]]
-    assert told[0].split()[-2:] == ["KL", "perplexity"]
+    assert sweep["measured"] == f"perplexity (dense: {dense['perplexity']:.3f}) and KL on 4 windows of 16 tokens"
+    assert sweep["messages"] == ["recipe ridge is sequential; with --statistics its dense-cache variant is used"]
+    assert lines[-2:] == [sweep["measured"], *sweep["messages"]]
+    assert lines[0].split()[-2:] == ["KL", "perplexity"]
     ok("prune", *RIDGE[1:], "--set", f"{STRENGTH}=10", "-o", "out")
     alone = json.loads(ok("evaluate", "out", "--against", RIDGE[1], "--text", "calib.txt", *by_hand, "--json"))
-    assert said["points"][1]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
-    assert said["points"][1]["kl"] == pytest.approx(alone["kl"], rel=1e-9)
-    assert told[2].split()[-2:] == [f"{alone['kl']:.4f}", f"{alone['perplexity']:.3f}"]
+    assert sweep["points"][1]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
+    assert sweep["points"][1]["kl"] == pytest.approx(alone["kl"], rel=1e-9)
+    assert lines[2].split()[-2:] == [f"{alone['kl']:.4f}", f"{alone['perplexity']:.3f}"]
 
 
 @pytest.mark.parametrize(

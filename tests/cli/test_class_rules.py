@@ -62,8 +62,8 @@ def test_a_recipe_that_insists_is_told_the_rule_and_what_to_do(here):
 
 
 def test_the_default_recipe_takes_columns_alone(here):
-    said = ok("prune", "phi3", "--target-params", "80%", *TEXT, "-o", "out")
-    assert RULE in said.splitlines()
+    output = ok("prune", "phi3", "--target-params", "80%", *TEXT, "-o", "out")
+    assert RULE in output.splitlines()
     config = read_json("out/config.json")
     assert (config["model_type"], config["num_attention_heads"], "auto_map" in config) == ("phi3", 4, False)
     assert config["intermediate_size"] < 24
@@ -74,17 +74,17 @@ def test_padded_and_own_code_compute_the_same_under_short_and_long_factors(here)
         ok("prune", "phi3", "--recipe", "magnitude", "--ratio", "0.5", "--container", container, "-o", container)
     with quiet_transformers():
         padded, dense = (AutoModelForCausalLM.from_pretrained(name).eval() for name in ("padded", "phi3"))
-        own = load("any")
-    assert own.config.per_layer_config[0].num_attention_heads == 2
+        own_code = load("any")
+    assert own_code.config.per_layer_config[0].num_attention_heads == 2
     for window in WINDOWS:
         ids = torch.randint(3, VOCAB, (2, window), generator=torch.Generator().manual_seed(window))
         with torch.no_grad():
-            logits = [model(ids).logits for model in (padded, own, dense)]
+            logits = [model(ids).logits for model in (padded, own_code, dense)]
         assert torch.allclose(logits[0], logits[1], atol=1e-5)
         assert not torch.allclose(logits[0], logits[2], atol=1e-2)
 
 
 def test_a_narrower_stream_is_told_the_same(here):
-    said = read_refusal("prune", "phi3", "--recipe", "slicegpt-shared", "--set", "hidden.drop=8", *TEXT, "-o", "out")
-    assert said.startswith("no stock class fits: Phi3Config of transformers refuses a narrower stream (")
-    assert said.endswith("say --set hidden.kind=per-block, which needs remote code")
+    message = read_refusal("prune", "phi3", "--recipe", "slicegpt-shared", "--set", "hidden.drop=8", *TEXT, "-o", "out")
+    assert message.startswith("no stock class fits: Phi3Config of transformers refuses a narrower stream (")
+    assert message.endswith("say --set hidden.kind=per-block, which needs remote code")

@@ -11,8 +11,8 @@ MAGNITUDE = ("dense", "--recipe", "magnitude")
 DRY = ("prune", *MAGNITUDE, "-o", "out", "--dry-run")
 
 
-def heads(said: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith("heads: ")]
+def heads(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("heads: ")]
 
 
 def test_a_ratio_that_drops_no_group_says_so(place):
@@ -26,6 +26,6 @@ def coarse(out: str) -> list[str]:
     return [line for line in (Path(out) / "README.md").read_text().splitlines() if "too coarse" in line]
 
 
-def kept_line(said: str) -> str:
-    (line,) = (line for line in said.splitlines() if line.startswith("kept per block: "))
+def kept_line(output: str) -> str:
+    (line,) = (line for line in output.splitlines() if line.startswith("kept per block: "))
     return line

@@ -27,25 +27,25 @@ def whole(folder: str, ids: torch.Tensor) -> tuple[list[np.ndarray], torch.Tenso
         layer.register_forward_hook(lambda _m, _args, out: seen.append(out[0] if isinstance(out, tuple) else out))
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    return [each.flatten(0, 1).double().numpy() for each in seen], functional.log_softmax(logits.double(), -1)
+    return [state.flatten(0, 1).double().numpy() for state in seen], functional.log_softmax(logits.double(), -1)
 
 
 @pytest.mark.usefixtures("place")
 def test_figures_are_those_of_whole_models(monkeypatch):
     taken, chosen = [], choosing.choose_samples
     monkeypatch.setattr(choosing, "choose_samples", lambda *a, **k: taken.append(chosen(*a, **k)) or taken[-1])
-    found = json.loads(ok(*BOTH, "--lens", "--json"))
+    comparison = json.loads(ok(*BOTH, "--lens", "--json"))
     ids = taken[0].batch(slice(0, len(taken[0])))["input_ids"]
     (theirs, p), (ours, q) = whole("dense", ids), whole("pruned", ids)
-    assert len(found["blocks"]) == len(theirs) == 2
-    for block, a, b in zip(found["blocks"], theirs, ours, strict=True):
+    assert len(comparison["blocks"]) == len(theirs) == 2
+    for block, a, b in zip(comparison["blocks"], theirs, ours, strict=True):
         figures = [block[name] for name in ("mse", "relative_error", "cosine", "cka")]
         assert figures == pytest.approx(by_hand(a, b), rel=1e-4)
     kl = float((p.exp() * (p - q)).sum(-1).mean())
-    assert found["divergence"] == pytest.approx(kl, rel=1e-4)
-    assert found["blocks"][-1]["divergence"] == found["divergence"]
-    assert found["blocks"][0]["divergence"] > 0
-    assert {name: found[name] for name in ("reference", "model", "samples", "tokens_per_sample", "measure")} == {
+    assert comparison["divergence"] == pytest.approx(kl, rel=1e-4)
+    assert comparison["blocks"][-1]["divergence"] == comparison["divergence"]
+    assert comparison["blocks"][0]["divergence"] > 0
+    assert {name: comparison[name] for name in ("reference", "model", "samples", "tokens_per_sample", "measure")} == {
         "reference": "dense",
         "model": "pruned",
         "samples": 8,
@@ -56,8 +56,8 @@ def test_figures_are_those_of_whole_models(monkeypatch):
 
 @pytest.mark.usefixtures("place")
 def test_the_page():
-    said = ok(*BOTH, "--plot", "page.html")
-    assert said.endswith("drawn in page.html\n")
+    output = ok(*BOTH, "--plot", "page.html")
+    assert output.endswith("drawn in page.html\n")
     page = Path("page.html").read_text()
     for name in ("MSE", "relative error", "cosine", "CKA"):
         assert f"<h3>{name}</h3>" in page
@@ -74,8 +74,8 @@ def test_the_page():
 
 @pytest.mark.usefixtures("place")
 def test_what_is_refused():
-    said = read_refusal("compare", "dense", "pruned")
-    assert said == "compare needs --text FILE, --images DIR for vision models, or --audio DIR"
+    message = read_refusal("compare", "dense", "pruned")
+    assert message == "compare needs --text FILE, --images DIR for vision models, or --audio DIR"
     assert read_refusal("compare", "./dense", "./prunde", *TEXT).startswith("./prunde ")
     assert read_refusal(*BOTH, "--plot", "nowhere/page.html").endswith("nowhere does not exist; create it first")
     with quiet_transformers():

@@ -42,18 +42,18 @@ def corp(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(corp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with `vit`, `opt`, `small`, `llama`, `images`, `calib.txt`, `stats` and `pruned` of its own."""
-    own = tmp_path / "here"
-    shutil.copytree(corp, own)
-    monkeypatch.chdir(own)
-    return own
+    folder = tmp_path / "here"
+    shutil.copytree(corp, folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 # ---- what works ----------------------------------------------------------------------------------------------------
 
 
 def test_from_images_to_a_report(here):
-    said = ok("calibrate", "vit", *IMAGES, "--folds", "3", "-o", "folded")
-    assert said.startswith(
+    output = ok("calibrate", "vit", *IMAGES, "--folds", "3", "-o", "folded")
+    assert output.startswith(
         "folded: 12 images of 10 tokens, 3 blocks, moments+gram+logits+linears+fisher+effects, folds 3, "
     )
     lines = ok("plan", "vit", "--recipe", "corp", "--statistics", "folded", "-o", "plan.json").splitlines()
@@ -74,9 +74,9 @@ def test_from_images_to_a_report(here):
     assert any(line.startswith(note) for line in lines)
     assert "errors are of each site's output, no perplexity or accuracy" in lines  # a llama's are no yardstick here
 
-    said = ok("prune", "vit", "--plan", "plan.json", "-o", "out")
-    assert "written to out" in said
-    assert note in said
+    output = ok("prune", "vit", "--plan", "plan.json", "-o", "out")
+    assert "written to out" in output
+    assert note in output
     checks = json.loads(ok("verify", "out", "--against", "vit", "--json"))
     assert checks["passed"]
     assert {c["name"]: c["passed"] for c in checks["checks"]} == dict.fromkeys(
@@ -122,16 +122,16 @@ def test_low_rank_is_nearer_at_the_same_cost(here):
         assert other["error_compensated"] < 0.9 * one["error_compensated"]
         assert other["floor"] <= other["error_compensated"] / other["error_uncompensated"] * other["j0"] * (1 + 1e-9)
         assert other["residual"] is None
-        for head, own in zip(one["heads"], other["heads"], strict=True):
-            assert own["error_compensated"] <= head["error_compensated"]
+        for head, other_head in zip(one["heads"], other["heads"], strict=True):
+            assert other_head["error_compensated"] <= head["error_compensated"]
     ok("prune", "vit", "--recipe", "corp-qk-low-rank", "--statistics", "stats", "-o", "again")
     assert weights("again") == weights("corp-qk-low-rank")
 
 
 def test_centred_keys(here):
     """Measured on request, or by a recipe that is given images, and seen by nothing else."""
-    said = ok("calibrate", "vit", *IMAGES, "--collect", "moments,logits,centred", "-o", "centred")
-    assert said.startswith("centred: 12 images of 10 tokens, 3 blocks, moments+logits+centred, folds 1, ")
+    output = ok("calibrate", "vit", *IMAGES, "--collect", "moments,logits,centred", "-o", "centred")
+    assert output.startswith("centred: 12 images of 10 tokens, 3 blocks, moments+logits+centred, folds 1, ")
     low_rank = ("--recipe", "corp-qk-low-rank")
     centre = ("--set", "spaces.qk.compensation.centre_keys=true")
     ok("prune", "vit", *low_rank, *centre, "--statistics", "centred", "-o", "cached")
@@ -202,20 +202,20 @@ def test_images_that_do_not_decode_are_counted_and_named(here):
 
 
 def test_queries_and_keys_of_a_rope_family(here):
-    said = QK_OF_LLAMA.format("corp")
-    assert read_refusal("prune", "llama", "--recipe", "corp", *TEXT, "-o", "out") == said
-    assert read_refusal("plan", "llama", "--recipe", "corp", "--statistics", "llama-stats") == said
-    assert read_refusal("inspect", "llama", "--recipe", "corp", "--ratio", "0.5") == said
+    message = QK_OF_LLAMA.format("corp")
+    assert read_refusal("prune", "llama", "--recipe", "corp", *TEXT, "-o", "out") == message
+    assert read_refusal("plan", "llama", "--recipe", "corp", "--statistics", "llama-stats") == message
+    assert read_refusal("inspect", "llama", "--recipe", "corp", "--ratio", "0.5") == message
 
 
 def test_data_of_the_wrong_kind(here):
-    said = "vit reads images: give --images DIR"
-    assert read_refusal("calibrate", "vit", *TEXT, "-o", "out") == said
-    assert read_refusal("prune", "vit", "--recipe", "corp", *TEXT, "-o", "out") == said
+    message = "vit reads images: give --images DIR"
+    assert read_refusal("calibrate", "vit", *TEXT, "-o", "out") == message
+    assert read_refusal("prune", "vit", "--recipe", "corp", *TEXT, "-o", "out") == message
     for model in ("opt", "llama"):
-        said = f"{model} reads text: give --text FILE"
-        assert read_refusal("calibrate", model, *IMAGES, "-o", "out") == said
-        assert read_refusal("prune", model, "--recipe", "corp-mlp", *IMAGES, "-o", "out") == said
+        message = f"{model} reads text: give --text FILE"
+        assert read_refusal("calibrate", model, *IMAGES, "-o", "out") == message
+        assert read_refusal("prune", model, "--recipe", "corp-mlp", *IMAGES, "-o", "out") == message
     assert (
         read_refusal("calibrate", "vit", *TEXT, "--images", "images", "-o", "out")
         == "give --text or --images, not both"
@@ -233,25 +233,25 @@ def test_lambda_zero_with_too_few_samples(here):
         "low-rank with lambda 0 needs at least 2 images for the 8 x 6 unknowns of a head, and there are 1: give more, "
         "or a lambda above 0"
     )
-    said = (
+    message = (
         "logit with lambda 0 needs at least 2 images for the 6 x 6 unknowns of a head, and there are 1: "
         "give more, or a lambda above 0"
     )
-    assert read_refusal("prune", "small", *bare, "--images", "images", "--samples", "1", "-o", "out") == said
+    assert read_refusal("prune", "small", *bare, "--images", "images", "--samples", "1", "-o", "out") == message
     ok("calibrate", "small", "--images", "images", "--samples", "1", "-o", "one")
-    assert read_refusal("prune", "small", *bare, "--statistics", "one", "-o", "out") == said
-    assert read_refusal("plan", "small", *bare, "--statistics", "one") == said
+    assert read_refusal("prune", "small", *bare, "--statistics", "one", "-o", "out") == message
+    assert read_refusal("plan", "small", *bare, "--statistics", "one") == message
     ok("prune", "small", "--recipe", "corp-qk", "--ratio", "0.25", "--statistics", "one", "-o", "shrunk")
     ok("prune", "small", *bare, "--images", "images", "--samples", "2", "-o", "two")
 
 
 def test_a_missing_processor(here):
     Path("vit/preprocessor_config.json").unlink()
-    said = (
+    message = (
         "vit: no image processor (preprocessor_config.json); copy the model's preprocessor_config.json into the folder"
     )
-    assert read_refusal("calibrate", "vit", *IMAGES, "-o", "out") == said
-    assert read_refusal("prune", "vit", "--recipe", "corp", *IMAGES, "-o", "out") == said
+    assert read_refusal("calibrate", "vit", *IMAGES, "-o", "out") == message
+    assert read_refusal("prune", "vit", "--recipe", "corp", *IMAGES, "-o", "out") == message
 
 
 def test_a_processor_of_another_size(here):
@@ -260,8 +260,8 @@ def test_a_processor_of_another_size(here):
     Path("vit/preprocessor_config.json").write_text(json.dumps(config))
     result = run("calibrate", "vit", *IMAGES, "-o", "out")
     assert result.exit_code == 2
-    said = result.stderr.splitlines()[-1]
-    assert said == (
+    message = result.stderr.splitlines()[-1]
+    assert message == (
         "Error: the model refuses its calibration data: Input image size (8*8) doesn't match model (12*12); the "
         "tokenizer or preprocessor_config.json in its folder may belong to another model"
     )
@@ -271,8 +271,8 @@ def test_a_processor_of_another_size(here):
 def test_statistics_of_another_processor(here):
     config = read_json("vit/preprocessor_config.json")
     Path("vit/preprocessor_config.json").write_text(json.dumps(config | {"image_mean": [0.1, 0.1, 0.1]}))
-    said = read_refusal("prune", "vit", "--recipe", "corp", "--statistics", "stats", "-o", "out")
-    assert "processor" in said
+    message = read_refusal("prune", "vit", "--recipe", "corp", "--statistics", "stats", "-o", "out")
+    assert "processor" in message
 
 
 @pytest.mark.parametrize("model", every(2, ["vit", "opt"]))
@@ -282,13 +282,13 @@ def test_an_input_that_asks_for_code_of_its_own(here, model):
     name = "AutoModelForImageClassification" if model == "vit" else "AutoModelForCausalLM"
     set_config(model, auto_map={name: "their_code.Model"})
     data = IMAGES if model == "vit" else TEXT
-    said = (
+    message = (
         f"{model} asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
         "where you have read and trust it, say --trust-remote-code"
     )
-    assert read_refusal("calibrate", model, *data, "-o", "out") == said
-    assert read_refusal("prune", model, "--recipe", "corp", *data, "-o", "out") == said
-    assert read_refusal("plan", model, "--recipe", "magnitude") == said
+    assert read_refusal("calibrate", model, *data, "-o", "out") == message
+    assert read_refusal("prune", model, "--recipe", "corp", *data, "-o", "out") == message
+    assert read_refusal("plan", model, "--recipe", "magnitude") == message
     trust = "--trust-remote-code"
     ok("calibrate", model, *data, trust, "-o", "measured")
     ok("plan", model, "--recipe", "corp", "--statistics", "measured", trust, "-o", "plan.json")
@@ -331,5 +331,5 @@ def test_a_ranking_over_blocks_with_lambda_0_and_images(here):
 
 def test_an_output_with_remote_code_that_lost_a_tensor_is_not_measured(here):
     edit_weights("pruned", lambda tensors: tensors.pop("vit.encoder.layer.1.attention.attention.query.weight"))
-    said = read_refusal("evaluate", "pruned", "--against", "vit", "--images", "images")
-    assert said.startswith("pruned: tensors are missing or of the wrong shape: vit.")
+    message = read_refusal("evaluate", "pruned", "--against", "vit", "--images", "images")
+    assert message.startswith("pruned: tensors are missing or of the wrong shape: vit.")

@@ -33,13 +33,13 @@ JOBS = {
 @contextmanager
 def circles() -> Iterator[list[object]]:
     gc.collect()
-    found: list[object] = []
+    garbage: list[object] = []
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        yield found
+        yield garbage
         gc.collect()
-        found += gc.garbage
+        garbage += gc.garbage
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -49,7 +49,7 @@ def circles() -> Iterator[list[object]]:
 @pytest.mark.parametrize("job", every(2, JOBS))
 def test_no_tensor_is_left_to_the_collector(place: Path, job: str):
     ok("inspect", "dense")  # what is imported leaves circles of its own
-    with circles() as found:
+    with circles() as garbage:
         ok(*JOBS[job])
-    left = [each for each in found if isinstance(each, torch.Tensor) and not each.is_meta and each.numel()]
-    assert [tuple(each.shape) for each in left] == []
+    tensors = [item for item in garbage if isinstance(item, torch.Tensor) and not item.is_meta and item.numel()]
+    assert [tuple(tensor.shape) for tensor in tensors] == []

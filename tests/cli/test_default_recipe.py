@@ -42,16 +42,16 @@ def here(weighed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path
     return tmp_path
 
 
-def lines_on_widths(said: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith("widths per block")]
+def lines_on_widths(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("widths per block")]
 
 
 def test_an_output_of_the_default_recipe_loads_with_stock_classes(here):
-    said = ok("prune", "llama", *SIZE, *QUICK, *TEXT, "-o", str(here / "out"))
+    output = ok("prune", "llama", *SIZE, *QUICK, *TEXT, "-o", str(here / "out"))
     assert read_json(here / "out" / "ckpt_prune.json")["recipe"]["name"] == DEFAULT_RECIPE == "best-uniform"
     assert "auto_map" not in read_json(here / "out" / "config.json")
     families.stock(here / "out")
-    (line,) = lines_on_widths(said)
+    (line,) = lines_on_widths(output)
     assert LINE.fullmatch(line)
 
 
@@ -69,8 +69,8 @@ def whole(site, index) -> float:
     statistics, name, score = Statistics(Path("weighed")), site["consumer"], site["score"]
     usual = index["predicted"][name]["obs"]
     points = [
-        (count, value * true / told)
-        for (count, value), (_, told), (_, true) in zip(
+        (count, value * true / predicted)
+        for (count, value), (_, predicted), (_, true) in zip(
             index["predicted"][name][score], usual, index["effects"][name], strict=True
         )
     ]
@@ -110,10 +110,10 @@ def test_a_dry_run_tells_what_it_can_without_measuring(place):
     )
     on_text = f" first{MEASURED}, on 8 windows of 16 tokens of calib.txt"
     assert drop_time_line(ok(*dry, "--ratio", "0.5", *TEXT)) == DRY.format(on_text)
-    said = json.loads(ok(*dry, "--ratio", "0.5", *TEXT, "--json"))
-    assert (said["widths"], said["widths_are_known"]) == ([{"heads": 1, "mlp": 12}] * 2, False)
-    assert said["container"] is None
-    assert f"to be measured{on_text}" in said["messages"]
+    report = json.loads(ok(*dry, "--ratio", "0.5", *TEXT, "--json"))
+    assert (report["widths"], report["widths_are_known"]) == ([{"heads": 1, "mlp": 12}] * 2, False)
+    assert report["container"] is None
+    assert f"to be measured{on_text}" in report["messages"]
     sized = ok(*dry, *SIZE).splitlines()
     assert sized[6].startswith("kept per block at one ratio everywhere: heads 1/2, mlp 15/24 (70% of the parameters); ")
     assert listing() == before

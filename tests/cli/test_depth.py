@@ -54,19 +54,21 @@ def windows() -> Tensor:
 
 def states(model: Any, ids: Tensor) -> list[Tensor]:
     """States that enter every block and leave the last one."""
-    found: list[Tensor] = []
-    hooks = [layer.register_forward_pre_hook(lambda _, args: found.append(args[0])) for layer in model.model.layers]
-    hooks.append(model.model.layers[-1].register_forward_hook(lambda _, args, out: found.append(out)))
+    hidden_states: list[Tensor] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: hidden_states.append(args[0])) for layer in model.model.layers
+    ]
+    hooks.append(model.model.layers[-1].register_forward_hook(lambda _, args, out: hidden_states.append(out)))
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return found
+    return hidden_states
 
 
 def test_given_blocks_go_without_any_data(here) -> None:
-    said = ok(*GIVEN, "-o", "out")
-    assert said.splitlines()[-7:] == [
+    output = ok(*GIVEN, "-o", "out")
+    assert output.splitlines()[-7:] == [
         "gone: block 1, blocks 3 to 4",
         "Blocks",
         "  blocks #.#..# 3 of 6 stay (. is gone)",
@@ -89,8 +91,8 @@ def test_given_blocks_go_without_any_data(here) -> None:
 
 
 def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
-    said = drop_time_line(ok("prune", "deep", "--recipe", "depth", "--ratio", "0.5", "--dry-run", "-o", "out"))
-    assert said.splitlines()[-4:] == [
+    output = drop_time_line(ok("prune", "deep", "--recipe", "depth", "--ratio", "0.5", "--dry-run", "-o", "out"))
+    assert output.splitlines()[-4:] == [
         "3 of 6 blocks stay: which ones is measured first",
         "to be stored as llama",
         "to be measured: how far blocks move the residual stream; give --text FILE for it (128 windows of 32 tokens, "
@@ -101,11 +103,11 @@ def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
 
 def test_two_gaps_and_their_maps(here) -> None:
     """The second map is fitted behind the first, to the dense model's own stream."""
-    said = ok(*LINEAR, "-o", "out").splitlines()
+    lines = ok(*LINEAR, "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")
-    assert said[-5] == "  blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)"
+    assert lines[-5] == "  blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)"
     first, second = report["depth"]["gaps"]
-    assert " ".join(said[-3].split()) == (
+    assert " ".join(lines[-3].split()) == (
         "block 1 ridge (lambda 0.1) in model.layers.0.mlp.down_proj.weight "
         f"{first['error_uncompensated']:#.3g} {first['error_compensated']:#.3g}"
     )
@@ -115,26 +117,26 @@ def test_two_gaps_and_their_maps(here) -> None:
         entered: list[Tensor] = []
         down = edited.model.layers[before].mlp.down_proj
         hook = down.register_forward_hook(lambda _, args, out, seen=entered: seen.append(out.flatten(0, 1)))
-        own = states(edited, ids)
+        edited_states = states(edited, ids)
         hook.remove()
         reached = ends[gap["first"] + gap["blocks"]]
         z = entered[0].numpy()
-        y = z + (reached - own[before + 1]).flatten(0, 1).numpy()
+        y = z + (reached - edited_states[before + 1]).flatten(0, 1).numpy()
         T, _ = ridge_map(z, y, 0.1, biased=False)
         down.weight.data = torch.tensor(T) @ down.weight.data
         edited.model.layers = torch.nn.ModuleList([layers[block] for block in kept])
     with torch.no_grad():
         expected = edited(input_ids=ids, use_cache=False).logits
-        found = stock(Path("out")).double()(input_ids=ids, use_cache=False).logits
-    assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
+        logits = stock(Path("out")).double()(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()))
     assert first["error_compensated"] < first["error_uncompensated"]
 
 
 def test_verify_finds_what_is_not_the_dense_models(here) -> None:
     ok(*LINEAR, "-o", "out")
-    said = run("verify", "out", "--against", "deep")
-    assert said.exit_code == 0
-    assert said.stdout.splitlines()[-1] == (
+    result = run("verify", "out", "--against", "deep")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == (
         "kept units: 28 tensors of the 3 blocks that stay and of what is outside them are the dense ones, bit for bit; "
         "2 weights with a map absorbed not compared"
     )
@@ -143,9 +145,9 @@ def test_verify_finds_what_is_not_the_dense_models(here) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
 
     edit_weights("out", change)
-    said = run("verify", "out", "--against", "deep")
-    assert said.exit_code == 1
-    assert said.stdout.splitlines()[-1] == ("kept units: model.layers.1.mlp.up_proj.weight is not the dense model's")
+    result = run("verify", "out", "--against", "deep")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == ("kept units: model.layers.1.mlp.up_proj.weight is not the dense model's")
 
 
 @pytest.mark.parametrize(
@@ -180,36 +182,36 @@ def test_verify_finds_what_is_not_the_dense_models(here) -> None:
     ],
 )
 def test_what_cannot_be(here, changes: list[str], why: str) -> None:
-    said = read_refusal("prune", "deep", "--recipe", "replaceme", *changes, *TEXT, "-o", "out")
-    assert said.endswith(why), said
+    message = read_refusal("prune", "deep", "--recipe", "replaceme", *changes, *TEXT, "-o", "out")
+    assert message.endswith(why), message
 
 
 def test_statistics_choose_the_blocks_and_text_fits_the_maps(here) -> None:
     ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
-    asked = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
-    ok("prune", "deep", *asked, *TEXT, "-o", "live")
+    options = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
+    ok("prune", "deep", *options, *TEXT, "-o", "live")
     both = ("--statistics", "deep-stats", *TEXT)
-    ok("prune", "deep", *asked, *both, "-o", "both")
+    ok("prune", "deep", *options, *both, "-o", "both")
     assert Path("live/model.safetensors").read_bytes() == Path("both/model.safetensors").read_bytes()
     gaps = [read_json(f"{folder}/ckpt_prune.json")["depth"]["gaps"] for folder in ("live", "both")]
     assert gaps[0][0]["divergence"] == pytest.approx(gaps[1][0]["divergence"], rel=1e-5)
-    said = read_refusal("prune", "deep", *asked, "--statistics", "deep-stats", "-o", "out")
-    assert said == "recipe depth fits maps on the model itself: give --text as well"
-    said = read_refusal("prune", "deep", "--recipe", "sleb", "--statistics", "deep-stats", "-o", "out")
-    assert said == "recipe sleb runs the model itself: give --text in place of --statistics"
+    message = read_refusal("prune", "deep", *options, "--statistics", "deep-stats", "-o", "out")
+    assert message == "recipe depth fits maps on the model itself: give --text as well"
+    message = read_refusal("prune", "deep", "--recipe", "sleb", "--statistics", "deep-stats", "-o", "out")
+    assert message == "recipe sleb runs the model itself: give --text in place of --statistics"
     ok("prune", "deep", "--recipe", "shortgpt", "--statistics", "deep-stats", "-o", "out")
 
 
 def test_a_plan_chooses_the_blocks(here) -> None:
     ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
-    asked = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
-    said = ok("plan", "deep", *asked, "--statistics", "deep-stats", "-o", "plan.json").split("\n\n")
-    assert said.pop(-2).startswith("pruning by it takes about ")
+    options = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
+    sections = ok("plan", "deep", *options, "--statistics", "deep-stats", "-o", "plan.json").split("\n\n")
+    assert sections.pop(-2).startswith("pruning by it takes about ")
     plan = read_json("plan.json")
     (gap,) = plan["depth"]["gaps"]
     blocks = f"blocks {gap['first']} to {gap['first'] + 1}"
     picture = "".join("." if gap["first"] <= block < gap["first"] + 2 else "#" for block in range(6))
-    assert said[1:-1] == [
+    assert sections[1:-1] == [
         f"Blocks\n  blocks {picture} 4 of 6 stay (. is gone)\n"
         "  gone           cosine distance  predicted divergence\n"
         f"  {blocks}  {gap['distance']:#15.3g}  {gap['divergence']:#20.3g}",
@@ -217,41 +219,41 @@ def test_a_plan_chooses_the_blocks(here) -> None:
         f"about {exp(gap['divergence']):.2f} times its perplexity; {SECOND_ORDER}",
     ]
     ok("prune", "deep", "--plan", "plan.json", *TEXT, "-o", "out")
-    ok("prune", "deep", *asked, *TEXT, "-o", "direct")
+    ok("prune", "deep", *options, *TEXT, "-o", "direct")
     assert Path("out/model.safetensors").read_bytes() == Path("direct/model.safetensors").read_bytes()
-    said = read_refusal("prune", "deep", "--plan", "plan.json", "-o", "bare")
-    assert said == "recipe depth fits maps on the model itself: give --text as well"
-    said = read_refusal("prune", "dense", "--plan", "plan.json", *TEXT, "-o", "bare")
-    assert said.startswith("the plan was made for another model (")
+    message = read_refusal("prune", "deep", "--plan", "plan.json", "-o", "bare")
+    assert message == "recipe depth fits maps on the model itself: give --text as well"
+    message = read_refusal("prune", "dense", "--plan", "plan.json", *TEXT, "-o", "bare")
+    assert message.startswith("the plan was made for another model (")
     for change, why in (
         ({"kept": [0, 1, 2, 7]}, "the plan keeps blocks that are not among the model's 6 blocks"),
         ({"blocks": 7}, "the plan keeps blocks that are not among the model's 6 blocks"),
         ({"gaps": []}, "the plan's gaps are not the blocks that it drops"),
     ):
         Path("edited.json").write_text(json.dumps(plan | {"depth": plan["depth"] | change}))
-        said = read_refusal("prune", "deep", "--plan", "edited.json", *TEXT, "-o", "bare")
-        assert said == f"{why}: plan again instead of editing it"
-    said = read_refusal("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats", "--test", "deep-stats")
-    assert said == "--test holds sites against other samples, and recipe depth drops whole blocks: leave it out"
-    said = read_refusal("plan", "deep", "--recipe", "sleb", "--statistics", "deep-stats")
-    assert said == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
+        message = read_refusal("prune", "deep", "--plan", "edited.json", *TEXT, "-o", "bare")
+        assert message == f"{why}: plan again instead of editing it"
+    message = read_refusal("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats", "--test", "deep-stats")
+    assert message == "--test holds sites against other samples, and recipe depth drops whole blocks: leave it out"
+    message = read_refusal("plan", "deep", "--recipe", "sleb", "--statistics", "deep-stats")
+    assert message == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
 
 
 def test_depth_beside_width_in_one_table(here) -> None:
     ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
-    said = ok(
+    output = ok(
         *("plan", "deep", "--recipe", "shortgpt", "--recipe", "wanda-sp", "--statistics", "deep-stats"),
         *("--target-params", "80%", "--json"),
     )
-    first, second = json.loads(said)["recipes"]
+    first, second = json.loads(output)["recipes"]
     assert (first["recipe"], second["recipe"]) == ("shortgpt", "wanda-sp")
     assert min(first["divergence"], second["divergence"]) > 0
 
 
 def test_statistics_that_do_not_say_what_blocks_do(here) -> None:
     ok("calibrate", "deep", *TEXT, "--collect", "moments,gram", "-o", "deep-stats")
-    said = read_refusal("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats")
-    assert said == (
+    message = read_refusal("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats")
+    assert message == (
         "deep-stats does not say what blocks do, by which recipe depth chooses them: run `ckpt-prune calibrate --folds "
         "4` again"
     )
@@ -260,8 +262,8 @@ def test_statistics_that_do_not_say_what_blocks_do(here) -> None:
 def test_blocks_that_share_keys_and_values_stay(here) -> None:
     config = read_json("deep/config.json") | {"num_kv_shared_layers": 2}
     Path("deep/config.json").write_text(json.dumps(config))
-    said = read_refusal(*GIVEN, "-o", "out")
-    assert "num_kv_shared_layers" in said
+    message = read_refusal(*GIVEN, "-o", "out")
+    assert "num_kv_shared_layers" in message
 
 
 def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> None:
@@ -272,11 +274,11 @@ def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> N
     assert (report["depth"], report["source"]) == (before["depth"], before["source"])
     dense, pruned = stock(Path("deep")), stock(Path("short"))
     held_out = windows()[SampleSplit.of(8, 0.1).measured]
-    target, own = states(dense, held_out), states(pruned, held_out)
+    target, pruned_states = states(dense, held_out), states(pruned, held_out)
     for layer, end in zip(report["layers"], (2, 5, 6), strict=True):
         # The last block of what is left ends where the dense model does, the others where their gaps do.
-        told = float((own[layer["block"] + 1] - target[end]).square().mean())
-        assert layer["mse_before"] == pytest.approx(told, rel=1e-3)
+        mse = float((pruned_states[layer["block"] + 1] - target[end]).square().mean())
+        assert layer["mse_before"] == pytest.approx(mse, rel=1e-3)
     assert any(layer["recovered"] for layer in report["layers"])
     assert run("verify", "whole", "--against", "deep").exit_code == 0
     with pytest.MonkeyPatch.context() as patch:
@@ -301,10 +303,10 @@ def test_parts_by_influence(here, part: str) -> None:
         module.register_forward_hook(lambda _, args, out: given.append(out))
     ends = states(model, ids)
     apart = []
-    for block, own in enumerate(given):
-        after = ends[block] + own if part == "attention" else ends[block + 1]
-        apart.append(1 - float(functional.cosine_similarity(after - own, after, dim=-1).mean()))
-    said = ok(
+    for block, part_output in enumerate(given):
+        after = ends[block] + part_output if part == "attention" else ends[block + 1]
+        apart.append(1 - float(functional.cosine_similarity(after - part_output, after, dim=-1).mean()))
+    output = ok(
         "prune", "deep", "--recipe", "shortgpt", "--set", f"depth.part={part}", "--ratio", "0.34", *TEXT, "-o", "a"
     )
     depth = read_json("a/ckpt_prune.json")["depth"]
@@ -312,7 +314,7 @@ def test_parts_by_influence(here, part: str) -> None:
     assert [gap["first"] for gap in depth["gaps"]] == least
     assert [gap["distance"] for gap in depth["gaps"]] == pytest.approx([apart[block] for block in least], rel=1e-4)
     picture = "".join("." if block in least else "#" for block in range(6))
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[-8] == f"gone: {part} of block {least[0]}, block {least[1]}"
     assert lines[-6] == f"  {part} of blocks {picture} 4 of 6 stay (. is gone)"
     assert lines[-2].startswith(f"  The last projection of {part} is zeros in 2 of them: a stock class computes it all")
@@ -355,7 +357,7 @@ def test_parts_by_loss_and_by_divergence(here) -> None:
 )
 def test_parts_that_cannot_be(here, change: str, why: str) -> None:
     assert read_refusal("prune", "deep", "--recipe", "shortgpt", "--set", change, *TEXT, "-o", "out").endswith(why)
-    said = read_refusal(
+    message = read_refusal(
         "prune", "deep", "--recipe", "shortgpt", "--set", "depth.part=mlp", "--target-params", "90%", *TEXT, "-o", "o"
     )
-    assert said == "depth.part: mlp leaves zeros, which save nothing: say --ratio, or part: block"
+    assert message == "depth.part: mlp leaves zeros, which save nothing: say --ratio, or part: block"

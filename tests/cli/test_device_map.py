@@ -46,8 +46,8 @@ def test_a_model_of_which_most_is_left_on_disk_computes_the_same(place, monkeypa
     spread = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, *SPREAD, "--json"))
     assert len(loaded) == 2
     assert {"cpu", "disk"} <= set(loaded[1][0].hf_device_map.values())
-    whole = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, "--json"))
-    assert spread == whole
+    in_memory = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, "--json"))
+    assert spread == in_memory
     assert len(loaded) == 2
     loaded.clear()
     gc.collect()
@@ -84,12 +84,12 @@ def test_a_dry_run_tells_where_a_70b_model_would_go_without_its_weights(place):
 
 def test_a_dry_run_of_two_models_counts_both(place):
     room = ("--device-map", "auto", "--max-memory", "cpu=100KiB")
-    told = json.loads(ok("evaluate", "pruned", "--against", "dense", "--dry-run", *room, "--json"))["memory"]
-    assert [each["model"] for each in told] == ["pruned", "dense"]
-    first, second = (each["devices"][0] for each in told)
+    memory = json.loads(ok("evaluate", "pruned", "--against", "dense", "--dry-run", *room, "--json"))["memory"]
+    assert [entry["model"] for entry in memory] == ["pruned", "dense"]
+    first, second = (entry["devices"][0] for entry in memory)
     assert (first["device"], first["room"]) == ("cpu", 100 * 1024)
     assert second["room"] == first["room"] - first["bytes"]
-    assert told[0]["dtype"] == "float32"
+    assert memory[0]["dtype"] == "float32"
 
 
 def test_what_means_nothing_is_refused(place, monkeypatch):

@@ -17,32 +17,32 @@ TEXT = ("--text", "calib.txt", "--window", "16")
 
 
 def test_text(place):
-    said = json.loads(ok("evaluate", "dense", *TEXT, "--json"))
-    perplexity = said.pop("perplexity")
-    assert perplexity == pytest.approx(math.exp(said.pop("nll")))
-    assert said == {"model": "dense", "window": 16, "windows": 98, "tokens": 98 * 15}
+    figures = json.loads(ok("evaluate", "dense", *TEXT, "--json"))
+    perplexity = figures.pop("perplexity")
+    assert perplexity == pytest.approx(math.exp(figures.pop("nll")))
+    assert figures == {"model": "dense", "window": 16, "windows": 98, "tokens": 98 * 15}
     lines = ok("evaluate", "dense", *TEXT).splitlines()
     assert [line.split() for line in lines] == [
         ["model", "perplexity", "window", "tokens"],
         ["dense", f"{perplexity:.3f}", "16", "1,470"],
     ]
-    said = json.loads(ok("evaluate", "dense", *TEXT, "--samples", "3", "--json"))
-    assert (said["windows"], said["tokens"]) == (3, 45)
+    figures = json.loads(ok("evaluate", "dense", *TEXT, "--samples", "3", "--json"))
+    assert (figures["windows"], figures["tokens"]) == (3, 45)
 
 
 def test_against(place):
-    said = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, "--json"))
-    assert said["against"] == json.loads(ok("evaluate", "dense", *TEXT, "--json"))
-    assert said["kl"] > 0.01
+    figures = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, "--json"))
+    assert figures["against"] == json.loads(ok("evaluate", "dense", *TEXT, "--json"))
+    assert figures["kl"] > 0.01
     lines = ok("evaluate", "pruned", "--against", "dense", *TEXT).splitlines()
     assert lines[0].split() == ["before", "after", "share"]
-    before, after = said["against"]["perplexity"], said["perplexity"]
+    before, after = figures["against"]["perplexity"], figures["perplexity"]
     assert lines[1].split() == ["perplexity", f"{before:.3f}", f"{after:.3f}", f"{after / before:.1%}"]
     assert lines[2:] == [
         "",
         "before: dense, after: pruned; window 16, tokens 1,470",
         "",
-        f"KL divergence {said['kl']:.4f} nats per token, top-1 agreement {said['top1_agreement']:.1%}",
+        f"KL divergence {figures['kl']:.4f} nats per token, top-1 agreement {figures['top1_agreement']:.1%}",
     ]
 
 
@@ -58,14 +58,14 @@ def test_what_was_measured_against_the_dense_model_is_noted_in_the_output(place,
         patch.setattr(os, "access", lambda path, mode, **more: path != Path("out") and allowed(path, mode, **more))
         ok(*job, "--against", "dense")
     assert Path("out/README.md").read_text() == card
-    found = json.loads(ok(*job, "--against", "dense", "--json"))
+    evaluation = json.loads(ok(*job, "--against", "dense", "--json"))
     loss = read_json("out/ckpt_prune.json")["loss"]
     assert loss == {
         "of": "perplexity",
-        "before": found["against"]["perplexity"],
-        "after": found["perplexity"],
-        "kl": found["kl"],
-        "agreement": found["top1_agreement"],
+        "before": evaluation["against"]["perplexity"],
+        "after": evaluation["perplexity"],
+        "kl": evaluation["kl"],
+        "agreement": evaluation["top1_agreement"],
         "data": "calib.txt, window 16, tokens 45",
     }
     card = Path("out/README.md").read_text()

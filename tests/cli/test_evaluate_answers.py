@@ -23,13 +23,13 @@ def tasks(place: Path) -> Path:
 
 
 def test_files_of_items(tasks):
-    said = json.loads(ok("evaluate", "pruned", "--against", "dense", "--tasks", "pets.jsonl,toys.jsonl", "--json"))
+    figures = json.loads(ok("evaluate", "pruned", "--against", "dense", "--tasks", "pets.jsonl,toys.jsonl", "--json"))
     repeated = ("--tasks", "pets.jsonl", "--tasks", "toys.jsonl")
-    assert json.loads(ok("evaluate", "pruned", "--against", "dense", *repeated, "--json")) == said
-    assert (said["model"], said["against"]) == ("pruned", "dense")
-    assert list(said["tasks"]) == ["pets", "toys"]
-    pets = said["tasks"]["pets"]
-    assert pets == said["tasks"]["toys"]
+    assert json.loads(ok("evaluate", "pruned", "--against", "dense", *repeated, "--json")) == figures
+    assert (figures["model"], figures["against"]) == ("pruned", "dense")
+    assert list(figures["tasks"]) == ["pets", "toys"]
+    pets = figures["tasks"]["pets"]
+    assert pets == figures["tasks"]["toys"]
     assert (pets["items"], pets["chance"]) == (4, 0.5)
     assert pets["accuracy"] in {0, 0.25, 0.5, 0.75, 1}
     lines = ok("evaluate", "pruned", "--against", "dense", "--tasks", "pets.jsonl").splitlines()
@@ -48,9 +48,9 @@ def test_files_of_items(tasks):
 
 
 def test_without_a_reference(tasks):
-    said = json.loads(ok("evaluate", "dense", "--generate", "the cat", "--generate-tokens", "3", "--json"))
-    assert said["against"] is None
-    assert [sorted(row) for row in said["generated"]] == [["prompt", "repeated", "text", "tokens"]]
+    figures = json.loads(ok("evaluate", "dense", "--generate", "the cat", "--generate-tokens", "3", "--json"))
+    assert figures["against"] is None
+    assert [sorted(row) for row in figures["generated"]] == [["prompt", "repeated", "text", "tokens"]]
 
 
 def test_what_a_terminal_would_obey_is_not_printed(tasks, monkeypatch):
@@ -99,6 +99,6 @@ def test_tasks_of_lm_eval_stand_side_by_side(tasks, monkeypatch):
         ["task", "metric", "pruned", "dense", "difference"],
         ["piqa", "acc,none", "0.2500", "0.7500", "-0.5000"],
     ]
-    said = json.loads(ok("evaluate", "pruned", "--tasks", "piqa", "--against", "dense", "--json"))
-    assert said["differences"] == {"piqa": {"acc,none": -0.5}}
-    assert (said["results"]["piqa"]["acc,none"], said["against"]["results"]["piqa"]["acc,none"]) == (0.25, 0.75)
+    figures = json.loads(ok("evaluate", "pruned", "--tasks", "piqa", "--against", "dense", "--json"))
+    assert figures["differences"] == {"piqa": {"acc,none": -0.5}}
+    assert (figures["results"]["piqa"]["acc,none"], figures["against"]["results"]["piqa"]["acc,none"]) == (0.25, 0.75)

@@ -77,7 +77,7 @@ def windows(limit: int | None = None) -> torch.Tensor:
 
 def fill_masks(folder: str, against: str | None = None, limit: int | None = None):
     rows = windows(limit)
-    models = [load_model(Path(each), device="cpu") for each in (folder, against) if each]
+    models = [load_model(Path(name), device="cpu") for name in (folder, against) if name]
     return fill_in(models[0], rows, choose_masked(rows, {BOS, EOS, UNKNOWN, MASK}), MASK, *models[1:])
 
 
@@ -108,22 +108,24 @@ class TestMasked:
             *("bert-mlm", f"{score.perplexity:.3f}", f"{score.accuracy:.2%}", "12", f"{score.tokens:,}")
         ]
         assert lines[2:] == ["", "15% of the tokens masked: not comparable with a causal perplexity"]
-        said = json.loads(ok("evaluate", "bert-mlm", *DATA, "--samples", "3", "--json"))
-        assert said == figures("bert-mlm", fill_masks("bert-mlm", limit=3))
+        report = json.loads(ok("evaluate", "bert-mlm", *DATA, "--samples", "3", "--json"))
+        assert report == figures("bert-mlm", fill_masks("bert-mlm", limit=3))
 
     def test_against(self, encoders):
-        found = fill_masks("bert-mlm-2", "bert-mlm")
-        said = json.loads(ok("evaluate", "bert-mlm-2", "--against", "bert-mlm", *DATA, "--json"))
-        assert said == figures("bert-mlm-2", found.score) | {
-            "kl": found.kl,
-            "top1_agreement": found.top1_agreement,
-            "against": figures("bert-mlm", found.reference_score),
+        comparison = fill_masks("bert-mlm-2", "bert-mlm")
+        report = json.loads(ok("evaluate", "bert-mlm-2", "--against", "bert-mlm", *DATA, "--json"))
+        assert report == figures("bert-mlm-2", comparison.score) | {
+            "kl": comparison.kl,
+            "top1_agreement": comparison.top1_agreement,
+            "against": figures("bert-mlm", comparison.reference_score),
         }
-        assert found.kl > 0.01
+        assert comparison.kl > 0.01
         lines = ok("evaluate", "bert-mlm-2", "--against", "bert-mlm", *DATA).splitlines()
         assert [line.split()[0] for line in lines[:3]] == ["before", "masked", "accuracy"]
         assert lines[4].startswith("before: bert-mlm, after: bert-mlm-2; window ")
-        assert lines[-1] == (f"KL divergence {found.kl:.4f} nats per token, top-1 agreement {found.top1_agreement:.1%}")
+        assert lines[-1] == (
+            f"KL divergence {comparison.kl:.4f} nats per token, top-1 agreement {comparison.top1_agreement:.1%}"
+        )
 
     def test_a_perplexity_too_large_for_json(self, encoders):
         def change(tensors):
@@ -136,20 +138,20 @@ class TestMasked:
 
 def test_features_of_text(encoders):
     pair = ("evaluate", "bert-model-2", "--against", "bert-model", *DATA)
-    found = features("bert-model-2", "bert-model", TokenWindows(windows()))
-    assert found.cosine < 0.999
+    comparison = features("bert-model-2", "bert-model", TokenWindows(windows()))
+    assert comparison.cosine < 0.999
     assert json.loads(ok(*pair, "--json")) == {
         "model": "bert-model-2",
         "against": "bert-model",
-        "cosine": found.cosine,
-        "relative_error": found.relative_error,
+        "cosine": comparison.cosine,
+        "relative_error": comparison.relative_error,
         "samples": len(windows()),
         "tokens": WINDOW * len(windows()),
     }
     lines = ok(*pair).splitlines()
     assert lines[0].split() == ["model", "cosine", "relative", "error", "tokens"]
     assert lines[1].split() == [
-        *("bert-model-2", f"{found.cosine:.4f}", f"{found.relative_error:.4f}", f"{found.tokens:,}")
+        *("bert-model-2", f"{comparison.cosine:.4f}", f"{comparison.relative_error:.4f}", f"{comparison.tokens:,}")
     ]
     assert lines[2:] == ["", "last hidden states against those of bert-model"]
 
@@ -180,9 +182,9 @@ class TestFeaturesOfImages:
 
 class TestRefusals:
     def test_a_base_model_alone(self, encoders):
-        said = "{} has no head, so there is nothing to score: compare it with --against MODEL2"
-        assert read_refusal("evaluate", "bert-model", *DATA) == said.format("bert-model")
-        assert read_refusal("evaluate", "dinov2-model", "--images", "flat") == said.format("dinov2-model")
+        template = "{} has no head, so there is nothing to score: compare it with --against MODEL2"
+        assert read_refusal("evaluate", "bert-model", *DATA) == template.format("bert-model")
+        assert read_refusal("evaluate", "dinov2-model", "--images", "flat") == template.format("dinov2-model")
 
     def test_what_is_not_measured(self, encoders):
         assert read_refusal("evaluate", "bert-classifier", *DATA) == (
@@ -202,13 +204,13 @@ class TestRefusals:
             "--window 3 is too short: the tokenizer adds 2 tokens of its own"
         )
         assert json.loads(ok("evaluate", "bert-mlm", "--text", "some.txt", "--window", "4", "--json"))["window"] == 4
-        said = (
+        message = (
             f"window of {CONTEXT + 1} tokens is longer than the model's context of {CONTEXT}; "
             f"use a window of at most {CONTEXT}"
         )
         long = ("--text", "some.txt", "--window", str(CONTEXT + 1))
-        assert read_refusal("evaluate", "bert-mlm", *long) == said
-        assert read_refusal("evaluate", "bert-model", "--against", "bert-model-2", *long) == said
+        assert read_refusal("evaluate", "bert-mlm", *long) == message
+        assert read_refusal("evaluate", "bert-model", "--against", "bert-model-2", *long) == message
 
     def test_no_mask_token(self, encoders):
         tiny_tokenizer("<s> $A </s>").save_pretrained("bert-mlm")

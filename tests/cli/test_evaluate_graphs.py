@@ -44,10 +44,10 @@ def test_a_folder_with_one_graph_is_measured_as_its_model_is(place):
 def test_a_graph_against_its_model_and_against_another_in_its_folder(place):
     graph = "llama-gqa-tied-onnx/model.onnx"
     shutil.copy(graph, "llama-gqa-tied-onnx/model_other.onnx")
-    found = figures(graph, "--against", "llama-gqa-tied", *TEXT)
-    assert (found["kl"], found["top1_agreement"]) == (pytest.approx(0, abs=1e-6), 1.0)
-    said = ok("evaluate", graph, "--against", "llama-gqa-tied-onnx/model_other.onnx", *TEXT)
-    assert "model_other.onnx" in said
+    report = figures(graph, "--against", "llama-gqa-tied", *TEXT)
+    assert (report["kl"], report["top1_agreement"]) == (pytest.approx(0, abs=1e-6), 1.0)
+    output = ok("evaluate", graph, "--against", "llama-gqa-tied-onnx/model_other.onnx", *TEXT)
+    assert "model_other.onnx" in output
     assert read_refusal("evaluate", "llama-gqa-tied-onnx", *TEXT) == (
         "llama-gqa-tied-onnx holds 2 graphs: give one of them, such as llama-gqa-tied-onnx/model.onnx"
     )
@@ -64,6 +64,6 @@ def test_what_is_for_checkpoints(place):
 
 def test_what_is_no_graph(place):
     Path("llama-gqa-tied-onnx/model.onnx").write_bytes(b"graph")
-    said = read_refusal("evaluate", "llama-gqa-tied-onnx", *TEXT)
-    assert said.startswith("llama-gqa-tied-onnx/model.onnx: onnxruntime cannot load it: ")
+    message = read_refusal("evaluate", "llama-gqa-tied-onnx", *TEXT)
+    assert message.startswith("llama-gqa-tied-onnx/model.onnx: onnxruntime cannot load it: ")
     assert read_refusal("evaluate", "none.onnx", *TEXT) == "none.onnx: there is no such graph"

@@ -61,32 +61,32 @@ def predict(folder: str, head: str) -> list[np.ndarray]:
     tokenizer = bert_tokenizer()
     rows[:, 0], rows[:, -1] = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = getattr(transformers, HEADS[head][0]).from_pretrained(folder).eval().double()
-    found = [value.numpy() for name, value in model(input_ids=rows).items() if name.endswith("logits")]
+    outputs = [value.numpy() for name, value in model(input_ids=rows).items() if name.endswith("logits")]
     if head == "replaced":
-        return [np.stack([np.zeros_like(each), each], -1).reshape(-1, 2) for each in found]
-    return [each.reshape(-1, each.shape[-1]) for each in found]
+        return [np.stack([np.zeros_like(logits), logits], -1).reshape(-1, 2) for logits in outputs]
+    return [logits.reshape(-1, logits.shape[-1]) for logits in outputs]
 
 
 def test_figures(head: str) -> None:
-    found: dict[str, Any] = json.loads(ok("evaluate", "near", "--against", "dense", *DATA, "--json"))
+    report: dict[str, Any] = json.loads(ok("evaluate", "near", "--against", "dense", *DATA, "--json"))
     ours, theirs = predict("near", head), predict("dense", head)
     texts = len(windows())
-    assert (found["model"], found["against"], found["window"], found["windows"]) == ("near", "dense", 12, texts)
+    assert (report["model"], report["against"], report["window"], report["windows"]) == ("near", "dense", 12, texts)
     if head == "ranks":
-        ranks = [np.argsort(np.argsort(each[0][:, 0])) for each in (ours, theirs)]
-        assert found["rank_correlation"] == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-6)
-        assert (found["kl"], found["agreement"], found["predictions"]) == (None, None, texts)
+        ranks = [np.argsort(np.argsort(outputs[0][:, 0])) for outputs in (ours, theirs)]
+        assert report["rank_correlation"] == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-6)
+        assert (report["kl"], report["agreement"], report["predictions"]) == (None, None, texts)
         return
     kl, same = 0.0, []
     for a, b in zip(ours, theirs, strict=True):
-        p, q = (each - np.log(np.exp(each).sum(1, keepdims=True)) for each in (b, a))
+        p, q = (logits - np.log(np.exp(logits).sum(1, keepdims=True)) for logits in (b, a))
         kl += (np.exp(p) * (p - q)).sum(1).mean()
         same.append(a.argmax(1) == b.argmax(1))
-    assert found["kl"] == pytest.approx(kl, rel=1e-3)
+    assert report["kl"] == pytest.approx(kl, rel=1e-3)
     assert kl > 1e-3
-    assert found["agreement"] == pytest.approx(np.concatenate(same).mean())
-    assert found["predictions"] == texts * {"texts": 1, "tokens": 12, "answers": 2, "replaced": 12}[head]
-    assert found["rank_correlation"] is None
+    assert report["agreement"] == pytest.approx(np.concatenate(same).mean())
+    assert report["predictions"] == texts * {"texts": 1, "tokens": 12, "answers": 2, "replaced": 12}[head]
+    assert report["rank_correlation"] is None
 
 
 def test_other_classes_and_broken_weights_are_refused(head: str) -> None:
@@ -96,10 +96,10 @@ def test_other_classes_and_broken_weights_are_refused(head: str) -> None:
         Path("near/config.json").write_text(json.dumps(config | ids))
         more = {"classifier.weight": torch.zeros(4, 16), "classifier.bias": torch.zeros(4)}
         edit_weights("near", lambda tensors: tensors.update(more))
-        said = "the two heads differ in their classes: what they give cannot be compared"
+        message = "the two heads differ in their classes: what they give cannot be compared"
     else:
         name = "electra" if head == "replaced" else "bert"
         broken = torch.full((16,), math.nan)
         edit_weights("near", lambda tensors: tensors.update({f"{name}.encoder.layer.0.output.dense.bias": broken}))
-        said = "the model's logits are not finite numbers: the weights are damaged or overflow in this dtype"
-    assert read_refusal("evaluate", "near", "--against", "dense", *DATA) == said
+        message = "the model's logits are not finite numbers: the weights are damaged or overflow in this dtype"
+    assert read_refusal("evaluate", "near", "--against", "dense", *DATA) == message

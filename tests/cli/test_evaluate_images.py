@@ -70,29 +70,29 @@ def test_alone(pictures):
 
 
 def test_against(pictures):
-    found = compare_classifiers(tiny_vit(1), tiny_vit(0), expected_samples())
-    said = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "listed", "--json"))
-    assert said == {
+    comparison = compare_classifiers(tiny_vit(1), tiny_vit(0), expected_samples())
+    report = json.loads(ok("evaluate", "other", "--against", "vit", "--images", "listed", "--json"))
+    assert report == {
         "model": "other",
         "images": 12,
-        "top1": found.score.top1,
-        "top5": found.score.top5,
-        "agreement": found.agreement,
-        "kl": pytest.approx(found.kl, rel=1e-6),
+        "top1": comparison.score.top1,
+        "top5": comparison.score.top5,
+        "agreement": comparison.agreement,
+        "kl": pytest.approx(comparison.kl, rel=1e-6),
         "against": {
             **{"model": "vit", "images": 12},
-            **{"top1": found.reference_score.top1, "top5": found.reference_score.top5},
+            **{"top1": comparison.reference_score.top1, "top5": comparison.reference_score.top5},
         },
         "skipped": [],
     }
-    assert said["kl"] > 0.01
+    assert report["kl"] > 0.01
     lines = ok("evaluate", "other", "--against", "vit", "--images", "listed").splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["before", "top-1", "top-5"]
     assert lines[3:] == [
         "",
         "before: vit, after: other; images 12",
         "",
-        f"KL divergence {found.kl:.4f} nats per image, top-1 agreement {found.agreement:.1%}",
+        f"KL divergence {comparison.kl:.4f} nats per image, top-1 agreement {comparison.agreement:.1%}",
     ]
 
 
@@ -104,8 +104,8 @@ def test_images_that_do_not_decode(pictures):
         "not a BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP image"
     )
     lenient = ("--images", "listed", "--max-corrupt", "0.2")
-    said = json.loads(ok("evaluate", "vit", *lenient, "--json"))
-    assert (said["images"], said["skipped"]) == (10, ["listed/images/04.png", "listed/images/07.png"])
+    report = json.loads(ok("evaluate", "vit", *lenient, "--json"))
+    assert (report["images"], report["skipped"]) == (10, ["listed/images/04.png", "listed/images/07.png"])
     result = ok("evaluate", "vit", *lenient)
     assert result.splitlines()[1].split()[-1] == "10"
 
@@ -134,9 +134,9 @@ def test_a_classifier_of_no_family_of_ours(pictures):
         config = SwinConfig(**small, id2label=names.id2label, label2id=names.label2id)
         SwinForImageClassification(config).save_pretrained("swin")
     write_processor(Path("swin"))
-    said = json.loads(ok("evaluate", "swin", "--images", "listed", "--json"))
+    report = json.loads(ok("evaluate", "swin", "--images", "listed", "--json"))
     model = SwinForImageClassification.from_pretrained("swin", local_files_only=True)
-    assert (said["images"], said["top1"]) == (12, classify(model, expected_samples()).top1)
+    assert (report["images"], report["top1"]) == (12, classify(model, expected_samples()).top1)
 
 
 def test_images_without_labels_and_no_reference(pictures):
@@ -211,6 +211,6 @@ def test_remote_code_is_run_only_when_trusted(pictures, monkeypatch):
     )
     assert re.search(r"remote", read_refusal("evaluate", "vit", "--images", "listed"))
     assert not Path("ran").exists()
-    said = json.loads(ok("evaluate", "vit", "--images", "listed", "--trust-remote-code", "--json"))
+    report = json.loads(ok("evaluate", "vit", "--images", "listed", "--trust-remote-code", "--json"))
     assert Path("ran").exists()
-    assert said["top1"] == classify(tiny_vit(), expected_samples()).top1
+    assert report["top1"] == classify(tiny_vit(), expected_samples()).top1

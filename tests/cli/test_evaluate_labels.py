@@ -52,13 +52,13 @@ def predict(folder: str, rows: list[dict]) -> np.ndarray:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     most = min(model.config.max_position_embeddings, tokenizer.model_max_length)
     options: Any = {"return_tensors": "pt", "truncation": True, "max_length": most}
-    found = [tokenizer(row["sentence1"], row["sentence2"], **options) for row in rows]
-    return np.concatenate([model(**each).logits.double().numpy() for each in found])
+    batches = [tokenizer(row["sentence1"], row["sentence2"], **options) for row in rows]
+    return np.concatenate([model(**batch).logits.double().numpy() for batch in batches])
 
 
 def figures(*args: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(ok("evaluate", *args, "--json"))
-    return found
+    report: dict[str, Any] = json.loads(ok("evaluate", *args, "--json"))
+    return report
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_beside_the_dense_model(here, monkeypatch):
     monkeypatch.setenv(DATA_VARIABLE, "data")
-    told = figures("near", "--against", "dense", "--tasks", "glue:mrpc")
+    report = figures("near", "--against", "dense", "--tasks", "glue:mrpc")
     rows = pairs()
     ours, theirs = (predict(folder, rows) for folder in ("near", "dense"))
     true = [row["label"] for row in rows]
@@ -84,25 +84,25 @@ def test_beside_the_dense_model(here, monkeypatch):
         picked = logits.argmax(1).tolist()
         right = np.mean(np.array(picked) == true)
         expected[name] = {"accuracy": pytest.approx(right), "f1": pytest.approx(oracle.f1(picked, true))}
-    task = told["tasks"]["mrpc"]
-    assert (told["model"], told["against"], task["items"], task["by_name"]) == ("near", "dense", 12, True)
+    task = report["tasks"]["mrpc"]
+    assert (report["model"], report["against"], task["items"], task["by_name"]) == ("near", "dense", 12, True)
     assert {key: task[key] for key in ("accuracy", "f1")} == expected["near"]
     assert task["against"] == expected["dense"]
     assert task["difference"] == {key: pytest.approx(task[key] - task["against"][key]) for key in ("accuracy", "f1")}
     assert task["agreement"] == pytest.approx(np.mean(ours.argmax(1) == theirs.argmax(1)))
-    p, q = (torch.from_numpy(each).log_softmax(-1) for each in (theirs, ours))
+    p, q = (torch.from_numpy(logits).log_softmax(-1) for logits in (theirs, ours))
     assert task["kl"] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-4)
-    said = ok("evaluate", "near", "--against", "dense", "--tasks", "glue:mrpc").splitlines()
-    assert said[0].split() == ["task", "metric", "near", "dense", "difference", "texts"]
-    assert [line.split()[:2] for line in said[1:3]] == [["mrpc", "accuracy"], ["mrpc", "f1"]]
-    assert said[4].startswith("mrpc: both put the same class first for ")
-    assert len(said) == 5
+    lines = ok("evaluate", "near", "--against", "dense", "--tasks", "glue:mrpc").splitlines()
+    assert lines[0].split() == ["task", "metric", "near", "dense", "difference", "texts"]
+    assert [line.split()[:2] for line in lines[1:3]] == [["mrpc", "accuracy"], ["mrpc", "f1"]]
+    assert lines[4].startswith("mrpc: both put the same class first for ")
+    assert len(lines) == 5
 
 
 def test_a_folder_a_file_and_fewer_rows(here):
-    whole = figures("dense", "--tasks", "data/glue:mrpc")["tasks"]["mrpc"]
+    expected = figures("dense", "--tasks", "data/glue:mrpc")["tasks"]["mrpc"]
     write("mrpc-mine.jsonl", pairs())
-    assert figures("dense", "--tasks", "mrpc-mine.jsonl")["tasks"] == {"mrpc-mine": whole}
+    assert figures("dense", "--tasks", "mrpc-mine.jsonl")["tasks"] == {"mrpc-mine": expected}
     write("first.jsonl", pairs()[:5])
     few = figures("dense", "--tasks", "mrpc-mine.jsonl", "--samples", "5")["tasks"]["mrpc-mine"]
     # Of two classes accuracy and F1 are told also where the task is not known.
@@ -112,15 +112,15 @@ def test_a_folder_a_file_and_fewer_rows(here):
 def test_classes_go_by_name_where_the_model_names_them(here):
     make("turned", 2, id2label={0: "EQUIVALENT", 1: "not-equivalent"})
     make("unnamed", 2)
-    found = [figures(name, "--tasks", "data/glue:mrpc")["tasks"]["mrpc"] for name in ("dense", "turned", "unnamed")]
-    assert found[1]["accuracy"] == pytest.approx(1 - found[0]["accuracy"])
-    assert found[2] == found[0] | {"by_name": False}
+    tasks = [figures(name, "--tasks", "data/glue:mrpc")["tasks"]["mrpc"] for name in ("dense", "turned", "unnamed")]
+    assert tasks[1]["accuracy"] == pytest.approx(1 - tasks[0]["accuracy"])
+    assert tasks[2] == tasks[0] | {"by_name": False}
     assert ok("evaluate", "unnamed", "--tasks", "data/glue:mrpc").splitlines()[-1] == (
         "mrpc: the model does not name its classes as the task does; they are taken by number"
     )
     write("named.jsonl", [row | {"label": ("not_equivalent", "equivalent")[row["label"]]} for row in pairs()])
     named = figures("turned", "--tasks", "named.jsonl")["tasks"]["named"]
-    assert named["accuracy"] == found[1]["accuracy"]
+    assert named["accuracy"] == tasks[1]["accuracy"]
 
 
 def test_numbers(here):
@@ -134,15 +134,15 @@ def test_numbers(here):
     assert task["pearson"] == pytest.approx(oracle.pearson(numbers, [row["label"] for row in rows]), abs=1e-5)
     assert (task["kl"], task["agreement"]) == (None, None)
     assert -1 <= task["rank_correlation"] <= 1
-    said = ok("evaluate", "graded", "--against", "other", "--tasks", "data/glue:stsb").splitlines()
-    assert said[-1] == f"stsb: rank correlation of the two models' numbers {task['rank_correlation']:.4f}"
+    lines = ok("evaluate", "graded", "--against", "other", "--tasks", "data/glue:stsb").splitlines()
+    assert lines[-1] == f"stsb: rank correlation of the two models' numbers {task['rank_correlation']:.4f}"
 
 
 def test_from_the_hub(here, hub: Hub):
     repo = hub.repos["datasets/nyu-mll/glue"] = Repo(private=False)
     repo.commit({"mrpc/validation-00000-of-00001.parquet": b"PAR1"}, "data")
-    said = read_refusal("evaluate", "dense", "--tasks", "glue:mrpc")
-    file, _, fault = said.partition(".parquet: ")
+    message = read_refusal("evaluate", "dense", "--tasks", "glue:mrpc")
+    file, _, fault = message.partition(".parquet: ")
     assert file.endswith("mrpc/validation-00000-of-00001")
     assert fault.startswith(("reading parquet needs pyarrow", "cannot be read as labelled texts: Parquet"))
 
@@ -172,8 +172,8 @@ def test_bad_input(here):
         ("dense", "data/glue:mrpc,data/glue:mrpc"): "--tasks: two have the same name: figures could not be told apart",
     }.items():
         assert read_refusal("evaluate", args[0], "--tasks", args[1]) == message
-    said = read_refusal("evaluate", "dense", "--tasks", "bare.jsonl")
-    assert said.startswith("bare.jsonl, row 1: no labelled text; expected label, and ")
+    error = read_refusal("evaluate", "dense", "--tasks", "bare.jsonl")
+    assert error.startswith("bare.jsonl, row 1: no labelled text; expected label, and ")
 
 
 def test_a_model_without_labels_is_refused(place):

@@ -80,9 +80,9 @@ def test_a_model_is_traced_compared_and_written(graphs, tmp_path, monkeypatch):
     shutil.copytree(graphs[VISION][0], tmp_path / "vision")
     monkeypatch.chdir(tmp_path)
     with trace_as_commands_do():
-        said = ok("export", "vision", "-o", "out")
+        stdout = ok("export", "vision", "-o", "out")
     end = f"image-classification, fp32, opset 20, {size('out')}: written to out"
-    assert without_figures(said) == [*TABLE, *NOISE, AGREES, end]
+    assert without_figures(stdout) == [*TABLE, *NOISE, AGREES, end]
     assert files("out") == sorted([*VISION_FILES, "validation.json"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "vision"]
     assert "FAILED" not in ok("verify", "out", "--against", "vision")
@@ -108,9 +108,9 @@ def test_outside_the_tolerance_nothing_is_written(vision):
     assert listing() == before
     result = run("export", "vision", "-o", "out", "--tolerance", "1e-12", "--json")
     assert (result.exit_code, result.stderr) == (1, "")
-    said = json.loads(result.stdout)
-    assert [said[key] for key in ("written", "out", "bytes", "manifest")] == [False, "out", {}, None]
-    assert said["validation"]["passed"] is False
+    report = json.loads(result.stdout)
+    assert [report[key] for key in ("written", "out", "bytes", "manifest")] == [False, "out", {}, None]
+    assert report["validation"]["passed"] is False
     assert listing() == before
 
 
@@ -148,21 +148,21 @@ ROUNDED = ("--dtype", "int8", "--dtype", "int4", "--text", "text.txt", "--window
 
 
 def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
-    said = ok("export", "decoder", "-o", "out", *ROUNDED, "--max-loss", "50%", "--dense", "decoder").splitlines()
+    lines = ok("export", "decoder", "-o", "out", *ROUNDED, "--max-loss", "50%", "--dense", "decoder").splitlines()
     graphs = ["model_int8.onnx", "model_q4.onnx"]
-    beside = {*FILES, "genai_config.json", "generation_config.json", "validation.json"}
-    beside |= {"tokenizer.json", "tokenizer_config.json"}
-    beside -= {"model.onnx"}
-    assert files("out") == sorted([*beside, *graphs])
-    assert [line for line in said if line.endswith(".onnx:")] == [f"{name}:" for name in graphs]
-    assert not [line for line in said if "FAILED" in line or line.startswith("logits")]
+    other_files = {*FILES, "genai_config.json", "generation_config.json", "validation.json"}
+    other_files |= {"tokenizer.json", "tokenizer_config.json"}
+    other_files -= {"model.onnx"}
+    assert files("out") == sorted([*other_files, *graphs])
+    assert [line for line in lines if line.endswith(".onnx:")] == [f"{name}:" for name in graphs]
+    assert not [line for line in lines if "FAILED" in line or line.startswith("logits")]
     number = r"(\d+\.\d{3})"
     alike = r"-?\d+\.\d\d% lost, KL \d\.\d{4}, \d+\.\d% of the predictions the same"
     for of in ("", " of decoder"):
         pattern = f"perplexity {number} in onnxruntime, {number} in PyTorch{of} \\(4 windows of 32 tokens\\): {alike}"
-        assert len([line for line in said if re.fullmatch(pattern, line)]) == 2, said
-    assert len([line for line in said if line.startswith("after ") and " of 16 tokens are the same: " in line]) == 2
-    weights = [line for line in said if line.startswith("weights: ")]
+        assert len([line for line in lines if re.fullmatch(pattern, line)]) == 2, lines
+    assert len([line for line in lines if line.startswith("after ") and " of 16 tokens are the same: " in line]) == 2
+    weights = [line for line in lines if line.startswith("weights: ")]
     padded = ["of 32, 1 with padded last blocks", "of 32, 11 with padded last blocks"]
     assert weights == [
         f"weights: 1 in 8-bit blocks, 10 in int8 ({padded[0]}, rounded to the nearest)",
@@ -171,21 +171,21 @@ def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
     picked = (
         r"picked on text.txt: \d+ windows? of 32 tokens: KL \S+, where 0.41 is about what may be lost of the metric; "
     )
-    assert sum(re.match(picked, line) is not None for line in said) == 2  # ln 1.5
+    assert sum(re.match(picked, line) is not None for line in lines) == 2  # ln 1.5
     record = read_json("out/ckpt_prune_onnx.json")
-    assert [each["file"] for each in record["graphs"]] == graphs
-    assert [each["dtype"] for each in record["graphs"]] == ["int8", "int4"]
-    found = read_json("out/validation.json")
-    assert [(each["max_loss"], each["tolerance"]) for each in found["graphs"]] == [(0.5, None)] * 2
-    for each in found["graphs"]:
-        own, dense = each["metrics"]
-        assert (own["against"], dense["against"], dense["tolerance"]) == (None, "decoder", None)
-        assert own["difference"] == pytest.approx(own["onnxruntime"] / own["pytorch"] - 1, rel=1e-3, abs=1e-6)
+    assert [graph["file"] for graph in record["graphs"]] == graphs
+    assert [graph["dtype"] for graph in record["graphs"]] == ["int8", "int4"]
+    validation = read_json("out/validation.json")
+    assert [(graph["max_loss"], graph["tolerance"]) for graph in validation["graphs"]] == [(0.5, None)] * 2
+    for graph in validation["graphs"]:
+        metric, dense = graph["metrics"]
+        assert (metric["against"], dense["against"], dense["tolerance"]) == (None, "decoder", None)
+        assert metric["difference"] == pytest.approx(metric["onnxruntime"] / metric["pytorch"] - 1, rel=1e-3, abs=1e-6)
     checked = ok("verify", "out")
     assert checked.count(" ok\n") == 10
     again = ok("validate", "out", "--against", "decoder", *ROUNDED[4:], "--max-loss", "0.5").splitlines()
     assert [line for line in again if line.startswith("perplexity")] == [
-        line for line in said if line.startswith("perplexity") and " of decoder " not in line
+        line for line in lines if line.startswith("perplexity") and " of decoder " not in line
     ]
 
 
@@ -221,8 +221,8 @@ def test_options_that_do_not_go_together_are_refused(decoder, untraced, options,
 
 def test_a_block_size_that_does_not_divide_is_refused(decoder):
     before = listing()
-    said = read_refusal("export", "decoder", "-o", "out", *ROUNDED[2:], "--block-size", "64")
-    assert said == (
+    message = read_refusal("export", "decoder", "-o", "out", *ROUNDED[2:], "--block-size", "64")
+    assert message == (
         "--block-size 64 does not divide the 16 inputs of lm_head.weight: leave it out, and last blocks are padded, or "
         "prune to multiples of it"
     )

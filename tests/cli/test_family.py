@@ -43,8 +43,8 @@ def arcee(place: Path) -> Path:
 
 
 def test_inspect_says_what_it_is_like_and_prints_the_description(arcee):
-    said, printed = ok("inspect", "arcee").split("{\n", 1)
-    assert said == (
+    summary, printed = ok("inspect", "arcee").split("{\n", 1)
+    assert summary == (
         "model       arcee\n"
         "family      arcee (ArceeForCausalLM), which this version has no description of\n"
         "like        llama\n"
@@ -105,13 +105,13 @@ def test_outputs_carry_the_description(arcee):
 )
 def test_descriptions_that_are_not_so(arcee, change, message):
     Path("arcee.json").write_text(json.dumps(read_json("arcee.json") | change))
-    said = message or (
+    reason = message or (
         "describes llama, a family that this version knows: leave --family out, or give its model_type another name "
         "if the model is another"
     )
     join = ": " if message else " "
     for command in (["inspect", "arcee"], [*PRUNE[:2], "--recipe", "magnitude", "-o", "out"]):
-        assert read_refusal(*command, *FAMILY) == f"--family arcee.json{join}{said}"
+        assert read_refusal(*command, *FAMILY) == f"--family arcee.json{join}{reason}"
 
 
 def test_a_description_that_is_no_file_or_for_another_model(arcee):
@@ -131,9 +131,9 @@ def test_a_family_like_none(arcee):
         "ckpt_prune/model/FAMILIES.md lists those that can be pruned, and recipes/guides/add-a-family.md says how to "
         "describe another"
     )
-    said = read_refusal("inspect", "arcee")
-    assert said.startswith("model_type 'rwkv' is like none of the families that this version knows: ")
-    assert said.endswith(pages)
+    message = read_refusal("inspect", "arcee")
+    assert message.startswith("model_type 'rwkv' is like none of the families that this version knows: ")
+    assert message.endswith(pages)
     set_config("arcee", model_type="arce")
     assert read_refusal("inspect", "arcee") == (
         f"model_type 'arce' is known neither here nor to transformers {transformers.__version__}; a newer transformers "

@@ -27,6 +27,6 @@ def test_more_than_there_are(place, many):
 
 def test_no_window_is_an_error_with_the_remedy_that_works(place):
     Path("short.txt").write_text("the cat")
-    said = read_refusal("calibrate", "dense", "--text", "short.txt", "-o", "own")
-    assert said.endswith("it has 8 tokens, a window takes 32; give more text, or say --window 8")
+    message = read_refusal("calibrate", "dense", "--text", "short.txt", "-o", "own")
+    assert message.endswith("it has 8 tokens, a window takes 32; give more text, or say --window 8")
     ok("calibrate", "dense", "--text", "short.txt", "--window", "8", "-o", "own")

@@ -51,16 +51,16 @@ def test_the_output_is_that_of_the_plain_model(both):
         ok("prune", name, "--recipe", "magnitude", "--ratio", "0.5", "-o", f"out-{name}")
     assert Path("out-fp8/config.json").read_bytes() == Path("out-plain/config.json").read_bytes()
     assert Path("out-fp8/model.safetensors").read_bytes() == Path("out-plain/model.safetensors").read_bytes()
-    said = ok("verify", "out-fp8", "--against", "fp8")
-    assert "kept units: producers of 4 pruned spaces hold the dense rows, bit for bit\n" in said
+    output = ok("verify", "out-fp8", "--against", "fp8")
+    assert "kept units: producers of 4 pruned spaces hold the dense rows, bit for bit\n" in output
 
 
 def test_it_is_evaluated_and_described_as_the_plain_model(both):
-    found = [
+    reports = [
         json.loads(ok("evaluate", name, "--text", "calib.txt", "--window", "16", "--json")) for name in ("fp8", "plain")
     ]
-    for each in found:
-        each.pop("seconds", None)
-    assert found[0] == {**found[1], "model": "fp8"}
+    for report in reports:
+        report.pop("seconds", None)
+    assert reports[0] == {**reports[1], "model": "fp8"}
     assert "weights     bfloat16, " in ok("inspect", "fp8")
     assert read_json("fp8/config.json")["quantization_config"] == FP8

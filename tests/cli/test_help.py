@@ -19,13 +19,13 @@ from tests.cli.running import ok, read_usage_error, run
 
 
 def list_commands(group: click.Group, name: str = "") -> Iterator[tuple[str, Command]]:
-    for each in group.list_commands(click.Context(group)):
-        command = group.get_command(click.Context(group), each)
+    for subcommand in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), subcommand)
         if isinstance(command, click.Group):
-            yield from list_commands(command, f"{name}{each} ")
+            yield from list_commands(command, f"{name}{subcommand} ")
         else:
             assert isinstance(command, Command)
-            yield f"{name}{each}", command
+            yield f"{name}{subcommand}", command
 
 
 EVERY = dict(list_commands(main))
@@ -103,6 +103,6 @@ def test_a_misspelt_command_is_refused():
 def test_a_shell_completes_words(typed, offered):
     """By click's own script, which README.md says how to load."""
     words = f"ckpt-prune {typed}"
-    asked = {"_CKPT_PRUNE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    result = CliRunner().invoke(main, prog_name="ckpt-prune", env=asked)
+    environment = {"_CKPT_PRUNE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner().invoke(main, prog_name="ckpt-prune", env=environment)
     assert result.output == f"plain,{offered}\n"

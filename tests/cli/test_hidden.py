@@ -37,16 +37,16 @@ def here(place: Path) -> Path:
 
 
 def energy(folder: str) -> list[float]:
-    found: list[float] = read_json(f"{folder}/ckpt_prune.json")["hidden"]["energy"]
-    return found
+    shares: list[float] = read_json(f"{folder}/ckpt_prune.json")["hidden"]["energy"]
+    return shares
 
 
 def test_a_basis_for_every_sub_layer(here) -> None:
-    said = ok(*PER_BLOCK, "-o", "out").splitlines()
+    lines = ok(*PER_BLOCK, "-o", "out").splitlines()
     shares = energy("out")
     least = shares.index(min(shares))
     assert len(shares) == 6
-    assert said[-5:] == [
+    assert lines[-5:] == [
         "residual stream: 12 of 16 dimensions stay (ratio 0.25)",
         "Residual stream",
         "  12 of 16 dimensions stay (ratio 0.25).",
@@ -54,7 +54,7 @@ def test_a_basis_for_every_sub_layer(here) -> None:
         f"it: {sum(shares) / 6:.2%} of the energy stays on average, {min(shares):.2%} in basis {least}.",
         "written to out",
     ]
-    assert said[0] == (
+    assert lines[0] == (
         "stored as llama with remote code (the residual stream changes its basis between blocks): load with "
         "ckpt_prune.load or trust_remote_code"
     )
@@ -73,8 +73,8 @@ def test_a_basis_for_every_sub_layer(here) -> None:
 
 def test_one_basis_and_one_table(here) -> None:
     """A tied model keeps one table, and its output is an ordinary llama that can be pruned and masked again."""
-    said = ok(*SHARED, "-o", "out").splitlines()
-    assert said[-4:] == [
+    lines = ok(*SHARED, "-o", "out").splitlines()
+    assert lines[-4:] == [
         "  12 of 16 dimensions stay (ratio 0.25).",
         "  All blocks share one basis, principal directions of what norms make of it: "
         f"{energy('out')[0]:.2%} of the energy stays.",
@@ -85,18 +85,18 @@ def test_one_basis_and_one_table(here) -> None:
     assert (config["hidden_size"], config["head_dim"], config["tie_word_embeddings"]) == (12, 4, True)
     verified = run("verify", "out", "--against", "tied")
     assert verified.exit_code == 0
-    same, said = verified.stdout.splitlines()[-1].split(" are the dense ones: ")
+    same, distance = verified.stdout.splitlines()[-1].split(" are the dense ones: ")
     assert same == (
         "kept units: in the basis of 12 dimensions that the embedding tells, 29 tensors outside the blocks and in 3 "
         "of 3"
     )
-    assert said.endswith(" of a tensor's largest value away at most")
+    assert distance.endswith(" of a tensor's largest value away at most")
     model = stock(Path("out"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for recipe, more in (("rcpu", ("--ratio", "0.5")), ("wanda-50", ())):
         ok("prune", "out", "--recipe", recipe, *more, *TEXT, "-o", f"again-{recipe}")
-    said = read_refusal("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
-    assert "12 hidden dimensions and tied has 16" in said.replace(str(here), "").replace("/", "")
+    message = read_refusal("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
+    assert "12 hidden dimensions and tied has 16" in message.replace(str(here), "").replace("/", "")
 
 
 @pytest.mark.parametrize("ratio", ["0", "0.25"])
@@ -105,13 +105,13 @@ def test_a_tied_head_reads_what_an_untied_one_does_inside_the_basis(here, ratio:
     for tied in ("keep", "untie"):
         ok(*SHARED, "--ratio", ratio, "--set", f"hidden.tied={tied}", "-o", tied)
     ids = windows()
-    kept, untied, dense = (logits(stock(Path(each)).double(), ids) for each in ("keep", "untie", "tied"))
+    kept, untied, dense = (logits(stock(Path(name)).double(), ids) for name in ("keep", "untie", "tied"))
     if ratio == "0":
         assert torch.allclose(kept, dense, atol=1e-4)
         assert torch.allclose(untied, dense, atol=1e-4)
         return
     # By hand: the untied model's final states, through gains and projections of the dense model.
-    model, wide = (stock(Path(each)).double().requires_grad_(False) for each in ("untie", "tied"))
+    model, wide = (stock(Path(name)).double().requires_grad_(False) for name in ("untie", "tied"))
     table, gain = wide.model.embed_tokens.weight, wide.model.norm.weight
     head = model.lm_head.weight
     back = torch.linalg.lstsq(table * gain, head).solution  # P / c
@@ -125,39 +125,39 @@ def test_a_tied_head_reads_what_an_untied_one_does_inside_the_basis(here, ratio:
 
 @torch.no_grad()
 def ids_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    found: Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    return found
+    states: Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return states
 
 
 def test_a_size_takes_the_most_dimensions(here) -> None:
     job = ("prune", "tied", "--recipe", "slicegpt", *SLICE, "--target-params", "85%", *TEXT)
-    said = ok(*job, "-o", "out")
+    output = ok(*job, "-o", "out")
     report = read_json("out/ckpt_prune.json")
     kept, before, after = report["hidden"]["kept"], report["before"]["parameters"], report["after"]["parameters"]
     assert kept < 16
     assert after <= 0.85 * before
-    assert f"residual stream: {kept} of 16 dimensions stay" in said
-    assert ", for 85% of the parameters\n" in said
+    assert f"residual stream: {kept} of 16 dimensions stay" in output
+    assert ", for 85% of the parameters\n" in output
     wider = ("--set", f"hidden.drop={14 - kept}", *TEXT, "--dry-run", "--json", "-o", "wider")
     dry = json.loads(ok(*job[:4], *SLICE, *wider))
     assert dry["after"]["parameters"] > 0.85 * before
     assert sum(tensor.numel() for tensor in ckpt_prune.load("out").parameters()) == after
-    said = ok("prune", "tied", "--recipe", "slicegpt", "--target-params", "100%", *TEXT, "-o", "whole")
-    assert "nothing is dropped: the model is within 100% of the parameters as it is\n" in said
+    output = ok("prune", "tied", "--recipe", "slicegpt", "--target-params", "100%", *TEXT, "-o", "whole")
+    assert "nothing is dropped: the model is within 100% of the parameters as it is\n" in output
     assert Path("whole/model.safetensors").read_bytes() == Path("tied/model.safetensors").read_bytes()
 
 
 def test_a_dry_run_says_the_width_and_what_is_measured(here) -> None:
-    said = drop_time_line(ok("prune", "tied", "--recipe", "slicegpt", *SLICE, "--dry-run", "-o", "out")).splitlines()
-    assert said[-3:] == [
+    lines = drop_time_line(ok("prune", "tied", "--recipe", "slicegpt", *SLICE, "--dry-run", "-o", "out")).splitlines()
+    assert lines[-3:] == [
         "residual stream: 12 of 16 dimensions stay (ratio 0.25)",
         "to be measured: the residual stream, wherever a block reads it; give --text FILE for it (128 windows of 32 "
         "tokens, unless you say --samples)",
         "everything that needs no measuring is checked, nothing written",
     ]
-    told = json.loads(ok(*PER_BLOCK, "--dry-run", "--json", "-o", "out"))
+    report = json.loads(ok(*PER_BLOCK, "--dry-run", "--json", "-o", "out"))
     ok(*PER_BLOCK, "-o", "out")
-    assert told["after"] == read_json("out/ckpt_prune.json")["after"]
+    assert report["after"] == read_json("out/ckpt_prune.json")["after"]
 
 
 @pytest.mark.parametrize(("job", "units"), every(2, [(PER_BLOCK, 2), (PER_BLOCK, 1), (SHARED, 1), (PER_BLOCK, 4)]))
@@ -176,13 +176,13 @@ def test_what_is_not_the_dense_models_is_found(here) -> None:
         tensors["model.norm.weight"][0] += 1
 
     edit_weights("out", change)
-    said = run("verify", "out", "--against", "tied")
-    assert said.exit_code == 1
-    assert said.stdout.splitlines()[-1] == ("kept units: model.norm.weight is not the dense model's")
+    result = run("verify", "out", "--against", "tied")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == ("kept units: model.norm.weight is not the dense model's")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "detail"),
     [
         ("model.embed_tokens.weight", "the embedding is not the dense one in a basis of 12 dimensions"),
         (
@@ -191,7 +191,7 @@ def test_what_is_not_the_dense_models_is_found(here) -> None:
         ),
     ],
 )
-def test_a_weight_that_is_not_the_dense_one_in_the_basis(here, name, said) -> None:
+def test_a_weight_that_is_not_the_dense_one_in_the_basis(here, name, detail) -> None:
     ok(*SHARED, "-o", "out")
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -200,17 +200,17 @@ def test_a_weight_that_is_not_the_dense_one_in_the_basis(here, name, said) -> No
     edit_weights("out", change)
     verified = run("verify", "out", "--against", "tied")
     assert verified.exit_code == 1
-    assert verified.stdout.splitlines()[-1].startswith(f"kept units: {said}")
+    assert verified.stdout.splitlines()[-1].startswith(f"kept units: {detail}")
 
 
 def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
     ok(*PER_BLOCK, "-o", "out")
-    said = read_refusal("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
-    assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
-    said = read_refusal("recover", "out", "--method", "lora", *TEXT, "-o", "recovered")
-    assert said.endswith("adapters have no place beside its skip connections")
-    said = read_refusal("compare", "tied", "out", *TEXT)
-    assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in said
+    message = read_refusal("recover", "out", "--dense", "tied", *TEXT, "-o", "recovered")
+    assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in message
+    message = read_refusal("recover", "out", "--method", "lora", *TEXT, "-o", "recovered")
+    assert message.endswith("adapters have no place beside its skip connections")
+    message = read_refusal("compare", "tied", "out", *TEXT)
+    assert "has a residual stream of fewer dimensions, in another basis wherever it is read" in message
     turns = "its residual stream turns between blocks"
     again = {"units are counted alike": "prune --recipe slicegpt", turns: "prune --recipe wanda-50"}
     for why, command in {**again, f"{turns}, which": "calibrate"}.items():
@@ -262,8 +262,8 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
     ),
 )
 def test_what_cannot_be(here, changes: list[str], why: str) -> None:
-    said = read_refusal("prune", "tied", "--recipe", "slicegpt", *changes, *TEXT, "-o", "out")
-    assert why in said, said
+    message = read_refusal("prune", "tied", "--recipe", "slicegpt", *changes, *TEXT, "-o", "out")
+    assert why in message, message
 
 
 def test_one_basis_from_statistics(here) -> None:
@@ -275,8 +275,8 @@ def test_one_basis_from_statistics(here) -> None:
         "--collect moments,gram,linears"
     )
     ok("calibrate", "tied", *TEXT, "--collect", "moments,gram,linears", "-o", "own")
-    said = ok(*job, "own", "-o", "out")
-    assert "residual stream: 12 of 16 dimensions stay (ratio 0.25)" in said
+    output = ok(*job, "own", "-o", "out")
+    assert "residual stream: 12 of 16 dimensions stay (ratio 0.25)" in output
     ok(*SHARED, "-o", "live")
     assert energy("out")[0] == pytest.approx(energy("live")[0], abs=0.05)
     verified = run("verify", "out", "--against", "tied", "--statistics", "own")
@@ -285,18 +285,18 @@ def test_one_basis_from_statistics(here) -> None:
 
 
 def test_statistics_plans_and_ratios_are_not_for_it(here) -> None:
-    said = read_refusal("prune", "dense", "--recipe", "slicegpt", "--statistics", "stats", "-o", "out")
-    assert said == "recipe slicegpt measures the stream itself: give --text in place of --statistics"
-    said = read_refusal("plan", "dense", "--recipe", "slicegpt", "--statistics", "stats")
-    assert said == (
+    message = read_refusal("prune", "dense", "--recipe", "slicegpt", "--statistics", "stats", "-o", "out")
+    assert message == "recipe slicegpt measures the stream itself: give --text in place of --statistics"
+    message = read_refusal("plan", "dense", "--recipe", "slicegpt", "--statistics", "stats")
+    assert message == (
         "recipe slicegpt slices the residual stream, of which a plan says nothing: `ckpt-prune prune --dry-run` tells "
         "its width and size"
     )
-    said = read_refusal("inspect", "dense", "--recipe", "slicegpt", "--ratio", "0.25")
-    assert said == (
+    message = read_refusal("inspect", "dense", "--recipe", "slicegpt", "--ratio", "0.25")
+    assert message == (
         "recipe slicegpt slices the residual stream: `ckpt-prune prune --recipe slicegpt --dry-run` tells the size"
     )
-    said = read_refusal(
+    message = read_refusal(
         "prune", "dense", "--recipe", "slicegpt-shared", "--set", "hidden.tied=keep", *TEXT, "-o", "out"
     )
-    assert said == "recipe slicegpt-shared says hidden.tied, and the head of this model is not its embedding"
+    assert message == "recipe slicegpt-shared says hidden.tied, and the head of this model is not its embedding"

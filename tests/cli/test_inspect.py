@@ -54,10 +54,10 @@ def test_text_with_ratios(place):
 
 
 def test_a_recipe_that_is_named_has_a_row_by_its_own_ratios(place):
-    said = ok("inspect", "dense", "--recipe", "rcpu", "--ratio", "0.2")
-    assert said.startswith(DENSE + "\nby recipe rcpu:\nratio  ")
-    own = ok("inspect", "dense", "--recipe", "rcpu")
-    assert " ".join(own.split()) == " ".join(said.replace("\n0.2 ", "\nown ").split())
+    output = ok("inspect", "dense", "--recipe", "rcpu", "--ratio", "0.2")
+    assert output.startswith(DENSE + "\nby recipe rcpu:\nratio  ")
+    by_own_ratios = ok("inspect", "dense", "--recipe", "rcpu")
+    assert " ".join(by_own_ratios.split()) == " ".join(output.replace("\n0.2 ", "\nown ").split())
     Path("r.yaml").write_text(
         "version: 1\nname: r\nspaces: {heads: {score: magnitude, ratio: 0.5}, mlp: {score: magnitude, ratio: 0.25}}\n"
     )
@@ -160,10 +160,10 @@ def test_zeros_of_an_output_with_remote_code(place):
     text = ok("inspect", "out", "--sparsity")
     assert text.startswith(plain + "\nzeros in the linear weights of the blocks; pattern")
     assert text.splitlines()[-1].startswith("all ")
-    found = json.loads(ok("inspect", "out", "--sparsity", "--json"))["sparsity"]
-    rows, columns = next(each["shape"] for each in found["tensors"] if each["name"] == name)
-    assert found["modules"]["mlp.up_proj"]["zeros"] == found["blocks"]["zeros"] == rows * columns // 2
-    assert found["blocks"]["tensors"] == 14
+    sparsity = json.loads(ok("inspect", "out", "--sparsity", "--json"))["sparsity"]
+    rows, columns = next(tensor["shape"] for tensor in sparsity["tensors"] if tensor["name"] == name)
+    assert sparsity["modules"]["mlp.up_proj"]["zeros"] == sparsity["blocks"]["zeros"] == rows * columns // 2
+    assert sparsity["blocks"]["tensors"] == 14
 
 
 def test_a_config_has_no_zeros(tmp_path):

@@ -46,18 +46,18 @@ def here(place: Path) -> Path:
 
 def test_blocks_that_do_little_go_first(here) -> None:
     """Blocks that do little go, and the divergence measured with only blocks gone is that of stock transformers."""
-    said = ok("prune", "deep", *JOB, "--target-params", "70%", "-o", "out").splitlines()
+    lines = ok("prune", "deep", *JOB, "--target-params", "70%", "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")
     depth, tried = report["depth"], report["depth"]["tried"]
     gone = 4 - len(depth["kept"])
-    measured = {each["blocks"]: each["measured"] for each in tried}
+    measured = {trial["blocks"]: trial["measured"] for trial in tried}
     assert measured[gone] == min(measured.values())
     assert gone >= 1
     assert set(depth["kept"]) >= {0, 3}
     assert report["after"]["parameters"] <= 0.7 * report["before"]["parameters"]
-    start = said.index("  blocks gone  divergence")
-    assert said[start - 1] == "Amounts that were tried"
-    assert said[start + 1 : start + 1 + len(tried)] == [
+    start = lines.index("  blocks gone  divergence")
+    assert lines[start - 1] == "Amounts that were tried"
+    assert lines[start + 1 : start + 1 + len(tried)] == [
         f"  {count:<11}  {one:>10.4f}{'  taken' if count == gone else ''}" for count, one in measured.items()
     ]
     most = tried[-1]["blocks"]
@@ -101,22 +101,22 @@ def test_a_ratio_is_the_size_that_it_leaves(here) -> None:
 )
 def test_recipes_that_contradict_themselves(here, changes: dict[str, Any], why: str) -> None:
     Path("other.yaml").write_text(json.dumps(yaml.safe_load(RECIPE) | changes))
-    said = read_refusal("prune", "deep", "--recipe", "other.yaml", *JOB[2:], "-o", "out")
-    assert said.endswith(why), said
+    message = read_refusal("prune", "deep", "--recipe", "other.yaml", *JOB[2:], "-o", "out")
+    assert message.endswith(why), message
 
 
 def test_what_cannot_be(here) -> None:
-    said = read_refusal("plan", "deep", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "70%")
-    assert said == (
+    message = read_refusal("plan", "deep", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "70%")
+    assert message == (
         "recipe mine drops blocks and then prunes spaces of those that stay, which no statistics are of yet: "
         "`ckpt-prune prune --text` (or --images) does both at once; for a plan, `ckpt-prune prune --recipe depth --set "
         "depth.drop=N` first, then calibrate and plan what it has written, by a recipe of "
         "spaces alone such as best-uniform"
     )
-    said = read_refusal("prune", "deep", *JOB, "--target-params", "1", "-o", "out")
-    assert said.startswith("1 parameters: out of reach of recipe mine, whose blocks and spaces leave "), said
+    message = read_refusal("prune", "deep", *JOB, "--target-params", "1", "-o", "out")
+    assert message.startswith("1 parameters: out of reach of recipe mine, whose blocks and spaces leave "), message
     ok("calibrate", "deep", *TEXT, "--folds", "2", "-o", "deep-stats")
     bare = ("prune", "deep", "--recipe", "mine.yaml", "--statistics", "deep-stats", "--target-params", "70%")
-    said = read_refusal(*bare, "-o", "out")
-    assert said == "recipe mine compares numbers of blocks by running the model itself: give --text as well"
+    message = read_refusal(*bare, "-o", "out")
+    assert message == "recipe mine compares numbers of blocks by running the model itself: give --text as well"
     ok(*bare, *TEXT, "--folds", "2", "-o", "both")

@@ -57,7 +57,7 @@ JOB = ("--recipe", "ridge", *TEXT, "--target-latency")
 
 
 def test_widths_by_time(here, timed) -> None:
-    said = ok("prune", "deep", *JOB, "70%", "-o", "out").splitlines()
+    lines = ok("prune", "deep", *JOB, "70%", "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")
     widths = [len(site["kept"]) for site in report["sites"] if site["space"] == "mlp"]
     groups = [len(site["kept"]) for site in report["sites"] if site["space"] == "heads"]
@@ -65,7 +65,7 @@ def test_widths_by_time(here, timed) -> None:
     took = REST + 6 * ATTENTION + sum(groups) * HEAD + sum(widths) * COLUMN
     assert took <= 0.7 * dense < took + 6 * COLUMN
     share = f"{took / dense:.1%}"
-    assert said[-2] == (
+    assert lines[-2] == (
         f"Latency of one pass on the machine that pruned it: foreseen {share} of the dense model's ({took / 1e6:.4g} "
         f"of {dense / 1e6:.4g} ms), measured {share} ({took / 1e6:.4g} of {dense / 1e6:.4g} ms)."
     )
@@ -77,13 +77,13 @@ def test_what_was_foreseen_and_what_was_measured_is_in_the_report_and_on_its_pag
     """The output takes a quarter longer than the table says, as it does where a machine reads short rows slowly."""
 
     def fastest(timers: Sequence[Any], workload: Any, say: str) -> list[float]:
-        found = [made_up(timer._model) for timer in timers]
-        return [found[0], 1.25 * found[1]] if say == "timing the output" else found
+        times = [made_up(timer._model) for timer in timers]
+        return [times[0], 1.25 * times[1]] if say == "timing the output" else times
 
     monkeypatch.setattr(latency_table, "time_fastest", fastest)
-    told = json.loads(ok("prune", "deep", *JOB, "70%", "-o", "out", "--json"))
+    result = json.loads(ok("prune", "deep", *JOB, "70%", "-o", "out", "--json"))
     latency = read_json("out/ckpt_prune.json")["latency"]
-    assert told["latency"] == latency
+    assert result["latency"] == latency
     assert latency["of"] == "latency of one pass"
     assert latency["dense"] == latency["measured_dense"] == pytest.approx(49.4)
     assert latency["measured"] == pytest.approx(1.25 * latency["foreseen"])
@@ -102,13 +102,13 @@ def test_what_was_foreseen_and_what_was_measured_is_in_the_report_and_on_its_pag
 
 
 @pytest.mark.parametrize(
-    ("off", "told"), [(0.51, " by a table that was 51% off and is not to be relied on"), (0.1, "")]
+    ("off", "doubt"), [(0.51, " by a table that was 51% off and is not to be relied on"), (0.1, "")]
 )
-def test_a_table_that_is_not_to_be_relied_on_is_told_with_what_it_foresaw(off: float, told: str) -> None:
+def test_a_table_that_is_not_to_be_relied_on_is_told_with_what_it_foresaw(off: float, doubt: str) -> None:
     values = {"of": "latency of one pass", "dense": 40.0, "foreseen": 20.0, "off": off}
-    found = Report.read(report([], latency=values | {"measured_dense": 20.0, "measured": 18.0}))
-    assert latency_sentences(found) == [
-        f"Latency of one pass on the machine that pruned it: foreseen 50.0% of the dense model's (20 of 40 ms){told}, "
+    record = Report.read(report([], latency=values | {"measured_dense": 20.0, "measured": 18.0}))
+    assert latency_sentences(record) == [
+        f"Latency of one pass on the machine that pruned it: foreseen 50.0% of the dense model's (20 of 40 ms){doubt}, "
         "measured 90.0% (18 of 20 ms); more than was foreseen."
     ]
 
@@ -121,9 +121,9 @@ def test_an_output_that_was_not_timed_is_whole_and_is_timed_by_resume(here, monk
 
     stopped = True
     monkeypatch.setattr(latency_table, "time_fastest", fastest)
-    told = run("prune", "deep", *JOB, "70%", "-o", "out")
-    assert told.exit_code == 130
-    assert "out is complete, but was not timed: the same command with --resume tries again\n" in told.stderr
+    result = run("prune", "deep", *JOB, "70%", "-o", "out")
+    assert result.exit_code == 130
+    assert "out is complete, but was not timed: the same command with --resume tries again\n" in result.stderr
     before = read_json("out/ckpt_prune.json")
     assert (before["latency"]["measured"], before["latency"]["measured_dense"]) == (None, None)
     ok("verify", "out", "--against", "deep")
@@ -145,21 +145,21 @@ def test_a_table_that_misses_is_measured_again_and_not_kept(here, monkeypatch, s
 
     def fastest(timers: Sequence[Any], workload: Any, say: str) -> list[float]:
         calls.append(len(timers))
-        found = [made_up(timer._model) for timer in timers]
-        return [*found[:-1], found[-1] * (2 if len(calls) <= spoilt else 1)]
+        times = [made_up(timer._model) for timer in timers]
+        return [*times[:-1], times[-1] * (2 if len(calls) <= spoilt else 1)]
 
     monkeypatch.setattr(latency_table, "time_fastest", fastest)
-    said = run("plan", "deep", "--recipe", "magnitude", "--target-latency", "70%").stderr
+    stderr = run("plan", "deep", "--recipe", "magnitude", "--target-latency", "70%").stderr
     assert calls == [5] * measured
     kept = list((here.parent / "cache").rglob("*.json"))
     assert len(kept) == (spoilt == 1)
     doubt = ": the machine does other things too, so do not rely on it; it is not kept"
-    assert (doubt in said) is (spoilt == 9)
+    assert (doubt in stderr) is (spoilt == 9)
 
 
 def test_a_table_is_kept_and_told_apart(here, timed) -> None:
-    for asked in ("70%", "30ms", "70%@8", "70%@token:8"):
-        ok("plan", "deep", "--recipe", "magnitude", "--target-latency", asked)
+    for target in ("70%", "30ms", "70%@8", "70%@token:8"):
+        ok("plan", "deep", "--recipe", "magnitude", "--target-latency", target)
     assert timed == [(5, "32 tokens, 0 steps"), (5, "8 tokens, 0 steps"), (5, "8 tokens, 16 steps")]
     kept = list((here.parent / "cache").rglob("*.json"))
     assert len(kept) == 3
@@ -170,7 +170,7 @@ def test_a_table_is_kept_and_told_apart(here, timed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("target", "why"),
     [
         ("70%@", "behind the @ stands what is timed: 512 for a text of 512 tokens"),
         ("70%@0", "behind the @ stands what is timed"),
@@ -179,14 +179,14 @@ def test_a_table_is_kept_and_told_apart(here, timed) -> None:
         ("70%@token:24", "@: a text of 24 tokens and 16 after it is more than the context of 32"),
     ],
 )
-def test_what_is_no_latency(here, timed, asked: str, why: str) -> None:
-    assert why in read_refusal("prune", "deep", *JOB, asked, "-o", "out")
+def test_what_is_no_latency(here, timed, target: str, why: str) -> None:
+    assert why in read_refusal("prune", "deep", *JOB, target, "-o", "out")
 
 
 def test_what_is_out_of_reach(here, timed) -> None:
-    told = run("prune", "deep", *JOB, "1ns", "-o", "out")
-    assert told.exit_code == 2
-    assert told.stderr.splitlines() == [
+    result = run("prune", "deep", *JOB, "1ns", "-o", "out")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
         "latency table: 7.4 ms a block, 5 ms for the rest; of half of everything it says 17.6 ms, which took 17.6 ms",
         "Error: 1ns latency of one pass: out of reach of recipe ridge, whose spaces leave 23.6 ms at the least, "
         "47.8% of 49.4 ms",
@@ -224,26 +224,26 @@ def narrow(here: Path, timed: list[tuple[int, str]], monkeypatch: pytest.MonkeyP
     return timed
 
 
-def took(report: dict[str, Any], *, whole: bool = False) -> float:
-    sites = [] if whole else report["sites"]
+def took(report: dict[str, Any], *, dense: bool = False) -> float:
+    sites = [] if dense else report["sites"]
     kept = {space: [len(site["kept"]) for site in sites if site["space"] == space] for space in ("heads", "mlp")}
     groups, columns = sum(kept["heads"] or [12]), sum(kept["mlp"] or [144])
-    width = 16 if whole else report["hidden"]["kept"]
+    width = 16 if dense else report["hidden"]["kept"]
     return OUTSIDE + (REST + 6 * ATTENTION + groups * HEAD + columns * COLUMN) * width / 16
 
 
 def test_dimensions_and_units_by_time(here, narrow) -> None:
     """Units of a narrower model take less, so that more of them stay; the table is kept for each stream."""
-    said = ok("prune", "deep", *NARROW, "60%", "--set", "hidden.drop=4", "-o", "out")
+    output = ok("prune", "deep", *NARROW, "60%", "--set", "hidden.drop=4", "-o", "out")
     report = read_json("out/ckpt_prune.json")
-    dense = took(report, whole=True)
+    dense = took(report, dense=True)
     assert took(report) <= 0.6 * dense < took(report) + 6 * HEAD
-    assert "of the dense model's (" in said
-    assert "more than was foreseen" not in said
-    said = ok("prune", "deep", *NARROW, "60%", "-o", "auto")
+    assert "of the dense model's (" in output
+    assert "more than was foreseen" not in output
+    output = ok("prune", "deep", *NARROW, "60%", "-o", "auto")
     report = read_json("auto/ckpt_prune.json")
     assert len(report["hidden"]["tried"]) > 2
     assert took(report) <= 0.6 * dense
-    assert "of the dense model's (" in said
-    assert "more than was foreseen" not in said
+    assert "of the dense model's (" in output
+    assert "more than was foreseen" not in output
     assert [count for count, _ in narrow] == [7, 2, 2]

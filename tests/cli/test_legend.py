@@ -10,14 +10,14 @@ KEPT = "kept: units that stay, of those there are (heads: KV groups, mlp: column
 WORDS = ["kept", "error", "floor", "rho2"]
 
 
-def legend(said: str) -> list[str]:
+def legend(output: str) -> list[str]:
     """The lines between the table of sites and what is kept per block."""
-    *_, below = said.split("\n\nkept: ")
+    *_, below = output.split("\n\nkept: ")
     return ("kept: " + below.partition("\n\n")[0]).splitlines()
 
 
-def words(said: str) -> list[str]:
-    return [line.partition(":")[0] for line in legend(said)]
+def words(output: str) -> list[str]:
+    return [line.partition(":")[0] for line in legend(output)]
 
 
 def test_without_figures_only_units_are_explained(place):
@@ -25,7 +25,7 @@ def test_without_figures_only_units_are_explained(place):
 
 
 def test_every_column_with_figures_is_explained_and_no_other(place):
-    said = ok("plan", "dense", "--recipe", "rcpu", "--statistics", "stats")
-    assert words(said) == [*WORDS, HONEST.partition(":")[0]]
-    assert legend(said)[-1] == HONEST
-    assert legend(said)[0] == KEPT
+    output = ok("plan", "dense", "--recipe", "rcpu", "--statistics", "stats")
+    assert words(output) == [*WORDS, HONEST.partition(":")[0]]
+    assert legend(output)[-1] == HONEST
+    assert legend(output)[0] == KEPT

@@ -33,14 +33,14 @@ def held_out_loss(folder: str) -> float:
     windows = windows[SampleSplit.of(len(windows), 0.1).measured]
     with torch.no_grad():
         logits = ckpt_prune.load(folder, dtype=torch.float32)(windows).logits
-    each = [cross_entropy(logits[w, t], windows[w, t + 1]) for w in range(len(windows)) for t in range(15)]
-    return float(torch.stack(each).mean())
+    losses = [cross_entropy(logits[w, t], windows[w, t + 1]) for w in range(len(windows)) for t in range(15)]
+    return float(torch.stack(losses).mean())
 
 
 def test_zeros_stay_and_the_stored_model_has_the_loss_that_is_said(place: Path):
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
-    said = run("recover", "masked", *LORA, "-o", "out")
-    assert said.exit_code == 0, said.output
+    result = run("recover", "masked", *LORA, "-o", "out")
+    assert result.exit_code == 0, result.output
     lora = report_of("out")["adapters"]
     assert lora["loss_before"] == pytest.approx(held_out_loss("masked"), rel=1e-4)
     assert lora["loss_after"] == pytest.approx(held_out_loss("out"), rel=1e-4)
@@ -49,15 +49,15 @@ def test_zeros_stay_and_the_stored_model_has_the_loss_that_is_said(place: Path):
     ours, theirs = tensors("out"), tensors("masked")
     for name in linears(0, 1):
         assert ((ours[name] == 0) == (theirs[name] == 0)).all(), name
-    assert said.stdout.splitlines() == [
+    assert result.stdout.splitlines() == [
         "LoRA",
         f"  Recovered by LoRA of rank 8 on 14 linear modules, merged; 29 samples, 3 epochs ({lora['steps']} steps), "
         f"{lora['parameters']} parameters; zeros stay zero.",
         f"  Loss on 3 held-out samples: {lora['loss_before']:.4f} → {lora['loss_after']:.4f}.",
         "written to out",
     ]
-    assert said.stderr.startswith("LoRA holds the whole model, ")
-    assert said.stderr.count("\n") == 1
+    assert result.stderr.startswith("LoRA holds the whole model, ")
+    assert result.stderr.count("\n") == 1
     assert "linear modules are the dense ones, bit for bit" in ok("verify", "out", "--against", "dense")
     card = Path("out/README.md").read_text()
     assert f"Recovered by LoRA of rank 8 on 14 linear modules, merged; 29 samples, {lora['epochs']:.3g} epochs" in card
@@ -93,7 +93,7 @@ def test_a_classifier_learns_its_classes(tmp_path: Path):
     }
     dense = ckpt_prune.load("vit", dtype=torch.float32)
     with torch.no_grad():
-        chances = [each(**pixels).logits.softmax(-1)[0, 1] for each in (model, dense)]
+        chances = [classifier(**pixels).logits.softmax(-1)[0, 1] for classifier in (model, dense)]
     assert chances[0] > chances[1]
 
 
@@ -162,9 +162,9 @@ def test_a_source_that_changes_while_adapters_are_trained_is_an_error(place: Pat
         return adapted
 
     monkeypatch.setattr(run_afterwards, "train_adapters", train_then_edit_source)
-    said = run("recover", "masked", *LORA, "--epochs", "1", "-o", "out")
-    assert said.exit_code == 2
-    assert said.stderr.splitlines()[-1] == "Error: masked/model.safetensors changed since it was opened; run again"
+    result = run("recover", "masked", *LORA, "--epochs", "1", "-o", "out")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "Error: masked/model.safetensors changed since it was opened; run again"
     assert not Path("out").exists()
 
 
@@ -181,9 +181,9 @@ def test_the_adapter_by_itself_makes_of_the_pruned_model_what_was_merged(
         ok("prune", "dense", "--recipe", "magnitude", "--ratio", "0.4", *widths, "-o", "own")
         assert Path("own/modeling_pruned.py").is_file()
     source = "own" if own_code else "pruned"
-    said = ok("recover", source, *LORA, "--only", "mlp", "--keep-adapter", "-o", "out")
+    output = ok("recover", source, *LORA, "--only", "mlp", "--keep-adapter", "-o", "out")
     sentence = "The adapter by itself is in adapter: peft.PeftModel.from_pretrained puts it on what was recovered."
-    assert sentence in said
+    assert sentence in output
     assert sentence in Path("out/README.md").read_text()
     assert sorted(path.name for path in Path("out/adapter").iterdir()) == [
         "adapter_config.json",
@@ -219,8 +219,8 @@ def test_no_adapter_is_kept_where_nothing_is_gained_or_nobody_asks(place: Path):
 
 def test_an_adapter_that_fills_zeros_says_so_and_goes_with_its_output(place: Path):
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
-    said = run("recover", "masked", *LORA, "--keep-adapter", "-o", "out").stderr
-    assert "zeros of a mask stay in the merged weights; the adapter by itself would fill them\n" in said
+    stderr = run("recover", "masked", *LORA, "--keep-adapter", "-o", "out").stderr
+    assert "zeros of a mask stay in the merged weights; the adapter by itself would fill them\n" in stderr
     ok("recover", "pruned", *LORA, "--epochs", "1", "--overwrite", "-o", "out")
     assert not Path("out/adapter").exists()
     ok("recover", "pruned", *LORA, "--epochs", "1", "--keep-adapter", "--overwrite", "-o", "out")

@@ -28,22 +28,22 @@ def report() -> dict:
 
 
 def zeros() -> dict[str, float]:
-    found = load_file("out/model.safetensors")
-    return {name: float((found[name] == 0).double().mean()) for name in LINEARS}
+    tensors = load_file("out/model.safetensors")
+    return {name: float((tensors[name] == 0).double().mean()) for name in LINEARS}
 
 
 @pytest.mark.parametrize("allocation", every(2, ["owl", "alpha", "divergence"]))
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 def test_every_block_has_its_own_share(here, method, allocation):
-    said = ok(*PRUNE, f"{method}-50", *TEXT, "--set", f"mask.allocation={allocation}")
-    found = report()["mask"]
-    ratios = found["shares"]["ratios"]
-    assert found["allocation"] == allocation
+    output = ok(*PRUNE, f"{method}-50", *TEXT, "--set", f"mask.allocation={allocation}")
+    mask = report()["mask"]
+    ratios = mask["shares"]["ratios"]
+    assert mask["allocation"] == allocation
     assert sum(ratios) / 2 == pytest.approx(0.5, abs=1e-5)
     assert ratios[0] != ratios[1] or allocation == "divergence"  # it may find that even shares lose least
-    assert all(figure >= 0 for figure in found["shares"]["figures"])
+    assert all(figure >= 0 for figure in mask["shares"]["figures"])
     line = f"  Zeros are shared out over blocks by {allocation}: {min(ratios):.1%} to {max(ratios):.1%} zeros."
-    assert line in said.splitlines()
+    assert line in output.splitlines()
     for name, share in zeros().items():
         # Rows of 16 are rounded down.
         assert ratios[int(name.split(".")[2])] - 1 / 16 < share <= ratios[int(name.split(".")[2])] + 1e-6
@@ -53,14 +53,14 @@ def test_every_block_has_its_own_share(here, method, allocation):
 @pytest.mark.parametrize("allocation", ["owl", "alpha", "divergence"])
 def test_groups_of_an_own_n(here, allocation):
     spread = () if allocation == "divergence" else ("--set", "mask.spread=0.5")
-    said = ok(*PRUNE, "wanda-2-4", *TEXT, "--set", f"mask.allocation={allocation}", *spread)
+    output = ok(*PRUNE, "wanda-2-4", *TEXT, "--set", f"mask.allocation={allocation}", *spread)
     kept = report()["mask"]["shares"]["kept"]
     assert sum(kept) == 4
-    assert f"by {allocation}: {min(kept)} to {max(kept)} of 4 weights kept" in said
+    assert f"by {allocation}: {min(kept)} to {max(kept)} of 4 weights kept" in output
     for name, share in zeros().items():
         assert share == 1 - kept[int(name.split(".")[2])] / 4
-    told = ok("verify", "out", "--against", "dense")
-    assert "2:4 with its block's N holds in every group" in told
+    verification = ok("verify", "out", "--against", "dense")
+    assert "2:4 with its block's N holds in every group" in verification
 
 
 def test_shares_that_do_not_hold_are_found(here):

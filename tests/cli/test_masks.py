@@ -96,10 +96,10 @@ def masks(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(masks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with `dense`, `stats`, `calib.txt`, `images` and models of other families of its own."""
-    own = tmp_path / "here"
-    shutil.copytree(masks, own)
-    monkeypatch.chdir(own)
-    return own
+    folder = tmp_path / "here"
+    shutil.copytree(masks, folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def few(recipe: str) -> tuple[str, ...]:
@@ -120,8 +120,8 @@ def zeros_per_group(weight: torch.Tensor, of: int) -> set[int]:
 
 
 def zeros(folder: str) -> int:
-    found = tensors(folder)
-    return sum(int((found[name] == 0).sum()) for name in LINEARS)
+    weights = tensors(folder)
+    return sum(int((weights[name] == 0).sum()) for name in LINEARS)
 
 
 def stock(folder: str, auto=AutoModelForCausalLM):
@@ -154,9 +154,9 @@ def masked_line(recipe: str) -> str:
 
 def assert_masked_by_half(folder: str, recipe: str) -> None:
     """Counted by hand: of each weight, and where the method says so of each row or group."""
-    found = tensors(folder)
+    weights = tensors(folder)
     for name, shape in LINEARS.items():
-        weight = found[name]
+        weight = weights[name]
         assert weight.shape == shape
         assert int((weight == 0).sum()) == weight.numel() // 2, name
         if recipe.endswith("2-4"):
@@ -177,9 +177,9 @@ def assert_masked_by_half(folder: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", choose_cases(MASKS, {MASKS[0], MASKS[3], MASKS[4], MASKS[5]}.__contains__))
 def test_masks(here, recipe):
-    said = ok(*PRUNE, recipe, *TEXT)
+    output = ok(*PRUNE, recipe, *TEXT)
     errors = error_line("out") if recipe.startswith("sparsegpt") else ""
-    assert said == COSTS + masked_line(recipe) + errors + "written to out\n"
+    assert output == COSTS + masked_line(recipe) + errors + "written to out\n"
     assert_masked_by_half("out", recipe)
     before, after = tensors("dense"), tensors("out")
     assert before.keys() == after.keys()
@@ -201,7 +201,7 @@ def test_masks(here, recipe):
 @pytest.mark.parametrize("recipe", choose_cases([*SHARED, *PER_LAYER], EACH_ONCE.__contains__))
 def test_rotations_and_masks(here, recipe):
     shared = "shared" in recipe
-    said = ok(*PRUNE, recipe, *TEXT, *FEW)
+    output = ok(*PRUNE, recipe, *TEXT, *FEW)
     report = read_json("out/ckpt_prune.json")
     learned = report["rotation"]["learned"]
     assert [entry["block"] for entry in learned] == ([None] if shared else [0, 1])
@@ -215,7 +215,7 @@ def test_rotations_and_masks(here, recipe):
         f"({100 * (after - before) / before:+.1f}%), in 3 steps{'' if shared else ' per block'}.\n"
     )
     errors = error_line("out") if importance == "sparsegpt" else ""
-    assert said == (COSTS if shared else TURNED) + rotated + masked_line(recipe) + errors + "written to out\n"
+    assert output == (COSTS if shared else TURNED) + rotated + masked_line(recipe) + errors + "written to out\n"
     assert_masked_by_half("out", recipe)
     model = stock("out") if shared else ckpt_prune.load("out")
     assert type(model).__name__ == ("LlamaForCausalLM" if shared else "PrunedLlamaForCausalLM")
@@ -227,8 +227,8 @@ def test_rotations_and_masks(here, recipe):
 
 
 def test_a_head_that_is_no_longer_tied_is_said(here):
-    said = ok("prune", "tied", "--recipe", "cayley-rotator-shared-magnitude-50", *FEW, "-o", "out")
-    assert said.startswith("the head is no longer tied to the embedding: it reads another basis\n")
+    output = ok("prune", "tied", "--recipe", "cayley-rotator-shared-magnitude-50", *FEW, "-o", "out")
+    assert output.startswith("the head is no longer tied to the embedding: it reads another basis\n")
     assert read_json("out/config.json")["tie_word_embeddings"] is False
     model = stock("out")
     assert model.num_parameters() == read_json("out/ckpt_prune.json")["after"]["parameters"]
@@ -242,13 +242,13 @@ def test_a_head_that_is_no_longer_tied_is_said(here):
     "recipe", every(2, ["magnitude-2-4", "wanda-2-4", "wanda-50", "sparsegpt-2-4", "sparsegpt-50"])
 )
 def test_a_vision_transformer(here, recipe):
-    said = ok("prune", "vit", "--recipe", recipe, *IMAGES, "-o", "out")
+    output = ok("prune", "vit", "--recipe", recipe, *IMAGES, "-o", "out")
     # 2 x (4 x 256 + 2 x 384) weights.
-    assert masked_line(recipe).replace("14 linear weights of 3.84K", "12 linear weights of 3.58K") in said
-    dense, found = tensors("vit"), tensors("out")
+    assert masked_line(recipe).replace("14 linear weights of 3.84K", "12 linear weights of 3.58K") in output
+    dense, masked = tensors("vit"), tensors("out")
     linear = {name for name in dense if re.search(r"layer\.\d\..*(query|key|value|dense)\.weight$", name)}
     assert len(linear) == 12
-    for name, tensor in found.items():
+    for name, tensor in masked.items():
         if name in linear:
             assert int((tensor == 0).sum()) == tensor.numel() // 2
             assert zeros_per_group(tensor, 4) == {2} or recipe.endswith("50")
@@ -525,10 +525,10 @@ def test_a_container_that_cannot_turn(here, container):
 def in_half(folder: str, changes: dict[str, float]) -> None:
     """Store a model in float16, with tensors of these endings multiplied."""
 
-    def change(found: dict[str, torch.Tensor]) -> None:
-        for name in found:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in weights:
             factor = next((value for end, value in changes.items() if name.endswith(end)), 1.0)
-            found[name] = (found[name] * factor).half()
+            weights[name] = (weights[name] * factor).half()
 
     edit_weights(folder, change)
     set_config(folder, dtype="float16")
@@ -580,8 +580,8 @@ EIGHT_TOKENS = ("--text", "calib.txt", "--samples", "1", "--window", "8")
 
 def test_singular_hessians_are_damped_and_said(here):
     """Eight tokens for 16 and 24 inputs."""
-    said = ok(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS)
-    *_, damped, few, written = said.splitlines()
+    output = ok(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS)
+    *_, damped, few, written = output.splitlines()
     assert damped == (
         "  14 of 14 Hessians were singular with damping 0 and took up to 0.0001: use more samples (q of block 0, k of "
         "block 0, v of block 0 and 11 more)."
@@ -616,9 +616,9 @@ def test_ctrl_c_while_learning_a_rotation_of_a_block(here, recipe, step, monkeyp
         interrupt_at(patch, Meter, "step", step)
         assert run(*job, "-o", "out").exit_code == 130
     assert {path.name for path in Path().glob("*out*")} == {"out.partial"}
-    whole, learned = Learner.weights, []
+    original, learned = Learner.weights, []
     monkeypatch.setattr(
-        Learner, "weights", lambda self, block, *rest: learned.append(block) or whole(self, block, *rest)
+        Learner, "weights", lambda self, block, *args: learned.append(block) or original(self, block, *args)
     )
     ok(*job, "-o", "out", "--resume")
     assert learned == ([0, 1] if step == 2 else [1])
@@ -639,10 +639,10 @@ def test_verify_and_report(here, recipe):
 
 def test_a_ratio(here):
     """Rounded down in every row: 4 of 16 and 7 of 24."""
-    said = ok(*PRUNE, "wanda-50", "--ratio", "0.3", *TEXT)
+    output = ok(*PRUNE, "wanda-50", "--ratio", "0.3", *TEXT)
     rows = 2 * sum(shape[0] for shape in WIDTHS.values() if shape[1] == 16), 2 * 16
     expected = rows[0] * 4 + rows[1] * 7
     assert zeros("out") == expected == 992
-    assert "Masked by wanda: 25.83% zeros in 14 linear weights of 3.84K parameters.\n" in said
-    found = tensors("out")
-    assert all(zeros_per_row(found[name]) == {7 if shape[1] == 24 else 4} for name, shape in LINEARS.items())
+    assert "Masked by wanda: 25.83% zeros in 14 linear weights of 3.84K parameters.\n" in output
+    weights = tensors("out")
+    assert all(zeros_per_row(weights[name]) == {7 if shape[1] == 24 else 4} for name, shape in LINEARS.items())

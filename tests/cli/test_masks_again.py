@@ -62,10 +62,10 @@ def outputs(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with them."""
-    own = tmp_path / "here"
-    shutil.copytree(outputs, own)
-    monkeypatch.chdir(own)
-    return own
+    folder = tmp_path / "here"
+    shutil.copytree(outputs, folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def weights(folder: str) -> dict[str, Tensor]:
@@ -81,11 +81,11 @@ def masked_weights(folder: str) -> list[str]:
 def inputs(folder: str, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Sums over tokens of the squares of what reaches every linear module, float64, in the model as it is loaded."""
     model = ckpt_prune.load(folder).double()
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
 
     def see(name: str, given: Tensor) -> None:
-        own = given.detach().flatten(0, -2).square().sum(0)
-        found[name] = found.get(name, 0) + own
+        squares = given.detach().flatten(0, -2).square().sum(0)
+        sums[name] = sums.get(name, 0) + squares
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -94,7 +94,7 @@ def inputs(folder: str, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     with torch.no_grad():
         for batch in batches:
             model(**batch)
-    return found
+    return sums
 
 
 @pytest.mark.parametrize("family", every(2, ["llama", "opt", "vit"]))
@@ -176,8 +176,8 @@ def test_what_is_refused(here):
         "llama", "rotations are absorbed by blocks of the stock shape; masks without them go into it"
     )
     assert read_refusal("inspect", "llama", "--ratio", "0.5") == REFUSED.format("llama", UNITS)
-    said = read_refusal("calibrate", "llama", *TEXT, "--collect", "moments,fisher", "-o", "s")
-    assert said.endswith(": choose from moments,gram,linears (mistral with code of its own)")
+    message = read_refusal("calibrate", "llama", *TEXT, "--collect", "moments,fisher", "-o", "s")
+    assert message.endswith(": choose from moments,gram,linears (mistral with code of its own)")
     assert read_refusal("recover", "dense-llama", "--dense", "llama", *TEXT, "-o", "out") == REFUSED.format(
         "llama", "no other model is held against it"
     )

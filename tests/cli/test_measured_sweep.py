@@ -23,23 +23,23 @@ def by_hand(model: str, *how: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def swept(model: str, *how: str) -> tuple[list[str], dict[str, Any]]:
     """The table of a sweep, and its JSON, which leave nothing behind."""
     before = listing()
-    rows, said = ok("plan", model, *how).splitlines(), json.loads(ok("plan", model, *how, "--json"))
+    rows, sweep = ok("plan", model, *how).splitlines(), json.loads(ok("plan", model, *how, "--json"))
     assert listing() == before
-    return rows, said
+    return rows, sweep
 
 
 def test_calibration_samples(place):
     """A sweep of samples prunes from text at every value, even by a recipe whose errors a plan could predict."""
     how = ("--recipe", "ridge", "--set", "ratio=0.5", "--text", "calib.txt", "--window", "16")
-    rows, said = swept("dense", *how, "--sweep", "samples=2,8", "--evaluate", "calib.txt", "--evaluate-samples", "4")
+    rows, sweep = swept("dense", *how, "--sweep", "samples=2,8", "--evaluate", "calib.txt", "--evaluate-samples", "4")
     assert rows[0].split()[:1] == ["samples"]
     assert [row.split()[0] for row in rows[1:3]] == ["2", "8"]
-    for point in said["points"]:
+    for point in sweep["points"]:
         report, alone = by_hand("dense", *how, "--samples", str(point["samples"]))
-        own = [site["error_compensated"] for site in report["sites"] if site["space"] == "mlp"]
-        assert point["errors"]["mlp"] == pytest.approx(sum(own) / len(own))
+        errors = [site["error_compensated"] for site in report["sites"] if site["space"] == "mlp"]
+        assert point["errors"]["mlp"] == pytest.approx(sum(errors) / len(errors))
         assert point["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
-    first, second = said["points"]
+    first, second = sweep["points"]
     assert first["errors"] != second["errors"]
 
 
@@ -56,18 +56,18 @@ def test_images(tmp_path, monkeypatch, labelled):
         write_csv(tmp_path / "images" / "labels.csv", "file,label", *rows)
     data = ("--images", "images", "--samples", "8")
     how = ("--recipe", "corp-mlp", *data, "--evaluate", "images", "--sweep", "spaces.mlp.ratio=0.25,0.75")
-    table, said = swept("vit", *how)
+    table, sweep = swept("vit", *how)
     ok("prune", "vit", "--recipe", "corp-mlp", "--set", "spaces.mlp.ratio=0.75", *data, "-o", "out")
     alone = json.loads(ok("evaluate", "out", "--against", "vit", "--images", "images", "--json"))
     assert table[0].split()[-2:] == ["KL", "top-1"]
-    last = said["points"][1]
+    last = sweep["points"][1]
     assert last["kl"] == pytest.approx(alone["kl"], rel=1e-9)
     assert last["top1"] == alone["top1"]
     assert (last["top1"] is None) is not labelled
     score = f"{alone['top1']:.1%}" if labelled else "-"
     assert table[2].split()[-2:] == [f"{alone['kl']:.4f}", score]
     dense = f"top-1 (dense: {alone['against']['top1']:.1%})" if labelled else "top-1 (no labels)"
-    assert said["measured"] == f"{dense} and KL on 12 images"
+    assert sweep["measured"] == f"{dense} and KL on 12 images"
 
 
 @pytest.mark.parametrize(

@@ -36,21 +36,21 @@ def here(place: Path) -> Path:
 
 def test_dimensions_that_are_empty_go_first(here) -> None:
     """Empty dimensions go first, and the count that is taken has the least divergence of those that were tried."""
-    said = ok("prune", "flat", *JOB, "--target-params", "72%", "-o", "out").splitlines()
+    lines = ok("prune", "flat", *JOB, "--target-params", "72%", "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")
     hidden = report["hidden"]
-    measured = {each["kept"]: each["measured"] for each in hidden["tried"]}
+    measured = {trial["kept"]: trial["measured"] for trial in hidden["tried"]}
     assert list(measured) == sorted(measured, reverse=True)
     assert max(measured) == 16
     assert measured[hidden["kept"]] == min(measured.values())
     assert hidden["kept"] <= 16 - FLAT
     assert hidden["energy"] == [pytest.approx(1, abs=1e-4)] or hidden["kept"] < 16 - FLAT
     assert report["after"]["parameters"] <= 0.72 * report["before"]["parameters"]
-    start = said.index("  dimensions  divergence") + 1
-    assert said[start : start + len(measured)] == [
+    start = lines.index("  dimensions  divergence") + 1
+    assert lines[start : start + len(measured)] == [
         f"  {kept:<10}  {one:>10.4f}{'  taken' if kept == hidden['kept'] else ''}" for kept, one in measured.items()
     ]
-    assert any(line.startswith(f"residual stream: {hidden['kept']} of 16 dimensions stay") for line in said)
+    assert any(line.startswith(f"residual stream: {hidden['kept']} of 16 dimensions stay") for line in lines)
     assert stock(Path("out")).config.hidden_size == hidden["kept"]
     verified = run("verify", "out", "--against", "flat")
     assert verified.exit_code == 0
@@ -109,5 +109,5 @@ def test_an_interrupted_choice_goes_on(here) -> None:
 )
 def test_recipes_that_contradict_themselves(here, changes: list[str], why: str) -> None:
     given = [part for change in changes for part in ("--set", change)]
-    said = read_refusal("prune", "flat", *JOB, *given, "-o", "out")
-    assert said.endswith(why), said
+    message = read_refusal("prune", "flat", *JOB, *given, "-o", "out")
+    assert message.endswith(why), message

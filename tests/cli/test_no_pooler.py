@@ -34,9 +34,9 @@ def test_it_is_pruned_verified_and_loaded(variant):
         ours = ckpt_prune.load(folder)
         theirs = AutoModel.from_pretrained(folder, add_pooling_layer=False).eval()
         with torch.inference_mode():
-            found, expected = ours(**batch), theirs(**batch)
-        assert found.pooler_output is None
-        assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+            outputs, expected = ours(**batch), theirs(**batch)
+        assert outputs.pooler_output is None
+        assert torch.equal(outputs.last_hidden_state, expected.last_hidden_state)
 
 
 def test_it_is_stored_with_remote_code(variant):
@@ -45,9 +45,9 @@ def test_it_is_stored_with_remote_code(variant):
     assert "FAILED" not in ok("verify", "remote", "--against", "dense")
     batch = samples(variant, 4).batch(slice(4))
     with torch.inference_mode():
-        found, expected = (ckpt_prune.load(folder)(**batch) for folder in ("remote", "stock"))
-    assert found.pooler_output is None
-    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state)
+        outputs, expected = (ckpt_prune.load(folder)(**batch) for folder in ("remote", "stock"))
+    assert outputs.pooler_output is None
+    torch.testing.assert_close(outputs.last_hidden_state, expected.last_hidden_state)
 
 
 def test_its_graph_has_no_pooled_output():
@@ -55,7 +55,7 @@ def test_its_graph_has_no_pooled_output():
     with graphs.trace_as_commands_do():
         ok("export", "shallow", "-o", "onnx")
     onnx = pytest.importorskip("onnx")
-    assert [each.name for each in onnx.load("onnx/model.onnx").graph.output] == ["last_hidden_state"]
+    assert [output.name for output in onnx.load("onnx/model.onnx").graph.output] == ["last_hidden_state"]
 
 
 def test_outputs_for_effects_are_those_of_the_model(variant):
@@ -66,10 +66,10 @@ def test_outputs_for_effects_are_those_of_the_model(variant):
     stock = AutoModel.from_pretrained("dense", add_pooling_layer=False).eval()
     with torch.inference_mode():
         states = stock(**batch, output_hidden_states=True)
-    found = readout.outputs(batch, states.hidden_states[-1])
-    assert [each.shape for each in found] == [states.last_hidden_state.shape]
+    outputs = readout.outputs(batch, states.hidden_states[-1])
+    assert [output.shape for output in outputs] == [states.last_hidden_state.shape]
     if variant == "bert-model":  # nothing comes after its last block
-        assert torch.equal(found[0], states.last_hidden_state)
+        assert torch.equal(outputs[0], states.last_hidden_state)
 
 
 def test_half_a_pooler_is_damage(variant):

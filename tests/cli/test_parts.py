@@ -36,19 +36,19 @@ def llava(place: Path) -> None:
 
 def changes(before: dict, after: dict, inside: str = "") -> dict:
     """Keys whose values differ, dotted → the new value; but for those that outputs state for older versions."""
-    found = {}
+    differences = {}
     for key in sorted(before.keys() | after.keys()):
         a, b = before.get(key), after.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found |= changes(a, b, f"{inside}{key}.")
+            differences |= changes(a, b, f"{inside}{key}.")
         elif a != b:
-            found[inside + key] = b
-    return {key: value for key, value in found.items() if not key.endswith((".rope_theta", ".rope_scaling"))}
+            differences[inside + key] = b
+    return {key: value for key, value in differences.items() if not key.endswith((".rope_theta", ".rope_scaling"))}
 
 
 def test_the_text_part_is_pruned_in_place(llava):
-    said = ok(*RIDGE, "-o", "out")
-    assert NOTE in said
+    output = ok(*RIDGE, "-o", "out")
+    assert NOTE in output
     assert changes(read_json("llava/config.json"), read_json("out/config.json")) == {
         "text_config.intermediate_size": 11,
         "text_config.num_attention_heads": 2,
@@ -59,8 +59,8 @@ def test_the_text_part_is_pruned_in_place(llava):
     assert "load: LlavaForConditionalGeneration by stock transformers: no key missing, unexpected" in checked
     assert "other parts: 47 tensors outside the text part are the dense model's, bit for bit\n" in checked
     assert "# llava, its text part pruned by recipe ridge\n" in Path("out/README.md").read_text()
-    found = json.loads(ok("evaluate", "out", "--against", "llava", "--text", "calib.txt", "--window", "16", "--json"))
-    assert found["perplexity"] > 1
+    report = json.loads(ok("evaluate", "out", "--against", "llava", "--text", "calib.txt", "--window", "16", "--json"))
+    assert report["perplexity"] > 1
 
 
 def test_measured_once_and_planned(llava):
@@ -172,9 +172,9 @@ def test_recovered_and_compared_in_place(llava):
     checked = ok("verify", "whole", "--against", "llava")
     assert "FAILED" not in checked
     assert "other parts: 47 tensors outside the text part are the dense model's, bit for bit\n" in checked
-    said = ok("compare", "llava", "whole", "--part", "text", *TEXT)
-    assert said.startswith("block ")
-    assert said.endswith("nats, mean over 8 samples of 16 tokens\n")
+    output = ok("compare", "llava", "whole", "--part", "text", *TEXT)
+    assert output.startswith("block ")
+    assert output.endswith("nats, mean over 8 samples of 16 tokens\n")
 
 
 def test_a_tower_that_reads_patches_is_pruned_on_images(place: Path) -> None:

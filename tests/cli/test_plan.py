@@ -36,9 +36,9 @@ def test_text(place):
     assert [line.partition(":")[0] for line in lines[12:16]] == ["kept", "error", "floor", "rho2"]
     assert lines[-2] == "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)"
     sites = json.loads(ok("plan", "dense", *RCPU, "--json"))["sites"]
-    found = sum(site["divergence"] for site in sites)
+    kl = sum(site["divergence"] for site in sites)
     assert lines[-1] == (
-        f"predicted: a divergence (KL) of {found:.4f} nats from the dense model's output, about {exp(found):.2f} times "
+        f"predicted: a divergence (KL) of {kl:.4f} nats from the dense model's output, about {exp(kl):.2f} times "
         f"its perplexity; {SECOND_ORDER}"
     )
     assert [row[:4] for row in rows] == [

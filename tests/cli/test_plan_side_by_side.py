@@ -31,8 +31,8 @@ def test_a_row_for_each(place):
         alone = json.loads(ok("plan", "dense", "--recipe", recipe, "--ratio", "0.5", "--statistics", "stats", "--json"))
         assert row[8] == f"{sum(site['divergence'] for site in alone['sites']):.4f}"
         for shown, space in zip(row[6:8], ("heads", "mlp"), strict=True):
-            own = [site["error_compensated"] for site in alone["sites"] if site["space"] == space]
-            assert shown == f"{sum(own) / len(own):.4f}"
+            errors = [site["error_compensated"] for site in alone["sites"] if site["space"] == space]
+            assert shown == f"{sum(errors) / len(errors):.4f}"
 
 
 def test_with_folds_held_out_errors_stand_beside(place):
@@ -48,10 +48,12 @@ def test_with_folds_held_out_errors_stand_beside(place):
 
 def test_what_a_recipe_has_to_say_stands_below_with_its_name(place):
     lines = ok("plan", "dense", "--recipe", "wanda-sp", "--recipe", "ridge", "--ratio", "0.3", "--statistics", "stats")
-    said = [line for line in lines.splitlines() if line.startswith(("wanda-sp: ", "ridge: "))]
-    assert len(said) == 6  # two of heads, one of mlp
-    assert [line.removeprefix("wanda-sp: ") for line in said[:3]] == [line.removeprefix("ridge: ") for line in said[3:]]
-    assert said[0].startswith("wanda-sp: heads: a ratio of 0.3 drops none of 2 in each block; ")
+    notes = [line for line in lines.splitlines() if line.startswith(("wanda-sp: ", "ridge: "))]
+    assert len(notes) == 6  # two of heads, one of mlp
+    assert [line.removeprefix("wanda-sp: ") for line in notes[:3]] == [
+        line.removeprefix("ridge: ") for line in notes[3:]
+    ]
+    assert notes[0].startswith("wanda-sp: heads: a ratio of 0.3 drops none of 2 in each block; ")
 
 
 def test_bad_input(place):

@@ -55,11 +55,11 @@ def mean_error(out: str, space: str) -> float:
 
 
 def test_statistics(place):
-    said = ok("prune", "dense", "--recipe", "rcpu", *HALF, "--statistics", "stats", "-o", "out")
-    first, rest = said.split("\n", 1)
+    output = ok("prune", "dense", "--recipe", "rcpu", *HALF, "--statistics", "stats", "-o", "out")
+    first, body = output.split("\n", 1)
     assert first == "recipe rcpu is sequential; with --statistics its dense-cache variant is used"
-    assert rest.startswith(COSTS)
-    title, columns, heads, mlp, what, honest, verdict, end = rest.removeprefix(COSTS).splitlines()
+    assert body.startswith(COSTS)
+    title, columns, heads, mlp, what, honest, verdict, end = body.removeprefix(COSTS).splitlines()
     assert (title, columns.split()) == ("Units", ["space", "units", "kept", "error", "before", "after"])
     assert re.fullmatch(rf"  heads \(.*\) +1 of 2 +0\.\d{{4}}  {mean_error('out', 'heads'):.4f}", heads)
     assert re.fullmatch(rf"  mlp \(.*\) +12 of 24 +0\.\d{{4}}  {mean_error('out', 'mlp'):.4f}", mlp)
@@ -76,11 +76,11 @@ def test_statistics(place):
 
 def test_text_and_a_sequential_recipe(place):
     before = listing()
-    said = ok(*SEQUENTIAL, "-o", "out")
-    assert said.startswith(COSTS)
-    assert said.endswith("written to out\n")
-    made = {Path(name).parts[0] for name in set(listing()) - set(before)}
-    assert made == {"out"}
+    output = ok(*SEQUENTIAL, "-o", "out")
+    assert output.startswith(COSTS)
+    assert output.endswith("written to out\n")
+    new_entries = {Path(name).parts[0] for name in set(listing()) - set(before)}
+    assert new_entries == {"out"}
     assert "sequential" in str(calibration("out")["target"])
     assert calibration("out")["samples"] == 8
     assert "FAILED" not in ok("verify", "out", "--against", "dense")
@@ -95,18 +95,18 @@ def test_report_and_card_say_which_texts_the_windows_are_of(place):
     )
     Path("dense/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     ok(*how)
-    told = f"3 of {TEXT[1]}, 3 of chats.jsonl (9 by the chat template)"
-    assert calibration("mixed")["windows"] == told
-    assert f"windows: {told}" in Path("mixed/README.md").read_text()
+    windows = f"3 of {TEXT[1]}, 3 of chats.jsonl (9 by the chat template)"
+    assert calibration("mixed")["windows"] == windows
+    assert f"windows: {windows}" in Path("mixed/README.md").read_text()
 
 
 def test_a_strength_searched_by_perplexity_is_told(place):
     args = ["--set", "spaces.mlp.compensation.lambda_grid=[0.001,1]", "--set"]
     args += ["spaces.heads.compensation.lambda_grid=[0.001,1]"]
-    said = ok("prune", "dense", "--recipe", "ridge-perplexity", *args, *TEXT, "-o", "out")
+    output = ok("prune", "dense", "--recipe", "ridge-perplexity", *args, *TEXT, "-o", "out")
     chosen = read_json("out/ckpt_prune.json")["lambda_search"]["chosen"]
     assert (
-        said.splitlines()[-2] == f"  Lambda {chosen:g} has the least calibration perplexity of those that were tried."
+        output.splitlines()[-2] == f"  Lambda {chosen:g} has the least calibration perplexity of those that were tried."
     )
 
 
@@ -123,8 +123,8 @@ def test_set_changes_the_recipe(place):
 
 def test_dry_run_writes_nothing(place):
     before = listing()
-    said = ok(*SEQUENTIAL, "-o", "out", "--dry-run")
-    assert said == (
+    output = ok(*SEQUENTIAL, "-o", "out", "--dry-run")
+    assert output == (
         f"{COSTS}it takes about 1 s, 1.16 GiB of memory and 12.8 KiB of disk, where nothing else runs on this machine\n"
         "everything checked, nothing written\n"
     )
@@ -134,8 +134,8 @@ def test_dry_run_writes_nothing(place):
 @pytest.mark.parametrize("where", [[], ["-o", "pruned"]], ids=["no output", "an output that exists"])
 def test_a_dry_run_needs_no_place_for_an_output(place, where):
     before = listing()
-    said = ok(*SEQUENTIAL, *where, "--dry-run")
-    assert said.endswith("everything checked, nothing written\n")
+    output = ok(*SEQUENTIAL, *where, "--dry-run")
+    assert output.endswith("everything checked, nothing written\n")
     assert listing() == before
     if not where:  # the output of another run is a model, too, wherever it is
         Path("pruned").rename("OUT")
@@ -144,15 +144,15 @@ def test_a_dry_run_needs_no_place_for_an_output(place, where):
 
 def test_a_warning_of_few_tokens_stands_beside_the_errors_and_in_the_card(place):
     few = ("--text", "calib.txt", "--samples", "2", "--window", "8")
-    said = ok("prune", "dense", "--recipe", "ridge", *few, "-o", "out").splitlines()
+    lines = ok("prune", "dense", "--recipe", "ridge", *few, "-o", "out").splitlines()
     warning = (
         "few calibration tokens: 16 for 19 inputs of a projection, so errors are those of a fit, not a prediction; use "
         "more samples (38 tokens or more)"
     )
-    assert said[-2:] == [f"warning: {warning}", "written to out"]
+    assert lines[-2:] == [f"warning: {warning}", "written to out"]
     assert read_json("out/ckpt_prune.json")["warnings"] == [warning]
     assert f"- F{warning[1:]}." in Path("out/README.md").read_text().partition("## How to load it")[0]
-    assert sum(warning in line for line in said) == 1
+    assert sum(warning in line for line in lines) == 1
     assert "warning: " not in ok("prune", "dense", "--recipe", "ridge", *TEXT, "-o", "enough")
     assert "warnings" not in read_json("enough/ckpt_prune.json")
 
@@ -161,9 +161,9 @@ def test_a_warning_of_few_tokens_stands_beside_the_errors_and_in_the_card(place)
 def test_json_alone_is_on_standard_output(place, recipe):
     result = run("prune", "dense", "--recipe", recipe, *TEXT, "-o", "out", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
-    said = json.loads(result.stdout)
-    assert all(isinstance(message, str) for message in said.pop("messages"))
-    assert said == read_json("out/ckpt_prune.json")
+    report = json.loads(result.stdout)
+    assert all(isinstance(message, str) for message in report.pop("messages"))
+    assert report == read_json("out/ckpt_prune.json")
 
 
 def test_what_prune_needs(place):
@@ -236,8 +236,8 @@ def test_ctrl_c_and_resume(place, recipe):
     ok(*job, "-o", "whole")
     for commit in (1, 2, 3):
         interrupt_job(job, commit)
-        left = f"{Path('out.partial').absolute()} is left from an unfinished run; --resume continues it, "
-        assert read_refusal(*job, "-o", "out") == left + "--overwrite starts afresh"
+        message = f"{Path('out.partial').absolute()} is left from an unfinished run; --resume continues it, "
+        assert read_refusal(*job, "-o", "out") == message + "--overwrite starts afresh"
         assert read_refusal(*job, "--seed", "1", "-o", "out", "--resume") == (
             f"{Path('out.partial').absolute()} was begun by a different job; "
             "--resume needs the same one, --overwrite starts afresh"
@@ -327,11 +327,11 @@ RECOVERING = ("prune", "dense", "--recipe", "rcpu", *HALF, *MANY, *TWO)
 @pytest.mark.parametrize("option", [[], ["--dry-run"], ["--statistics", "stats"]])
 @pytest.mark.parametrize("recipe", ["magnitude", "rcpu", "magnitude-50"])
 def test_recovery_needs_data(place, recipe, option):
-    said = read_refusal("prune", "dense", "--recipe", recipe, *TWO, *option, "-o", "out")
+    message = read_refusal("prune", "dense", "--recipe", recipe, *TWO, *option, "-o", "out")
     if recipe == "rcpu" and not option:
-        assert said == "recipe rcpu needs samples to be measured and recovered on: give --text"
+        assert message == "recipe rcpu needs samples to be measured and recovered on: give --text"
     else:
-        assert said == f"recipe {recipe} recovers on samples, beside any statistics: give --text"
+        assert message == f"recipe {recipe} recovers on samples, beside any statistics: give --text"
 
 
 def test_statistics_and_text_without_recovery_exclude_each_other(place):
@@ -368,21 +368,21 @@ RECOVERY_KEYS = (
 
 
 def test_recovery_that_a_model_or_its_data_does_not_allow(place):
-    rest = [*RECOVERING, "-o", "out"]
+    command = [*RECOVERING, "-o", "out"]
     for option in ([], ["--dry-run"]):
-        assert read_refusal(*rest, *option, "--set", "recovery.layers=9:12") == (
+        assert read_refusal(*command, *option, "--set", "recovery.layers=9:12") == (
             "layers 9:12: the model has blocks 0 to 1, say 0:2 for all"
         )
-        assert read_refusal(*rest, *option, "--samples", "1") == (
+        assert read_refusal(*command, *option, "--samples", "1") == (
             "recovery needs samples to train on and others to hold out: give at least 2, not 1"
         )
-        assert read_refusal(*rest, *option, "--compute-dtype", "float16") == (
+        assert read_refusal(*command, *option, "--compute-dtype", "float16") == (
             "--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16"
         )
-        assert read_refusal(*rest, *option, "--perplexity-after", "7") == (
+        assert read_refusal(*command, *option, "--perplexity-after", "7") == (
             "--perplexity-after 7: expected numbers of blocks from 0 to 2 with commas between, or all"
         )
-    assert read_refusal(*rest, "--set", "recovery=true") == (
+    assert read_refusal(*command, "--set", "recovery=true") == (
         f"--set: recovery: keys are expected ({RECOVERY_KEYS}), got True"
     )
 
@@ -393,16 +393,16 @@ def test_recovery_that_a_model_or_its_data_does_not_allow(place):
 def test_evaluate_ends_with_what_evaluate_prints(place):
     Path("held_out.txt").write_text(Path("calib.txt").read_text()[:600])
     job = ("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "--window", "16", "--evaluate", "held_out.txt")
-    said = ok(*job, "-o", "out")
+    output = ok(*job, "-o", "out")
     alone = ok("evaluate", "out", "--against", "dense", "--text", "held_out.txt", "--window", "16", "--samples", "16")
-    assert said.endswith(f"written to out\n{alone}")
-    found = json.loads(ok(*job, "--json", "--overwrite", "-o", "out"))
-    evaluation, loss = found["evaluation"], json.loads(Path("out/ckpt_prune.json").read_text())["loss"]
+    assert output.endswith(f"written to out\n{alone}")
+    report = json.loads(ok(*job, "--json", "--overwrite", "-o", "out"))
+    evaluation, loss = report["evaluation"], json.loads(Path("out/ckpt_prune.json").read_text())["loss"]
     assert evaluation["kl"] > 0
     assert (loss["of"], loss["before"], loss["after"], loss["kl"]) == (
         *("perplexity", evaluation["against"]["perplexity"], evaluation["perplexity"], evaluation["kl"]),
     )
-    assert found["loss"] == loss
+    assert report["loss"] == loss
     assert loss["data"].startswith("held_out.txt, window 16, tokens ")
     assert "| perplexity | " in Path("out/README.md").read_text()
     ok("verify", "out", "--against", "dense")

@@ -58,16 +58,16 @@ def assert_complete(out: str) -> None:
 
 
 def test_one_command_says_what_was_pruned_and_how_its_graph_compares(finished):
-    said = (finished / "said").read_text()
-    assert said.startswith(COSTS)
-    pruned, graph = said.split("\nwritten to out\n")
+    output = (finished / "said").read_text()
+    assert output.startswith(COSTS)
+    pruned, graph = output.split("\nwritten to out\n")
     assert "\nUnits\n" in pruned
     lines = graph.splitlines()
     assert lines[0].startswith("onnxruntime - PyTorch ")
     assert not [line for line in lines if "FAILED" in line]
-    found = re.fullmatch(r"perplexity (\S+) in onnxruntime, (\S+) in PyTorch \(1 window of 16 tokens\)", lines[-4])
-    assert found is not None
-    assert float(found[1]) == pytest.approx(float(found[2]), rel=1e-4)
+    match = re.fullmatch(r"perplexity (\S+) in onnxruntime, (\S+) in PyTorch \(1 window of 16 tokens\)", lines[-4])
+    assert match is not None
+    assert float(match[1]) == pytest.approx(float(match[2]), rel=1e-4)
     assert lines[-3:-1] == [
         "compared on: calib.txt",
         "the graph agrees with out (fp32, cpu, tolerance 0.0001 of the largest output)",
@@ -77,12 +77,12 @@ def test_one_command_says_what_was_pruned_and_how_its_graph_compares(finished):
 
 def test_verify_checks_model_and_graph(finished, monkeypatch):
     monkeypatch.chdir(finished)
-    said = ok("verify", "out", "--against", "dense")
-    assert INSIDE in said
-    assert said.splitlines()[-1] == "onnx: source: exported from out"
-    assert "FAILED" not in said
+    output = ok("verify", "out", "--against", "dense")
+    assert INSIDE in output
+    assert output.splitlines()[-1] == "onnx: source: exported from out"
+    assert "FAILED" not in output
     inside = ok("verify", "out/onnx", "--against", "out")
-    assert [line.removeprefix("onnx: ") for line in said.splitlines()[-6:]] == inside.splitlines()[-6:]
+    assert [line.removeprefix("onnx: ") for line in output.splitlines()[-6:]] == inside.splitlines()[-6:]
 
 
 def test_a_graph_of_another_model_inside(again, finished):
@@ -133,9 +133,9 @@ def test_what_the_model_cannot_do_is_refused_first(place):
     assert read_refusal(*args, "export.task=fill-mask") == (
         "this model has no head for fill-mask: it can be exported for text-generation or feature-extraction"
     )
-    said = read_refusal(*args, "export.fuse=true")
-    assert "export.fuse" in said
-    assert "optimize" in said
+    message = read_refusal(*args, "export.fuse=true")
+    assert "export.fuse" in message
+    assert "optimize" in message
 
 
 # ---- what fails after the last -------------------------------------------------------------------------------------
@@ -150,9 +150,9 @@ def test_a_graph_that_does_not_pass_leaves_the_output_complete(again):
     assert_complete("out")
     result = run(*PRUNE, *EXPORT, "--set", "export.tolerance=1e-12", "-o", "other", "--json")
     assert (result.exit_code, result.stderr) == (1, "")
-    said = json.loads(result.stdout)
-    assert (said["onnx"]["written"], said["onnx"]["manifest"]) == (False, None)
-    assert said["onnx"]["validation"]["passed"] is False
+    report = json.loads(result.stdout)
+    assert (report["onnx"]["written"], report["onnx"]["manifest"]) == (False, None)
+    assert report["onnx"]["validation"]["passed"] is False
     assert_complete("other")
 
 
@@ -182,10 +182,10 @@ def test_an_export_that_ends_in_the_middle_names_the_command_that_finishes(
         assert result.stdout.startswith(COSTS)
         assert result.stdout.endswith("written to out\n")
     else:
-        said = json.loads(result.stdout)
-        assert said.pop("onnx") == {"written": False, "error": "cannot be exported" if code == 2 else "interrupted"}
-        assert said.pop("messages") == []
-        assert said == read_json("out/ckpt_prune.json")
+        report = json.loads(result.stdout)
+        assert report.pop("onnx") == {"written": False, "error": "cannot be exported" if code == 2 else "interrupted"}
+        assert report.pop("messages") == []
+        assert report == read_json("out/ckpt_prune.json")
     assert_complete("out")
 
 
@@ -238,8 +238,8 @@ def test_an_export_that_was_killed_is_resumed(again, monkeypatch):
 def test_the_command_that_is_named_has_the_recipes_settings(place, monkeypatch):
     settings = ("export.dtype=fp16", "export.opset=18", "export.cache=false", "export.optimize=cpu")
     more = [word for setting in (*settings, "export.validate=false") for word in ("--set", setting)]
-    said = leave_without_graph(monkeypatch, *more)
-    assert said.splitlines()[0] == (
+    output = leave_without_graph(monkeypatch, *more)
+    assert output.splitlines()[0] == (
         "out is complete without its graph: `ckpt-prune export out -o out/onnx --opset 18 --dtype fp16 --no-cache "
         "--optimize cpu --no-validate` writes it"
     )

@@ -118,9 +118,9 @@ def test_an_embedder_made_of_a_decoder(here: Path, kind: str) -> None:
     write_embedder("dense", **EMBEDDERS[kind])
     assert "for         sentence-similarity\n" in ok("inspect", "dense")
     ok("prune", "dense", *RIDGE, "-o", "out")
-    told = json.loads(ok("evaluate", "out", "--against", "dense", *HELD_OUT, "--json"))
+    report = json.loads(ok("evaluate", "out", "--against", "dense", *HELD_OUT, "--json"))
     expected = cosine("out", "dense", last)
-    assert (told["texts"], told["cosine"]) == (10, pytest.approx(expected, abs=1e-6))
+    assert (report["texts"], report["cosine"]) == (10, pytest.approx(expected, abs=1e-6))
     assert 0.5 < expected < 0.9999
     ok("verify", "out", "--against", "dense")
     assert json.loads(Path("out/config.json").read_text())["architectures"] == [
@@ -148,8 +148,8 @@ def test_sentence_transformers_loads_own_code_of_an_embedder_with_a_head(here: P
         "AutoModelForCausalLM": "modeling_pruned.PrunedQwen3ForCausalLM",
         "AutoModel": "modeling_pruned.PrunedQwen3Model",
     }
-    told = json.loads(ok("evaluate", "out", "--against", "dense", *HELD_OUT, "--json"))
-    assert told["cosine"] == pytest.approx(cosine("out", "dense", last, trust=True), abs=1e-6)
+    report = json.loads(ok("evaluate", "out", "--against", "dense", *HELD_OUT, "--json"))
+    assert report["cosine"] == pytest.approx(cosine("out", "dense", last, trust=True), abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["base", "with a head"])
@@ -176,7 +176,7 @@ def numbers(folder: str, windows: Tensor) -> np.ndarray[Any, Any]:
 
 def rank_correlation(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> float:
     """Spearman's, of numbers of which no two are equal."""
-    ranks = [each.argsort().argsort() for each in (ours, theirs)]
+    ranks = [scores.argsort().argsort() for scores in (ours, theirs)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
@@ -194,10 +194,10 @@ def test_a_reward_model_of_a_causal_family(here: Path, padding: int | None) -> N
     assert load_file("out/model.safetensors")["score.weight"].equal(
         load_file("dense/model.safetensors")["score.weight"]
     )
-    told = json.loads(ok("evaluate", "out", "--against", "dense", *HELD_OUT, "--json"))
+    report = json.loads(ok("evaluate", "out", "--against", "dense", *HELD_OUT, "--json"))
     windows = held_out_windows()
     expected = rank_correlation(numbers("out", windows), numbers("dense", windows))
-    assert (told["windows"], told["rank_correlation"]) == (len(windows), pytest.approx(expected, abs=1e-9))
+    assert (report["windows"], report["rank_correlation"]) == (len(windows), pytest.approx(expected, abs=1e-9))
     assert 0.3 < expected < 0.9999
     ok("verify", "out", "--against", "dense")
     assert "pipeline_tag: text-classification\n" in Path("out/README.md").read_text()
@@ -217,10 +217,10 @@ def test_a_reward_model_of_a_causal_family(here: Path, padding: int | None) -> N
     session = onnxruntime.InferenceSession("onnx/model.onnx", providers=["CPUExecutionProvider"])
     texts = [windows[0, :5], windows[1, :12], windows[2, :9]]
     alone = np.array([numbers("out", text[None])[0] for text in texts])
-    for left in (False, True):
+    for pad_left in (False, True):
         ids = np.full((3, 12), padding)
         for row, text in zip(ids, texts, strict=True):
-            row[slice(12 - len(text), 12) if left else slice(len(text))] = text
+            row[slice(12 - len(text), 12) if pad_left else slice(len(text))] = text
         # A causal model rotates by position, and what is between two tokens does not change with what stands before.
         (logits,) = session.run(None, {"input_ids": ids, "attention_mask": (ids != padding).astype(np.int64)})
         assert np.abs(logits[:, 0] - alone).max() < 1e-5
@@ -238,9 +238,9 @@ def test_a_class_that_is_not_taken_is_named(here: Path, model: str, named: str, 
     write("dense", f"{model}Model", named=named)
     tensors = load_file("dense/model.safetensors")
     save_file(tensors | {"score.weight": torch.ones(1, 16)}, "dense/model.safetensors", {"format": "pt"})
-    said = f"config.json names {named}, which is not a known class of {model.lower()}; known are {classes}"
+    message = f"config.json names {named}, which is not a known class of {model.lower()}; known are {classes}"
     for command in (("inspect", "dense"), ("prune", "dense", *RIDGE, "-o", "out")):
-        assert read_refusal(*command).startswith(f"dense: {said}")
+        assert read_refusal(*command).startswith(f"dense: {message}")
 
 
 @pytest.mark.parametrize("false", [7, None])
@@ -253,13 +253,13 @@ def test_a_reranker_by_the_logits_of_two_tokens(here: Path, false: int | None) -
     edit("dense", "config_sentence_transformers.json", model_type="CrossEncoder")
     assert "for         text-ranking\n" in ok("inspect", "dense")
     ok("prune", "dense", *RIDGE, "-o", "out")
-    told = json.loads(ok("evaluate", "out", "--against", "dense", *HELD_OUT, "--json"))
+    report = json.loads(ok("evaluate", "out", "--against", "dense", *HELD_OUT, "--json"))
     windows, scores = held_out_windows(), []
     for folder in ("out", "dense"):
         with torch.no_grad():
             logits = ckpt_prune.load(folder)(input_ids=windows).logits[:, -1]
         scores.append((logits[:, 4] - (0 if false is None else logits[:, false])).numpy())
-    assert told["rank_correlation"] == pytest.approx(rank_correlation(*scores), abs=1e-9)
+    assert report["rank_correlation"] == pytest.approx(rank_correlation(*scores), abs=1e-9)
     task = choose_task(json.loads(Path("out/config.json").read_text()), folder=Path("out"))
     assert task == Task("text-generation", "text", cached=False)
     assert 'model = CrossEncoder("PATH")' in Path("out/README.md").read_text()
@@ -271,7 +271,7 @@ def test_models_for_different_things_are_not_compared(here: Path) -> None:
     assert read_refusal("evaluate", "embedder", "--against", "causal", *HELD_OUT) == (
         "embedder is for sentence-similarity and causal is for text-generation: what they give cannot be compared"
     )
-    for asked in (("--generate", "the"), ("--tasks", "arc_easy")):
-        assert read_refusal("evaluate", "embedder", *asked) == (
+    for options in (("--generate", "the"), ("--tasks", "arc_easy")):
+        assert read_refusal("evaluate", "embedder", *options) == (
             "embedder does not generate text: --tasks and --generate are for causal language models"
         )

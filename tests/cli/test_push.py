@@ -40,7 +40,7 @@ def licensed(place: Path) -> Path:
 
 def test_a_new_repository_is_private_and_gets_everything_by_one_commit(licensed: Path, hub: Hub):
     (licensed / "notes.txt").write_text("my own")
-    said = ok("push", "out", "team/small").splitlines()
+    lines = ok("push", "out", "team/small").splitlines()
     repo = hub.repos["team/small"]
     assert repo.private
     assert repo.messages == ["initial commit", f"Made by ckpt_prune {ckpt_prune.__version__}"]
@@ -49,9 +49,9 @@ def test_a_new_repository_is_private_and_gets_everything_by_one_commit(licensed:
     assert set(repo.files) == written | {".gitattributes"}
     for name in written - {"README.md"}:
         assert repo.files[name] == (licensed / name).read_bytes()
-    assert said[0].split() == ["file", "bytes"]
-    assert said[-2] == "not pushed, as this tool did not write it: notes.txt"
-    assert said[-1].endswith(f" to {hub.url}/team/small (private), commit {repo.head}")
+    assert lines[0].split() == ["file", "bytes"]
+    assert lines[-2] == "not pushed, as this tool did not write it: notes.txt"
+    assert lines[-1].endswith(f" to {hub.url}/team/small (private), commit {repo.head}")
     assert not any(TOKEN.encode() in content for content in repo.files.values())
 
 
@@ -59,8 +59,8 @@ def test_the_card_tells_the_hub_what_it_reads(licensed: Path, hub: Hub):
     Path("found.json").write_text(
         ok("evaluate", "out", "--against", "dense", "--text", "calib.txt", "--window", "16", "--samples", "4", "--json")
     )
-    own = (licensed / "README.md").read_text()
-    assert values_of(own.encode()) == {
+    own_card = (licensed / "README.md").read_text()
+    assert values_of(own_card.encode()) == {
         "library_name": "transformers",
         "license": "other",
         "license_name": "mine",
@@ -69,14 +69,18 @@ def test_the_card_tells_the_hub_what_it_reads(licensed: Path, hub: Hub):
         "pipeline_tag": "text-generation",
         "tags": ["ckpt-prune", "pruned"],
     }
-    (licensed / "README.md").write_text(own + "\nMy own words.\n")
+    (licensed / "README.md").write_text(own_card + "\nMy own words.\n")
     ok("push", "out", "ada/small", "--base-model", "org/dense", "--license", "mit", "--evaluation", "words=found.json")
     card = hub.repos["ada/small"].files["README.md"]
-    found = values_of(card)
-    assert (found["base_model"], found["base_model_relation"], found["license"]) == ("org/dense", "finetune", "mit")
-    assert found["language"] == ["en", "no"]
+    metadata = values_of(card)
+    assert (metadata["base_model"], metadata["base_model_relation"], metadata["license"]) == (
+        "org/dense",
+        "finetune",
+        "mit",
+    )
+    assert metadata["language"] == ["en", "no"]
     measured = json.loads(Path("found.json").read_text())
-    (index,) = found["model-index"]
+    (index,) = metadata["model-index"]
     assert index["name"] == "small"
     (result,) = index["results"]
     assert (result["task"], result["dataset"]) == ({"type": "text-generation"}, {"name": "words", "type": "words"})
@@ -89,7 +93,7 @@ def test_the_card_tells_the_hub_what_it_reads(licensed: Path, hub: Hub):
     assert f"| words | perplexity, windows of 16 tokens | {measured['perplexity']:.4g} | {dense:.4g} |" in text
     assert "My own words." in text
     assert 'from_pretrained("ada/small")' in text
-    assert (licensed / "README.md").read_text() == own + "\nMy own words.\n"
+    assert (licensed / "README.md").read_text() == own_card + "\nMy own words.\n"
 
 
 def test_a_model_of_the_hub_is_named_as_the_base(place: Path, hub: Hub):
@@ -97,8 +101,8 @@ def test_a_model_of_the_hub_is_named_as_the_base(place: Path, hub: Hub):
     hub.repos["org/dense"] = Repo(private=False)
     hub.repos["org/dense"].commit(files, "model")
     ok("prune", "org/dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out")
-    found = values_of(Path("out/README.md").read_bytes())
-    assert (found["base_model"], found["base_model_relation"]) == ("org/dense", "finetune")
+    metadata = values_of(Path("out/README.md").read_bytes())
+    assert (metadata["base_model"], metadata["base_model_relation"]) == ("org/dense", "finetune")
 
 
 def test_the_graph_goes_along(finished: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch):
@@ -111,10 +115,10 @@ def test_the_graph_goes_along(finished: Path, hub: Hub, monkeypatch: pytest.Monk
 
 
 def test_a_dry_run_lists_and_uploads_nothing(licensed: Path, hub: Hub):
-    said = ok("push", "out", "team/small", "--dry-run").splitlines()
-    sizes = dict(line.split() for line in said[1:-1])
+    lines = ok("push", "out", "team/small", "--dry-run").splitlines()
+    sizes = dict(line.split() for line in lines[1:-1])
     assert int(sizes["model.safetensors"]) == (licensed / "model.safetensors").stat().st_size
-    assert said[-1].endswith(", for team/small (private): everything checked, nothing uploaded")
+    assert lines[-1].endswith(", for team/small (private): everything checked, nothing uploaded")
     assert hub.uploads() == []
     assert hub.repos == {}
 
@@ -200,9 +204,9 @@ def test_a_token_is_needed_and_never_shown(licensed: Path, hub: Hub, monkeypatch
         "the token of ada may only read: make one that may write at the Hub's settings"
     )
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    said = refuse_push(hub, "out", "team/x")
-    assert said.startswith("the Hub cannot be asked about team/x (")
-    assert "hf_wrong" not in said
+    message = refuse_push(hub, "out", "team/x")
+    assert message.startswith("the Hub cannot be asked about team/x (")
+    assert "hf_wrong" not in message
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "no/such/file")
     assert refuse_push(hub, "out", "team/x") == ("there is no token of the Hub: run `hf auth login`, or set HF_TOKEN")
@@ -216,9 +220,9 @@ def test_offline_nothing_is_asked(licensed: Path, hub: Hub, monkeypatch: pytest.
 
 def test_what_is_not_whole_is_not_pushed(licensed: Path, hub: Hub):
     edit_weights("out", poison("model.embed_tokens.weight"))
-    said = refuse_push(hub, "out", "team/x")
-    assert said.startswith("out is not whole (finite: ")
-    assert said.endswith("), so nothing was pushed")
+    message = refuse_push(hub, "out", "team/x")
+    assert message.startswith("out is not whole (finite: ")
+    assert message.endswith("), so nothing was pushed")
     assert hub.repos == {}
 
 
@@ -229,14 +233,14 @@ def test_a_file_that_changes_while_it_is_verified_is_not_pushed(
     """A file that changes during verification is not pushed: it once went to the Hub, with exit code 0."""
 
     def verify_then_truncate(*given: Any, **more: Any) -> Any:
-        found = verify(*given, **more)
+        checks = verify(*given, **more)
         (licensed / name).write_bytes((licensed / name).read_bytes()[:-9])
-        return found
+        return checks
 
     monkeypatch.setattr("ckpt_prune.api.push.verify", verify_then_truncate)
-    said = run("push", "out", "team/x")
-    assert said.exit_code == 2
-    assert said.stderr.splitlines()[-1] == f"Error: out/{name} changed while it was verified: push again"
+    result = run("push", "out", "team/x")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == f"Error: out/{name} changed while it was verified: push again"
     assert hub.repos == {}
 
 
@@ -253,10 +257,10 @@ def test_a_link_is_not_followed(licensed: Path, hub: Hub):
 @pytest.mark.parametrize("broken", ["blob", "commit"])
 def test_an_upload_that_fails_leaves_an_empty_repository(licensed: Path, hub: Hub, broken: str):
     hub.breaks.add(broken)
-    said = read_refusal("push", "out", "team/small")
-    assert said.startswith("team/small cannot be pushed to (")
-    assert said.endswith("); it was made, and is empty: push again")
-    assert TOKEN not in said
+    message = read_refusal("push", "out", "team/small")
+    assert message.startswith("team/small cannot be pushed to (")
+    assert message.endswith("); it was made, and is empty: push again")
+    assert TOKEN not in message
     repo = hub.repos["team/small"]
     assert repo.private
     assert set(repo.files) == {".gitattributes"}
@@ -270,10 +274,10 @@ def test_an_upload_that_fails_leaves_an_empty_repository(licensed: Path, hub: Hu
 
 def test_a_recipe_is_pushed_and_used(place: Path, hub: Hub):
     ok("recipe", "copy", "magnitude", "mine.yaml")
-    said = ok("recipe", "push", "mine.yaml", "team/recipes")
+    output = ok("recipe", "push", "mine.yaml", "team/recipes")
     repo = hub.repos["team/recipes"]
     assert (
-        said == f"pushed mine.yaml to {hub.url}/team/recipes (private): --recipe team/recipes/mine.yaml@{repo.head}\n"
+        output == f"pushed mine.yaml to {hub.url}/team/recipes (private): --recipe team/recipes/mine.yaml@{repo.head}\n"
     )
     assert repo.private
     assert repo.files["mine.yaml"] == Path("mine.yaml").read_bytes()
@@ -282,8 +286,8 @@ def test_a_recipe_is_pushed_and_used(place: Path, hub: Hub):
     # Another one beside it; the card stays.
     repo.commit(repo.files | {"README.md": b"my own"}, "words")
     ok("recipe", "copy", "rcpu", "other.yaml")
-    found = json.loads(ok("recipe", "push", "other.yaml", "team/recipes", "--json"))
-    assert found == {"reference": f"team/recipes/other.yaml@{repo.head}", "url": f"{hub.url}/team/recipes"}
+    report = json.loads(ok("recipe", "push", "other.yaml", "team/recipes", "--json"))
+    assert report == {"reference": f"team/recipes/other.yaml@{repo.head}", "url": f"{hub.url}/team/recipes"}
     assert set(repo.files) == {".gitattributes", "README.md", "mine.yaml", "other.yaml"}
     assert repo.files["README.md"] == b"my own"
 
@@ -311,11 +315,11 @@ PUSHED = ("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "ou
 
 
 def test_prune_pushes_what_it_wrote(place: Path, hub: Hub):
-    said = ok(*PUSHED).splitlines()
+    lines = ok(*PUSHED).splitlines()
     repo = hub.repos["team/small"]
-    assert said[-2] == "written to out"
-    assert said[-1].startswith("pushed ")
-    assert said[-1].endswith(f" to {hub.url}/team/small (private), commit {repo.head}")
+    assert lines[-2] == "written to out"
+    assert lines[-1].startswith("pushed ")
+    assert lines[-1].endswith(f" to {hub.url}/team/small (private), commit {repo.head}")
     assert repo.files["model.safetensors"] == Path("out/model.safetensors").read_bytes()
 
 

@@ -56,8 +56,8 @@ def here(model: Path, tmp_path: Path) -> Path:
 def load_float32(folder: str) -> PreTrainedModel:
     """Load in float32, in which codes times scales are exact."""
     with quiet_transformers():
-        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return found.eval()
+        causal_model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return causal_model.eval()
 
 
 def calibration_ids(text: str) -> torch.Tensor:
@@ -67,11 +67,11 @@ def calibration_ids(text: str) -> torch.Tensor:
 
 
 def tensors_of(folder: str) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for file in Path(folder).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
 
 
 def oracle(folder: str, bits: int) -> PreTrainedModel:
@@ -101,29 +101,29 @@ def test_stock_transformers_computes_what_codes_and_scales_say(here: Path, forma
         dense = load_float32("dense")(ids).logits
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
     assert 1e-3 < (ours - dense).abs().max() < 5
-    found = tensors_of("out")
-    assert found["model.layers.0.self_attn.q_proj.weight_scale"].shape == (64, scales)
-    assert {name.split(".")[-2] for name in found if name.endswith("weight_packed")} == LINEARS
-    assert torch.equal(found["lm_head.weight"], tensors_of("dense")["lm_head.weight"])
+    tensors = tensors_of("out")
+    assert tensors["model.layers.0.self_attn.q_proj.weight_scale"].shape == (64, scales)
+    assert {name.split(".")[-2] for name in tensors if name.endswith("weight_packed")} == LINEARS
+    assert torch.equal(tensors["lm_head.weight"], tensors_of("dense")["lm_head.weight"])
 
 
 def test_what_is_said_and_written(here: Path):
-    said = ok("quantize", "dense", "-o", "out", "--format", "int4").splitlines()
+    lines = ok("quantize", "dense", "-o", "out", "--format", "int4").splitlines()
     record = json.loads(Path("out/ckpt_prune_quantised.json").read_text())
     assert (record["format"], record["group_size"], len(record["weights"])) == ("int4", 64, 14)
     assert record["after"] == sum(tensor.nbytes for tensor in tensors_of("out").values())
     assert record["before"] == sum(tensor.nbytes for tensor in tensors_of("dense").values())
-    assert said[0].split() == ["before", "after", "share"]
-    assert said[2] == "14 weights as int4, one scale per group of 64 columns"
-    worst = max(record["weights"], key=lambda each: each["error"])
-    assert said[3].endswith(f"{worst['error']:.3%} of {worst['weight']}")
+    assert lines[0].split() == ["before", "after", "share"]
+    assert lines[2] == "14 weights as int4, one scale per group of 64 columns"
+    worst = max(record["weights"], key=lambda weight: weight["error"])
+    assert lines[3].endswith(f"{worst['error']:.3%} of {worst['weight']}")
     assert 0.001 < worst["error"] < 0.03
-    assert said[4] == "written to out"
+    assert lines[4] == "written to out"
     config = json.loads(Path("out/config.json").read_text())
-    own = json.loads(Path("dense/config.json").read_text())
-    made = config.pop("quantization_config")
-    assert config == own | {"rope_theta": 10000.0}  # transformers 4 reads no rope_parameters
-    assert (made["quant_method"], made["format"], made["ignore"]) == (
+    dense_config = json.loads(Path("dense/config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == dense_config | {"rope_theta": 10000.0}  # transformers 4 reads no rope_parameters
+    assert (quantization["quant_method"], quantization["format"], quantization["ignore"]) == (
         "compressed-tensors",
         "pack-quantized",
         ["lm_head"],
@@ -187,9 +187,9 @@ def test_it_is_evaluated_and_pushed_like_any_other(here: Path, hub: Hub):
     Path("out").mkdir()
     Path("out").rmdir()
     ok("quantize", "dense", "-o", "out", "--format", "int8")
-    found = ok("evaluate", "out", "--against", "dense", "--text", "calib.txt", "--window", "16", "--json")
-    assert 0 < json.loads(found)["kl"] < 0.01
-    Path("found.json").write_text(found)
+    output = ok("evaluate", "out", "--against", "dense", "--text", "calib.txt", "--window", "16", "--json")
+    assert 0 < json.loads(output)["kl"] < 0.01
+    Path("found.json").write_text(output)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *_, **__: None)  # the Hub's client of this version, as it uploads
         ok("push", "out", "team/q8", "--base-model", "org/dense", "--evaluation", "words=found.json")
@@ -253,8 +253,8 @@ def test_bad_input_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch, word
     Path("there").mkdir()
     place = () if "-o" in words else ("-o", "out")
     given = ("--overwrite",) if "-o" in words else ()
-    said = read_refusal("quantize", *words, *place, *given, "--format", "int4")
-    assert message in said
+    error = read_refusal("quantize", *words, *place, *given, "--format", "int4")
+    assert message in error
 
 
 def test_without_the_library_it_says_which_extra(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -386,8 +386,8 @@ def test_a_killed_prune_that_rounds_is_resumed_to_the_same_bytes(
         stop_before(patch, entry)
         assert run(*words, "out").exit_code == 130
     ok(*words, "out", "--resume")
-    whole, resumed = tensors_of("whole"), tensors_of("out")
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    uninterrupted, resumed = tensors_of("whole"), tensors_of("out")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in uninterrupted.items())
     assert read_json("whole/config.json") == read_json("out/config.json")
 
 
@@ -427,9 +427,9 @@ def test_statistics_of_another_kind_or_model_are_refused(here: Path):
         "stats has no Grams of the inputs of all linear weights: calibrate with --collect moments,gram,linears"
     )
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "other")
-    said = read_refusal("quantize", "other", "-o", "out", "--format", "int4", "--statistics", "stats")
-    assert "stats" in said
-    assert "model" in said
+    message = read_refusal("quantize", "other", "-o", "out", "--format", "int4", "--statistics", "stats")
+    assert "stats" in message
+    assert "model" in message
 
 
 def test_a_tokenizer_that_changes_meanwhile_is_an_error(here, monkeypatch) -> None:
@@ -444,9 +444,9 @@ def test_a_tokenizer_that_changes_meanwhile_is_an_error(here, monkeypatch) -> No
 
     monkeypatch.chdir(here)
     monkeypatch.setattr(quantise, "pack_weight", change_and_pack)
-    said = run("quantize", "own", "--format", "int8", "-o", "out")
-    assert said.exit_code == 2
-    assert said.stderr.splitlines()[-1] == "Error: own/tokenizer_config.json changed since it was opened; run again"
+    result = run("quantize", "own", "--format", "int8", "-o", "out")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "Error: own/tokenizer_config.json changed since it was opened; run again"
     assert not (here / "out").exists()
 
 

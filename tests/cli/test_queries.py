@@ -71,9 +71,9 @@ def test_keys_and_values_stay_and_the_stock_class_loads_it(here):
     assert (heads("dense"), heads("out")) == ((4, 2), (2, 2))
     assert read_json("out/config.json")["model_type"] == "llama"
     shapes = {name.split(".", 3)[-1]: tuple(t.shape) for name, t in stock(Path("out")).named_parameters()}
-    assert [shapes[f"self_attn.{each}_proj.weight"] for each in "qkvo"] == [(8, 16), (8, 16), (8, 16), (16, 8)]
-    said = ok("verify", "out", "--against", "dense")
-    assert "producers of 4 pruned spaces hold the dense rows, bit for bit" in said
+    assert [shapes[f"self_attn.{letter}_proj.weight"] for letter in "qkvo"] == [(8, 16), (8, 16), (8, 16), (16, 8)]
+    output = ok("verify", "out", "--against", "dense")
+    assert "producers of 4 pruned spaces hold the dense rows, bit for bit" in output
 
 
 @pytest.mark.parametrize("recipe", ["mine", "beside"])
@@ -90,12 +90,12 @@ def test_a_plan_does_what_its_recipe_does(here, recipe):
     ]
     assert errors[0] == errors[1]
     # And at every ratio of a sweep, where scores are shared.
-    said = json.loads(ok("plan", "dense", *given, "--sweep", "0.5:0.5:0.1", "--json"))
+    sweep = json.loads(ok("plan", "dense", *given, "--sweep", "0.5:0.5:0.1", "--json"))
     ok("plan", "dense", *given, "--ratio", "0.5", "-o", "half.json")
-    (point,) = said["points"]
+    (point,) = sweep["points"]
     for space, error in point["errors"].items():
-        own = [s["error_compensated"] for s in read_json("half.json")["sites"] if s["space"] == space]
-        assert error == pytest.approx(sum(own) / len(own))
+        site_errors = [s["error_compensated"] for s in read_json("half.json")["sites"] if s["space"] == space]
+        assert error == pytest.approx(sum(site_errors) / len(site_errors))
 
 
 # ---- beside whole groups -----------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_widths_by_the_least_error(here):
     """A size is met where query heads, groups and columns share it: what goes with two of them counts once."""
     given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")
     ok("prune", "dense", *given, "-o", "out")
-    counts = {space: [len(each) for each in kept_units("out", space)] for space in ("queries", "heads", "mlp")}
+    counts = {space: [len(units) for units in kept_units("out", space)] for space in ("queries", "heads", "mlp")}
     assert any(count < 4 for count in counts["queries"])
     parameters = sum(p.numel() for p in ckpt_prune.load("out").parameters())
     dense = sum(p.numel() for p in stock(Path("dense")).parameters())
@@ -134,7 +134,7 @@ def test_effects_of_query_heads_are_measured_on_request(here):
     recipe = load_recipe("budget.yaml")
     ranking = dense_ranking(begin(Job(Model.open("dense"), recipe, Statistics(Path("more")))))
     for block in (0, 1):
-        (first,) = (own for own in ranking[Site(block, "queries")] if own.score == "obs")
+        (first,) = (entry for entry in ranking[Site(block, "queries")] if entry.score == "obs")
         assert index["effects"][name.format(block)] == [[1, pytest.approx(float(first.errors[1]))]]
     ok("plan", "dense", *given, "--statistics", "more", "-o", "plan.json")
     ok("prune", "dense", "--plan", "plan.json", "-o", "out")

@@ -234,8 +234,8 @@ def test_a_config_or_a_plan_is_not_a_recipe(place):
     ],
 )
 def test_nonsense_in_set(place, override, message):
-    said = read_refusal("prune", "dense", "--recipe", "magnitude", "--set", override, "-o", "out")
-    assert said == message.format(shipped_recipes()["magnitude"].path)
+    error = read_refusal("prune", "dense", "--recipe", "magnitude", "--set", override, "-o", "out")
+    assert error == message.format(shipped_recipes()["magnitude"].path)
 
 
 @pytest.mark.parametrize("change", [["--ratio", "50%"], ["--set", "ratio=50%"]])

@@ -96,8 +96,8 @@ def summary(layers: list[dict[str, Any]], recovered: int) -> list[str]:
 
 def curve(out: str, window: int = 16) -> str:
     recovery = report_of(out)["recovery"]
-    told = ", ".join(f"{entry['perplexity']:.3f} with {entry['blocks']}" for entry in recovery["perplexity_after"])
-    return f"  Perplexity on held-out windows of {window} tokens: {told} of 2 blocks recovered."
+    figures = ", ".join(f"{entry['perplexity']:.3f} with {entry['blocks']}" for entry in recovery["perplexity_after"])
+    return f"  Perplexity on held-out windows of {window} tokens: {figures} of 2 blocks recovered."
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +144,15 @@ def test_text(place):
 )
 def test_layers(place, layers, blocks):
     lines = ok(*RECOVER, "--layers", layers, "-o", "out").splitlines()
-    found = report_of("out")["layers"]
-    assert [layer["block"] for layer in found if layer["recovered"]] == blocks
-    assert [layer["epochs"] for layer in found] == [2 * (block in blocks) for block in (0, 1)]
+    records = report_of("out")["layers"]
+    assert [layer["block"] for layer in records if layer["recovered"]] == blocks
+    assert [layer["epochs"] for layer in records] == [2 * (block in blocks) for block in (0, 1)]
     assert find_changed("out") == linears(*blocks)
-    kept = [f"weights of epoch {layer['best_epoch']}" if layer["recovered"] else "old weights kept" for layer in found]
+    kept = [
+        f"weights of epoch {layer['best_epoch']}" if layer["recovered"] else "old weights kept" for layer in records
+    ]
     assert [cells(line)[1] for line in lines[1:3]] == kept
-    assert lines[3:6] == summary(found, len(blocks))
+    assert lines[3:6] == summary(records, len(blocks))
     assert report_of("out")["recovery"]["settings"]["layers"] == layers
 
 
@@ -190,12 +192,12 @@ def test_a_learning_rate_that_gets_lost(place):
     assert find_changed("out") == set()
 
 
-@pytest.mark.parametrize(("layers", "told"), every(2, [("0:2", "2 blocks (0, 1)"), ("1:", "1 block (1)")]))
-def test_epochs_that_gain_nothing_are_said(place, layers, told):
+@pytest.mark.parametrize(("layers", "blocks"), every(2, [("0:2", "2 blocks (0, 1)"), ("1:", "1 block (1)")]))
+def test_epochs_that_gain_nothing_are_said(place, layers, blocks):
     """Steps too small for any float32 weight."""
     lines = ok(*RECOVER, "--lr", "1e-30", "--layers", layers, "-o", "out").splitlines()
     (line,) = (line for line in lines if line.startswith("  No epoch"))
-    assert line.startswith(f"  No epoch was better than the old weights in {told}")
+    assert line.startswith(f"  No epoch was better than the old weights in {blocks}")
     assert "use more samples or epochs" in line
     assert "1e-30" in line
     assert not any("diverged" in line for line in lines)
@@ -217,7 +219,7 @@ def test_hidden_states_that_are_not_finite(place, model, block):
     """Every weight is finite, and what the block makes of them is not: the figures are null, blocks before recover."""
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
     where = {"pruned": "masked", "dense": "dense"}[model]
-    edit_weights(where, lambda found: found[f"model.layers.{block}.mlp.down_proj.weight"].mul_(1e38))
+    edit_weights(where, lambda weights: weights[f"model.layers.{block}.mlp.down_proj.weight"].mul_(1e38))
     lines = ok("recover", "masked", *RECOVER[2:], "-o", "out").splitlines()
     report = strict(Path("out/ckpt_prune.json").read_text())
     layers = report["layers"]
@@ -228,8 +230,8 @@ def test_hidden_states_that_are_not_finite(place, model, block):
     assert lines[4].startswith(f"  {block} of 2 blocks have new weights")
     assert lines[5 + block].startswith(f"  The hidden states after block {block} are not finite")
     assert not any("no epoch" in line for line in lines)
-    found = [entry["perplexity"] for entry in report["recovery"]["perplexity_after"]]
-    assert [figure is None for figure in found] == [model == "pruned"] * 2
+    perplexities = [entry["perplexity"] for entry in report["recovery"]["perplexity_after"]]
+    assert [figure is None for figure in perplexities] == [model == "pruned"] * 2
     assert find_changed("out", "masked") == linears(*range(block))
     assert ok("report", "out") == "report written to out.report.html\n"
     assert "nan" not in Path("out.report.html").read_text().lower()
@@ -265,18 +267,19 @@ def test_ctrl_c_and_resume(place, commit):
         f"{ABOUT}out.partial keeps what is done: the same command with --resume continues\nInterrupted.\n",
     )
     assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
-    left = Path("out.partial").absolute()
+    partial = Path("out.partial").absolute()
     assert (
-        read_refusal(*job) == f"{left} is left from an unfinished run; --resume continues it, --overwrite starts afresh"
+        read_refusal(*job)
+        == f"{partial} is left from an unfinished run; --resume continues it, --overwrite starts afresh"
     )
     for other in (["--lr", "0.5"], ["--epochs", "3"], ["--seed", "1"], ["--only", "mlp"], ["--samples", "6"]):
         assert read_refusal(*job, *other, "--resume") == (
-            f"{left} was begun by a different job; --resume needs the same one, --overwrite starts afresh"
+            f"{partial} was begun by a different job; --resume needs the same one, --overwrite starts afresh"
         )
     assert read_refusal(*job, "--resume", "--overwrite") == "--resume and --overwrite exclude each other; give one"
     ok(*job, "--resume")
     assert same_files("out", "whole")
-    assert not left.exists()
+    assert not partial.exists()
 
 
 def test_a_disk_without_room_for_states(place, monkeypatch):
@@ -313,10 +316,10 @@ def models(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with models of several families, `calib.txt`, `stats` and `images` of its own."""
-    own = tmp_path / "here"
-    shutil.copytree(models, own)
-    monkeypatch.chdir(own)
-    return own
+    folder = tmp_path / "here"
+    shutil.copytree(models, folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 SHORT = ("--text", "calib.txt", "--samples", "32", "--window", "12")
@@ -341,10 +344,10 @@ def test_kinds_of_models(here, kind):
     """The same names, shapes and zeros; less error; and every other command takes the output."""
     model, how, data = KINDS[kind]
     ok("prune", model, *how, "-o", "p")
-    said = ok("recover", "p", "--dense", model, *data, "--epochs", "2", "-o", "out")
+    output = ok("recover", "p", "--dense", model, *data, "--epochs", "2", "-o", "out")
     report, before = report_of("out"), report_of("p")
-    assert said.startswith("block  outcome ")
-    assert said.endswith("written to out\n")
+    assert output.startswith("block  outcome ")
+    assert output.endswith("written to out\n")
     assert {path.name for path in Path("out").iterdir()} == {path.name for path in Path("p").iterdir()}
     assert report["container"] == before["container"]
     assert all(layer["mse_after"] <= layer["mse_start"] for layer in report["layers"])
@@ -354,7 +357,7 @@ def test_kinds_of_models(here, kind):
     assert all(torch.equal(ours[n] == 0, theirs[n] == 0) for n in ours if n.endswith("weight"))
     causal = model not in ("bert", "vit")
     assert (report["recovery"]["perplexity_after"] is not None) == causal
-    assert ("held-out windows of" in said) == causal
+    assert ("held-out windows of" in output) == causal
     # What other commands make of it.
     checks = json.loads(ok("verify", "out", "--against", model, "--json"))
     assert checks["passed"]
@@ -384,9 +387,9 @@ def test_kinds_of_models(here, kind):
 def test_pruned_elsewhere(here):
     """Half of every weight at zero, and no report beside it."""
 
-    def halve(found: dict[str, torch.Tensor]) -> None:
+    def halve(weights: dict[str, torch.Tensor]) -> None:
         for name in linears(0, 1):
-            found[name][:, ::2] = 0
+            weights[name][:, ::2] = 0
 
     shutil.copytree("dense", "theirs")
     edit_weights("theirs", halve)
@@ -415,8 +418,8 @@ def test_what_recover_needs(place):
     )
     assert read_usage_error(*RECOVER) == "Missing option '-o' / '--output'."
     assert read_usage_error("recover", "--dense", "dense", *TEXT, "-o", "out") == "Missing argument 'PRUNED'."
-    said = read_refusal(*BARE, "-o", "out")
-    assert said == "recover needs --text FILE, --images DIR for a vision model, or --audio DIR"
+    message = read_refusal(*BARE, "-o", "out")
+    assert message == "recover needs --text FILE, --images DIR for a vision model, or --audio DIR"
     assert read_refusal(*RECOVER, "--images", ".", "-o", "out") == "give --text or --images, not both"
     assert read_refusal(*RECOVER, "--compute-dtype", "float16", "-o", "out") == (
         "--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16"
@@ -477,11 +480,11 @@ def test_a_dense_model_of_another_shape(place, changes, message):
 
 def test_a_dense_model_of_other_weights(place):
     other(seed=1)
-    said = read_refusal("recover", "pruned", "--dense", "other", *TEXT, "-o", "out")
+    message = read_refusal("recover", "pruned", "--dense", "other", *TEXT, "-o", "out")
     assert re.fullmatch(
         r"the two models make different hidden states of the same samples before their first block \(relative "
         r"difference \d\.\d\d\): the pruned one was not made from this dense one, or was rotated since",
-        said,
+        message,
     )
 
 
@@ -531,7 +534,7 @@ def test_code_of_others_is_not_run(place, model):
 @pytest.mark.parametrize("out", ["{}", "{}/out", ".", "/", "{}/../{}"])
 @pytest.mark.parametrize("model", ["pruned", "dense"])
 def test_the_models_are_no_place_for_the_output(place, model, out, option):
-    said = read_refusal(*RECOVER, "-o", out.format(model, model), *option)
+    message = read_refusal(*RECOVER, "-o", out.format(model, model), *option)
     path = Path(out.format(model, model))
-    both = [f"output {path} overlaps the source {each}: choose a place outside it" for each in ("dense", "pruned")]
-    assert said in (both if out in (".", "/") else both[model == "pruned" :][:1])
+    both = [f"output {path} overlaps the source {source}: choose a place outside it" for source in ("dense", "pruned")]
+    assert message in (both if out in (".", "/") else both[model == "pruned" :][:1])

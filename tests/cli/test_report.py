@@ -114,12 +114,12 @@ def test_a_folder_without_a_report(here):
 
 
 def without(*keys: str) -> Json:
-    made: Json = report([site(0)])
-    place = made
+    record: Json = report([site(0)])
+    place = record
     for key in keys[:-1]:
         place = place[key]
     del place[keys[-1]]
-    return made
+    return record
 
 
 DAMAGE = {

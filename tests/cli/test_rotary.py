@@ -50,12 +50,12 @@ def sites(folder: str) -> list[dict]:
 
 
 def parameters(folder: str) -> int:
-    return sum(each.numel() for each in ckpt_prune.load(folder).parameters())
+    return sum(parameter.numel() for parameter in ckpt_prune.load(folder).parameters())
 
 
 def checks_of(folder: str) -> list[dict]:
-    found: list[dict] = json.loads(run("verify", folder, "--against", "dense", "--json").stdout)["checks"]
-    return found
+    checks: list[dict] = json.loads(run("verify", folder, "--against", "dense", "--json").stdout)["checks"]
+    return checks
 
 
 def test_pairs_go_by_a_plan_or_at_once(here):
@@ -63,9 +63,9 @@ def test_pairs_go_by_a_plan_or_at_once(here):
     given = ("--recipe", "mine.yaml", "--statistics", "pairs")
     assert "rotary 1/2 (ratio 0.5)" in ok("plan", "dense", *given, "-o", "plan.json")
     ok("prune", "dense", "--plan", "plan.json", "--statistics", "pairs", "-o", "planned")
-    said = ok("prune", "dense", *given, "-o", "out")
-    assert "(of queries and keys: of the attention logits)" in said
-    assert "no stock class has queries and keys without some of their rotary pairs" in said
+    output = ok("prune", "dense", *given, "-o", "out")
+    assert "(of queries and keys: of the attention logits)" in output
+    assert "no stock class has queries and keys without some of their rotary pairs" in output
     for name in ("model.safetensors", "config.json"):
         assert (here / "planned" / name).read_bytes() == (here / "out" / name).read_bytes()
     config, (first, *_) = read_json("out/config.json"), sites("out")
@@ -73,18 +73,18 @@ def test_pairs_go_by_a_plan_or_at_once(here):
     assert (first["units"], len(first["kept"]), first["method"], first["strength"]) == (4, 2, "factors", 0.001)
     assert first["error_compensated"] < first["error_uncompensated"]
     assert read_json("out/ckpt_prune.json")["after"]["parameters"] == parameters("out")
-    found = {check["name"]: check for check in checks_of("out")}
-    assert found["kept units"]["detail"] == (
+    checks = {check["name"]: check for check in checks_of("out")}
+    assert checks["kept units"]["detail"] == (
         "producers of 0 pruned spaces hold the dense rows, bit for bit; q of 2 blocks are rewritten and not compared"
     )
-    assert all(check["passed"] is not False for check in found.values())
+    assert all(check["passed"] is not False for check in checks.values())
     # Which pairs stay is a tensor, and held against the report.
     tensors = load_file("out/model.safetensors")
     name = "model.layers.0.self_attn.rotary_pairs"
     assert tensors[name].tolist() == [unit % 2 for unit in first["kept"]]
     save_file(tensors | {name: 1 - tensors[name]}, "out/model.safetensors", metadata={"format": "pt"})
-    found = {check["name"]: check for check in checks_of("out")}
-    assert (found["kept units"]["passed"], found["kept units"]["detail"]) == (
+    checks = {check["name"]: check for check in checks_of("out")}
+    assert (checks["kept units"]["passed"], checks["kept units"]["detail"]) == (
         False,
         f"{name} does not name the rotary pairs that are kept",
     )
@@ -96,15 +96,15 @@ def test_a_budget_shares_out_pairs_heads_query_heads_and_columns(here):
     assert index["turned"] == {"model.layers.{block}.self_attn.q_proj.weight": [4, 2]}
     dense = read_json("dense/config.json")["hidden_size"]
     assert dense == 16
-    whole = sum(each.numel() for each in ckpt_prune.load("dense").parameters())
+    total = sum(parameter.numel() for parameter in ckpt_prune.load("dense").parameters())
     for share in ("85%", "45%"):
         out = f"out{share[:2]}"
         given = ("--recipe", "budget.yaml", "--target-params", share, "--statistics", "more")
         ok("plan", "dense", *given, "-o", f"{out}.json")
         ok("prune", "dense", "--plan", f"{out}.json", "--statistics", "more", "-o", out)
-        found = parameters(out)
-        assert found <= float(share[:2]) / 100 * whole
-        assert found == read_json(f"{out}/ckpt_prune.json")["after"]["parameters"]
+        count = parameters(out)
+        assert count <= float(share[:2]) / 100 * total
+        assert count == read_json(f"{out}/ckpt_prune.json")["after"]["parameters"]
         assert all(check["passed"] is not False for check in checks_of(out))
     kept = {len(site["kept"]) for site in sites("out45")}
     assert kept - {4}, "no pair went"

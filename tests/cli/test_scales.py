@@ -44,19 +44,19 @@ def told_divergence(folder: str, skip: int = 0, samples: int = 32) -> float:
     assert len(windows) == samples
     windows = windows[SampleSplit.of(len(windows), 0.1).measured]
     with torch.no_grad():
-        theirs, ours = (ckpt_prune.load(each, dtype=torch.float32)(windows).logits for each in ("dense", folder))
+        theirs, ours = (ckpt_prune.load(name, dtype=torch.float32)(windows).logits for name in ("dense", folder))
     return float(divergence([theirs.double()], [ours.double()], logits=True))
 
 
 def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: Path):
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
-    said = run("recover", "masked", *SCALES, "-o", "out")
-    assert said.exit_code == 0, said.output
-    told = report_of("out")["adapters"]
-    assert told["method"] == "scales"
-    assert told["loss_before"] == pytest.approx(told_divergence("masked"), rel=1e-4)
-    assert told["loss_after"] == pytest.approx(told_divergence("out"), rel=1e-4)
-    assert told["loss_after"] < 0.97 * told["loss_before"]
+    result = run("recover", "masked", *SCALES, "-o", "out")
+    assert result.exit_code == 0, result.output
+    adapters = report_of("out")["adapters"]
+    assert adapters["method"] == "scales"
+    assert adapters["loss_before"] == pytest.approx(told_divergence("masked"), rel=1e-4)
+    assert adapters["loss_after"] == pytest.approx(told_divergence("out"), rel=1e-4)
+    assert adapters["loss_after"] < 0.97 * adapters["loss_before"]
     assert find_changed("out", "masked") == linears(0, 1)
     ours, theirs = tensors("out"), tensors("masked")
     for name in linears(0, 1):
@@ -66,15 +66,15 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
         rows, columns = ratio.nanmean(1), ratio.nanmean(0)
         assert torch.isfinite(rows).all()
         assert torch.isfinite(columns).all()
-    assert said.stdout.splitlines() == [
+    assert result.stdout.splitlines() == [
         "Scales",
-        f"  {TRAINED}; 29 samples that it had not seen before, 3 epochs ({told['steps']} steps), "
-        f"{told['parameters']} parameters; zeros stay zero.",
-        f"  Divergence from the dense model on 3 held-out samples: {told['loss_before']:.4f} → "
-        f"{told['loss_after']:.4f}.",
+        f"  {TRAINED}; 29 samples that it had not seen before, 3 epochs ({adapters['steps']} steps), "
+        f"{adapters['parameters']} parameters; zeros stay zero.",
+        f"  Divergence from the dense model on 3 held-out samples: {adapters['loss_before']:.4f} → "
+        f"{adapters['loss_after']:.4f}.",
         "written to out",
     ]
-    assert said.stderr == (
+    assert result.stderr == (
         "fitting scales of 2 blocks on 32 windows of 16 tokens, 3 of them held out, up to 3 epochs in steps of 4 at lr "
         "0.05\n"
     )
@@ -90,10 +90,10 @@ def test_outputs_with_code_of_their_own_and_rotated_ones(place: Path):
     ok("prune", "dense", "--recipe", "wanda-50", "--set", "rotation={kind: per-layer, steps: 2}", *TEXT, "-o", "turned")
     for source in ("own", "turned"):
         ok("recover", source, *SCALES, "--held-out", "0", "-o", f"{source}-out")
-        told = report_of(f"{source}-out")["adapters"]
-        assert told["modules"] == 14
-        assert told["loss_after"] < told["loss_before"]
-        assert told["loss_after"] == pytest.approx(told_divergence(f"{source}-out", skip=8), rel=1e-4)
+        adapters = report_of(f"{source}-out")["adapters"]
+        assert adapters["modules"] == 14
+        assert adapters["loss_after"] < adapters["loss_before"]
+        assert adapters["loss_after"] == pytest.approx(told_divergence(f"{source}-out", skip=8), rel=1e-4)
 
 
 def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
@@ -103,22 +103,22 @@ def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
         "the model predicts what the dense one does: there is nothing to fit, and its weights stay as they are\n"
     )
     assert find_changed("out", "dense") == set()
-    told = report_of("out")["adapters"]
-    assert (told["modules"], told["loss_after"]) == (0, told["loss_before"])
+    adapters = report_of("out")["adapters"]
+    assert (adapters["modules"], adapters["loss_after"]) == (0, adapters["loss_before"])
     card = Path("out/README.md").read_text()
     assert "Fitting scales was tried, and no epoch was better on 3 held-out samples" in card
     assert "and recovered" not in card
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--rank 4", "--rank is for --method lora"),
         ("--norms", "--norms is for --method laco: scales are of linear modules, fitted to all blocks at once"),
     ],
 )
-def test_options_of_other_methods_are_refused(place: Path, words: str, said: str):
-    assert read_refusal("recover", "pruned", *SCALES, *words.split(), "-o", "out") == said
+def test_options_of_other_methods_are_refused(place: Path, words: str, message: str):
+    assert read_refusal("recover", "pruned", *SCALES, *words.split(), "-o", "out") == message
 
 
 @pytest.mark.parametrize("stopped", ["block 1", "scales"])
@@ -149,10 +149,10 @@ def test_each_space_a_mask_a_rotation_and_whole_blocks_go_before(place: Path):
     small = ("--set", "recovery.held_out=0", "--set", "recovery.lr=0.003")
     for recipe, how in recipes.items():
         ok("prune", "dense", "--recipe", recipe, *how, *TEXT, *STEP, *small, "-o", recipe)
-        told = report_of(recipe)["adapters"]
-        assert told["loss_after"] < told["loss_before"], recipe
-        assert told["modules"] == (7 if recipe == "depth" else 14)
-        assert told["loss_after"] == pytest.approx(told_divergence(recipe, skip=8, samples=8), rel=1e-4), recipe
+        adapters = report_of(recipe)["adapters"]
+        assert adapters["loss_after"] < adapters["loss_before"], recipe
+        assert adapters["modules"] == (7 if recipe == "depth" else 14)
+        assert adapters["loss_after"] == pytest.approx(told_divergence(recipe, skip=8, samples=8), rel=1e-4), recipe
         assert "FAILED" not in ok("verify", recipe)
 
 
@@ -164,7 +164,7 @@ def test_scales_are_fitted_to_samples_that_it_was_not_pruned_on(place: Path):
     after = ("--dense", "dense", "--method", "scales", *TEXT)
     used = report_of("plain")["calibration"]["data"]
     assert report_of("cached")["calibration"]["data"] == used
-    found = set()
+    digests = set()
     for out, job in {
         "a": ("recover", "plain", *after),
         "b": ("recover", "cached", *after),
@@ -183,27 +183,27 @@ def test_scales_are_fitted_to_samples_that_it_was_not_pruned_on(place: Path):
         done = run(*job, "-o", out)
         assert done.exit_code == 0, done.output
         assert "no other samples" not in done.stderr
-        found.add(report_of(out)["adapters"]["data"])
-    assert len(found) == 1
-    assert used not in found
+        digests.add(report_of(out)["adapters"]["data"])
+    assert len(digests) == 1
+    assert used not in digests
     # The choice of another seed may hold some of these, and is left as it is.
     ok("recover", "plain", *after, "--seed", "3", "-o", "e")
-    assert report_of("e")["adapters"]["data"] not in {*found, used}
+    assert report_of("e")["adapters"]["data"] not in {*digests, used}
 
 
 def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
     ok("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, "--set", "recovery.method=scales", "-o", "one")
     after = ("--dense", "dense", "--method", "scales", *TEXT)
-    said = ok("recover", "one", *after, "-o", "two")
-    assert "; other samples may gain less: evaluate --against MODEL tells.\n" in said
+    output = ok("recover", "one", *after, "-o", "two")
+    assert "; other samples may gain less: evaluate --against MODEL tells.\n" in output
     ok("recover", "two", *after, "--only", "mlp", "--held-out", "0.2", "-o", "three")
     last = report_of("three")["adapters"]
-    told = [last, last["earlier"], last["earlier"]["earlier"]]
-    assert "earlier" not in told[2]
-    assert [{**each, "earlier": None} for each in told[1:]] == [
+    records = [last, last["earlier"], last["earlier"]["earlier"]]
+    assert "earlier" not in records[2]
+    assert [{**record, "earlier": None} for record in records[1:]] == [
         {**report_of(out)["adapters"], "earlier": None} for out in ("two", "one")
     ]
-    used = {report_of("one")["calibration"]["data"], *(each["data"] for each in told)}
+    used = {report_of("one")["calibration"]["data"], *(record["data"] for record in records)}
     assert len(used) == 4
     card = Path("three/README.md").read_text()
     assert card.count("## Scales, before that\n") == 2
@@ -222,16 +222,16 @@ def test_where_there_are_too_few_others_that_is_said(place: Path):
     beside_five = (
         f"calib.txt has 5 windows of 16 tokens beside the {there_are - 5} that the model has seen: all are used, not"
     )
-    for beside, told, line in ((5, 5, beside_five), (1, there_are - 1, FEW)):
-        data = ("--text", "calib.txt", "--window", "16", "--samples", str(there_are - beside))
-        done = run("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *data, *step, "-o", f"out-{beside}")
+    for others, samples, line in ((5, 5, beside_five), (1, there_are - 1, FEW)):
+        data = ("--text", "calib.txt", "--window", "16", "--samples", str(there_are - others))
+        done = run("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *data, *step, "-o", f"out-{others}")
         assert done.exit_code == 0, done.output
         assert line in done.stderr
         assert done.stderr.count(" that the model has seen") == 1
-        assert report_of(f"out-{beside}")["adapters"]["samples"] == told
-        card = Path(f"out-{beside}/README.md").read_text()
-        assert ("samples that it had seen before, 1 epoch" in card) == (told != beside)
-        assert ("samples that it had not seen before, 1 epoch" in card) == (told == beside)
+        assert report_of(f"out-{others}")["adapters"]["samples"] == samples
+        card = Path(f"out-{others}/README.md").read_text()
+        assert ("samples that it had seen before, 1 epoch" in card) == (samples != others)
+        assert ("samples that it had not seen before, 1 epoch" in card) == (samples == others)
 
 
 def test_a_text_that_fails_the_second_time_is_no_text_without_others(place: Path, monkeypatch: pytest.MonkeyPatch):
@@ -245,13 +245,13 @@ def test_a_text_that_fails_the_second_time_is_no_text_without_others(place: Path
 
     monkeypatch.setattr(choosing, "read_file", fails)
     step = ("--set", "recovery.method=scales")
-    said = read_refusal("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, *step, "-o", "out")
-    assert said == "calib.txt: cannot be read: Input/output error"
+    message = read_refusal("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, *step, "-o", "out")
+    assert message == "calib.txt: cannot be read: Input/output error"
 
 
 def test_a_dry_run_says_that_scales_are_fitted(place: Path):
-    said = ok("prune", "dense", "--recipe", "ridge", *TEXT, *STEP, "-o", "out", "--dry-run")
-    assert "to be recovered by scales: 2 of 2 blocks, 3 epochs on 8 samples\n" in said
+    output = ok("prune", "dense", "--recipe", "ridge", *TEXT, *STEP, "-o", "out", "--dry-run")
+    assert "to be recovered by scales: 2 of 2 blocks, 3 epochs on 8 samples\n" in output
     assert not Path("out").exists()
 
 
@@ -266,15 +266,15 @@ def test_a_run_that_is_interrupted_goes_on(place: Path, recipe: str, more: tuple
         with pytest.MonkeyPatch.context() as patch:
             interrupt_at(patch, CheckpointWriter, "rewrite", call)
             assert run(*job, "-o", "out").exit_code == 130
-        said = run(*job, "-o", "out", "--resume").stderr
-        assert f"2 of 2 blocks masked, scales fitted, {call - 1} of 2 blocks scaled\n" in said
+        stderr = run(*job, "-o", "out", "--resume").stderr
+        assert f"2 of 2 blocks masked, scales fitted, {call - 1} of 2 blocks scaled\n" in stderr
         assert find_changed("out", "whole") == set()
         assert without_stages(report_of("out")) == without_stages(report_of("whole"))
         shutil.rmtree("out")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             ("--set", "recovery.norms=true"),
@@ -294,16 +294,20 @@ def test_a_run_that_is_interrupted_goes_on(place: Path, recipe: str, more: tuple
         ),
     ],
 )
-def test_what_a_recipe_with_scales_cannot_say_is_refused(place: Path, given: tuple[str, ...], said: str):
-    assert read_refusal("prune", "dense", "--recipe", "magnitude-50", *TEXT, *STEP, *given, "-o", "out").endswith(said)
+def test_what_a_recipe_with_scales_cannot_say_is_refused(place: Path, given: tuple[str, ...], message: str):
+    assert read_refusal("prune", "dense", "--recipe", "magnitude-50", *TEXT, *STEP, *given, "-o", "out").endswith(
+        message
+    )
 
 
 def test_a_plan_is_applied_with_its_scales(place: Path):
-    said = ok("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "--ratio", "0.5", *STEP, "-o", "plan.json")
+    output = ok(
+        "plan", "dense", "--recipe", "ridge", "--statistics", "stats", "--ratio", "0.5", *STEP, "-o", "plan.json"
+    )
     assert (
         "the recipe ends with recovery (scales), which these figures leave out: `prune --plan` asks for the samples "
         "that it takes\n"
-    ) in said
+    ) in output
     assert read_refusal("prune", "dense", "--plan", "plan.json", "-o", "out") == (
         "recipe ridge recovers on samples, beside any statistics: give --text"
     )

@@ -82,8 +82,8 @@ def test_an_encoder_that_names_another_class_than_its_modules_use(dense: Path, h
     expected = json.loads(ok("evaluate", "bare", "--against", "dense", *data, "--json"))
     if head:
         make(Path("mlm"), "bert-mlm")
-        own = load_file("dense/model.safetensors")
-        kept = {name: own[name] for name in own if not name.startswith("pooler.")}
+        weights = load_file("dense/model.safetensors")
+        kept = {name: weights[name] for name in weights if not name.startswith("pooler.")}
         theirs = load_file("mlm/model.safetensors")
         tensors = {f"bert.{name}": tensor for name, tensor in kept.items()}
         tensors |= {name: tensor for name, tensor in theirs.items() if name.startswith("cls.")}
@@ -91,9 +91,9 @@ def test_an_encoder_that_names_another_class_than_its_modules_use(dense: Path, h
     config = json.loads(Path("dense/config.json").read_text())
     Path("dense/config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
     ok("prune", "dense", *PRUNE, "-o", "out")
-    found = json.loads(ok("evaluate", "out", "--against", "dense", *data, "--json"))
-    assert found["cosine"] == pytest.approx(expected["cosine"], abs=1e-6)
-    assert 0 < found["cosine"] < 0.9999
+    report = json.loads(ok("evaluate", "out", "--against", "dense", *data, "--json"))
+    assert report["cosine"] == pytest.approx(expected["cosine"], abs=1e-6)
+    assert 0 < report["cosine"] < 0.9999
     ok("verify", "out", "--against", "dense")
     heads = [name for name in load_file("out/model.safetensors") if name.startswith("cls.")]
     assert bool(heads) == head

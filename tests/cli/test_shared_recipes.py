@@ -129,25 +129,25 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl, to make a certificate of this machine")
     folder = tmp_path_factory.mktemp("tls")
-    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout key -out cert -subj /CN=127.0.0.1"
-    words = ["openssl", *made.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout key -out cert -subj /CN=127.0.0.1"
+    words = ["openssl", *request.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     subprocess.run(words, cwd=folder, check=True, capture_output=True)
-    whole = folder / "both.pem"
-    whole.write_bytes((folder / "key").read_bytes() + (folder / "cert").read_bytes())
-    return whole
+    pem = folder / "both.pem"
+    pem.write_bytes((folder / "key").read_bytes() + (folder / "cert").read_bytes())
+    return pem
 
 
 @pytest.fixture
 def web(certificate: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    found = Web()
+    site = Web()
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
             pass
 
         def do_GET(self) -> None:
-            found.asked.append(self.path)
-            status, headers, data = found.files.get(self.path, (404, {}, b""))
+            site.asked.append(self.path)
+            status, headers, data = site.files.get(self.path, (404, {}, b""))
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -162,7 +162,7 @@ def web(certificate: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    found.url = f"https://127.0.0.1:{server.server_port}"
+    site.url = f"https://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
@@ -170,7 +170,7 @@ def web(certificate: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("ckpt_prune.checkpoint.web_file._SECONDS", None)  # a loaded machine answers when it can
     try:
-        yield found
+        yield site
     finally:
         server.shutdown()
         server.server_close()
@@ -221,9 +221,9 @@ def test_what_the_web_has_instead_is_one_line(web: Web, reply, message):
 
 def test_a_pin_that_does_not_hold_is_refused(web: Web):
     web.files["/mine.yaml"] = (200, {}, MINE.encode())
-    found = hashlib.sha256(MINE.encode()).hexdigest()
+    digest = hashlib.sha256(MINE.encode()).hexdigest()
     assert read_refusal("recipe", "show", f"{web.url}/mine.yaml#sha256={'0' * 64}") == (
-        f"{web.url}/mine.yaml has sha256 {found}, not {'0' * 64}: it is not the file that was pinned"
+        f"{web.url}/mine.yaml has sha256 {digest}, not {'0' * 64}: it is not the file that was pinned"
     )
 
 
@@ -238,7 +238,7 @@ def test_without_network_only_what_was_fetched(web: Web, monkeypatch: pytest.Mon
 def test_a_server_that_nobody_vouches_for_is_refused(web: Web, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SSL_CERT_FILE")
     web.files["/mine.yaml"] = (200, {}, MINE.encode())
-    said = read_refusal("recipe", "show", f"{web.url}/mine.yaml")
-    assert said.startswith(f"{web.url}/mine.yaml cannot be fetched (")
-    assert "certificate" in said.lower()
+    message = read_refusal("recipe", "show", f"{web.url}/mine.yaml")
+    assert message.startswith(f"{web.url}/mine.yaml cannot be fetched (")
+    assert "certificate" in message.lower()
     assert web.asked == []

@@ -34,45 +34,45 @@ def inputs(text: str) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained("dense").double().eval()
     ids = AutoTokenizer.from_pretrained("dense")(text).input_ids
     windows = torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16)
-    found = {}
+    reads = {}
     for block in range(2):
         for path in CONSUMERS.values():
             name = f"model.layers.{block}.{path}"
 
             def keep(_module, args, name=name):
-                found[name] = args[0].flatten(0, 1)
+                reads[name] = args[0].flatten(0, 1)
 
             model.get_submodule(name).register_forward_pre_hook(keep)
     with torch.inference_mode():
         model(windows, use_cache=False)
-    return found
+    return reads
 
 
 def test_errors_are_those_of_the_pruned_weights_on_the_other_text(other):
-    told = json.loads(ok("plan", "dense", *RIDGE, "--test", "others", "--json"))
+    plan = json.loads(ok("plan", "dense", *RIDGE, "--test", "others", "--json"))
     ok("plan", "dense", *RIDGE, "-o", "plan.json")
     statistics = Statistics(other / "stats")
     ok("prune", "dense", "--plan", "plan.json", "-o", "out")
     dense, pruned = (load_file(f"{folder}/model.safetensors") for folder in ("dense", "out"))
     reads = inputs((other / "other.txt").read_text())
-    for site in told["sites"]:
-        found = site["shift"]
+    for site in plan["sites"]:
+        shift = site["shift"]
         name = f"model.layers.{site['block']}.{CONSUMERS[site['space']]}"
-        each = dense[f"{name}.weight"].shape[1] // site["units"]
-        columns = [unit * each + i for unit in site["kept"] for i in range(each)]
+        size = dense[f"{name}.weight"].shape[1] // site["units"]
+        columns = [unit * size + i for unit in site["kept"] for i in range(size)]
         x = reads[name]
         y = x @ dense[f"{name}.weight"].double().T
         bare = x[:, columns] @ dense[f"{name}.weight"].double()[:, columns].T
         fitted = x[:, columns] @ pruned[f"{name}.weight"].double().T
         energy = float(y.square().sum())
-        assert found["uncompensated"] == pytest.approx(float((y - bare).square().sum()) / energy, rel=1e-4)
-        assert found["test"] == pytest.approx(float((y - fitted).square().sum()) / energy, rel=1e-3)
-        assert found["floor"] <= found["test"] * 1.0001
+        assert shift["uncompensated"] == pytest.approx(float((y - bare).square().sum()) / energy, rel=1e-4)
+        assert shift["test"] == pytest.approx(float((y - fitted).square().sum()) / energy, rel=1e-3)
+        assert shift["floor"] <= shift["test"] * 1.0001
         fitted_on = sum_folds(statistics.read_moments(site["block"])[f"{name}.weight"])
         values = torch.linalg.eigvalsh(fitted_on.gram[columns][:, columns].double())
         shares = values / (values + site["strength"] * values.mean())
-        assert found["freedom"] == pytest.approx(y.shape[1] * float(shares.sum()), rel=1e-6)
-        assert found["tokens"] == 128
+        assert shift["freedom"] == pytest.approx(y.shape[1] * float(shares.sum()), rel=1e-6)
+        assert shift["tokens"] == 128
 
 
 def test_a_method_that_says_nothing_of_its_freedom_is_counted_by_its_numbers(other, monkeypatch):
@@ -103,7 +103,7 @@ spaces:
 def by_hand(dense: dict, pruned: dict, block: int, x: torch.Tensor, groups: int) -> torch.Tensor:
     """Compute what narrow values give the output, their basis read off the rows of v: (tokens, d_out)."""
     v, o = (f"model.layers.{block}.self_attn.{kind}_proj.weight" for kind in "vo")
-    old, new = (each[v].double().unflatten(0, (groups, -1)) for each in (dense, pruned))
+    old, new = (tensors[v].double().unflatten(0, (groups, -1)) for tensors in (dense, pruned))
     basis = new @ torch.linalg.pinv(old)
     parts = x.unflatten(1, (groups, -1, old.shape[1]))
     return torch.einsum("gkd,tgid->tgik", basis, parts).flatten(1) @ pruned[o].double().T
@@ -111,12 +111,12 @@ def by_hand(dense: dict, pruned: dict, block: int, x: torch.Tensor, groups: int)
 
 def test_values_are_turned_as_the_calibration_says(other):
     (other / "values.yaml").write_text(VALUES)
-    made = ("dense", "--recipe", "values.yaml", "--statistics", "stats")
-    told = json.loads(ok("plan", *made, "--test", "others", "-o", "plan.json", "--json"))
+    options = ("dense", "--recipe", "values.yaml", "--statistics", "stats")
+    plan = json.loads(ok("plan", *options, "--test", "others", "-o", "plan.json", "--json"))
     ok("prune", "dense", "--plan", "plan.json", "-o", "out")
     dense, pruned = (load_file(f"{folder}/model.safetensors") for folder in ("dense", "out"))
     reads = inputs((other / "other.txt").read_text())
-    for site in told["sites"]:
+    for site in plan["sites"]:
         name = f"model.layers.{site['block']}.self_attn.o_proj"
         y = reads[name] @ dense[f"{name}.weight"].double().T
         lost = y - by_hand(dense, pruned, site["block"], reads[name], 2)
@@ -125,7 +125,7 @@ def test_values_are_turned_as_the_calibration_says(other):
         assert site["shift"]["floor"] <= share * 1.0001
     # What the plan knows of other samples stays with what is made by it.
     report = json.loads((other / "out" / "ckpt_prune.json").read_text())
-    assert [site["shift"] for site in report["sites"]] == [site["shift"] for site in told["sites"]]
+    assert [site["shift"] for site in report["sites"]] == [site["shift"] for site in plan["sites"]]
 
 
 @pytest.mark.parametrize("method", ["none", FACTORS])
@@ -135,20 +135,22 @@ def test_on_other_statistics_of_the_same_text_nothing_moves(place, method):
     for name, folds in (("first", "1"), ("again", "2")):
         kinds = ("--collect", "moments,gram,rotary")
         ok("calibrate", "dense", *TEXT, *kinds, "--folds", folds, "-o", name)
-    made = [("dense", *RIDGE[:4]), ("dense", "--recipe", "pairs.yaml")]
-    plans = [json.loads(ok("plan", *each, "--statistics", "first", "--test", "again", "--json")) for each in made]
-    said = ok("plan", *made[0], "--statistics", "first", "--test", "again").splitlines()
-    assert "both statistics were measured on the same samples: nothing is held against others" in said
-    sites = [site for told in plans for site in told["sites"]]
+    recipes = [("dense", *RIDGE[:4]), ("dense", "--recipe", "pairs.yaml")]
+    plans = [
+        json.loads(ok("plan", *recipe, "--statistics", "first", "--test", "again", "--json")) for recipe in recipes
+    ]
+    lines = ok("plan", *recipes[0], "--statistics", "first", "--test", "again").splitlines()
+    assert "both statistics were measured on the same samples: nothing is held against others" in lines
+    sites = [site for plan in plans for site in plan["sites"]]
     assert {site["space"] for site in sites} == {"heads", "mlp", "queries", "rotary"}
     for site in sites:
-        found = site["shift"]
-        assert found["test"] == pytest.approx(site["error_compensated"], rel=1e-4)
-        assert (found["covariances"], found["means"]) == pytest.approx((0, 0), abs=1e-5)
-        assert found["bound"] > 2 * found["floor"]
+        shift = site["shift"]
+        assert shift["test"] == pytest.approx(site["error_compensated"], rel=1e-4)
+        assert (shift["covariances"], shift["means"]) == pytest.approx((0, 0), abs=1e-5)
+        assert shift["bound"] > 2 * shift["floor"]
         if site["space"] == "rotary":  # 4 query heads, of 2 pairs one stays
             # 4 query heads, of 2 pairs one stays: two numbers each, shrunk a little.
-            assert found["freedom"] == 0 if method == "none" else 6 < found["freedom"] < 8
+            assert shift["freedom"] == 0 if method == "none" else 6 < shift["freedom"] < 8
 
 
 def test_bad_input(other):

@@ -29,11 +29,11 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
         "it takes about 1 s, 1.16 GiB of memory and 22.2 KiB of disk, where nothing else runs on this machine\n"
         "everything checked, nothing written\n"
     )
-    said = json.loads(ok(*DRY, "--json"))
+    report = json.loads(ok(*DRY, "--json"))
     assert listing() == before
-    estimate = said.pop("estimate")
+    estimate = report.pop("estimate")
     assert estimate["seconds"] > 0
-    assert said == {
+    assert report == {
         "written": False,
         "modality": "text",
         "samples": 8,
@@ -46,8 +46,8 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
     }
     done = json.loads(ok(*DRY[:-3], "-o", "s", "--json"))
     alike = ("samples", "window", "tokens", "folds", "collect", "blocks")
-    assert {key: done[key] for key in alike} == {key: said[key] for key in alike}
-    assert said["bytes"] <= done["bytes"] < 1.5 * said["bytes"]
+    assert {key: done[key] for key in alike} == {key: report[key] for key in alike}
+    assert report["bytes"] <= done["bytes"] < 1.5 * report["bytes"]
 
 
 def test_a_dry_run_refuses_what_a_run_would(place):
@@ -72,9 +72,9 @@ def test_what_counts_as_active_is_said_and_kept(place):
     ids = AutoTokenizer.from_pretrained("dense")(Path("calib.txt").read_text()).input_ids
     with torch.inference_mode():
         model(torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16))
-    found = larger.read_moments(1)["model.layers.1.mlp.down_proj.weight"][0]
-    assert found.active.tolist() == (reads[0].abs() > 0.05).sum(0).tolist()
-    (site,) = (each for each in report["sites"] if (each["block"], each["space"]) == (1, "mlp"))
+    moments = larger.read_moments(1)["model.layers.1.mlp.down_proj.weight"][0]
+    assert moments.active.tolist() == (reads[0].abs() > 0.05).sum(0).tolist()
+    (site,) = (entry for entry in report["sites"] if (entry["block"], entry["space"]) == (1, "mlp"))
     assert site["active"] == pytest.approx(float((reads[0].abs() > 0.05).double().mean()))
     assert read_refusal("statistics", "add", "larger", "usual", "-o", "sum") == (
         "larger and usual are of different thresholds of activity: only equal ones can be added"
@@ -121,10 +121,10 @@ def test_a_disk_that_fills_up(place, most, command):
     with full_disk(most):
         result = run(*command, "-o", "s")
     assert (result.exit_code, result.stdout) == (2, "")
-    said = result.stderr.splitlines()[-1]
-    assert said.startswith("Error: cannot write ")
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("Error: cannot write ")
     assert "Traceback" not in result.stderr
-    assert said.endswith("; free space or choose another place")
+    assert message.endswith("; free space or choose another place")
     assert listing() == before
 
 
@@ -137,8 +137,8 @@ def test_a_kill_while_statistics_are_replaced_loses_neither(place, rename, seed,
         interrupt_at(patch, Path, "rename", rename, Killed())
         with pytest.raises(Killed):
             run(*again)
-    found = {Statistics(path.parent).index.seed for path in Path().glob(f"*stats*/{INDEX}")}
-    assert found == {0, 1}
+    seeds = {Statistics(path.parent).index.seed for path in Path().glob(f"*stats*/{INDEX}")}
+    assert seeds == {0, 1}
     assert Path("stats").exists() == (rename != 2)
     if rename == 3:
         assert Statistics(Path("stats")).index.seed == seed
@@ -168,21 +168,21 @@ def test_the_model_is_no_place_for_statistics(place, out):
 
 
 def test_show(place):
-    said = dict(line.split(maxsplit=1) for line in ok("statistics", "show", "stats").splitlines())
-    assert said["collect"] == "moments, gram, linears, fisher, effects"
-    assert said["fisher"] == "8"
-    assert said["predicted"] == said["effects"] == "of 4 sites (--json has them)"
-    assert said["stream"] == "of 2 blocks (--json has it)"
-    assert said["consumers"] == (
+    fields = dict(line.split(maxsplit=1) for line in ok("statistics", "show", "stats").splitlines())
+    assert fields["collect"] == "moments, gram, linears, fisher, effects"
+    assert fields["fisher"] == "8"
+    assert fields["predicted"] == fields["effects"] == "of 4 sites (--json has them)"
+    assert fields["stream"] == "of 2 blocks (--json has it)"
+    assert fields["consumers"] == (
         "model.layers.{block}.self_attn.o_proj.weight (16), model.layers.{block}.mlp.down_proj.weight (24)"
     )
-    assert said["linears"] == (
+    assert fields["linears"] == (
         "model.layers.{block}.self_attn.q_proj.weight/input (16), model.layers.{block}.mlp.gate_proj.weight/input (16)"
     )
-    assert (said["tokens"], said["bytes"]) == ("128", "17.6 KiB")
+    assert (fields["tokens"], fields["bytes"]) == ("128", "17.6 KiB")
     index = Statistics(Path("stats")).index
-    assert said["model"] == f"of the checkpoint it was measured on, sha256 {index.model[:12]}…"
-    assert said["data"] == f"of the samples, text by text, sha256 {index.data[0][:12]}…"
+    assert fields["model"] == f"of the checkpoint it was measured on, sha256 {index.model[:12]}…"
+    assert fields["data"] == f"of the samples, text by text, sha256 {index.data[0][:12]}…"
 
 
 def test_add(place):
@@ -283,10 +283,10 @@ def test_shards_add_up_to_what_one_machine_measures(place):
         ok("calibrate", "dense", *TEXT, "--shard", shard, "-o", f"s{shard[0]}")
     assert [Statistics(Path(f"s{i}")).index.samples for i in (1, 2, 3)] == [2, 3, 3]
     assert ok("statistics", "add", "s2", "s3", "s1", "-o", "sum") == "sum: 8 windows, 128 tokens\n"
-    whole, added = Statistics(Path("stats")), Statistics(Path("sum"))
-    assert (added.index.data, added.index.samples) == (whole.index.data, 8)
+    single, added = Statistics(Path("stats")), Statistics(Path("sum"))
+    assert (added.index.data, added.index.samples) == (single.index.data, 8)
     for block in range(2):
-        for name, (moments,) in whole.read_moments(block).items():
+        for name, (moments,) in single.read_moments(block).items():
             (other,) = added.read_moments(block)[name]
             assert other.count == moments.count
             assert torch.allclose(other.gram, moments.gram, rtol=1e-4, atol=1e-4)

@@ -56,10 +56,10 @@ def here(place: Path) -> Path:
 def logits(folder: str) -> torch.Tensor:
     """Logits of a folder as stock transformers loads it, or of an output with its own code."""
     with quiet_transformers():
-        own = "auto_map" in read_json(f"{folder}/config.json")
-        model = ckpt_prune.load(folder) if own else AutoModelForCausalLM.from_pretrained(folder)
-        found: torch.Tensor = model.float().eval()(IDS).logits
-    return found
+        own_code = "auto_map" in read_json(f"{folder}/config.json")
+        model = ckpt_prune.load(folder) if own_code else AutoModelForCausalLM.from_pretrained(folder)
+        values: torch.Tensor = model.float().eval()(IDS).logits
+    return values
 
 
 @pytest.mark.parametrize(("model", "recipe"), dealt(["copy", "head-alone"], list(RECIPES), 2))
@@ -69,9 +69,9 @@ def test_a_stored_copy_changes_nothing(here, model, recipe) -> None:
         ok("prune", source, "--recipe", recipe, *RECIPES[recipe], *TEXT, "-o", f"out-{source}")
     assert torch.equal(logits(f"out-{model}"), logits("out-plain"))
     assert run("verify", f"out-{model}", "--against", model).exit_code == 0
-    ours, theirs = (load_file(f"out-{each}/model.safetensors") for each in (model, "plain"))
+    ours, theirs = (load_file(f"out-{name}/model.safetensors") for name in (model, "plain"))
     assert ours.keys() == theirs.keys()
-    sizes = [json.loads(ok("inspect", f"out-{each}", "--json"))["parameters"] for each in (model, "plain")]
+    sizes = [json.loads(ok("inspect", f"out-{name}", "--json"))["parameters"] for name in (model, "plain")]
     assert sizes[0] == sizes[1]
 
 
@@ -122,8 +122,8 @@ def test_gains_that_a_head_applies_twice_fail_verify(here) -> None:
 
 def head_is_kept(out: str, dense: str) -> bool:
     """Tell whether `verify` passes the head: in its own line if it has absorbed a matrix, else among kept units."""
-    found = {check.name: check.passed for check in verify(Path(out), Path(dense))}
-    return found.get("head", found["kept units"]) is True
+    verdicts = {check.name: check.passed for check in verify(Path(out), Path(dense))}
+    return verdicts.get("head", verdicts["kept units"]) is True
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])

@@ -23,7 +23,7 @@ RIDGE = ["prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT]
 def together(tmp_path: Path, *args: str, size: int = 2) -> list[Ended]:
     """Run a command in so many processes, and check that none but the first has said a word."""
     ended = in_processes(size, lambda _rank: main(list(args)), tmp_path)
-    assert [(each.stdout, each.stderr) for each in ended[1:]] == [("", "")] * (size - 1)
+    assert [(process.stdout, process.stderr) for process in ended[1:]] == [("", "")] * (size - 1)
     return ended
 
 

@@ -172,20 +172,20 @@ def test_a_folder_that_appears_while_calibrating_is_kept(place, monkeypatch):
 
 def test_two_calibrations_of_one_folder(place):
     """The second is refused while the first lives."""
-    said = []
+    messages = []
     observe = HiddenStream.observe
 
     def second(*args, **options):
-        if not said:
-            said.append(None)
-            said.append(run("calibrate", "dense", *TEXT, "--seed", "1", "-o", "more").stderr)
+        if not messages:
+            messages.append(None)
+            messages.append(run("calibrate", "dense", *TEXT, "--seed", "1", "-o", "more").stderr)
         return observe(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HiddenStream, "observe", second)
         ok("calibrate", "dense", *TEXT, "-o", "more")
     busy = f"{Path('.more.partial').absolute()} is being written by another run; wait for it or stop it"
-    assert said[1] == f"Error: {busy}\n"
+    assert messages[1] == f"Error: {busy}\n"
     assert same_files("more", "stats")
 
 

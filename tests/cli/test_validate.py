@@ -54,20 +54,20 @@ def test_a_decoders_table(place: Path) -> None:
     assert lines[1] == "logits: 1 x 1 token ~ ~ ~ ~ 100.00% ok"
     assert "logits: 3 x 24 tokens, padded left, cached in chunks ~ ~ ~ ~ 100.00% ok" in lines
     assert lines[13] == "logits: 2 x 16 tokens, padded left, generated ~ ~ ~ ~ 100.00% ok"
-    perplexity, *rest = lines[14:]
-    found = re.fullmatch(
+    perplexity, *ending = lines[14:]
+    match = re.fullmatch(
         r"perplexity (\d+\.\d{3}) in onnxruntime, (\d+\.\d{3}) in PyTorch \(4 windows of 32 tokens\)", perplexity
     )
-    assert found
-    assert found[1] == found[2]
-    assert rest == [
+    assert match
+    assert match[1] == match[2]
+    assert ending == [
         "compared on: text.txt",
         "the graph agrees with decoder (fp32, cpu, tolerance 0.0001 of the largest output)",
     ]
     assert result.stderr == ""
     # The figure is the one that `evaluate` finds on the same windows.
     measured = ok("evaluate", "decoder", "--text", "text.txt", "--window", "32", "--samples", "4")
-    assert measured.splitlines()[1].split()[1] == found[1]
+    assert measured.splitlines()[1].split()[1] == match[1]
     record = read_json("decoder-onnx/validation.json")
     assert record["passed"] is True
     (record,) = record["graphs"]
@@ -77,14 +77,14 @@ def test_a_decoders_table(place: Path) -> None:
 
 def test_other_data_than_last_time_is_told(place: Path) -> None:
     """The figures of an export on a text, and of a check afterwards without it, are of two texts."""
-    told = (
+    warning = (
         "decoder-onnx was last compared on text.txt, which is not given: these figures are of other data, and do not "
         "compare with those\n"
     )
     job = ("validate", "decoder-onnx", "--against", "decoder")
     assert run(*job, "--text", "text.txt", "--samples", "4").stderr == ""
-    assert run(*job, "--metric-only").stderr == told
-    assert run(*job).stderr == told
+    assert run(*job, "--metric-only").stderr == warning
+    assert run(*job).stderr == warning
     assert run(*job).stderr == ""
     (place / "decoder-onnx/validation.json").write_text("{")
     assert run(*job).stderr == ""
@@ -126,8 +126,10 @@ def test_a_tokenizer_of_another_model_is_no_use(place: Path) -> None:
     large = tokenizer.convert_tokens_to_ids("cat")
     assert large > 40
     tokenizer.save_pretrained("encoder-onnx")
-    said = read_refusal("validate", "encoder-onnx", "--against", "encoder", "--text", "text.txt")
-    assert said == f"token id {large} is outside the model's vocabulary of 40; the tokenizer belongs to another model"
+    message = read_refusal("validate", "encoder-onnx", "--against", "encoder", "--text", "text.txt")
+    assert (
+        message == f"token id {large} is outside the model's vocabulary of 40; the tokenizer belongs to another model"
+    )
 
 
 def test_images_with_classes_give_top_1(place: Path) -> None:
@@ -142,9 +144,9 @@ def test_images_with_classes_give_top_1(place: Path) -> None:
     write_csv(Path("labels.csv"), "file,label", *(f"photos/{index}.png,{index}" for index in range(6)))
     options = ["--images", "photos", "--labels", "labels.csv", "--samples", "4"]
     lines = ok("validate", "vision-onnx", "--against", "vision", *options).splitlines()
-    found = re.fullmatch(r"top-1 ([\d.]+%) in onnxruntime, ([\d.]+%) in PyTorch \(4 images\)", lines[-3])
-    assert found
-    assert found[1] == found[2]
+    match = re.fullmatch(r"top-1 ([\d.]+%) in onnxruntime, ([\d.]+%) in PyTorch \(4 images\)", lines[-3])
+    assert match
+    assert match[1] == match[2]
 
 
 def test_images_are_of_the_split_that_is_asked_for(place: Path) -> None:
@@ -152,9 +154,9 @@ def test_images_are_of_the_split_that_is_asked_for(place: Path) -> None:
         write_image(Path("photos") / f"{index}.png", index, size=(IMAGE + 4, IMAGE))
     write_csv(Path("photos/labels.csv"), "file,label,split", "0.png,0,calib", "2.png,1,calib")
     task, options = Task("image-classification", "image", cached=False), ProofOptions(images=Path("photos"))
-    found = choose_proof_samples(Path("vision"), task, options, split="calib")
-    assert found.images is not None
-    assert len(found.images) == 2
+    samples = choose_proof_samples(Path("vision"), task, options, split="calib")
+    assert samples.images is not None
+    assert len(samples.images) == 2
     with pytest.raises(UserError, match="no row of split eval; its splits are calib"):
         choose_proof_samples(Path("vision"), task, options)
     assert "no row of split eval" in read_refusal(
@@ -184,7 +186,7 @@ def test_a_model_of_a_type_of_its_own_is_read_where_it_is_trusted(place: Path, m
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ("decoder --against decoder", "decoder has no ckpt_prune_onnx.json: it was not written by `ckpt-prune export`"),
         ("decoder-onnx --against encoder", "decoder-onnx was not made from encoder: its record names llama-gqa-tied"),
@@ -207,8 +209,8 @@ def test_a_model_of_a_type_of_its_own_is_read_where_it_is_trusted(place: Path, m
         ),
     ],
 )
-def test_bad_input_is_refused_in_one_line(place: Path, args: str, said: str) -> None:
-    assert read_refusal("validate", *args.split()) == said
+def test_bad_input_is_refused_in_one_line(place: Path, args: str, message: str) -> None:
+    assert read_refusal("validate", *args.split()) == message
 
 
 def test_a_damaged_record_is_refused(place: Path) -> None:
@@ -241,17 +243,17 @@ def test_the_metric_alone_of_a_graph_of_another_tool(place: Path) -> None:
     shutil.copy("decoder-onnx/model.onnx", "theirs/model_quantized.onnx")
     about = ("validate", "theirs/model_quantized.onnx", "--against", "decoder", *ONLY)
     before = sorted(place.rglob("*"))
-    told = ok(*about, "--max-loss", "2%").splitlines()
+    lines = ok(*about, "--max-loss", "2%").splitlines()
     assert re.fullmatch(
         r"perplexity (\S+) in onnxruntime, \1 in PyTorch \(4 windows of 32 tokens\): -?0.00% lost, KL -?0.0000, "
         r"100.0% of the predictions the same",
-        told[0],
+        lines[0],
     )
-    assert told[1:] == [
+    assert lines[1:] == [
         "compared on: text.txt",
         "the graph agrees with decoder (of another tool, cpu, 2% of the metric may be lost)",
     ]
-    assert ok("validate", "theirs", *about[2:], "--max-loss", "2%").splitlines() == told
+    assert ok("validate", "theirs", *about[2:], "--max-loss", "2%").splitlines() == lines
     assert sorted(place.rglob("*")) == before  # nothing is written
     assert read_refusal(*about) == (
         "theirs/model_quantized.onnx has no record of this tool's that says how it is rounded: say what it may lose, "

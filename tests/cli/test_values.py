@@ -57,8 +57,8 @@ def here(place: Path) -> Path:
 
 def shapes(folder: str, block: int = 0) -> dict[str, tuple[int, ...]]:
     """Weights of a block's attention."""
-    found = ckpt_prune.load(folder).get_submodule(f"model.layers.{block}.self_attn").named_parameters()
-    return {name[0]: tuple(weight.shape) for name, weight in found}
+    weights = ckpt_prune.load(folder).get_submodule(f"model.layers.{block}.self_attn").named_parameters()
+    return {name[0]: tuple(weight.shape) for name, weight in weights}
 
 
 def kept_units(folder: str, space: str) -> list[list[int]]:
@@ -66,9 +66,9 @@ def kept_units(folder: str, space: str) -> list[list[int]]:
 
 
 def test_half_of_the_values(here):
-    said = ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out").splitlines()
-    assert "kept per block: values 2/4 (ratio 0.5)" in said
-    assert said[0] == (
+    lines = ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out").splitlines()
+    assert "kept per block: values 2/4 (ratio 0.5)" in lines
+    assert lines[0] == (
         "stored as llama with remote code (no stock class has values narrower than queries and keys): load with "
         "ckpt_prune.load or trust_remote_code"
     )
@@ -76,8 +76,8 @@ def test_half_of_the_values(here):
     assert kept_units("out", "values") == [[0, 1, 4, 5], [0, 1, 4, 5]]
     config = read_json("out/config.json")
     assert (config["v_head_dim"], config["num_attention_heads"], config["num_key_value_heads"]) == (2, 4, 2)
-    said = ok("verify", "out", "--against", "dense")
-    assert "v of 2 blocks are rewritten and not compared" in said
+    output = ok("verify", "out", "--against", "dense")
+    assert "v of 2 blocks are rewritten and not compared" in output
     again = AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
     ids = torch.arange(3, 15)[None]
     torch.testing.assert_close(again(ids).logits, ckpt_prune.load("out")(ids).logits)
@@ -91,18 +91,18 @@ def test_the_cache_shrinks(here):
     given = {cache_argument(model.forward): cache}
     steps = [model(ids[:, at : at + 1], **given).logits for at in range(10)]
     torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=1e-4, atol=1e-5)
-    assert [tuple(each.shape) for each in (cache.layers[0].keys, cache.layers[0].values)] == [
+    assert [tuple(tensor.shape) for tensor in (cache.layers[0].keys, cache.layers[0].values)] == [
         (1, 2, 10, 4),
         (1, 2, 10, 2),
     ]
-    held = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
+    cache_bytes = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
     report = read_json("out/ckpt_prune.json")
-    assert (report["before"]["cache"], report["after"]["cache"]) == (2 * 2 * 2 * 4 * 4, held / 10)
+    assert (report["before"]["cache"], report["after"]["cache"]) == (2 * 2 * 2 * 4 * 4, cache_bytes / 10)
     assert "KV cache    96 B a token" in ok("inspect", "out")
     assert "KV cache    128 B a token" in ok("inspect", "dense")
     assert "| KV cache / token | 128 B | 96 B | 75.0% |" in Path("out/README.md").read_text()
-    told = ok("inspect", "dense", "--recipe", "mine.yaml", "--ratio", "0.25,0.5").splitlines()
-    assert [re.search(r"(\d+) B +llama", line)[1] for line in told[-2:]] == ["112", "96"]
+    lines = ok("inspect", "dense", "--recipe", "mine.yaml", "--ratio", "0.25,0.5").splitlines()
+    assert [re.search(r"(\d+) B +llama", line)[1] for line in lines[-2:]] == ["112", "96"]
 
 
 def test_beside_heads_queries_and_columns(here):
@@ -130,7 +130,7 @@ def test_widths_by_the_least_error(here):
     """A size is met where queries, groups, values and columns share it: what goes with several counts once."""
     given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")
     ok("prune", "dense", *given, "-o", "out")
-    assert any(len(own) < 8 for own in kept_units("out", "values"))
+    assert any(len(units) < 8 for units in kept_units("out", "values"))
     parameters = sum(p.numel() for p in ckpt_prune.load("out").parameters())
     dense = sum(p.numel() for p in stock(Path("dense")).parameters())
     assert 0.55 * dense < parameters == read_json("out/ckpt_prune.json")["after"]["parameters"] <= 0.6 * dense

@@ -39,9 +39,9 @@ def failures(*args: str) -> dict[str, str]:
     """Check → what `verify` says of it, for the checks that fail."""
     result = run("verify", *args, "--json")
     assert (result.exit_code, result.stderr) == (1, "")
-    said = json.loads(result.stdout)
-    assert said["passed"] is False
-    return {check["name"]: check["detail"] for check in said["checks"] if check["passed"] is False}
+    report = json.loads(result.stdout)
+    assert report["passed"] is False
+    return {check["name"]: check["detail"] for check in report["checks"] if check["passed"] is False}
 
 
 def test_all_well(place):
@@ -100,11 +100,11 @@ def test_a_tokenizer_with_code_of_its_own_is_not_loaded(place):
 
 def test_a_width_edited_in_the_config(place):
     set_config("pruned", intermediate_size=13)
-    found = failures("pruned")
-    assert found["tensors"] == (
+    details = failures("pruned")
+    assert details["tensors"] == (
         "pruned: model.layers.0.mlp.down_proj.weight has shape [16, 12], config.json says [16, 13]"
     )
-    assert found["load"].startswith("6 mismatched, first model.layers.0.mlp.down_proj.weight: ")
+    assert details["load"].startswith("6 mismatched, first model.layers.0.mlp.down_proj.weight: ")
 
 
 def test_a_number_that_is_none(place):
@@ -118,9 +118,9 @@ def test_an_unexpected_bias(place):
     """Stock transformers drops it without a word."""
     name = "model.layers.0.mlp.down_proj.bias"
     edit_weights("pruned", lambda tensors: tensors.update({name: torch.zeros(16)}))
-    found = failures("pruned")
-    assert found["tensors"] == f"pruned has tensor {name} (1 such), which config.json has no place for"
-    assert found["load"] == f"1 unexpected, first {name}"
+    details = failures("pruned")
+    assert details["tensors"] == f"pruned has tensor {name} (1 such), which config.json has no place for"
+    assert details["load"] == f"1 unexpected, first {name}"
 
 
 def test_units_the_dense_model_has_not(place):
@@ -136,8 +136,8 @@ def test_units_the_dense_model_has_not(place):
 @pytest.mark.parametrize("auto_map", [5, {"AutoModelForCausalLM": "other.Model"}, {"AutoConfig": "x.Y"}])
 def test_code_of_others_is_not_run(place, auto_map):
     set_config("pruned", auto_map=auto_map)
-    found = failures("pruned")
-    assert found["tensors"] == found["load"] == f"pruned {FOREIGN}"
+    details = failures("pruned")
+    assert details["tensors"] == details["load"] == f"pruned {FOREIGN}"
 
 
 # ---- zeros -------------------------------------------------------------------------------------------------------
@@ -273,12 +273,12 @@ def test_a_bit_of_any_file_is_found_and_the_file_named(place):
     assert "modeling_pruned.py is this package's" in ok("verify", "out")
     for name in sorted(names):
         path = Path("out") / name
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
+        content = path.read_bytes()
+        path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
         result = run("verify", "out")
         assert result.exit_code in (1, 2), name
         assert name in result.output
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert run("verify", "out").exit_code == 0
 
 
@@ -309,8 +309,8 @@ def test_code_that_is_not_this_packages(place):
 )
 def test_blocks_are_computed_again(place, recipe):
     ok("prune", "dense", "--recipe", *recipe, "--set", "target=dense", "--statistics", "stats", "-o", "out")
-    said = ok("verify", "out", "--against", "dense", "--statistics", "stats")
-    assert "recomputed: 2 blocks of 2 computed again: bit for bit" in said
+    output = ok("verify", "out", "--against", "dense", "--statistics", "stats")
+    assert "recomputed: 2 blocks of 2 computed again: bit for bit" in output
 
 
 def test_weights_that_the_recipe_did_not_make_are_named(place):
