@@ -1,4 +1,4 @@
-"""Running commands as a shell would, and what is allowed to come of bad input."""
+"""Run commands as a shell would, and check how they refuse bad input."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def interrupt_job(job: list[str], commit: int) -> None:
 
 
 def resume_job(job: list[str]) -> None:
-    """Continue what was interrupted: the files of `whole`, byte for byte. The output is gone afterwards."""
+    """Resume an interrupted job, check that its files equal those of `whole`, and delete them."""
     ok(*job, "-o", "out", "--resume")
     assert same_files("out", "whole")
     assert not Path("out.partial").exists()

@@ -58,7 +58,7 @@ def test_an_encoder_is_pruned_on_sounds_and_features(whisper: Path) -> None:
 
 
 def test_sounds_are_what_the_extractor_makes_of_them(whisper: Path) -> None:
-    """Features that are given instead are measured alike."""
+    """Features given in place of sounds are measured the same."""
     extractor = WhisperFeatureExtractor.from_pretrained("whisper")
     Path("features").mkdir()
     for seed in range(3):

@@ -137,7 +137,7 @@ def test_what_cannot_be(here) -> None:
         "hidden.drop=N` first, then calibrate and plan what it has written, by a recipe of spaces alone such as "
         "best-uniform"
     )
-    # Not after one has calibrated for it.
+    # Refused without statistics, too: nobody calibrates for it in vain.
     for given in ((), ("--text", "calib.txt")):
         assert read_refusal("plan", "flat", "--recipe", "mine.yaml", *given, "--target-params", "70%") == steps
 

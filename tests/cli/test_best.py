@@ -111,7 +111,7 @@ def same(a: Path, b: Path) -> bool:
 
 
 def test_measured_first_or_while_pruning_the_same_effects_count(here):
-    """With target: dense nothing else tells the two apart."""
+    """With `target: dense` there is no other difference between the two."""
     dense = ("prune", "llama", "--recipe", "best", "--ratio", "0.4", *QUICK, "--set", "target=dense")
     ok(*dense, *TEXT, "-o", "live")
     ok(*dense, "--statistics", "weighed", "-o", "cached")
@@ -271,7 +271,7 @@ STRENGTH = "spaces.mlp.compensation.lambda"
 
 
 def test_a_curve_that_is_measured(here):
-    """On text: what pruning and evaluating by hand gives; nothing stays."""
+    """On text, the figures equal pruning and evaluating by hand, and no files are left behind."""
     before = listing()
     by_hand = ("--window", "16", "--samples", "4")
     measured = ("--evaluate", "calib.txt", "--window", "16", "--evaluate-samples", "4")

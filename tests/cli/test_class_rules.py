@@ -1,4 +1,4 @@
-"""Rules that a stock config class has beyond shapes: they are asked before anything is planned."""
+"""Rules of a stock config class beyond shapes: they are checked before anything is planned."""
 
 import shutil
 from pathlib import Path

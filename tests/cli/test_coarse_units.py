@@ -1,4 +1,4 @@
-"""Units too coarse for what was asked are told, with the sizes there are beside it."""
+"""Units too coarse for the requested size are reported, with the sizes that are possible."""
 
 from pathlib import Path
 

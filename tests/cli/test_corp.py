@@ -129,7 +129,7 @@ def test_low_rank_is_nearer_at_the_same_cost(here):
 
 
 def test_centred_keys(here):
-    """Measured on request, or by a recipe that is given images, and seen by nothing else."""
+    """Measured on request or by a recipe that is given images; nothing else reads them."""
     output = ok("calibrate", "vit", *IMAGES, "--collect", "moments,logits,centred", "-o", "centred")
     assert output.startswith("centred: 12 images of 10 tokens, 3 blocks, moments+logits+centred, folds 1, ")
     low_rank = ("--recipe", "corp-qk-low-rank")

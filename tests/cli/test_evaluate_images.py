@@ -126,7 +126,7 @@ def test_options_that_do_not_go_together(pictures):
 
 
 def test_a_classifier_of_no_family_of_ours(pictures):
-    """Its tokens are not known, nor needed."""
+    """How it makes tokens is neither known nor needed."""
     small = {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 2, "image_size": 8, "patch_size": 2}
     with quiet_transformers():
         torch.manual_seed(0)

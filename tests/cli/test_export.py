@@ -39,7 +39,7 @@ def graphs(tmp_path_factory):
 
 @pytest.fixture
 def vision(graphs, tmp_path, monkeypatch) -> Path:
-    """A working folder with the model `vision`, which is traced no more."""
+    """A working folder with the model `vision`, whose graph is traced already."""
     return _place(graphs[VISION], "vision", tmp_path, monkeypatch)
 
 
@@ -86,7 +86,7 @@ def test_a_model_is_traced_compared_and_written(graphs, tmp_path, monkeypatch):
     assert files("out") == sorted([*VISION_FILES, "validation.json"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "vision"]
     assert "FAILED" not in ok("verify", "out", "--against", "vision")
-    # It is the graph that the library writes.
+    # The graph is the one that the library writes.
     assert Path("out/model.onnx").read_bytes() == (graphs[VISION][1] / "model.onnx").read_bytes()
 
 
@@ -258,7 +258,7 @@ def test_a_weight_that_is_missing_is_refused(vision):
 
 
 def test_weights_that_are_no_numbers_do_not_pass(vision):
-    """They go into the graph and do not pass: what is not a number is no small difference."""
+    """They go into the graph, and the comparison fails: NaN does not count as a small difference."""
     edit_weights("vision", poison("cls_classifier.bias"))
     before = listing()
     result = run("export", "vision", "-o", "out")

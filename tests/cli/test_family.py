@@ -73,7 +73,7 @@ def test_a_config_alone_is_enough(arcee):
 
 
 def test_outputs_carry_the_description(arcee):
-    """With it, the commands that open them need no --family; stock transformers loads them as ever."""
+    """With it, the commands that open them need no --family; stock transformers still loads them."""
     ok(*PRUNE, "-o", "out")
     assert read_json("out/config.json")[OUTSIDE_KEY] == read_json("arcee.json")
     assert "kept units: producers of 4 pruned spaces hold the dense rows, bit for bit\n" in ok(

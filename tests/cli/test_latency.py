@@ -1,4 +1,4 @@
-"""Sizes in time, by a table of this machine: the times are made up here, which no test could rely on."""
+"""Sizes in time, by a table of this machine: times are made up here, since no test can rely on measured ones."""
 
 import json
 from collections.abc import Sequence

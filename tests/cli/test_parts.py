@@ -35,7 +35,7 @@ def llava(place: Path) -> None:
 
 
 def changes(before: dict, after: dict, inside: str = "") -> dict:
-    """Keys whose values differ, dotted → the new value; but for those that outputs state for older versions."""
+    """Keys whose values differ, dotted → the new value, without those that outputs state for older versions."""
     differences = {}
     for key in sorted(before.keys() | after.keys()):
         a, b = before.get(key), after.get(key)

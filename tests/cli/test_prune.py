@@ -284,7 +284,7 @@ def test_remote_code_of_the_source_does_not_travel(place):
 
 
 def test_two_runs_on_one_output(place):
-    """The second is refused while the first lives, with every option; the first is whole."""
+    """The second is refused while the first runs, with every option; the first completes."""
     ok(*SEQUENTIAL, "-o", "whole")
     refusals = []
 

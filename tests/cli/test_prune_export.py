@@ -46,7 +46,7 @@ def files(folder: str | Path) -> list[str]:
 
 
 def assert_complete(out: str) -> None:
-    """An output whose only want is its graph."""
+    """Check that an output lacks nothing but its graph."""
     assert set(files(out)) - {"onnx.log"} == {
         *("README.md", "ckpt_prune.json", "config.json", "generation_config.json", "model.safetensors"),
         *("tokenizer.json", "tokenizer_config.json"),
@@ -210,7 +210,7 @@ def test_resumed_with_the_graph_alone(again, monkeypatch):
     assert result.stdout.endswith(": written to out/onnx\n")
     assert {name: listing()[name] for name in before} == before
     assert INSIDE in ok("verify", "out", "--against", "dense")
-    # Then there is nothing to go on with.
+    # Then there is nothing to resume.
     before = listing()
     result = run(*PRUNE, *EXPORT, "-o", "out", "--resume")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "out is finished: nothing is left to do\n")

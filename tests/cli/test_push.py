@@ -142,7 +142,7 @@ def test_overwriting_replaces_what_was_pushed_and_nothing_else(licensed: Path, h
 
 
 def refuse_push(hub: Hub, *words: str) -> str:
-    """The line; nothing has changed on the Hub, nor was anything uploaded."""
+    """Return the line of a refused push; nothing was uploaded or changed on the Hub."""
     before = {name: list(repo.commits) for name, repo in hub.repos.items()}
     hub.asked.clear()
     line = read_refusal("push", *words)
@@ -265,7 +265,7 @@ def test_an_upload_that_fails_leaves_an_empty_repository(licensed: Path, hub: Hu
     assert repo.private
     assert set(repo.files) == {".gitattributes"}
     hub.breaks.clear()
-    ok("push", "out", "team/small")  # what is empty takes no consent
+    ok("push", "out", "team/small")  # an empty repository needs no consent
     assert "model.safetensors" in repo.files
 
 

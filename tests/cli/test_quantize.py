@@ -175,7 +175,7 @@ def test_verify_finds_what_was_changed(here: Path):
 
 @pytest.mark.parametrize(("size", "code"), [(10**6, 1), (0, 2)])
 def test_verify_of_groups_that_make_up_no_row(here: Path, size: int, code: int):
-    """It was a traceback, and so were no columns at all."""
+    """This once ended in a traceback, as did a weight without columns."""
     ok("quantize", "dense", "--format", "int8", "-o", "out")
     path = Path("out/ckpt_prune_quantised.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"group_size": size}))
@@ -433,7 +433,7 @@ def test_statistics_of_another_kind_or_model_are_refused(here: Path):
 
 
 def test_a_tokenizer_that_changes_meanwhile_is_an_error(here, monkeypatch) -> None:
-    """Found by the faults' tool: the output had the new one, its weights the old one's tokens."""
+    """Once the output had the new tokenizer, and its weights were rounded by tokens of the old one."""
     shutil.copytree(here / "dense", here / "own")
     name = here / "own" / "tokenizer_config.json"
     usual = quantise.pack_weight

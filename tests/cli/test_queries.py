@@ -1,4 +1,4 @@
-"""Query heads inside KV groups, alone and beside whole groups, from the command line."""
+"""Query heads inside KV groups, alone and together with whole groups, from the command line."""
 
 import json
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_widths_by_the_least_error(here):
 
 
 def test_effects_of_query_heads_are_measured_on_request(here):
-    """For statistics of any recipe they would take time that few need; where they lack, others have no scale beside."""
+    """They take time that few recipes need; without them `least-error` cannot compare queries with other spaces."""
     given = ("--recipe", "budget.yaml", "--target-params", "60%")
     assert read_refusal("plan", "dense", *given, "--statistics", "stats", "-o", "plan.json") == (
         "stats holds no effects of queries, which allocation least-error weighs beside those of other spaces: "

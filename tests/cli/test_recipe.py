@@ -1,4 +1,4 @@
-"""`recipe`, and what becomes of recipes that are none."""
+"""`recipe`, and how invalid recipes are refused."""
 
 import json
 import re

@@ -358,7 +358,7 @@ def test_kinds_of_models(here, kind):
     causal = model not in ("bert", "vit")
     assert (report["recovery"]["perplexity_after"] is not None) == causal
     assert ("held-out windows of" in output) == causal
-    # What other commands make of it.
+    # Other commands take the output.
     checks = json.loads(ok("verify", "out", "--against", model, "--json"))
     assert checks["passed"]
     (kept,) = (check for check in checks["checks"] if check["name"] == "kept units")

@@ -1,4 +1,4 @@
-"""Rotary pairs from the command line: alone, beside other spaces, under a budget, and what becomes of the output."""
+"""Rotary pairs from the command line: alone, beside other spaces, under a budget, and how outputs are used."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_pairs_go_by_a_plan_or_at_once(here):
         "producers of 0 pruned spaces hold the dense rows, bit for bit; q of 2 blocks are rewritten and not compared"
     )
     assert all(check["passed"] is not False for check in checks.values())
-    # Which pairs stay is a tensor, and held against the report.
+    # The tensor that names the kept pairs is compared with the report.
     tensors = load_file("out/model.safetensors")
     name = "model.layers.0.self_attn.rotary_pairs"
     assert tensors[name].tolist() == [unit % 2 for unit in first["kept"]]

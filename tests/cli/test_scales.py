@@ -1,4 +1,4 @@
-"""`recover --method scales`: factors multiplied into the weights, and what is said of them."""
+"""`recover --method scales`: factors multiplied into the weights, and how they are reported."""
 
 import itertools
 import json
@@ -186,7 +186,7 @@ def test_scales_are_fitted_to_samples_that_it_was_not_pruned_on(place: Path):
         digests.add(report_of(out)["adapters"]["data"])
     assert len(digests) == 1
     assert used not in digests
-    # The choice of another seed may hold some of these, and is left as it is.
+    # Another seed may choose some of the same samples; its choice is left as it is.
     ok("recover", "plain", *after, "--seed", "3", "-o", "e")
     assert report_of("e")["adapters"]["data"] not in {*digests, used}
 
@@ -209,7 +209,7 @@ def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
     assert card.count("## Scales, before that\n") == 2
     ok("report", "three", "-o", "page.html")
     assert Path("page.html").read_text().count("<h2>Scales, before that</h2>") == 2
-    # Former versions called the record lora.
+    # Earlier versions called the record lora.
     values = report_of("three")
     Path("three/ckpt_prune.json").write_text(json.dumps({"lora": values.pop("adapters")} | values))
     ok("report", "three", "-o", "old.html")
@@ -235,7 +235,7 @@ def test_where_there_are_too_few_others_that_is_said(place: Path):
 
 
 def test_a_text_that_fails_the_second_time_is_no_text_without_others(place: Path, monkeypatch: pytest.MonkeyPatch):
-    """Scales would be fitted to what it was pruned on, and nothing would say why."""
+    """Otherwise scales would be fitted to the pruning samples, and nothing would say why."""
     turns = itertools.count()
 
     def fails(file: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:

@@ -56,7 +56,7 @@ def test_the_structure_travels(dense: Path) -> None:
 
 
 def test_modules_that_are_not_known_here_travel_all_the_same(dense: Path) -> None:
-    """A sparse encoder's begin with another class; what nobody embeds with here is not looked at."""
+    """Modules of a sparse encoder begin with another class; those not used to embed here are not checked."""
     modules = json.loads(Path("dense/modules.json").read_text())
     modules[0]["type"] = "sentence_transformers.sparse_encoder.models.MLMTransformer"
     Path("dense/modules.json").write_text(json.dumps(modules))
@@ -76,7 +76,7 @@ def test_weights_of_a_module_that_are_a_pickle_are_refused(dense: Path) -> None:
 
 @pytest.mark.parametrize("head", [False, True])
 def test_an_encoder_that_names_another_class_than_its_modules_use(dense: Path, head: bool) -> None:
-    """Masked tokens are not what it is for, whether its files hold their head or not."""
+    """It is no model for masked tokens, whether or not its files hold the head for them."""
     data = ("--text", "lines.txt", "--window", "20")
     ok("prune", "dense", *PRUNE, "-o", "bare")
     expected = json.loads(ok("evaluate", "bare", "--against", "dense", *data, "--json"))

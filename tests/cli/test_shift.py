@@ -22,7 +22,7 @@ CONSUMERS = {"heads": "self_attn.o_proj", "mlp": "mlp.down_proj"}
 
 @pytest.fixture
 def other(place):
-    """Statistics of another text, in which the words are not alike in number."""
+    """Statistics of another text, of only four different words."""
     rng = random.Random(1)
     (place / "other.txt").write_text(" ".join(rng.choice(WORDS[:4]) for _ in range(300)))
     ok("calibrate", "dense", "--text", "other.txt", *ALL, "-o", "others")
@@ -123,7 +123,7 @@ def test_values_are_turned_as_the_calibration_says(other):
         share = float(lost.square().sum() / y.square().sum())
         assert site["shift"]["test"] == pytest.approx(share, rel=1e-3)
         assert site["shift"]["floor"] <= share * 1.0001
-    # What the plan knows of other samples stays with what is made by it.
+    # The output keeps what its plan says about other samples.
     report = json.loads((other / "out" / "ckpt_prune.json").read_text())
     assert [site["shift"] for site in report["sites"]] == [site["shift"] for site in plan["sites"]]
 
@@ -148,7 +148,7 @@ def test_on_other_statistics_of_the_same_text_nothing_moves(place, method):
         assert shift["test"] == pytest.approx(site["error_compensated"], rel=1e-4)
         assert (shift["covariances"], shift["means"]) == pytest.approx((0, 0), abs=1e-5)
         assert shift["bound"] > 2 * shift["floor"]
-        if site["space"] == "rotary":  # 4 query heads, of 2 pairs one stays
+        if site["space"] == "rotary":
             # 4 query heads, of 2 pairs one stays: two numbers each, shrunk a little.
             assert shift["freedom"] == 0 if method == "none" else 6 < shift["freedom"] < 8
 

@@ -150,7 +150,7 @@ def test_a_kill_while_statistics_are_replaced_loses_neither(place, rename, seed,
 
 
 class Killed(BaseException):
-    """Stands for what no code hears of."""
+    """Stands for SIGKILL, which no code can catch."""
 
 
 def stop(*_: object, **__: object) -> None:
@@ -196,7 +196,7 @@ def test_add(place):
         "sum exists; --overwrite replaces it, or give another -o"
     )
     ok("statistics", "add", "stats", "more", "-o", "sum", "--overwrite")
-    # A sum is statistics like any other.
+    # A sum can be used as any other statistics.
     ok("prune", "dense", "--recipe", "rcpu", "--statistics", "sum", "-o", "out")
 
 
@@ -256,7 +256,7 @@ def test_names_in_an_index_are_no_formats(place, name):
     ],
 )
 def test_shapes_that_are_not_what_was_measured(place, file, name, meant):
-    """Also where the index has the digest of the file."""
+    """Even if the index has the digest of the file."""
     edit_weights("stats", lambda tensors: tensors.update({name: torch.ones(3, 3)}), f"{file}.safetensors")
     index = read_json("stats/statistics.json")
     index["files"] |= sha256_files(Path("stats"), [f"{file}.safetensors"])

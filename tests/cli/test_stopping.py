@@ -64,7 +64,7 @@ def test_the_first_signal_stops_and_others_do_not_disturb(name):
 
 
 def stopped_and_masked(*_given, **_options):
-    """Hide Ctrl-C as transformers' `no_init_weights` does, which puts back what its `try` may not have read yet."""
+    """Hide Ctrl-C as transformers' `no_init_weights` does: it restores what its `try` may not have read yet."""
     try:
         raise KeyboardInterrupt
         before = 1
@@ -97,7 +97,7 @@ def test_under_nohup_a_hangup_is_ignored():
 @posix
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_that_python_loses_comes_again(name, capfd):
-    """In a callback of a weak reference an exception is told and dropped."""
+    """Python prints and drops an exception that is raised in the callback of a weak reference."""
     number = getattr(signal, name)
 
     class Dropped:

@@ -21,7 +21,7 @@ RIDGE = ["prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT]
 
 
 def together(tmp_path: Path, *args: str, size: int = 2) -> list[Ended]:
-    """Run a command in so many processes, and check that none but the first has said a word."""
+    """Run a command in `size` processes, and check that none but the first prints anything."""
     ended = in_processes(size, lambda _rank: main(list(args)), tmp_path)
     assert [(process.stdout, process.stderr) for process in ended[1:]] == [("", "")] * (size - 1)
     return ended

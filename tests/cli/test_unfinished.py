@@ -1,4 +1,4 @@
-"""Unfinished runs: what other commands say of them, and what --resume finds; and what --overwrite may not take."""
+"""Unfinished runs: what other commands say of them, what --resume finds, and what --overwrite may not delete."""
 
 import json
 import shutil
@@ -171,7 +171,7 @@ def test_a_folder_that_appears_while_calibrating_is_kept(place, monkeypatch):
 
 
 def test_two_calibrations_of_one_folder(place):
-    """The second is refused while the first lives."""
+    """The second is refused while the first runs."""
     messages = []
     observe = HiddenStream.observe
 

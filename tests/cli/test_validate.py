@@ -1,4 +1,4 @@
-"""`ckpt-prune validate` on graphs that are right, wrong, and none."""
+"""`ckpt-prune validate` on graphs that are right and on graphs that are wrong, and what is refused."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def test_a_decoders_table(place: Path) -> None:
         "the graph agrees with decoder (fp32, cpu, tolerance 0.0001 of the largest output)",
     ]
     assert result.stderr == ""
-    # The figure is the one that `evaluate` finds on the same windows.
+    # `evaluate` finds the same figure on the same windows.
     measured = ok("evaluate", "decoder", "--text", "text.txt", "--window", "32", "--samples", "4")
     assert measured.splitlines()[1].split()[1] == match[1]
     record = read_json("decoder-onnx/validation.json")

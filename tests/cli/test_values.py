@@ -84,7 +84,7 @@ def test_half_of_the_values(here):
 
 
 def test_the_cache_shrinks(here):
-    """Generation keeps narrow values; token by token it says what one pass says."""
+    """Generation caches narrow values, and gives token by token what one pass gives."""
     ok("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats", "-o", "out")
     model, ids = ckpt_prune.load("out"), torch.arange(3, 13)[None]
     cache = DynamicCache()
@@ -119,7 +119,7 @@ def test_beside_heads_queries_and_columns(here):
     assert all(f"| {row} |" in card for row in rows)
     interrupt_job(job, 3)
     resume_job(job)
-    # On what was measured of the dense model, too.
+    # From statistics of the dense model, too.
     cached = ("--set", "spaces.values.compensation.method=ridge", "--statistics", "stats")
     ok("plan", "dense", "--recipe", "beside.yaml", *cached, "-o", "plan.json")
     ok("prune", "dense", "--plan", "plan.json", "-o", "planned")

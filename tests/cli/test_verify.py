@@ -189,7 +189,7 @@ OUTSIDE = (
 def test_recovered(place):
     ok(*RECOVER)
     assert ok("verify", "out", "--against", "dense").splitlines()[-1] == f"kept units: {OUTSIDE}"
-    # A linear is not compared, its file is.
+    # A linear weight is not compared, but its file is.
     edit_weights("out", poison("model.layers.1.mlp.up_proj.weight", 0.25))
     assert failures("out", "--against", "dense") == {"digests": "model.safetensors changed since it was written"}
 
@@ -283,7 +283,7 @@ def test_a_bit_of_any_file_is_found_and_the_file_named(place):
 
 
 def test_code_that_is_not_this_packages(place):
-    """Though the report vouches for it: transformers would run it."""
+    """Refused even if the report has its digest, since transformers would run it."""
     ok("prune", "dense", "--recipe", "flap-global", "--ratio", "0.5", *TEXT, "-o", "out")
     code, record = Path("out/modeling_pruned.py"), Path("out/ckpt_prune.json")
     code.write_text(code.read_text() + "# more\n")
