@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.function import takes
+from ckpt_prune.common.collection import collection_of_new_objects, without_collection
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options.commands import ExportOptions
 from ckpt_prune.options.graphs import GraphSettings
@@ -45,17 +46,18 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
         return _export_gguf(options)
     settings = select_options(options, GraphSettings)
 
-    from ckpt_prune.checkpoint.staging import refuse_inside
-    from ckpt_prune.evaluation.device_map import spread
-    from ckpt_prune.model.containers.opening import Opening, open_checkpoint
-    from ckpt_prune.onnx.export import GraphWriter, write_proven
-    from ckpt_prune.onnx.proof import find_dense
-    from ckpt_prune.onnx.quantization.deciding import check_rounding
-    from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, choose_proof_samples
-    from ckpt_prune.onnx.session import default_provider
+    with without_collection():
+        from ckpt_prune.checkpoint.staging import refuse_inside
+        from ckpt_prune.evaluation.device_map import spread
+        from ckpt_prune.model.containers.opening import Opening, open_checkpoint
+        from ckpt_prune.onnx.export import GraphWriter, write_proven
+        from ckpt_prune.onnx.proof import find_dense
+        from ckpt_prune.onnx.quantization.deciding import check_rounding
+        from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, choose_proof_samples
+        from ckpt_prune.onnx.session import default_provider
 
     trust = options.trust_remote_code
-    with spread(options):
+    with spread(options), collection_of_new_objects():
         source = open_checkpoint(options.model, Opening(trust, packed=True))
         refuse_inside(options.output, [options.images, options.labels, *options.text])
         writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)

@@ -2,23 +2,21 @@
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_prune.api.function import takes
 from ckpt_prune.checkpoint.model_folder import check_output_folder, resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.options.commands import VerifyOptions
-
-if TYPE_CHECKING:
-    from ckpt_prune.verification.verify import Check
+from ckpt_prune.verification.check import Check, run_check
 
 
 @dataclass(frozen=True)
 class Verification:
     """Checks of an output, each with its name, whether it passed (None if it could not be made), and a detail."""
 
-    checks: tuple["Check", ...]
+    checks: tuple[Check, ...]
 
     @property
     def passed(self) -> bool:
@@ -64,7 +62,7 @@ def verify(options: VerifyOptions) -> Verification:
             from ckpt_prune.runner.recomputing import recompute_blocks
 
             measured = options.statistics
-            checks.append(checking.run_check("recomputed", lambda: recompute_blocks(place, dense, measured)))
+            checks.append(run_check("recomputed", lambda: recompute_blocks(place, dense, measured)))
         if (place / GRAPH_FOLDER / GRAPH_RECORD).is_file():
             inside = verify_graph(place / GRAPH_FOLDER, place)
             checks += [replace(check, name=f"{GRAPH_FOLDER}: {check.name}") for check in inside]

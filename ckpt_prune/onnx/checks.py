@@ -17,8 +17,9 @@ from ckpt_prune.common.filenames import VALIDATION
 from ckpt_prune.common.progress import track
 from ckpt_prune.onnx.records import Manifest, Port, read_manifest, read_validation
 from ckpt_prune.onnx.session import DATA, default_provider, open_session, read_graph
+from ckpt_prune.onnx.structure import read_structure
 from ckpt_prune.onnx.tasks import PAST, PRESENT
-from ckpt_prune.verification.verify import Check, run_check
+from ckpt_prune.verification.check import Check, run_check
 
 NAMED = 3
 """So many of the weights that changed are named."""
@@ -145,25 +146,23 @@ def _hash_tensor(tensor: Any) -> str | None:
 
 def check_operators(folder: Path, graph: Manifest) -> tuple[bool, str]:
     """Run `onnx.checker`, with shape inference."""
-    path = folder / graph.file
     detail = f"onnx.checker, opset {graph.graph.opset}"
     try:
-        if graph.is_stock:
-            onnx.checker.check_model(str(path), full_check=True)
-            return True, detail
-        onnx.checker.check_model(_hide_foreign_operators(path), full_check=True)
+        model = read_structure(folder / graph.file)
+        if not graph.is_stock:
+            _hide_foreign_operators(model)
+        _take_weights_for_inputs(model.graph)
+        onnx.checker.check_model(model, full_check=True)
     except Exception as error:  # the checker's, shape inference's and protobuf's exceptions share no base class
         raise UserError(f"onnx.checker: {one_line(error)}") from error
-    return True, f"{detail}; onnxruntime's own operators are not its matter"
+    return True, detail if graph.is_stock else f"{detail}; onnxruntime's own operators are not its matter"
 
 
-def _hide_foreign_operators(path: Path) -> onnx.ModelProto:
-    """A fused graph as the checker reads it: onnxruntime's operators in their own domain, large weights as inputs.
+def _hide_foreign_operators(model: onnx.ModelProto) -> None:
+    """Let the checker read a fused graph: with onnxruntime's operators in their own domain.
 
-    A graph in memory has no folder to look for external data in; the checker needs only type and shape of a weight.
     The shape that the graph notes of a weight beside it is dropped: the fusions write another rank there.
     """
-    model = onnx.load(path, load_external_data=False)
     graph = model.graph
     for node in graph.node:
         if node.domain == "" and node.op_type in _UNKNOWN_TO_ONNX:
@@ -172,12 +171,18 @@ def _hide_foreign_operators(path: Path) -> onnx.ModelProto:
     for index in reversed(range(len(graph.value_info))):
         if graph.value_info[index].name in weights:
             del graph.value_info[index]
+
+
+def _take_weights_for_inputs(graph: onnx.GraphProto) -> None:
+    """Replace weights that lie elsewhere by inputs: the checker needs only their types and shapes.
+
+    A graph in memory has no folder to look for them in.
+    """
     for index in reversed(range(len(graph.initializer))):
         weight = graph.initializer[index]
         if weight.data_location == onnx.TensorProto.EXTERNAL:
             graph.input.append(onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims))
             del graph.initializer[index]
-    return model
 
 
 def check_interface(
@@ -193,7 +198,7 @@ def check_interface(
         missing: inputs that its outputs depend on and the record does not name.
     """
     try:
-        graph = onnx.load(folder / manifest.file, load_external_data=False).graph
+        graph = read_structure(folder / manifest.file).graph
     except Exception as error:
         raise UserError(f"{manifest.file} cannot be read ({one_line(error)})") from error
     weights = {weight.name for weight in graph.initializer}

@@ -18,8 +18,9 @@ NOISE = 8
 FLOOR = 1e-3
 """Share of the largest reference element: relative differences of smaller elements are taken relative to it instead,
 since an element that is zero but for rounding errors has no meaningful relative difference."""
-CHUNK = 1 << 22
-"""Elements compared at a time, in float64."""
+CHUNK = 1 << 18
+"""Elements compared at a time, in float64: few enough for their memory to be used again. The system clears all other
+memory first, which takes as long as comparing."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ class Difference:
 
 def flatten_positions(values: Tensor, keep: Tensor | None = None) -> Tensor:
     """A result (B, ...), or (B, T, ...) with `keep`, bool (B, T), as (positions, units), without padding."""
-    rows = values if keep is None else values[keep]
+    rows = values
+    if keep is not None:
+        rows = values.flatten(0, 1) if bool(keep.all()) else values[keep]
     return rows.reshape(len(rows), -1)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -61,7 +61,7 @@ from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, defaul
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task, choose_task
 from ckpt_prune.onnx.tracing import get_image_size
 from ckpt_prune.options.commands import ValidateOptions
-from ckpt_prune.verification.verify import run_check
+from ckpt_prune.verification.check import run_check
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
 """By the graph's type: the largest difference that passes, in units of the case's largest output."""
@@ -620,15 +620,16 @@ class TextProof(Proof):
     def _prepare(self) -> None:
         self._whole_window: tuple[Tensor, Tensor] | None = None
         config = self.reference.model.config.get_text_config()
+        self.vocabulary = int(config.vocab_size)
         self.context: int | None = context_length(config)
         if self.samples.windows is None:
             window = MOST_NOISE if self.context is None else min(MOST_NOISE, self.context)
-            self.windows = make_noise_windows(config.vocab_size, window, self.samples.seed)
+            self.windows = make_noise_windows(self.vocabulary, window, self.samples.seed)
         else:
             self.windows = self.samples.windows
             check_windows(self.reference.model, self.windows)
         pad = getattr(config, "pad_token_id", None)
-        self.pad = pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else 0
+        self.pad = pad if isinstance(pad, int) and 0 <= pad < self.vocabulary else 0
 
     def _small_feed(self) -> dict[str, Tensor]:
         return complete_inputs({"input_ids": torch.ones(2, 2, dtype=torch.int64)})
@@ -690,27 +691,18 @@ class TextProof(Proof):
         return joined | {name.replace(PAST, PRESENT, 1): value for name, value in cache.items()}
 
     def _check_generation(self) -> tuple[bool, str]:
+        """Let the graph write texts through its cache; PyTorch reads them in one pass."""
         cases: list[Case] = []
-        failed = ""
+        failed = False
         for case in make_prompts(self.windows, pad=self.pad, context=self.context):
             length = case.ids.shape[1]
             # The last token is chosen, not read.
             steps = STEPS if self.context is None else min(STEPS, self.context - length + 1)
-            cache, failed = self._empty_cache(case), ""
-            ours, theirs = [], []
-            for feed, expected in self.reference.generate(case.ids, case.keep.long(), steps):
-                theirs.append(expected)
-                outputs = failed or self._run(feed | cache)
-                if isinstance(outputs, str):
-                    failed = outputs
-                else:
-                    cache = next_cache(outputs)
-                    ours.append(outputs["logits"][:, -1])
-            given = failed or {"logits": torch.stack(ours, 1)}
+            given, text = self._generate(case, steps)
+            expected = self.reference.run(_make_feed(text))["logits"][:, length - 1 :]
+            failed = isinstance(given, str)
             keep = torch.ones(len(case.ids), steps, dtype=torch.bool)
-            compared = self._compare(
-                given, {"logits": torch.stack(theirs, 1)}, padding=case.padding, keep=keep, cache="steps"
-            )
+            compared = self._compare(given, {"logits": expected}, padding=case.padding, keep=keep, cache="steps")
             for each in compared:
                 each.tokens = length + steps
             cases += compared
@@ -720,6 +712,28 @@ class TextProof(Proof):
         same = [case.agreement for case in cases if case.agreement is not None]
         return passed, f"{detail}; {min(same, default=0.0):.1%} of the tokens are the same"
 
+    def _generate(self, case: TextCase, steps: int) -> tuple[dict[str, Tensor] | str, TextCase]:
+        """Let the graph take its likeliest token, step by step, through its cache.
+
+        Returns:
+            Its logits at each step, (B, steps, vocabulary), or why there are none; and the text that it read.
+        """
+        logits: list[Tensor] = []
+        cache, new, text = self._empty_cache(case), case.ids, case
+        while True:
+            feed = {"input_ids": new, "attention_mask": text.keep.long()}
+            outputs = self._run(complete_inputs(feed) | cache)
+            if isinstance(outputs, str):
+                return outputs, text
+            logits.append(outputs["logits"][:, -1])
+            if len(logits) == steps:
+                return {"logits": torch.stack(logits, 1)}, text
+            # A damaged graph may have more tokens than PyTorch can read.
+            new = logits[-1].argmax(-1, keepdim=True).clamp_max(self.vocabulary - 1)
+            cache = next_cache(outputs)
+            keep = torch.cat([text.keep, torch.ones_like(new, dtype=torch.bool)], 1)
+            text = replace(text, ids=torch.cat([text.ids, new], 1), keep=keep)
+
     def _continue_text(self) -> None:
         """Let both continue a text, each by its own tokens: errors add up in words."""
         ids = self.windows[:1, : min(PROMPT, self.windows.shape[1])]
@@ -727,15 +741,10 @@ class TextProof(Proof):
         if room < 1:
             return
         theirs = [int(last.argmax(-1)) for _, last in self.reference.generate(ids, torch.ones_like(ids), room)]
-        ours: list[int] = []
-        cache, new, read = self.graph.empty_cache(1) if self.graph else {}, ids, ids
-        for _ in range(room):
-            outputs = self._run(complete_inputs({"input_ids": new, "attention_mask": torch.ones_like(read)}) | cache)
-            if isinstance(outputs, str):
-                return
-            new, cache = outputs["logits"][:, -1:].argmax(-1), next_cache(outputs)
-            read = torch.cat([read, new], 1)
-            ours.append(int(new))
+        given, _ = self._generate(TextCase(ids, torch.ones_like(ids, dtype=torch.bool), "none"), room)
+        if isinstance(given, str):
+            return
+        ours = given["logits"][0].argmax(-1).tolist()
         same = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), room)
         texts = _decode(self.folder, [ids[0].tolist(), ours, theirs])
         self.continuations.append(

@@ -18,6 +18,7 @@ from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.versions import versions
 from ckpt_prune.onnx.session import DATA, Provider
 from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.writing import get_bytes
 from ckpt_prune.options.graphs import TaskName
 
 R = TypeVar("R", bound=BaseModel)
@@ -176,7 +177,7 @@ def describe_ports(values: Any) -> list[Port]:
 def hash_tensors(graph: onnx_ir.Model) -> dict[str, str]:
     """Initializer → sha256 of its bytes."""
     return {
-        name: hashlib.sha256(value.const_value.tobytes()).hexdigest()
+        name: hashlib.sha256(get_bytes(value.const_value)).hexdigest()
         for name, value in graph.graph.initializers.items()
         if value.const_value is not None
     }

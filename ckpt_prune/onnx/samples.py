@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.demo import corpus
 from ckpt_prune.evaluation.image_classes import class_names
 from ckpt_prune.evaluation.whole_model import config_of, read_config
@@ -33,8 +34,8 @@ FEW_WINDOWS = 1
 """Enough for a graph that is held to a tolerance: its perplexity is compared, not estimated."""
 ROUNDING_SAMPLES = 32
 """Windows, or images, that rounding is measured on."""
-CHARACTERS = 400_000
-"""Of the standard library's text: enough windows for any tokenizer."""
+PER_TOKEN = 16
+"""Characters of the standard library's text that are read for each token: enough with any tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +98,18 @@ def _choose_text(
         raise UserError(f"--window {window} is longer than the model's context of {context} tokens: give at most that")
     what = ", ".join(path.name for path in options.text)
     generates = task.name == "text-generation"
+    limit = count + ROUNDING_SAMPLES if rounded else count
     try:
         tokenizer = load_tokenizer(folder)
         if options.text:
             text = read_text(options.text, tokenizer)
         else:
-            text, what = _read_python_sources()
+            text, what = _read_python_sources(PER_TOKEN * limit * window)
         # An encoder reads whole texts, between special tokens of its tokenizer.
         frame = 0 if generates else count_frame_tokens(tokenizer)
         if window < frame + 2:
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
         stream = tokenise_text(tokenizer, text, bos="auto" if generates else "never")
-        limit = count + ROUNDING_SAMPLES if rounded else count
         windows = cut_windows(stream, window=window, limit=limit, frame=frame)
         windows = add_frame(windows, tokenizer) if frame else windows
         check_vocabulary(windows, config)
@@ -121,17 +122,23 @@ def _choose_text(
     return ProofSamples(windows=windows, for_rounding=others if len(others) else windows, description=description)
 
 
-def _read_python_sources() -> tuple[str, str]:
-    """Modules of the standard library that the demo's model was not trained on, and a line that says what they are."""
+def _read_python_sources(characters: int) -> tuple[str, str]:
+    """Modules of the standard library that the demo's model was not trained on, and a line that says what they are.
+
+    Args:
+        characters: so many at least, if there are as many.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     try:
         for path in corpus.list_modules(root):
-            if corpus.is_held_out(path.relative_to(root).as_posix()) and sum(map(len, texts)) < CHARACTERS:
+            if corpus.is_held_out(path.relative_to(root).as_posix()) and sum(map(len, texts)) < characters:
                 texts.append(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError as error:
         raise UserError(str(error)) from error
-    return "\n".join(texts), f"{len(texts)} Python sources of this machine's standard library, no --text being given"
+    return "\n".join(
+        texts
+    ), f"{plural(len(texts), 'Python source')} of this machine's standard library, no --text being given"
 
 
 def _choose_images(

@@ -2,11 +2,11 @@
 
 import contextlib
 import copy
-import gc
 import inspect
 import io
 import logging
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -24,11 +24,13 @@ from torch._dynamo import config as dynamo_config
 from torch.export import Dim
 from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
 from transformers import Cache, DynamicCache
+from transformers.exporters import utils as exporter_utils
 from transformers.exporters.configs import OnnxConfig
 from transformers.exporters.exporter_onnx import OnnxExporter
 
 from ckpt_prune._version import __version__
 from ckpt_prune.checkpoint.staging import write_atomically
+from ckpt_prune.common.collection import without_collection
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import context_length
 from ckpt_prune.model.skeleton import quiet_transformers
@@ -142,7 +144,7 @@ def trace_model(model: Any, task: Task, *, opset: int | None, fusions: str | Non
     config = OnnxConfig(dynamic=True, dynamic_shapes=example.dynamic, opset_version=opset, ort_fusions=fusions)
     output = io.StringIO()
     try:
-        with _capture(output), quiet_transformers(), _without_garbage_collection(), _without_stack_traces(), _faster():
+        with _capture(output), quiet_transformers(), without_collection(), _without_stack_traces(), _faster():
             graph = _trace_once(model, example, config, cached=task.cached)
             if graph is None:
                 graph = _trace_whole(model, example, config)
@@ -217,18 +219,6 @@ def _capture(into: io.StringIO) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Looking through millions of objects for garbage is a tenth of the time of tracing."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@contextlib.contextmanager
 def _without_stack_traces() -> Iterator[None]:
     """Looking up where in Python each node comes from is a tenth of the time, and no graph keeps it."""
     config = torch.fx.config
@@ -242,12 +232,30 @@ def _without_stack_traces() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _faster() -> Iterator[None]:
-    """Trace in two thirds of the time: without remembering operators by their shapes, and parsing all of them once.
+    """Trace in two thirds of the time: remember no operators by their shapes, parse all once, import no other models.
 
     Sizes are symbols, so that hardly two calls are alike, and to look for a call takes longer than to work it out.
     """
     parsed_once = patch.object(onnxscript_apis, "get_torchlib_ops", _parse_operators)
-    with dynamo_config.patch(fake_tensor_cache_enabled=False), parsed_once:
+    with dynamo_config.patch(fake_tensor_cache_enabled=False), parsed_once, _without_other_models():
+        yield
+
+
+@contextlib.contextmanager
+def _without_other_models() -> Iterator[None]:
+    """Keep the exporter from importing forty models that are not traced in order to patch them."""
+    find = getattr(exporter_utils, "import_dotted_path", None)  # since transformers 5.24
+    if find is None:
+        yield
+        return
+
+    def find_imported(path: str, missing_ok: bool = False) -> Any:
+        module = ".".join(path.split(".")[:4])
+        if missing_ok and path.startswith("transformers.models.") and module not in sys.modules:
+            return None
+        return find(path, missing_ok)
+
+    with patch.object(exporter_utils, "import_dotted_path", find_imported):
         yield
 
 

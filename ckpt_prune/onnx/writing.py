@@ -1,11 +1,13 @@
 """Writing a graph with its weights inside, one weight at a time."""
 
+import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir
 
-_GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9
+GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
 """Numbers of fields: `graph` of ModelProto, `initializer` of GraphProto, `raw_data` of TensorProto."""
 
 
@@ -28,18 +30,27 @@ def write_graph(model: onnx_ir.Model, path: Path) -> None:
         tensor = weight.const_value
         assert tensor is not None
         head = onnx.TensorProto(name=weight.name or "", data_type=int(tensor.dtype), dims=list(tensor.shape.numpy()))
-        start = head.SerializeToString() + _start(_RAW_DATA, tensor.nbytes)
-        parts.append((_start(_INITIALIZER, len(start) + tensor.nbytes) + start, tensor))
+        start = head.SerializeToString() + start_field(RAW_DATA, tensor.nbytes)
+        parts.append((start_field(INITIALIZER, len(start) + tensor.nbytes) + start, tensor))
     with path.open("wb") as file:
         file.write(message.SerializeToString())
-        file.write(_start(_GRAPH, len(nodes) + sum(len(start) + tensor.nbytes for start, tensor in parts)))
+        file.write(start_field(GRAPH, len(nodes) + sum(len(start) + tensor.nbytes for start, tensor in parts)))
         file.write(nodes)
         for start, tensor in parts:
             file.write(start)
-            file.write(tensor.tobytes())
+            file.write(get_bytes(tensor))
 
 
-def _start(number: int, size: int) -> bytes:
+def get_bytes(tensor: onnx_ir.TensorProtocol) -> bytes | memoryview:
+    """Return the bytes that a tensor is stored as, without a copy of those that lie in memory like that."""
+    array = tensor.numpy()
+    whole = array.dtype.itemsize * array.size == tensor.nbytes  # not several elements in a byte
+    if whole and array.flags.c_contiguous and sys.byteorder == "little":
+        return array.reshape(-1).view(np.uint8).data
+    return tensor.tobytes()
+
+
+def start_field(number: int, size: int) -> bytes:
     """The key of a field of bytes, and their number as a varint."""
     prefix = bytearray([number << 3 | 2])
     while size > 127:

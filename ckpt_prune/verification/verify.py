@@ -1,7 +1,7 @@
 """Proving that a checkpoint is whole: it loads, it is finite, and it is what its report says it is."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
-from ckpt_prune.common.errors import UserError, one_line, refuse_unreadable
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.progress import track
 from ckpt_prune.conversion.stock_checkpoint import find_conversion
@@ -31,6 +31,7 @@ from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.model.supported import attach_description
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.stages.report import Report, find_report
+from ckpt_prune.verification.check import Check, run_check
 from ckpt_prune.verification.equality import read_dense_at_depth
 from ckpt_prune.verification.kept_stream import check_head
 from ckpt_prune.verification.kept_weights import check_kept
@@ -77,15 +78,6 @@ _MISREAD = (
 )
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing that was checked. `passed` is None if there was nothing to check it against."""
-
-    name: str
-    passed: bool | None
-    detail: str
-
-
 def verify(folder: Path, against: Path | None = None, family: Path | None = None) -> list[Check]:
     """Check a checkpoint; with `against` also that what stays is what the dense model had.
 
@@ -118,16 +110,6 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
     if part.within is not None and dense is not None:
         checks.append(run_check("other parts", lambda: _check_other_parts(part, dense)))
     return checks
-
-
-def run_check(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
-    """Run a check; a UserError in it is its failure."""
-    try:
-        passed, detail = check()
-    except UserError as error:
-        refuse_unreadable(error)
-        passed, detail = False, str(error)
-    return Check(name, passed, detail)
 
 
 def run_side_file_check(folder: Path) -> list[Check]:

@@ -21,7 +21,8 @@ from ckpt_prune.stages.quantize.packing import packed_shapes, require_library, u
 from ckpt_prune.stages.quantize.record import QuantizationRecord, QuantizedWeights, read_record
 from ckpt_prune.stages.quantize.rounding import codes_of, weights_of
 from ckpt_prune.stages.report import find_report
-from ckpt_prune.verification.verify import Check, check_digests, run_check, run_side_file_check
+from ckpt_prune.verification.check import Check, run_check
+from ckpt_prune.verification.verify import check_digests, run_side_file_check
 
 
 def is_quantized(folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """Inputs that a model is traced with: no size that a tracer could take for a constant, and every axis dynamic."""
 
+import sys
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,14 @@ import torch
 from torch import nn
 from torch.export import Dim
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.exporters import utils as exporter_utils
 
 from ckpt_prune.benchmarking.runners import TorchTimer
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.reference import Reference
 from ckpt_prune.onnx.tasks import Task
-from ckpt_prune.onnx.tracing import get_image_size, make_example, trace_model
+from ckpt_prune.onnx.tracing import _without_other_models, get_image_size, make_example, trace_model
 from tests import families
 from tests.pairs import choose_cases
 
@@ -163,3 +165,19 @@ def test_a_model_that_fails_over_a_cache():
     assert str(error.value) == "Broken keeps other things than keys and values of earlier tokens: say --no-cache"
     # Without one it is not run before it is traced.
     make_example(Broken(), Task("text-generation", "text", False))
+
+
+@pytest.mark.skipif(
+    not hasattr(exporter_utils, "import_dotted_path"), reason="transformers before 5.24 imports them elsewhere"
+)
+def test_models_that_are_not_loaded_are_not_imported_to_be_patched(monkeypatch):
+    other, loaded = "transformers.models.rwkv.modeling_rwkv", "transformers.models.llama.modeling_llama"
+    find = exporter_utils.import_dotted_path
+    assert find(loaded, missing_ok=True) is not None
+    monkeypatch.delitem(sys.modules, other, raising=False)
+    with _without_other_models():
+        assert exporter_utils.import_dotted_path(other, missing_ok=True) is None
+        assert other not in sys.modules
+        assert exporter_utils.import_dotted_path(loaded, missing_ok=True) is sys.modules[loaded]
+        assert exporter_utils.import_dotted_path("torch.nn", missing_ok=True) is torch.nn
+    assert exporter_utils.import_dotted_path is find

@@ -5,7 +5,7 @@ import numpy as np
 import onnx
 import onnx_ir
 
-from ckpt_prune.onnx.writing import write_graph
+from ckpt_prune.onnx.writing import get_bytes, write_graph
 
 
 def test_protobuf_reads_the_same_message(tmp_path):
@@ -39,3 +39,13 @@ def test_protobuf_reads_the_same_message(tmp_path):
         proto.graph.ClearField("initializer")
         proto.graph.ClearField("value_info")  # types of weights, which stand in the weights too
     assert loaded == expected
+
+
+def test_bytes_are_those_that_are_stored():
+    matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
+    arrays = [matrix, matrix.T, np.array(1.5), np.zeros((0, 2)), np.arange(5).astype(ml_dtypes.bfloat16)]
+    tensors = [onnx_ir.tensor(array) for array in arrays]
+    tensors.append(onnx_ir.tensor(np.arange(6).astype(ml_dtypes.uint4)))  # two to a byte
+    for tensor in tensors:
+        assert bytes(get_bytes(tensor)) == tensor.tobytes()
+    assert len(get_bytes(tensors[-1])) == 3

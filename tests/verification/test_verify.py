@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.verification import verify as verifying
-from ckpt_prune.verification.verify import Check, run_check
+from ckpt_prune.verification.check import Check, run_check
 
 
 def _refuse(number: int, path: str) -> tuple[bool, str]:

@@ -1,0 +1,25 @@
+"""One thing that was checked, and how it went."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt_prune.common.errors import UserError, refuse_unreadable
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was checked. `passed` is None if there was nothing to check it against."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+def run_check(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
+    """Run a check; a UserError in it is its failure."""
+    try:
+        passed, detail = check()
+    except UserError as error:
+        refuse_unreadable(error)
+        passed, detail = False, str(error)
+    return Check(name, passed, detail)
