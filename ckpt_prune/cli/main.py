@@ -13,8 +13,8 @@ import click
 from ckpt_prune._version import __version__
 from ckpt_prune.cli.stopping import exit_code, raise_interruptions, stoppable
 from ckpt_prune.common.errors import UserError, to_memory_error, to_user_error
-from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.safe_text import escape_output, to_one_line
+from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.parallel.torchrun import is_started_by_torchrun, join_processes
 
 # Threads that spin while they wait cost minutes on a busy machine (the demo took 190 s next to one busy process, and

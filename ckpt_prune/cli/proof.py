@@ -80,7 +80,7 @@ def graph_lines(validation: Validation) -> list[str]:
             lines.append(
                 f"{metric.name} {ours} in onnxruntime, {theirs} in PyTorch{where} ({metric.of}){rounded}{failed}"
             )
-    lines += [_describe_continuation(each) for each in validation.continuations]
+    lines += [describe_continuation(each) for each in validation.continuations]
     lines += [f"{check.name} FAILED: {check.detail}" for check in validation.checks if check.passed is False]
     skipped = [check for check in validation.checks if check.passed is None]
     lines += [f"{check.name}: {check.detail}" for check in skipped]
@@ -107,11 +107,12 @@ def _alike(metric: Metric) -> str:
     return f": {', '.join(parts)}"
 
 
-def _describe_continuation(each: Continuation) -> str:
-    return (
-        f"after {each.prompt!r} the first {each.same} of {each.tokens} tokens are the same: onnxruntime "
-        f"{each.onnxruntime!r}, PyTorch {each.pytorch!r}"
-    )
+def describe_continuation(each: Continuation) -> str:
+    """Two continuations of a text, to be read: a rounded graph may choose other words, and no limit is put on that."""
+    start = f"an example, not a check: after {each.prompt!r} onnxruntime goes on {each.onnxruntime!r}"
+    if each.same == each.tokens:
+        return f"{start}, as PyTorch does"
+    return f"{start}, PyTorch {each.pytorch!r} (other words from token {each.same + 1} of {each.tokens} on)"
 
 
 def _row(case: Case) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from ckpt_prune.common.formatting import did_you_mean
+from ckpt_prune.common.similar_names import did_you_mean
 
 
 class OneOf:

@@ -1,7 +1,4 @@
-"""Numbers and hints as people read them."""
-
-import difflib
-from collections.abc import Iterable
+"""Numbers as people read them."""
 
 
 def human_bytes(count: int) -> str:
@@ -54,10 +51,3 @@ def format_distinctly(value: float, limit: float, form: str, digits: int) -> tup
         if texts[0] != texts[1]:
             return texts
     return f"{value:.{digits}{form}}", f"{limit:.{digits}{form}}"
-
-
-def did_you_mean(given: str, known: Iterable[str], most: int = 1) -> str:
-    """Return `did you mean 'x'? ` with the known names that are nearest to what was given, or an empty string."""
-    names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(given.lower(), names, n=most)
-    return f"did you mean {' or '.join(repr(names[name]) for name in near)}? " if near else ""

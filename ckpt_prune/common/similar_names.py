@@ -4,13 +4,22 @@ import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-_NEAR = 0.75
-"""Likeness of names that are suggested (`difflib`): one letter more or less in four."""
+NEAR = 0.75
+"""Likeness of names that are suggested (`difflib`) where there are many: one letter more or less in four."""
+_NEAR_ENOUGH = 0.6
+"""Where there are few names, and the one that is nearest is most likely meant."""
 
 
-def similar_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that are much like a name, the nearest first: three at most."""
-    return difflib.get_close_matches(name, list(known), cutoff=_NEAR)
+def similar_names(name: str, known: Iterable[str], most: int = 3, likeness: float = NEAR) -> list[str]:
+    """Return the known names that are much like a name, in small or capital letters, the nearest first."""
+    names = {each.lower(): each for each in known}
+    return [names[each] for each in difflib.get_close_matches(name.lower(), names, most, likeness)]
+
+
+def did_you_mean(given: str, known: Iterable[str], most: int = 1, likeness: float = _NEAR_ENOUGH) -> str:
+    """Return `did you mean 'x'? ` with the known names that are nearest to what was given, or an empty string."""
+    near = similar_names(given, known, most, likeness)
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def similar_siblings(missing: Path, is_meant: Callable[[Path], bool]) -> list[Path]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_prune.common.formatting import did_you_mean
+from ckpt_prune.common.similar_names import did_you_mean
 
 _WORDS = {
     "int_parsing": "is not a whole number",

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError, one_line
-from ckpt_prune.common.formatting import did_you_mean
+from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import load_tokenizer
 

@@ -14,7 +14,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.similar_names import similar_names
+from ckpt_prune.common.similar_names import NEAR, did_you_mean
 from ckpt_prune.model.blocks import one_block_config
 from ckpt_prune.model.descriptions import (
     FUNCTION_KEYS,
@@ -117,8 +117,8 @@ def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
 
 def _check_transformers_has(model_type: str) -> None:
     if model_type not in CONFIG_MAPPING:
-        near = similar_names(model_type, known_families())
-        meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+        hint = did_you_mean(model_type, known_families(), most=3, likeness=NEAR).rstrip()
+        meant = f" ({hint})" if hint else ""
         raise UserError(
             f"model_type {model_type!r} is known neither here nor to transformers {transformers.__version__}{meant}; a "
             f"newer transformers may have it; {_PAGES}"

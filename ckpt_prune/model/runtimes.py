@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 from ckpt_prune.checkpoint.quantised import QUANTISATION_KEY, is_packed, weight_settings
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.graph_types import GGUF_FILES, GGUF_ROWS, GRAPH_FILES, GraphType
+from ckpt_prune.common.similar_names import did_you_mean
 
 Change = Literal[
     "zeros", "few bits", "widths", "heads", "biases", "low rank", "qk", "rotary", "values", "slicing", "rotations"

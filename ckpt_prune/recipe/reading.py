@@ -9,8 +9,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.formatting import did_you_mean
 from ckpt_prune.common.ratios import suggest_percentage
+from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.common.value_words import explain_value, message_of
 from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.common.zero_patterns import UNSTRUCTURED

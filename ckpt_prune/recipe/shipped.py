@@ -10,7 +10,7 @@ import yaml
 
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.formatting import did_you_mean
+from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.records import Origin
 

@@ -441,8 +441,7 @@ reading = pytest.mark.parametrize("command", READING.values(), ids=READING)
         (
             "short.txt",
             b"the cat",
-            "the text is too short for one window: it has 8 tokens, a window takes 16; give more text, or say "
-            "--window 8",
+            "the text is too short for one window: it has 8 tokens, a window takes 16; give more text",
         ),
     ],
 )

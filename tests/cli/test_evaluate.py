@@ -104,7 +104,7 @@ def test_windows_that_do_not_fit(place):
     )
     Path("short.txt").write_text("the cat")
     assert read_refusal("evaluate", "dense", "--text", "short.txt", "--window", "16") == (
-        "the text is too short for one window: it has 8 tokens, a window takes 16; give more text, or say --window 8"
+        "the text is too short for one window: it has 8 tokens, a window takes 16; give more text"
     )
 
 

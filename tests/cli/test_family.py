@@ -140,4 +140,4 @@ def test_a_family_like_none(arcee):
         f"may have it; {pages}"
     )
     set_config("arcee", model_type="lama")
-    assert " (did you mean llama?); a newer " in read_refusal("inspect", "arcee")
+    assert " (did you mean 'llama'?); a newer " in read_refusal("inspect", "arcee")

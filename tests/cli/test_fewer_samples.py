@@ -25,8 +25,8 @@ def test_more_than_there_are(place, many):
     assert calibrate("--samples", many) == (USED + many, 98)
 
 
-def test_no_window_is_an_error_with_the_remedy_that_works(place):
+def test_no_window_is_an_error_and_a_shorter_one_works(place):
     Path("short.txt").write_text("the cat")
     message = read_refusal("calibrate", "dense", "--text", "short.txt", "-o", "own")
-    assert message.endswith("it has 8 tokens, a window takes 32; give more text, or say --window 8")
+    assert message.endswith("it has 8 tokens, a window takes 32; give more text")
     ok("calibrate", "dense", "--text", "short.txt", "--window", "8", "-o", "own")

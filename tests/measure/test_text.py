@@ -248,9 +248,13 @@ class TestWindows:
     def test_a_window_has_room_for_its_frame(self, cut):
         assert torch.equal(cut(torch.arange(26), frame=2), torch.arange(24).view(3, 8))
         start = "the text is too short for one window: it has "
-        remedy = "give more text, or say --window 9"
-        assert refusal(cut, torch.arange(7), frame=2) == f"{start}7 tokens, a window takes 8; {remedy}"
+        assert refusal(cut, torch.arange(7), frame=2) == f"{start}7 tokens, a window takes 8; give more text"
         assert refusal(cut, torch.arange(1)) == f"{start}1 tokens, a window takes 10; give more text"
+
+    def test_a_shorter_window_is_offered_if_it_says_something(self):
+        for tokens, offered in ((61, ""), (62, ", or say --window 64"), (97, ", or say --window 99")):
+            message = refusal(cut_windows, torch.arange(tokens), window=100, frame=2)
+            assert message.endswith(f"it has {tokens} tokens, a window takes 98; give more text{offered}")
 
     def test_fewer_windows_than_samples_are_all_used(self):
         for choose in ("random", "first"):

@@ -32,6 +32,8 @@ Bos = Literal["auto", "always", "never"]
 
 _MOST_GROWTH = 100
 """Published normalizers replace a space by one character, or a quote by two."""
+SHORTEST_OFFERED = 64
+"""Tokens of a window that is offered where the text is too short: figures of shorter ones say little."""
 SEPARATOR = "\n\n"
 """Stands between two documents; the published WikiText-2 test protocol joins with it too."""
 
@@ -254,7 +256,7 @@ def _cut_all_windows(stream: Tensor, framed_window: int, frame: int) -> Tensor:
         raise UserError(f"window must be at least 2 tokens, not {window}")
     count = len(stream) // window
     if count == 0:
-        shorter = f", or say --window {len(stream) + frame}" if len(stream) > 1 else ""
+        shorter = f", or say --window {len(stream) + frame}" if len(stream) + frame >= SHORTEST_OFFERED else ""
         raise UserError(
             f"the text is too short for one window: it has {len(stream)} tokens, a window takes {window}; "
             f"give more text{shorter}"
