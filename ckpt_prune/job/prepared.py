@@ -17,6 +17,7 @@ from ckpt_prune.job.model_view import Basis, ModelView
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, MaskShares
+from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.containers.choosing import ANY, unprunable_spaces
@@ -52,6 +53,7 @@ class Prepared:
         recipe: what is left to do.
         statistics: of `model`, or None.
         live: samples to measure it on, or None.
+        ends: states behind the blocks of the model as it was measured, or None.
         start: the job before blocks or dimensions went; None while the model is the job's own.
         plan: decisions that were made before, or None.
         ranked: site → its units by every score that may rank them, if they were ranked already.
@@ -77,6 +79,7 @@ class Prepared:
     recipe: Recipe
     statistics: Statistics | None = None
     live: LiveSamples | None = None
+    ends: EndStates | None = None
     start: "Prepared | None" = None
     plan: Plan | None = None
     ranked: Mapping[Site, Sequence[RankedUnits]] | None = None

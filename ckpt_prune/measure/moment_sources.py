@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, select_input_moments
+from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.measure.streams.drift import observe_drift
+from ckpt_prune.measure.streams.drift import ends_block, observe_drift
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
 
@@ -139,6 +140,8 @@ class DriftMoments(SequentialMoments):
         read_block: reads the on-disk tensors of a block of the dense model.
         gram, true_sequential: as in `SequentialMoments`.
         seen: maps the dense stream to what a narrower pruned one has room for (`observe_drift`).
+        ends: the dense states of all samples behind every block, if they are kept: then the dense block runs only where
+            the stream inside it is needed.
     """
 
     def __init__(
@@ -150,9 +153,11 @@ class DriftMoments(SequentialMoments):
         *,
         true_sequential: bool,
         seen: Callable[[Tensor], Tensor] | None = None,
+        ends: EndStates | None = None,
     ) -> None:
         super().__init__(stream, gram, true_sequential=true_sequential)
-        self.dense, self._read_block, self._seen = dense, read_block, seen
+        self.dense, self._read_block, self._seen, self._ends = dense, read_block, seen, ends
+        self._is_pre_norm: bool | None = None
         self._groups: list[list[Any]] = []
         self._passed = False
 
@@ -165,10 +170,12 @@ class DriftMoments(SequentialMoments):
     def moments(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> dict[Key, SpaceMoments]:
         """Measure the moments of the block behind the pruned blocks, with drift if a space has a consumer."""
         gram = {key: self._gram[key] for key in keys}
-        dense = None if self._passed else self._read_block(block)
         later = None
         if keys in self._groups:
             later = [key for group in self._groups[self._groups.index(keys) + 1 :] for key in group]
+        if later is not None and not self._passed and self._needs_end_alone(block, tensors, keys + later):
+            self._go_to_end(block)
+        dense = None if self._passed else self._read_block(block)
         moments, self._passed = observe_drift(
             self.dense, self.stream, block, dense, tensors, gram, later=later, narrow=self._seen
         )
@@ -186,5 +193,23 @@ class DriftMoments(SequentialMoments):
         """Let the outputs of the pruned and of the dense block become the inputs of the next ones."""
         super().advance(block, tensors)
         if not self._passed:
-            self.dense.advance(block, self._read_block(block))
+            self._go_to_end(block)
         self._passed = False
+
+    def _needs_end_alone(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> bool:
+        """Return True if the dense stream behind a block is known, and is all of it that these spaces ask for."""
+        family = self.stream.factory.family
+        spaces = [key for key in keys if key in family.columns]
+        if self._ends is None or any(family.columns[space].consumer == family.attention.output for space in spaces):
+            return False
+        if self._is_pre_norm is None and spaces:
+            self._is_pre_norm = ends_block(self.stream, block, tensors, spaces)
+        return bool(self._is_pre_norm) or not spaces
+
+    def _go_to_end(self, block: int) -> None:
+        """Let the dense stream pass a block that it is at the input of."""
+        if self._ends is None:
+            self.dense.advance(block, self._read_block(block))
+        else:
+            self.dense.states.copy_(self._ends.read(block))
+        self._passed = True

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import preview_job
+from ckpt_prune.stages.spaces.measure_dense import choose_samples, plan_end_states
 
 WORTH_SAYING = 20.0
 """Seconds from which on a run starts with an estimate."""
@@ -93,6 +95,9 @@ def estimate_job(preview: Prepared) -> Estimate:
     if live:
         folds = job.live.folds if job.live is not None else 4 if recipe.needs_folds else 1
         measured = count_statistics_bytes(model, collect=recipe.collect, folds=folds, samples=samples)
+    if job.live is not None and preview.measures_first:
+        kept = plan_end_states(preview, choose_samples(preview, job.live), Path())
+        measured += 0 if kept is None else kept.bytes
     # Before the first block is timed: what that leaves behind is used again.
     peak = _peak(model, samples if live else 0, tokens, _dtype(job), grams="gram" in recipe.collect)
     seconds = None

@@ -31,6 +31,11 @@ def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> Moment
         goal = prepared.plain_view
         if prepared.wide is not None:
             goal = replace(goal, model=prepared.wide)
+        ends, live = prepared.ends, prepared.live_samples
+        if ends is not None and (
+            ends.model is not goal.model or ends.samples is not live.samples or len(ends.rows) < len(live.samples)
+        ):
+            ends = None
         return DriftMoments(
             stream,
             prepared.live_stream(goal),
@@ -38,6 +43,7 @@ def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> Moment
             dict(grams),
             true_sequential=recipe.true_sequential,
             seen=prepared.narrow,
+            ends=ends,
         )
     assert prepared.statistics is not None
     cached = CachedMoments(prepared.statistics, prepared.model)

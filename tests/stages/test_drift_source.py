@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.moment_sources import DriftMoments
 from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.runner.plan import prepare_plan
@@ -145,11 +147,13 @@ def test_two_blocks_are_held_at_most(dense, monkeypatch):
 # ---- how often blocks run ------------------------------------------------------------------------------------------
 
 
-def runs(job: Job, spaces: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, float], list[Any]]:
+def runs(
+    job: Job, spaces: list[str], monkeypatch: pytest.MonkeyPatch, ends: EndStates | None = None
+) -> tuple[dict[str, float], list[Any]]:
     """How often each model's block ran to its attention and to its end, and the moments, block by block."""
     source = DriftMoments(
         job.live_stream(job.view), job.live_stream(job.plain_view), job.view.block, dict.fromkeys(spaces, True),
-        true_sequential=True,
+        true_sequential=True, ends=ends,
     )  # fmt: skip
     counts: dict[str, float] = {}
     run = HiddenStream.run
@@ -210,6 +214,46 @@ def test_the_dense_block_runs_once_where_its_output_serves_what_is_left(dense, v
                 assert torch.equal(a.drift.cross, b.drift.cross)
                 assert torch.equal(a.drift.sum, b.drift.sum)
                 assert a.drift.energy == b.drift.energy
+
+
+def keep_ends(job: Job, folder: Path) -> EndStates:
+    """The states behind every block of the dense model."""
+    stream, samples = job.live_stream(job.plain_view), job.live.samples
+    ends = EndStates(job.model, samples, range(len(samples)), folder, torch.float64)
+    for block in range(BLOCKS):
+        stream.advance(block, job.plain_view.block(block))
+        ends.write(block, stream.states)
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("variant", "spaces", "begun"),
+    [(PRE_NORM, ["mlp"], 0), (PRE_NORM, ["qk", "mlp"], 0), (PRE_NORM, ["heads", "mlp"], 1), (POST_NORM, ["mlp"], 1)],
+    ids=["mlp", "qk too", "heads too", "post-norm"],
+)
+def test_dense_blocks_whose_output_is_known_do_not_run(dense, variant, spaces, begun, monkeypatch, tmp_path):
+    """Unless the stream inside them is asked for. The moments are the same bit for bit."""
+    job = job_on(dense.folder(variant), variant, HALF, true_sequential=True)
+    _, expected = runs(job, spaces, monkeypatch)
+    counts, found = runs(job, spaces, monkeypatch, keep_ends(job, tmp_path))
+    assert counts.get("dense begun", 0) == begun
+    for ours, theirs in zip(found, expected, strict=True):
+        for key in ours.keys() - {"qk"}:
+            for a, b in zip(ours[key], theirs[key], strict=True):
+                assert torch.equal(a.gram, b.gram)
+                assert torch.equal(a.drift.cross, b.drift.cross)
+                assert a.drift.energy == b.drift.energy > 0 or a.drift.energy == b.drift.energy == 0
+
+
+def test_states_that_are_not_kept_are_refused(dense, tmp_path):
+    job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
+    ends = replace(keep_ends(job, tmp_path), rows=range(2, 4))
+    states = torch.arange(24.0).view(6, 2, 2)
+    ends.write(0, states)
+    assert torch.equal(ends.read(0), states[2:4])
+    assert torch.equal(ends.read(0, range(3, 4)), states[3:4])
+    with pytest.raises(ValueError, match="not of"):
+        ends.read(0, range(1, 3))
 
 
 def test_what_the_dense_stream_has_passed_is_refused(dense):

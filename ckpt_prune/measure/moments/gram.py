@@ -22,7 +22,7 @@ def add_gram(gram: Tensor, x: Tensor, scale: float = 1) -> None:
     Tokens in bfloat16 are multiplied as such, if the device is faster so, and added up in float32: no product is
     rounded, and it takes half the time or less.
     """
-    with _multiply_narrowly(x):
+    with multiply_narrowly(x):
         x = x.to(gram.dtype)
         for strip in cut_strips(x.shape[1]):
             gram[strip, : strip.stop].addmm_(x[:, strip].T, x[:, : strip.stop], alpha=scale)
@@ -35,7 +35,7 @@ def product_settings(device: torch.device) -> Any:
 
 
 @contextmanager
-def _multiply_narrowly(x: Tensor) -> Iterator[None]:
+def multiply_narrowly(x: Tensor) -> Iterator[None]:
     """Let float32 products round their factors to bfloat16 if x is in it and that is faster. Sums stay in float32."""
     if x.dtype != torch.bfloat16 or not multiplies_bfloat16(x.device):
         yield

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.finite import all_finite
-from ckpt_prune.measure.moments.gram import add_gram
+from ckpt_prune.measure.moments.gram import add_gram, multiply_narrowly
 from ckpt_prune.measure.moments.precision import Extent, needs_double
 from ckpt_prune.measure.moments.sums import Sums, add_widest
 from ckpt_prune.parallel.group import Group
@@ -59,7 +59,9 @@ class Drift(Sums):
         of_delta = Extent.measure(delta, len(x), wide.sum(0), square.sum(0))
         of_tokens = Extent.measure(x, len(x), *sum_tokens(x)[:2])
         cross = self.cross.double() if needs_double(of_delta, of_tokens) else self.cross
-        cross.addmm_(delta.to(cross.dtype).T, x.to(cross.dtype))
+        # δ is a difference of streams in the type of x, which have rounded it more than that.
+        with multiply_narrowly(x):
+            cross.addmm_(delta.to(cross.dtype).T, x.to(cross.dtype))
         return type(self)(cross, self.sum + wide.sum(0), self.energy + float(square.sum()))
 
 

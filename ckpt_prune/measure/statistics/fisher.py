@@ -9,7 +9,7 @@ Expectations are over samples, that of δ over tokens; g and δ are taken as ind
 block (`streams.backward`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,6 +88,7 @@ def measure_fisher(
     watcher: Watcher | None = None,
     ends: EndDistances | None = None,
     rotary: bool = False,
+    known: Callable[[int], Tensor] | None = None,
 ) -> Iterator[tuple[int, dict[str, Fisher]]]:
     """Measure the Fisher metric at every site of the dense model, block by block from the last to the first.
 
@@ -96,14 +97,15 @@ def measure_fisher(
     for the gradients, and the logits of `READOUT_TOKENS` tokens (at least of one sample) for some classes.
 
     All samples are run; a few are enough. `watcher` looks on at every block, `ends` adds up distances between the ends
-    of all of them. `rotary` adds the sites of rotary pairs.
+    of all of them. `rotary` adds the sites of rotary pairs. `known` gives the states that leave a block, if they are
+    known: then none is run forward alone.
 
     Yields:
         Index of a block, and its sites by `Model.moments_name` (on-disk weight of the consumer, or of the query).
     """
     blocks = model.blocks
     stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
-    states = states_at_ends(model, stream, allocate)
+    states = states_at_ends(model, stream, allocate, known)
     if ends is not None:
         ends.begin(stream, states)
     end = states.pop()

@@ -114,7 +114,7 @@ def write_block(folder: Path, block: int, moments: BlockMoments) -> str:
     for weight, folds in moments.items():
         for number, fold in enumerate(folds):
             tensors |= {f"{weight}/{number}/{name}": tensor for name, tensor in _name_tensors(fold).items()}
-    return _write(folder, name_file("block", block), tensors)
+    return write_tensors(folder, name_file("block", block), tensors)
 
 
 def write_fisher(folder: Path, block: int, metrics: Mapping[str, Fisher], curves: BlockCurves | None = None) -> str:
@@ -126,16 +126,17 @@ def write_fisher(folder: Path, block: int, metrics: Mapping[str, Fisher], curves
     tensors = {name: pack_symmetric(own) if own.ndim == 2 else own for name, own in sums.items()}
     for key, pair in (curves or {}).items():
         tensors |= {"/".join((*key, name)): tensor for name, tensor in zip(_CURVES, pair, strict=True)}
-    return _write(folder, name_file("fisher", block), tensors)
+    return write_tensors(folder, name_file("fisher", block), tensors)
 
 
 def write_taylor(folder: Path, block: int, importances: Mapping[str, Taylor]) -> str:
     """Write the importances of one block's units, by on-disk weight, and return the file's SHA-256."""
     tensors = {f"{name}/{order}": getattr(own, order) for name, own in importances.items() for order in _ORDERS}
-    return _write(folder, name_file("taylor", block), tensors)
+    return write_tensors(folder, name_file("taylor", block), tensors)
 
 
-def _write(folder: Path, name: str, tensors: dict[str, Tensor]) -> str:
+def write_tensors(folder: Path, name: str, tensors: dict[str, Tensor]) -> str:
+    """Write a file of tensors and return its SHA-256."""
     with disk_failures(folder / name):
         try:
             save_file(tensors, folder / name)

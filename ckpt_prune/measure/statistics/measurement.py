@@ -23,6 +23,7 @@ from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD, Taylor
 from ckpt_prune.measure.moments.logits import choose_form, packed_width
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.samples.shards import share_samples
+from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.files import INDEX, STATISTICS, Collect
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.measure.statistics.folder import (
@@ -162,13 +163,14 @@ def measure_into(
     skeleton: nn.Module | None = None,
     journal: Journal | None = None,
     active_above: float = ACTIVE_THRESHOLD,
+    ends: EndStates | None = None,
 ) -> Statistics:
     """Measure the dense model's moments over samples into a folder that exists. One block is in memory at a time.
 
     `seed` of the choice of samples is for the record, `folds` are contiguous runs of samples whose moments are kept
     apart, and inputs count as active above the absolute value `active_above`. `skeleton` is the model on the meta
     device, if it is not the stock one of its config. Every block is entered in the journal when it is measured;
-    blocks that are in it are run, but not measured again.
+    blocks that are in it are run, but not measured again. `ends` keeps hidden states behind every block.
     """
     family, checkpoint, blocks, group = model.family, model.checkpoint, model.blocks, process_group()
     run: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate, "group": group}
@@ -198,14 +200,20 @@ def measure_into(
     def write_units(block: int, importances: Mapping[str, Taylor]) -> None:
         files[name_file("taylor", block)] = write_taylor(folder, block, importances)
 
+    def keep(block: int) -> None:
+        if ends is not None:
+            ends.write(block, stream.states)
+
     for block, tensors in track(read_ahead(model.read_block, range(blocks)), "calibrating", total=blocks):
         if _entry(block) in done:
             stream.advance(block, tensors)
             files[name_file("block", block)] = done[_entry(block)]
+            keep(block)
             continue
         observed = stream.observe(block, tensors, gram if block in model.spaced_blocks else {}, advance=True)
         named = {model.moments_name(block, key): moments for key, moments in observed.items()}
         group.on_first(partial(write, block, named))
+        keep(block)
     if "taylor" in collect:
         for block, importances in measure_taylor(model, samples, **run):
             group.on_first(partial(write_units, block, importances))

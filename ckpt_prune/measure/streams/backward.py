@@ -4,7 +4,7 @@ One pass forward keeps the states at the ends of all blocks. One pass backward t
 gradient. Both are linear in depth.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,15 +41,19 @@ class BackwardBatch:
     gradients: Mapping[str, Tensor]
 
 
-def states_at_ends(model: Model, stream: HiddenStream, allocate: Allocate) -> list[Tensor]:
+def states_at_ends(
+    model: Model, stream: HiddenStream, allocate: Allocate, known: Callable[[int], Tensor] | None = None
+) -> list[Tensor]:
     """Return hidden states that enter the first block and that leave every block, (N, T, hidden) each.
 
-    The stream is at the first block, and stays there.
+    The stream is at the first block, and stays there. `known` gives those that leave a block, if they are known.
     """
-    states = [stream.states]
+    states, shape, dtype = [stream.states], tuple(stream.states.shape), stream.states.dtype
+    if known is not None:
+        return states + [allocate(shape, dtype).copy_(known(block)) for block in range(model.blocks)]
     blocks = read_ahead(model.read_block, range(model.blocks))
     for block, tensors in track(blocks, "gradients: states", total=model.blocks):
-        states.append(allocate(tuple(stream.states.shape), stream.states.dtype))
+        states.append(allocate(shape, dtype))
         module = stream.factory.build_block(block, tensors)
         stream.pass_through(module, block, states[-2], states[-1])
     return states

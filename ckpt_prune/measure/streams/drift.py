@@ -42,7 +42,7 @@ def observe_drift(
     of linear modules that no space names, are those of `HiddenStream.observe`.
 
     Both blocks run batch by batch, one after the other, and no further than is needed; two blocks and two streams are
-    held. δ is computed in float64.
+    held. δ is computed in float64, or in float32 of streams in half precision.
 
     Args:
         dense: stream of the dense model at the input of the block, or at its output.
@@ -96,7 +96,7 @@ def observe_drift(
                 if number is not None and tokens is None:
                     continue
                 target = _rows(dense.states[rows].to(dense.factory.device)) if theirs is None else theirs.after(space)
-                target = target if narrow is None else narrow(target)
+                target = target if narrow is None else narrow(target.double())
                 delta = ours.unscale(space, target - ours.after(space))
                 if experts is not None and tokens is not None:
                     # Experts that see a token share what there is to make up for.
@@ -116,6 +116,15 @@ def observe_drift(
             folds_ = select_input_moments(moments[space])
             moments[space] = tuple(replace(fold, drift=fold.drift or none) for fold in folds_)
     return moments, passed
+
+
+@torch.no_grad()
+def ends_block(stream: HiddenStream, index: int, tensors: Mapping[str, Tensor], spaces: Collection[SpaceName]) -> bool:
+    """Return True if the residual stream after each of these spaces is the output of their block. It runs once."""
+    residual = Residual(stream, index, tensors, spaces)
+    residual.whole = True
+    residual.run(stream.batches[0][1])
+    return all(residual.ends(space) for space in spaces)
 
 
 class Residual:
@@ -236,5 +245,7 @@ class Residual:
 
 
 def _rows(states: Tensor) -> Tensor:
-    # (..., d) as (tokens, d) float64: some blocks fold samples and tokens together before their mlp.
-    return states.reshape(-1, states.shape[-1]).double()
+    # (..., d) as (tokens, d): some blocks fold samples and tokens together before their mlp. Sums of two numbers of
+    # half the digits lose nothing in float32.
+    dtype = torch.float32 if states.dtype in (torch.bfloat16, torch.float16) else torch.float64
+    return states.reshape(-1, states.shape[-1]).to(dtype)

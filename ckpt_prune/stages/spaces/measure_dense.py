@@ -15,10 +15,11 @@ from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.measure.samples.samples import SpreadSamples
+from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.folder import Statistics, record_effects
 from ckpt_prune.measure.statistics.measurement import check_folds, count_statistics_bytes, measure_into
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+from ckpt_prune.stages.spaces.effects.gradients import add_gradients, gradient_rows
 from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
 
 STATISTICS, EFFECTS = "statistics", "effects"
@@ -39,7 +40,11 @@ def measure_dense(prepared: Prepared, run: Run) -> Prepared:
         return prepared
     with run.timer.time("measuring"), phase("calibration"):
         live = choose_samples(prepared, prepared.live)
-        return replace(prepared, statistics=measure_first(prepared, live, run.scratch, run.journal))
+        ends = plan_end_states(prepared, live, run.scratch)
+        if run.journal is not None and STATISTICS in run.journal.entries and ends is not None and not ends.complete:
+            ends = None  # several processes began this run
+        statistics = measure_first(prepared, live, run.scratch, run.journal, ends)
+        return replace(prepared, statistics=statistics, ends=ends)
 
 
 def choose_samples(prepared: Prepared, live: LiveSamples) -> LiveSamples:
@@ -54,6 +59,25 @@ def choose_samples(prepared: Prepared, live: LiveSamples) -> LiveSamples:
     samples = live.samples
     count = max(LEAST_WINDOWS, math.ceil(TOKENS_PER_INPUT * prepared.model.widest_consumer / samples.tokens))
     return replace(live, samples=SpreadSamples(samples, count)) if count < len(samples) else live
+
+
+def plan_end_states(prepared: Prepared, live: LiveSamples, folder: Path) -> EndStates | None:
+    """Return what to keep of the states behind the blocks of the unpruned model while it is measured on `live`.
+
+    Of all samples, if the drift from them is measured as well; else of those that gradients are taken of. None if they
+    serve nothing, or several processes share the samples.
+    """
+    recipe, model, count = prepared.recipe, prepared.model, len(live.samples)
+    drifts = prepared.sequential and recipe.target == "drift" and not recipe.changes_model
+    if process_group().size > 1:
+        return None
+    if drifts and live is prepared.live:
+        rows = range(count)
+    elif recipe.weighed_by_effect and prepared.ranked is None:
+        rows = gradient_rows(model, count, live.folds)
+    else:
+        return None
+    return EndStates(model, live.samples, rows, folder, live.compute_dtype)
 
 
 def measure_and_choose(prepared: Prepared, run: Run, choose: Choose) -> Prepared:
@@ -74,12 +98,15 @@ def preview_choice(prepared: Prepared, choose: Choose) -> Prepared:
     return replace(prepared, decided=alike.decided, planned=alike.planned, foreseen=True, shape_known=shape_known)
 
 
-def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: Journal | None) -> Statistics:
+def measure_first(
+    prepared: Prepared, live: LiveSamples, folder: Path, journal: Journal | None, ends: EndStates | None = None
+) -> Statistics:
     """Measure moments of the unpruned model, and effects of errors on its output if widths are weighed by them.
 
     Args:
         folder: for the statistics; it is made.
         journal: of the run, to record finished work in; None if the work is not to be resumed.
+        ends: keeps the states behind every block.
     """
     recipe, group = prepared.recipe, process_group()
     data: dict[str, Any] = {"device": prepared.device, "compute_dtype": live.compute_dtype, "allocate": live.allocate}
@@ -91,7 +118,7 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
         needed = count_statistics_bytes(
             prepared.model, collect=recipe.collect, folds=live.folds, samples=len(live.samples)
         )
-        check_free_space(folder, needed, "statistics need")
+        check_free_space(folder, needed + (0 if ends is None else ends.bytes), "statistics need")
 
     if STATISTICS in done:
         statistics = Statistics(folder)
@@ -108,6 +135,7 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
             **data,
             skeleton=None if prepared.stored is None else prepared.stored.skeleton(),
             journal=journal,
+            ends=ends,
         )
         _record(journal, STATISTICS)
     if not recipe.weighed_by_effect or prepared.ranked is not None:
@@ -117,7 +145,7 @@ def measure_first(prepared: Prepared, live: LiveSamples, folder: Path, journal: 
         # An interrupted pass back has to start at the last block again: the index tells only of the whole.
         with phase("gradients"):
             distances = prepared.job.recipe.at_its_size.changes_model
-            statistics = add_gradients(prepared.model, statistics, live.samples, distances=distances, **how)
+            statistics = add_gradients(prepared.model, statistics, live.samples, distances=distances, ends=ends, **how)
     if not measured_singly(prepared.model) or EFFECTS in done:
         return statistics
     with phase("effects"):

@@ -18,6 +18,7 @@ from ckpt_prune.common.phases import phase
 from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.distances import EndDistances
+from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.fisher import LIMITS, Fisher, measure_fisher
 from ckpt_prune.measure.statistics.folder import BlockCurves, Statistics, name_file, record_fisher, write_fisher
 from ckpt_prune.measure.streams.hidden_stream import split_folds
@@ -39,6 +40,12 @@ LEAST_CHANCE = 1e-2
 """Of the mean chance: no token is left out for sure."""
 
 
+def gradient_rows(model: Model, samples: int, folds: int) -> range:
+    """Return the samples that gradients are taken of: the first of the last fold."""
+    last = split_folds(samples, folds)[-1]
+    return range(last.start, min(last.stop, last.start + LIMITS[model.family.modality]))
+
+
 def add_gradients(
     model: Model,
     statistics: Statistics,
@@ -49,6 +56,7 @@ def add_gradients(
     spaces: Collection[SpaceName] | None = None,
     distances: bool = True,
     allocate: Allocate = allocate_in_memory,
+    ends: EndStates | None = None,
 ) -> Statistics:
     """Measure the Fisher metric, and predict effects of dropping units, into statistics that have the Grams.
 
@@ -61,9 +69,11 @@ def add_gradients(
         statistics: of the same model and samples; the result is the same with the metric in it.
         spaces: whose sites are tried; by default those that stand in no other (`Family.consumers`).
         distances: also measure how far runs of blocks move the stream, which decides what blocks go.
+        ends: the states of these samples behind every block, if they are kept.
     """
-    last = split_folds(len(samples), statistics.index.folds)[-1]
-    some = SampleRange(samples, last.start, min(last.stop, last.start + LIMITS[model.family.modality]))
+    rows = gradient_rows(model, len(samples), statistics.index.folds)
+    some = SampleRange(samples, rows.start, rows.stop)
+    known = None if ends is None else partial(ends.read, rows=rows)
     files: dict[str, str] = {}
     refits = Refits(model, statistics, device, tried_out(model, spaces))
     trials = _Trials(refits) if "gram" in statistics.index.collect else None
@@ -77,17 +87,19 @@ def add_gradients(
     def write(block: int, metric: Mapping[str, Fisher], curves: BlockCurves) -> None:
         files[name_file("fisher", block)] = write_fisher(statistics.folder, block, metric, curves)
 
-    ends = EndDistances(len(some)) if distances else None
-    for block, metric in measure_fisher(model, some, device=device, watcher=trials, ends=ends, rotary=rotary, **how):
+    apart = EndDistances(len(some)) if distances else None
+    backward = measure_fisher(model, some, device=device, watcher=trials, ends=apart, rotary=rotary, known=known, **how)
+    for block, metric in backward:
         curves = {} if trials is None else trials.finish(metric, allocate if together_too else None)
         group.on_first(partial(write, block, metric, curves))
     predicted: Predicted = {} if trials is None else trials.predictions
     together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
     if predicted and together_too:
+        end = None if known is None else known(model.blocks - 1)
         with phase("effects"):
-            together, scores = measure_spaces(refits, some, predicted, **how)
-    figures = (predicted, together, scores, None if ends is None else ends.distances)
+            together, scores = measure_spaces(refits, some, predicted, end=end, **how)
+    figures = (predicted, together, scores, None if apart is None else apart.distances)
     return group.once(lambda: record_fisher(statistics, len(some), dict(sorted(files.items())), *figures))
 
 
@@ -113,13 +125,15 @@ class _Trials:
         scores = kind_of(space).candidates
         mine = [score for score in scores if (space, score) in self._mine]
         orders = {score: refits.order(space, score) for score in mine}
-        lost = {}
+        lost, first = {}, {score: score for score in mine}
         if not all(_is_wide(order) for order in orders.values()):
-            lost = {score: [refits.lost(space, score, count).float() for count in counts] for score in mine}
+            first = {score: next(other for other in mine if _are_same(orders[other], orders[score])) for score in mine}
+            apart = dict.fromkeys(first.values())
+            lost = {score: [refits.lost(space, score, count).float() for count in counts] for score in apart}
             orders = {}
         mean = refits.mean(space, scores[0])
         copies = self.refits.model.copies(space)
-        return _Site(counts, lost, None if mean is None else mean.float(), orders, copies)
+        return _Site(counts, lost, None if mean is None else mean.float(), orders, copies, first)
 
     def see(self, space: SpaceName, inputs: Tensor, gradient: Tensor, drawn: DrawnGradients, samples: int) -> None:
         if space in self._sites:
@@ -190,16 +204,22 @@ def _is_wide(order: DropOrder) -> bool:
     return order.basis is None and len(order.columns) > WIDE
 
 
+def _are_same(one: DropOrder, other: DropOrder) -> bool:
+    """Return True if two orders of a site, which drop the same units one after the other, have the same refits."""
+    return one is other or (one.basis is None and other.basis is None and torch.equal(one.columns, other.columns))
+
+
 @dataclass
 class _Site:
     """One site's refits, and what they lose.
 
     Attributes:
         counts: units dropped.
-        lost: score → for each count W − Ŵ, (d_out, d_in) float32, at a site that is not wide.
+        lost: score → for each count W − Ŵ, (d_out, d_in) float32, at a site that is not wide; once for equal orders.
         mean: of the inputs, if a bias makes up for it.
         orders: score → the order of the units, at a wide site: no refit is made there.
         copies: of a unit.
+        first: score → the first one that has the same refits.
     """
 
     counts: list[int]
@@ -207,6 +227,7 @@ class _Site:
     mean: Tensor | None
     orders: Mapping[str, DropOrder]
     copies: int
+    first: Mapping[str, str]
     _sums: dict[str, list[float]] = field(default_factory=dict)
 
     def see(self, inputs: Tensor, gradient: Tensor, drawn: DrawnGradients, samples: int) -> None:
@@ -236,6 +257,7 @@ class _Site:
     def divergences(self, samples: int) -> dict[str, list[tuple[int, float]]]:
         """Return ½ E[(g·δ)²], the mean over samples."""
         return {
-            score: [(count, value / 2 / samples) for count, value in zip(self.counts, sums, strict=True)]
-            for score, sums in self._sums.items()
+            score: [(count, value / 2 / samples) for count, value in zip(self.counts, self._sums[first], strict=True)]
+            for score, first in self.first.items()
+            if first in self._sums
         }

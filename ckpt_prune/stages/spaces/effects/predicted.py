@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.space_kinds import CANDIDATES, kind_of
@@ -38,6 +39,7 @@ def measure_spaces(
     *,
     compute_dtype: torch.dtype,
     allocate: Allocate = allocate_in_memory,
+    end: Tensor | None = None,
 ) -> tuple[dict[SpaceName, list[tuple[int, float]]], dict[SpaceName, str]]:
     """Drop as many units of a space from every block at once, and measure the divergence of the model's own output.
 
@@ -46,13 +48,14 @@ def measure_spaces(
     that is predicted to be best at each site; what stays is refitted as for predictions. In spaces of many units,
     each single score is tried at the first point, too.
 
-    Time: one run of every block for each space and point, one for each single score, and one for the dense model, on
-    texts of at most `SPACING` tokens for each position that is compared.
+    Time: one run of every block for each space and point, one for each single score, and one for the dense model unless
+    `end` is given, on texts of at most `SPACING` tokens for each position that is compared.
     Memory: the hidden states of the samples as often. Several processes share the variants, each on all samples.
 
     Args:
         samples: of the last fold.
         predicted: of every site, by gradients.
+        end: the states of the samples that leave the last block, if they are known.
 
     Returns:
         Space → (units dropped of every block, the mean over samples of `Readout.divergence`), ascending; and for spaces
@@ -62,6 +65,7 @@ def measure_spaces(
     longest = max(1, SPACING * POSITIONS // len(samples))
     if model.family.causal and samples.tokens > longest:
         samples = ShortWindows(samples, longest)
+        end = None if end is None else end[:, :longest]
     variants = [variant for space in refits.spaces for variant in _list_variants(model, space)]
     group = process_group()
     own_variants = variants[group.rank :: group.size]
@@ -76,12 +80,14 @@ def measure_spaces(
             stream.pass_through(
                 stream.factory.build_block(block, fitted.prune_site(space, score, count)), block, own, own
             )
-        stream.advance(block, tensors)
+        if end is None:
+            stream.advance(block, tensors)
     readout = stream.readout()
     mixed: dict[SpaceName, dict[int, float]] = {}
     singles: dict[SpaceName, dict[str, float]] = {}
     others = [(readout, own) for own in states]
-    values = group.interleave(measure_divergences(readout, stream.states, samples, others, positions=POSITIONS))
+    dense = stream.states if end is None else end
+    values = group.interleave(measure_divergences(readout, dense, samples, others, positions=POSITIONS))
     for (space, count, single), value in zip(variants, values, strict=True):
         check_finite(value, without_units(count, f"the {space} of every block"), compute_dtype)
         if single is None:
