@@ -117,12 +117,15 @@ class BlockRefits:
 
     def prune_site(self, space: SpaceName, score: str, count: int) -> dict[str, Tensor]:
         """Return the block's tensors with `count` units of a site gone: as zeros, in the shapes they had."""
-        lost, mean = self.lost(space, score, count).cpu().double(), self.mean(space, score)
+        lost, mean = self.lost(space, score, count).cpu(), self.mean(space, score)
         consumer = self.shared.model.family.columns[space].consumer
         name, bias = (self.shared.model.tensor(self.block, consumer, kind) for kind in KINDS)
-        new = {**self.tensors, name: (self.tensors[name].double() - lost).to(self.tensors[name].dtype)}
+        weight = self.tensors[name]
+        # A difference in half precision loses nothing in float32.
+        wide = torch.float32 if weight.dtype in (torch.bfloat16, torch.float16) else torch.float64
+        new = {**self.tensors, name: (weight.to(wide) - lost.to(wide)).to(weight.dtype)}
         if mean is not None:
-            new[bias] = (self.tensors[bias].double() + lost @ mean.cpu()).to(self.tensors[bias].dtype)
+            new[bias] = (self.tensors[bias].double() + lost.double() @ mean.cpu()).to(self.tensors[bias].dtype)
         return new
 
     def _solver(self, space: SpaceName, score: str) -> ColumnSolver:
