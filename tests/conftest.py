@@ -68,7 +68,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Identities show a mistake in the first few examples, and there are a hundred identities. No example has a deadline:
 # time says nothing about the code on a machine that does other work too.
-for profile, examples in (("suite", 15), ("thorough", 40)):
+for profile, examples in (("suite", 10), ("thorough", 40)):
     hypothesis.settings.register_profile(
         profile,
         hypothesis.settings(),

@@ -19,9 +19,12 @@ from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.gguf_files.tiny import save
 from tests.graphs import traced_before, with_layers
 from tests.images import CLASSES, write_csv, write_images, write_vit
+from tests.pairs import choose_cases
 
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
 GUIDES = sorted((Path(__file__).parents[1] / "recipes" / "guides").glob("*.md"))
+DEAR = ("onnx", "llama-cpp")
+"""Guides whose commands trace graphs and start runtimes for seconds: with `--thorough`."""
 SMALLER = {"--window": "16", "--generate": "2", "--layers": "0:1"}
 """The tiny models read short texts, and have two blocks."""
 
@@ -66,7 +69,9 @@ def write_things() -> None:
 
 
 @pytest.mark.usefixtures("workplace")
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+@pytest.mark.parametrize(
+    "guide", choose_cases(GUIDES, lambda guide: guide.stem not in DEAR), ids=lambda guide: guide.stem
+)
 def test_every_command_of_a_guide_runs(guide, monkeypatch):
     written = commands(guide)
     assert written

@@ -39,9 +39,8 @@ SHALLOW = [
     replace(case, blocks=1) for case in unlike_cases() if case.variant is None and case.model_type not in ELSEWHERE
 ]
 """Tracing is slow, and what holds for one block next to another is held in `tests/onnx_graphs`."""
-TRACED = {"gemma3_text", "qwen3_moe", "seed_oss"}
-"""Families whose blocks have, with those of `tests/onnx_graphs` (BERT's too), whatever a graph can be wrong in; the
-others with `--thorough`."""
+TRACED = {"qwen3_moe"}
+"""Experts, which no graph of `tests/onnx_graphs` has; the other families with `--thorough`."""
 
 
 @pytest.mark.parametrize("case", choose_cases(SHALLOW, lambda case: case.model_type in TRACED), ids=str)

@@ -45,7 +45,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", every(2, FAMILIES))
+@pytest.mark.parametrize("name", every(3, FAMILIES))
 def test_a_file_computes_what_pytorch_does(name, tmp_path):
     model_type, changes = FAMILIES[name]
     folder = save(tmp_path / "model", model_type, **changes)

@@ -29,6 +29,7 @@ def types(file, tensor):
     return [open_gguf(file).tensors[f"blk.{index}.{tensor}.weight"].kind.name for index in range(8)]
 
 
+@pytest.mark.thorough  # rounds to every mixture there is
 def test_more_bits_leave_less_error(wide, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     weights = lay_out(open_model(str(wide), Opening(False))).tensors

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from tests.graphs import Exported
+from tests.pairs import choose_cases
 
 from .exports import in_pytorch, make_exports
 
@@ -70,7 +71,11 @@ def continue_text(model: Any, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("llama-gqa-tied", {}), ("uneven-llama", {}), ("narrow-opt", {}), ("opt", {"dtype": "fp16"})]
+    ("name", "settings"),
+    choose_cases(
+        [("llama-gqa-tied", {}), ("uneven-llama", {}), ("narrow-opt", {}), ("opt", {"dtype": "fp16"})],
+        lambda case: case[0] != "opt",
+    ),
 )
 def test_generation_with_a_cache(exported, tmp_path, name, settings):
     model, folder = exported(name, **settings)
@@ -79,6 +84,7 @@ def test_generation_with_a_cache(exported, tmp_path, name, settings):
     assert numbers(run_snippet(folder, tmp_path)) == expected
 
 
+@pytest.mark.thorough  # tracing one more model takes two seconds
 def test_the_next_token_without_one(exported, tmp_path):
     model, folder = exported("rotated-llama", cache=False, opset=18)
     assert numbers(run_snippet(folder, tmp_path)) == continue_text(in_pytorch(model), 1)[3:]
@@ -93,11 +99,10 @@ def test_an_image_classifier(exported, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        ("dinov2-model", [1, 10, 16]),
-        ("bert-mlm", [1, 3, 40]),
-        pytest.param("bert-model", [1, 3, 16], marks=pytest.mark.thorough),
-    ],
+    choose_cases(
+        [("dinov2-model", [1, 10, 16]), ("bert-mlm", [1, 3, 40]), ("bert-model", [1, 3, 16])],
+        lambda case: case[0] != "bert-model",
+    ),
 )
 def test_features_and_encoders(exported, tmp_path, name, shape):
     assert numbers(run_snippet(exported(name)[1], tmp_path)) == shape

@@ -101,6 +101,8 @@ PUBLIC: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     ),
 }
 """Model → settings, inputs and outputs: those of the Hub's graphs, in the order of the forward."""
+TRACED = ("llama-gqa-tied", "uneven-llama", "narrow-opt", "bert-mlm", "deit-teacher", "dinov2-model")
+"""Those that other tests trace every time; the others with `--thorough`."""
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +119,7 @@ def read(values: Any) -> list[Any]:
     return ports
 
 
-@pytest.mark.parametrize("name", choose_cases(PUBLIC, lambda name: name not in ("vit", "bert-model", "bert-two-heads")))
+@pytest.mark.parametrize("name", choose_cases(PUBLIC, TRACED.__contains__))
 def test_inputs_and_outputs_have_the_names_and_axes_of_the_hub(exported, name):
     settings, inputs, outputs = PUBLIC[name]
     graph = onnx.load(graph_of(exported(name, **settings)[1])).graph
@@ -125,7 +127,7 @@ def test_inputs_and_outputs_have_the_names_and_axes_of_the_hub(exported, name):
     assert read(graph.output) == outputs
 
 
-@pytest.mark.parametrize("name", choose_cases(PUBLIC, lambda name: name not in ("vit", "bert-model", "bert-two-heads")))
+@pytest.mark.parametrize("name", choose_cases(PUBLIC, TRACED.__contains__))
 def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory):
     """No stack traces, no paths, no shapes inside in the tracer's symbols."""
     _, folder = exported(name, **PUBLIC[name][0])
@@ -225,6 +227,7 @@ def test_a_failed_trace_is_one_line_on_the_terminal(vit, tmp_path, monkeypatch):
     assert line.startswith("Error: ViTForImageClassification cannot be exported: ")
 
 
+@pytest.mark.thorough
 def test_an_opset_that_the_exporter_does_not_write_is_refused(vit, tmp_path):
     from ckpt_prune.evaluation.whole_model import load_model
 

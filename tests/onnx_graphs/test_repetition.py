@@ -121,6 +121,7 @@ def test_decoders(name, tmp_path):
     assert_reads_in_chunks(graph, model, Text.random(2, 20), (7, 1, 6, 1, 5), EXACT)
 
 
+@pytest.mark.thorough  # the decoders above take the same path, with a cache besides
 def test_encoders(tmp_path):
     model = build("BertModel", "bert", 3)
     graph, traced = trace(model, FEATURES, tmp_path)
@@ -128,7 +129,8 @@ def test_encoders(tmp_path):
     assert_reads(graph, model, Text.random(3, 14, side="right"), EXACT)
 
 
-@pytest.mark.parametrize("kind", choose_cases(["vit", "dinov2"], lambda kind: kind == "vit"))
+@pytest.mark.thorough  # below, the graph of one is compared with that of a full trace
+@pytest.mark.parametrize("kind", ["vit", "dinov2"])
 def test_models_of_images(kind, tmp_path):
     name = {"vit": "ViTForImageClassification", "dinov2": "Dinov2ForImageClassification"}[kind]
     model = build(name, kind, 3)
@@ -191,7 +193,8 @@ class Scaled(nn.Module):
         return entered * self.scale["place"]
 
 
-@pytest.mark.parametrize("hidden", choose_cases([False, True], lambda hidden: hidden))
+@pytest.mark.thorough
+@pytest.mark.parametrize("hidden", [False, True])
 def test_blocks_that_differ_by_their_place(hidden, tmp_path):
     model = build("BertModel", "bert", 3)
     layers = model.encoder.layer
@@ -217,6 +220,7 @@ class Skipping(transformers.BertModel):
         return result
 
 
+@pytest.mark.thorough
 def test_a_block_that_is_read_at_the_end(tmp_path):
     model = Skipping(build("BertModel", "bert", 3).config).eval()
     encoders.randomise(model, 5)

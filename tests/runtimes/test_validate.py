@@ -24,6 +24,7 @@ from ckpt_prune.demo.run import model_folder
 from ckpt_prune.runtimes import isolation, proof
 from tests.forked import fork_module, posix
 from tests.graphs import with_layers
+from tests.pairs import choose_cases
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -99,7 +100,9 @@ def test_the_exporter_of_transformers_makes_a_model_of_openvino_from_an_output(o
     assert float((given - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize("runtime", ["transformers", "mlx", "vllm", "genai", "openvino", "transformers.js"])
+@pytest.mark.parametrize(
+    "runtime", choose_cases(["transformers", "mlx", "vllm", *proof.GRAPHS], lambda runtime: runtime not in proof.GRAPHS)
+)
 def test_a_runtime_computes_what_pytorch_does(output, text, request, runtime, tmp_path, monkeypatch):
     try:
         proof.require_runtime(runtime)

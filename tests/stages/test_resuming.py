@@ -61,7 +61,7 @@ def stop_before_entry(settled: Prepared, out: Path, record: int, **options: Any)
 
 
 @pytest.mark.parametrize(
-    ("name", "record"), every(5, [(name, n + 1) for name, most in RECORDS.items() for n in range(most)])
+    ("name", "record"), every(8, [(name, n + 1) for name, most in RECORDS.items() for n in range(most)])
 )
 def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_path, whole, name, record, monkeypatch):
     out = tmp_path / "out"
