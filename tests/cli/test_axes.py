@@ -75,6 +75,7 @@ def test_blocks_that_do_little_and_dimensions_that_are_empty_go(here) -> None:
     assert f'<td class="left">0</td><td>16</td><td>{tried[0, 16]:.4f}</td>' in page
 
 
+@pytest.mark.thorough
 def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
     """A pair that meets the size by itself is the job of both numbers without spaces, on the first fold."""
     both = ("--set", "depth.drop=2", "--set", "hidden.drop=8", *BARE)
@@ -93,6 +94,7 @@ def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
     assert tried[2, 8] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_where_nothing_goes_it_is_the_recipe_of_widths(here) -> None:
     Path("widths.yaml").write_text(WIDTHS)
     job = (*JOB[2:], "--target-params", "100%")

@@ -266,6 +266,7 @@ def test_blocks_that_share_keys_and_values_stay(here) -> None:
     assert "num_kv_shared_layers" in message
 
 
+@pytest.mark.thorough
 def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> None:
     ok(*LINEAR, "-o", "short")
     job = ["recover", "short", "--dense", "deep", *TEXT, "--epochs", "3", "--lr", "0.003"]

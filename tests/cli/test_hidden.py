@@ -160,7 +160,7 @@ def test_a_dry_run_says_the_width_and_what_is_measured(here) -> None:
     assert report["after"] == read_json("out/ckpt_prune.json")["after"]
 
 
-@pytest.mark.parametrize(("job", "units"), every(2, [(PER_BLOCK, 2), (PER_BLOCK, 1), (SHARED, 1), (PER_BLOCK, 4)]))
+@pytest.mark.parametrize(("job", "units"), every(4, [(PER_BLOCK, 2), (PER_BLOCK, 1), (SHARED, 1), (PER_BLOCK, 4)]))
 def test_an_interrupted_run_goes_on(here, job: tuple[str, ...], units: int) -> None:
     ok(*job, "-o", "whole")
     with pytest.MonkeyPatch.context() as patch:

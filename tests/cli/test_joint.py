@@ -69,6 +69,7 @@ def test_blocks_that_do_little_go_first(here) -> None:
     assert run("verify", "out", "--against", "deep").exit_code == 0
 
 
+@pytest.mark.thorough
 def test_a_ratio_is_the_size_that_it_leaves(here) -> None:
     ok("prune", "deep", *JOB, "--ratio", "0.5", "-o", "out")
     ok("prune", "deep", "--recipe", "widths.yaml", *JOB[2:], "--ratio", "0.5", "-o", "plain")

@@ -8,6 +8,7 @@ import pytest
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import listing, ok, read_refusal
 from tests.images import CLASSES, write_csv, write_images, write_vit
+from tests.pairs import every
 
 HELD_OUT = ("--evaluate", "calib.txt", "--window", "16", "--evaluate-samples", "4")
 TRAIN = ("--text", "calib.txt", "--samples", "4")
@@ -43,7 +44,7 @@ def test_calibration_samples(place):
     assert first["errors"] != second["errors"]
 
 
-@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("labelled", every(2, [True, False]))
 def test_images(tmp_path, monkeypatch, labelled):
     """Classes of images; without labels the divergence alone."""
     monkeypatch.chdir(tmp_path)

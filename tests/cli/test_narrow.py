@@ -74,6 +74,7 @@ def test_a_given_number_beside_spaces(here) -> None:
     assert "residual stream: 12 of 16 dimensions stay (ratio 0.25); kept per block: heads 1/2" in dry
 
 
+@pytest.mark.thorough
 def test_an_interrupted_choice_goes_on(here) -> None:
     job = ["prune", "dense", *JOB, "--target-params", "80%"]
     ok(*job, "-o", "whole")

@@ -339,7 +339,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", every(3, KINDS))
+@pytest.mark.parametrize("kind", every(6, KINDS))
 def test_kinds_of_models(here, kind):
     """The same names, shapes and zeros; less error; and every other command takes the output."""
     model, how, data = KINDS[kind]

@@ -84,6 +84,7 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
     assert report_of("out")["recipe"]["name"] == "magnitude-50"
 
 
+@pytest.mark.thorough
 def test_outputs_with_code_of_their_own_and_rotated_ones(place: Path):
     how = ("--statistics", "stats", "--ratio", "0.5", "--container", "remote")
     ok("prune", "dense", "--recipe", "rcpu", *how, "-o", "own")
@@ -138,6 +139,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pyt
 STEP = ("--set", "recovery={method: scales, epochs: 3, batch: 4, lr: 0.05, held_out: 0.1}")
 
 
+@pytest.mark.thorough
 def test_each_space_a_mask_a_rotation_and_whole_blocks_go_before(place: Path):
     """The target is the model as it was given: with all its blocks, and in its own basis."""
     recipes = {
@@ -216,6 +218,7 @@ def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
     assert Path("old.html").read_text() == Path("page.html").read_text()
 
 
+@pytest.mark.thorough
 def test_where_there_are_too_few_others_that_is_said(place: Path):
     there_are = len(tokenise_text(load_tokenizer(Path("dense")), read_text([Path("calib.txt")]), bos="auto")) // 16
     step = ("--set", "recovery.method=scales")

@@ -34,7 +34,7 @@ def penalised_error(samples: oracle.Samples, left_factor: Tensor, right_factor: 
 
 
 @forms
-@pytest.mark.parametrize(("d", "size"), every(2, [(3, 1), (3, 2), (4, 2), (5, 3)]))
+@pytest.mark.parametrize(("d", "size"), every(4, [(3, 1), (3, 2), (4, 2), (5, 3)]))
 @pytest.mark.parametrize("value", [0.0, 0.1])
 def test_it_is_the_least_of_many_starts(d, size, value, form):
     a = attention(d=d, size=size, samples=6, tokens=7, heads=2, seed=d + size)

@@ -25,7 +25,7 @@ def model_of(case: Case, folder: Path, **changes: Any) -> Model:
     return Model.of(checkpoint_of_config(folder))
 
 
-@pytest.mark.parametrize("case", every(2, [*first_cases(), LED]), ids=str)
+@pytest.mark.parametrize("case", every(4, [*first_cases(), LED]), ids=str)
 def test_what_is_planned_is_what_the_class_takes(case: Case, tmp_path: Path) -> None:
     model = model_of(case, tmp_path)
     biases = {module for module in model.family.linears if model.has(module, "bias")}

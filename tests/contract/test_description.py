@@ -101,7 +101,7 @@ def test_every_linear_of_a_block_is_in_a_space(dense: Dense, case: Case) -> None
                     assert torch.equal(torch.cat(parts), stored[name]), name
 
 
-@pytest.mark.parametrize("case", every(2, first_cases()), ids=str)
+@pytest.mark.parametrize("case", every(4, first_cases()), ids=str)
 def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: Dense, case: Case) -> None:
     """Shapes derived from a space's incidences are those of the stock class if a config key sets the space's width."""
     model = dense.model(case)

@@ -78,7 +78,7 @@ def methods(case: Case) -> dict[str, str]:
     return chosen | ({"rotary": "factors"} if case.model_type in PAIRED else {})
 
 
-@pytest.mark.parametrize("case", choose_cases(LONG, unlike_cases()[::4].__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(LONG, unlike_cases()[::8].__contains__), ids=str)
 def test_the_same_outputs_with_and_without_this_package(dense: Dense, remote: Path, case: Case) -> None:
     folder = remote / str(case)
     model, samples = ckpt_prune.load(folder), case.samples(3, seed=9)
@@ -93,7 +93,7 @@ def test_the_same_outputs_with_and_without_this_package(dense: Dense, remote: Pa
         assert check.passed or check.name == "sparsity", check
 
 
-@pytest.mark.parametrize("case", choose_cases(LONG, unlike_cases()[::4].__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(LONG, unlike_cases()[::8].__contains__), ids=str)
 def test_an_output_of_an_earlier_version_is_loaded(remote: Path, case: Case, tmp_path) -> None:
     """Its config says nothing of its blocks: the code that it carries did."""
     folder = remote / str(case)

@@ -51,7 +51,7 @@ def generate(model: Any, ids: Tensor) -> tuple[Tensor, list[tuple[tuple[int, ...
     return torch.cat(logits, 1), [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers]
 
 
-@pytest.mark.parametrize(("case", "methods", "target"), every(3, runs()), ids=name)
+@pytest.mark.parametrize(("case", "methods", "target"), every(5, runs()), ids=name)
 def test_equals_a_whole_model_pruned_by_hand(
     dense: Dense, case: Case, methods: dict[str, str], target: Target, tmp_path
 ) -> None:

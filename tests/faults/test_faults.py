@@ -100,6 +100,7 @@ def test_statistics_that_vanish_while_they_are_read_are_a_line(machine: Machine)
     assert Case("plan", Fault(at, "deleted", name)).run(machine) == []
 
 
+@pytest.mark.thorough
 def test_a_weight_that_cannot_be_read_while_numbers_are_tried_is_an_error(machine: Machine) -> None:
     """The number was taken for one that leaves no model of the size, and another one was chosen in silence."""
     at = places_of(machine, "narrow", "open", "measured/whole/block-00001.safetensors")[-1] + 1

@@ -73,7 +73,7 @@ def sites(source: Model) -> dict[str, list[tuple[str, int, list[slice]]]]:
     return lines
 
 
-@pytest.mark.parametrize("variant", every(2, VARIANTS))
+@pytest.mark.parametrize("variant", every(4, VARIANTS))
 def test_they_are_those_of_the_whole_model(dense, variant):
     source = Model.open(dense.folder(variant))
     model = stock(dense.folder(variant), variant).double()

@@ -236,7 +236,7 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize("case", every(2, UNEVEN), ids=str)
+@pytest.mark.parametrize("case", every(4, UNEVEN), ids=str)
 def test_blocks_of_different_widths(case: Case, tmp_path: Path) -> None:
     """Every block of the output computes with its own numbers, with every implementation of attention."""
     dense, data = Dense(tmp_path), case.samples(3, seed=9)

@@ -181,6 +181,7 @@ def refusal(model: Path, out: Path, **settings: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_model_that_computes_with_a_fixed_batch_is_refused(vit, tmp_path, monkeypatch):
     original = ViTMLP.forward
     monkeypatch.setattr(ViTMLP, "forward", lambda self, x: original(self, x) + torch.zeros(2, 1, 1))

@@ -140,6 +140,7 @@ def test_models_of_images(kind, tmp_path):
     assert_near("logits", graph(feed)["logits"], expected_of(model, feed, ["logits"])["logits"], EXACT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", choose_cases(["llama", "vit"], lambda kind: kind == "vit"))
 def test_the_graph_is_that_of_a_full_trace(kind, tmp_path, monkeypatch):
     name, task = {"llama": ("LlamaForCausalLM", GENERATION), "vit": ("ViTForImageClassification", CLASSES)}[kind]

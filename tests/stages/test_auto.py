@@ -115,7 +115,7 @@ DRIFTING: dict[str, tuple[str, dict[str, Any], int]] = {
 BUDGET = {"allocation": "least-error", "weigh_by": "energy", "widths": "per_layer"}
 
 
-@pytest.mark.parametrize("case", every(3, DRIFTING))
+@pytest.mark.parametrize("case", every(9, DRIFTING))
 def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_path):
     """Every site on whole models of which all that comes before it is pruned."""
     variant, compensation, folds = DRIFTING[case]

@@ -180,7 +180,7 @@ ATTENTION: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("variant", every(2, ["vit", "opt"]))
+@pytest.mark.parametrize("variant", every(4, ["vit", "opt"]))
 def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
     """Widths for one budget lose no more than uniform ones; the output has the planned size and passes `verify`."""
     values = make_recipe(variant, widths="per_layer", size={"params": "64%"}).model_dump(by_alias=True)

@@ -96,7 +96,7 @@ def until(pruned: Model, dense: Model, block: int, space: str, *, true_sequentia
 
 
 @pytest.mark.parametrize("true_sequential", [False, True], ids=["per block", "true sequential"])
-@pytest.mark.parametrize("case", every(2, CASES))
+@pytest.mark.parametrize("case", every(4, CASES))
 def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_path, monkeypatch):
     """Also in the blocks themselves where sites are measured one after the other: all of them narrower than before."""
     variant, (sites, ratios) = case.partition(" ")[0], CASES[case]
@@ -122,6 +122,7 @@ def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_pa
         drift.assert_measured(folds, expected)
 
 
+@pytest.mark.thorough
 def test_two_blocks_are_held_at_most(dense, monkeypatch):
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=False)
     source = source_of(job)

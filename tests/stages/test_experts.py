@@ -103,7 +103,7 @@ def test_an_expert_without_tokens_takes_those_of_its_layer(lonely: Dense, target
     np.testing.assert_allclose(refitted.numpy(), weight, atol=1e-4 * float(np.abs(weight).max()))
 
 
-@pytest.mark.parametrize("name", ["best-uniform", "best"])
+@pytest.mark.parametrize("name", every(2, ["best", "best-uniform"]))
 def test_what_chooses_by_effect_keeps_experts_alike(lonely: Dense, name: str, tmp_path: Path) -> None:
     """On folds, to the dense model's stream, from predicted errors."""
     recipe = load_recipe(name, ratio=0.3).at_its_size
@@ -174,7 +174,7 @@ def smaller(case: Case, kept: Mapping[int, list[int]]) -> Any:
 
 @pytest.mark.parametrize(
     ("case", "score"),
-    every(2, list(zip(WHOLE, itertools.cycle(EXPERT_SCORES), strict=False))),
+    every(4, list(zip(WHOLE, itertools.cycle(EXPERT_SCORES), strict=False))),
     ids=str,
 )
 def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case, score: str, tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ WIDTHS = [("qwen3_moe", way) for way in WAYS] + [("deepseek_v3", "ratio"), ("dee
 
 
 # Of 40 columns a ratio of 0.3 leaves 28, which torch multiplies in no 16-bit type.
-@pytest.mark.parametrize(("model_type", "way"), WIDTHS)
+@pytest.mark.parametrize(("model_type", "way"), every(3, WIDTHS))
 def test_experts_run_by_the_default_of_transformers(model_type: str, way: str, tmp_path: Path) -> None:
     dense, case = Dense(tmp_path), next(candidate for candidate in WHOLE if candidate.model_type == model_type)
     case = replace(case, settings=json.dumps(WIDE))

@@ -124,7 +124,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("name", every(2, PLANNED))
+@pytest.mark.parametrize("name", every(4, PLANNED))
 def test_a_plan_prunes_as_its_recipe_does(sources, tmp_path, name):
     job = job_on(sources.folder("llama"), PLANNED[name], sources.statistics("llama", folds=2))
     (tmp_path / "plan.json").write_text(make_plan(job).to_json(), encoding="utf-8")
@@ -173,7 +173,7 @@ def test_a_sequential_job_on_text_has_no_plan(sources):
 # ---- the strength ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["sequential", "dense"])
+@pytest.mark.parametrize("target", every(2, ["sequential", "dense"]))
 def test_the_strength_of_least_perplexity_is_chosen(sources, tmp_path, target):
     """Against one run for each strength, evaluated as a whole model by the textbook."""
     folder, ids = sources.folder("qwen3"), windows(3, 16)

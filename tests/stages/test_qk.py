@@ -187,7 +187,7 @@ def test_lambda_by_folds_is_the_best_on_held_out_samples(dense, tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "container"),
-    every(2, dealt(["vit", "vit-no-qkv-bias", "dinov2-swiglu", "opt", "bert-mlm"], CONTAINERS)),
+    every(4, dealt(["vit", "vit-no-qkv-bias", "dinov2-swiglu", "opt", "bert-mlm"], CONTAINERS)),
 )
 def test_dropped_dimensions_that_the_kept_ones_hold_are_no_loss(variant, container, tmp_path):
     """Rows 1 and 3 of every head are mixtures of rows 0 and 2, in queries and keys alike, biases too."""
@@ -235,7 +235,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 # In either container the logits, and what follows from the attention, are held above.
-@pytest.mark.parametrize(("variant", "container"), every(3, dealt(CHOSEN, CONTAINERS)))
+@pytest.mark.parametrize(("variant", "container"), every(5, dealt(CHOSEN, CONTAINERS)))
 def test_attention_keeps_the_scale_of_the_original_head(dense, variant, container, tmp_path):
     """The block's own attention weights, from rows of the dense projections, scaled by 4^-½ and not by 2^-½."""
     full_recipe = recipe({"qk": 0.5}, methods="none", container=container)
@@ -332,7 +332,7 @@ def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path
 
 
 # Both are held against the whole model above: one combination a class.
-@pytest.mark.parametrize(("variant", "ratios"), every(3, dealt(CHOSEN, [{"qk": 0.5}, *TOGETHER])))
+@pytest.mark.parametrize(("variant", "ratios"), every(5, dealt(CHOSEN, [{"qk": 0.5}, *TOGETHER])))
 def test_padded_and_remote_are_the_same_function(dense, variant, ratios, tmp_path):
     models, reports = {}, {}
     for container in CONTAINERS:

@@ -142,7 +142,7 @@ def test_padding_stays_zero(dense, tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "dtype"),
-    every(2, dealt(["mistral", "opt", "vit"], [torch.bfloat16, torch.float16])),
+    every(4, dealt(["mistral", "opt", "vit"], [torch.bfloat16, torch.float16])),
 )
 def test_half_precision(dense, tmp_path, variant, dtype):
     folder = dense.folder(variant, dtype=dtype)
@@ -185,7 +185,7 @@ def turned(dense, tmp_path_factory) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize(("variant", "kind"), every(2, TURNED))
+@pytest.mark.parametrize(("variant", "kind"), every(4, TURNED))
 def test_the_dense_stream_is_in_the_basis_of_the_rotated_model(dense, turned, tmp_path, variant, kind):
     """Rotated and unpruned: nothing to recover, at any depth, though not a weight of the two is the same."""
     folder, unpruned = dense.folder(variant), turned(variant, kind, 0.0)
@@ -202,7 +202,7 @@ def test_the_dense_stream_is_in_the_basis_of_the_rotated_model(dense, turned, tm
         assert float((there - plain).square().mean()) > 0.1 * energy
 
 
-@pytest.mark.parametrize(("variant", "kind"), every(2, TURNED))
+@pytest.mark.parametrize(("variant", "kind"), every(4, TURNED))
 def test_rotated_and_masked(dense, turned, tmp_path, variant, kind):
     """Against the whole model that is rotated and not masked."""
     pruned, data = turned(variant, kind, 0.5), training_data(variant)

@@ -83,7 +83,7 @@ def job(sources: Any, name: str) -> Any:
     return job_on(sources.folder("llama"), full_recipe, live=windows(4, 16), **options)
 
 
-@pytest.mark.parametrize("name", every(3, RECIPES))
+@pytest.mark.parametrize("name", every(5, RECIPES))
 def test_steps_of_a_recipe(sources, tmp_path, name):
     prune(job(sources, name), tmp_path / "whole")
     stop = "block 1" if name.startswith("blocks") else "block 2"  # one block fewer

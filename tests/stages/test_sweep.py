@@ -56,7 +56,7 @@ def expected_point(request: Job, ratio: float) -> SweepPoint:
     return SweepPoint(ratio, plan.after, widths, errors)
 
 
-@pytest.mark.parametrize("case", every(2, CASES))
+@pytest.mark.parametrize("case", every(4, CASES))
 def test_points_are_plans(dense, case):
     variant, recipe = CASES[case]
     request = request_on(dense.folder(variant), recipe, dense.statistics(variant, 2))

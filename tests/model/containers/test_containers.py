@@ -23,7 +23,7 @@ RELABELLED = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "container"), every(2, RELABELLED))
+@pytest.mark.parametrize(("variant", "container"), every(4, RELABELLED))
 def test_a_stand_in_computes_the_same(sources, variant, container, tmp_path):
     folder = sources.folder(variant)
     stand_in_recipe = recipe("none", "magnitude", heads=0, mlp=0, container=container)

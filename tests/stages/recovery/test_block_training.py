@@ -148,7 +148,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", every(2, CASES))
+@pytest.mark.parametrize("case", every(4, CASES))
 def test_weights_are_those_of_algorithm_1(twins, case):
     at = site(twins(case.partition(",")[0]), settings(**CASES[case]))
     path, error = oracle(at)

@@ -14,7 +14,7 @@ from .twins import BLOCKS, settings
 NEVER = ("norm", "rotation", "layer_scale", "embed", "lambda")
 
 
-@pytest.mark.parametrize("variant", every(2, [*FAMILIES, *ENCODERS]))
+@pytest.mark.parametrize("variant", every(4, [*FAMILIES, *ENCODERS]))
 def test_all_linears_of_a_block_and_nothing_else(twins, variant):
     """By the paths that the oracle knows linears by; either half alone, and both together."""
     pair = twins(variant)
