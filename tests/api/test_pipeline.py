@@ -97,6 +97,7 @@ def test_an_output_whose_graph_cannot_be_made_comes_with_the_error(place, monkey
     )
 
 
+@pytest.mark.thorough
 def test_of_several_processes_one_makes_the_graph_and_pushes(place, monkeypatch):
     done: list[tuple[str, int]] = []
 

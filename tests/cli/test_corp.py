@@ -105,6 +105,7 @@ def weights(folder: str) -> bytes:
     return (Path(folder) / "model.safetensors").read_bytes()
 
 
+@pytest.mark.thorough
 def test_low_rank_is_nearer_at_the_same_cost(here):
     """Errors of the logits, before and after, in plan and report; a plan gives the same bytes as the recipe."""
     sites = {}
@@ -128,6 +129,7 @@ def test_low_rank_is_nearer_at_the_same_cost(here):
     assert weights("again") == weights("corp-qk-low-rank")
 
 
+@pytest.mark.thorough
 def test_centred_keys(here):
     """Measured on request or by a recipe that is given images; nothing else reads them."""
     output = ok("calibrate", "vit", *IMAGES, "--collect", "moments,logits,centred", "-o", "centred")
@@ -179,6 +181,7 @@ def test_verify_looks_inside_padding(here):
     assert (result.exit_code, checks["kept units"]) == (1, False)
 
 
+@pytest.mark.thorough
 def test_a_split_takes_its_calibration_rows(here):
     rows = [f"{i:02}.png,0,{'calib' if i < 5 else 'eval'}" for i in range(12)]
     write_csv(Path("images/labels.csv"), "file,label,split", *rows)

@@ -44,6 +44,7 @@ def here(place: Path) -> Path:
     return place
 
 
+@pytest.mark.thorough
 def test_blocks_that_do_little_go_first(here) -> None:
     """Blocks that do little go, and the divergence measured with only blocks gone is that of stock transformers."""
     lines = ok("prune", "deep", *JOB, "--target-params", "70%", "-o", "out").splitlines()

@@ -22,6 +22,7 @@ from tests.contract.models import CASES
 from tests.families import contents
 from tests.images import write_csv, write_images, write_vit
 from tests.interrupting import stop_before
+from tests.pairs import every
 
 LORA = ("--method", "lora", *TEXT, "--samples", "32", "--epochs", "3", "--lr", "0.02", "--batch", "8")
 
@@ -133,7 +134,7 @@ def test_without_peft_it_says_which_extra(place: Path, monkeypatch: pytest.Monke
     )
 
 
-@pytest.mark.parametrize("entry", ["adapters", "block 1"])
+@pytest.mark.parametrize("entry", every(2, ["adapters", "block 1"]))
 def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch, entry: str):
     """Before its adapters are on disk it trains them again; after that it does not."""
     words = ("recover", "pruned", *LORA, "--epochs", "1", "--keep-adapter", "-o")
@@ -169,7 +170,7 @@ def test_a_source_that_changes_while_adapters_are_trained_is_an_error(place: Pat
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("own_code", [False, True])
+@pytest.mark.parametrize("own_code", every(2, [True, False]))
 def test_the_adapter_by_itself_makes_of_the_pruned_model_what_was_merged(
     place: Path, monkeypatch: pytest.MonkeyPatch, own_code: bool
 ):

@@ -32,7 +32,7 @@ def zeros() -> dict[str, float]:
     return {name: float((tensors[name] == 0).double().mean()) for name in LINEARS}
 
 
-@pytest.mark.parametrize("allocation", every(2, ["owl", "alpha", "divergence"]))
+@pytest.mark.parametrize("allocation", every(3, ["owl", "alpha", "divergence"]))
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 def test_every_block_has_its_own_share(here, method, allocation):
     output = ok(*PRUNE, f"{method}-50", *TEXT, "--set", f"mask.allocation={allocation}")

@@ -34,6 +34,7 @@ def here(place: Path) -> Path:
     return place
 
 
+@pytest.mark.thorough
 def test_dimensions_that_are_empty_go_first(here) -> None:
     """Empty dimensions go first, and the count that is taken has the least divergence of those that were tried."""
     lines = ok("prune", "flat", *JOB, "--target-params", "72%", "-o", "out").splitlines()

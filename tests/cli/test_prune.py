@@ -230,7 +230,7 @@ def test_a_partial_folder_of_someone_else(place):
 KEEPS = "out.partial keeps what is done: the same command with --resume continues\n"
 
 
-@pytest.mark.parametrize("recipe", every(2, ["rcpu", "flap", "ridge-folds"]))
+@pytest.mark.parametrize("recipe", every(3, ["rcpu", "flap", "ridge-folds"]))
 def test_ctrl_c_and_resume(place, recipe):
     job = ["prune", "dense", "--recipe", recipe, *HALF, *TEXT]
     ok(*job, "-o", "whole")
@@ -245,7 +245,7 @@ def test_ctrl_c_and_resume(place, recipe):
         resume_job(job)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("bug"), torch.OutOfMemoryError("too large")])
+@pytest.mark.parametrize("error", every(2, [RuntimeError("bug"), torch.OutOfMemoryError("too large")]))
 def test_a_crash_keeps_the_blocks_that_are_done(place, error):
     """An error of the code shows its traceback; memory that runs out is one line."""
     job = ["prune", "dense", "--recipe", "rcpu", *HALF, *TEXT]

@@ -141,6 +141,7 @@ def test_what_the_model_cannot_do_is_refused_first(place):
 # ---- what fails after the last -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_graph_that_does_not_pass_leaves_the_output_complete(again):
     result = run(*PRUNE, *EXPORT, "--set", "export.tolerance=1e-12", "-o", "out")
     assert (result.exit_code, result.stderr) == (1, "")

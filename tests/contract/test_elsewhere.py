@@ -9,11 +9,10 @@ import torch
 import ckpt_prune
 from ckpt_prune.verification.verify import verify
 from tests.once import once, run_folder
-from tests.pairs import choose_cases
 from tests.stored import run_elsewhere
 
 from .dense import Dense, spaces_recipe
-from .models import BLOCKS, LONG, Case, unlike_cases
+from .models import BLOCKS, LONG, Case
 from .whole import assert_same_outputs, outputs, wide
 
 ELSEWHERE = """
@@ -48,6 +47,8 @@ for folder, auto in json.loads(sys.argv[1]):
         raise AssertionError("a stock class read it")
 """
 
+pytestmark = pytest.mark.thorough  # `tests/model/containers/test_remote.py` runs the code of some families every time
+
 
 @pytest.fixture(scope="module")
 def remote(dense: Dense, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -78,7 +79,7 @@ def methods(case: Case) -> dict[str, str]:
     return chosen | ({"rotary": "factors"} if case.model_type in PAIRED else {})
 
 
-@pytest.mark.parametrize("case", choose_cases(LONG, unlike_cases()[::8].__contains__), ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
 def test_the_same_outputs_with_and_without_this_package(dense: Dense, remote: Path, case: Case) -> None:
     folder = remote / str(case)
     model, samples = ckpt_prune.load(folder), case.samples(3, seed=9)
@@ -93,7 +94,7 @@ def test_the_same_outputs_with_and_without_this_package(dense: Dense, remote: Pa
         assert check.passed or check.name == "sparsity", check
 
 
-@pytest.mark.parametrize("case", choose_cases(LONG, unlike_cases()[::8].__contains__), ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
 def test_an_output_of_an_earlier_version_is_loaded(remote: Path, case: Case, tmp_path) -> None:
     """Its config says nothing of its blocks: the code that it carries did."""
     folder = remote / str(case)

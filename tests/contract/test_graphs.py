@@ -20,7 +20,6 @@ from tests.onnx_graphs.exports import (
     expected_of,
     in_pytorch,
 )
-from tests.pairs import choose_cases
 
 from .dense import Dense, spaces_recipe
 from .models import Case, unlike_cases
@@ -39,11 +38,10 @@ SHALLOW = [
     replace(case, blocks=1) for case in unlike_cases() if case.variant is None and case.model_type not in ELSEWHERE
 ]
 """Tracing is slow, and what holds for one block next to another is held in `tests/onnx_graphs`."""
-TRACED = {"qwen3_moe"}
-"""Experts, which no graph of `tests/onnx_graphs` has; the other families with `--thorough`."""
 
 
-@pytest.mark.parametrize("case", choose_cases(SHALLOW, lambda case: case.model_type in TRACED), ids=str)
+@pytest.mark.thorough  # those of `tests/onnx_graphs` are traced every time
+@pytest.mark.parametrize("case", SHALLOW, ids=str)
 def test_a_graph_computes_what_pytorch_does(dense: Dense, case: Case, tmp_path) -> None:
     """The graph of a pruned output agrees with PyTorch, with a shape that no stock class has where there are such."""
     settings = GraphSettings(**WAYS.get(case.model_type, {}))

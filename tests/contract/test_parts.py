@@ -258,7 +258,7 @@ class InComposite(Whole):
         return f"{outer}.{inner.removeprefix(f'{prefix}.')}" if prefix else inner
 
 
-ALWAYS = ("clip-text", "gemma3-text", "llava-vision", "qwen2_5_vl-text", "qwen2_5_vl-vision", "whisper-encoder")
+ALWAYS = ("clip-text", "gemma3-text", "llava-vision", "whisper-encoder")
 
 
 @pytest.mark.parametrize("case", choose_cases(CASES, lambda case: str(case) in ALWAYS), ids=str)

@@ -124,6 +124,7 @@ def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
     assert not (out / "model-q8_0.gguf").exists()
 
 
+@pytest.mark.thorough
 def test_a_recipe_that_llama_cpp_cannot_end_is_refused_before_pruning_and_a_file_that_fails_leaves_the_output(
     model, tmp_path, monkeypatch
 ):

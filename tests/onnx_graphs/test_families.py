@@ -137,6 +137,7 @@ def test_narrow_keys_beside_wide_values(graphs):
     assert ports["present.0.value"][1] == ["batch_size", 3, "total_sequence_length", 4]
 
 
+@pytest.mark.thorough
 def test_narrow_queries_are_not_padded_in_the_graph(graphs):
     """In PyTorch on a CPU they are, for its fused kernel; a graph has none."""
     for name, settings in (NARROW_VIT, ("narrow-opt", {})):
@@ -150,9 +151,7 @@ def operators(folder) -> set[str]:
 # ---- ways to export ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"), choose_cases(WAYS, lambda way: way in (NARROW_VIT, ("vit", {"dtype": "fp16"})))
-)
+@pytest.mark.parametrize(("name", "settings"), choose_cases(WAYS, lambda way: way == ("vit", {"dtype": "fp16"})))
 def test_every_way_to_export_computes_what_pytorch_does(graphs, name, settings):
     model, folder = graphs(name, **settings)
     graph = Graph(folder)

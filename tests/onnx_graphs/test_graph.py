@@ -156,6 +156,7 @@ def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory
     assert shaped <= weights
 
 
+@pytest.mark.thorough
 def test_two_exports_of_a_model_are_the_same_bytes(exported, tmp_path):
     model, folder = exported("dinov2-model")
     with trace_as_commands_do():

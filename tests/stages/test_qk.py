@@ -293,6 +293,7 @@ def test_spaces_together(dense, variant, ratios, target, container, tmp_path):
     assert report["container"]["remote_code"] == (container == "remote")
 
 
+@pytest.mark.thorough
 def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
     """One value for queries, keys and columns alike."""
     grid = [0.001, 1.0]
