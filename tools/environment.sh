@@ -59,7 +59,5 @@ set_up() {
   # torch first and by its exact version, so that nothing else pulls in another build of it.
   "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$constraints")"
   "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e "$requirement"
-  # Once: two workers of pytest would each compile all of it.
-  "$folder/bin/python" -m compileall -q ckpt_prune tests
   echo "$stamp" >"$folder/.stamp"
 }

@@ -72,7 +72,7 @@ def assert_same(result: SpaceMoments | Tensor, expected: SpaceMoments | Tensor, 
 
 
 @pytest.mark.usefixtures("two_batches")
-@pytest.mark.parametrize("case", choose_cases(LONG, first_cases()[::6].__contains__), ids=str)
+@pytest.mark.parametrize("case", choose_cases(LONG, first_cases()[::12].__contains__), ids=str)
 def test_the_bits_are_those_of_whole_runs(dense: Dense, case: Case) -> None:
     model = dense.model(case)
     pairs = zip(*(walk(open_at_start(kind, model, case), model) for kind in (HiddenStream, Forgetful)), strict=True)

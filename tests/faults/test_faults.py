@@ -53,6 +53,7 @@ def places_of(machine: Machine, job: str, what: str, ending: str) -> list[int]:
     return [at for at, operation in enumerate(seen, 1) if operation.what == what and operation.path.endswith(ending)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", every(3, ["plan", "recipe", "report"]))
 def test_a_file_that_was_half_written_is_taken_over_by_the_next_run(machine: Machine, job: str) -> None:
     """It used to stay for ever in a hidden folder whose name no message gave."""

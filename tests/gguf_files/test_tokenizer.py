@@ -126,7 +126,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("expressions", "name", "ignores"), every(2, CASES))
+@pytest.mark.parametrize(("expressions", "name", "ignores"), every(4, CASES))
 def test_llama_cpp_splits_text_by_the_same_expressions(tmp_path, expressions, name, ignores):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     folder = byte_level(save(tmp_path / "model", "llama"), expressions, ignore_merges=ignores)

@@ -128,7 +128,9 @@ AS_PUBLISHED = {
 
 
 @pytest.mark.parametrize(
-    ("case", "tied"), [(case, tied) for case in AS_PUBLISHED for tied in {False, case.family.head is not None}], ids=str
+    ("case", "tied"),
+    every(2, [(case, tied) for case in AS_PUBLISHED for tied in {False, case.family.head is not None}]),
+    ids=str,
 )
 def test_names_as_published(case: Case, tied: bool, tmp_path: Path) -> None:
     """Pruned it is what a checkpoint with transformers' own names is; what models compute themselves travels along."""

@@ -15,6 +15,8 @@ from tests.parallel.threads import in_threads
 from tests.reports import recover
 from tests.stages.recovering import QUICK, recovery_job
 
+pytestmark = pytest.mark.thorough  # processes share out measuring and pruning every time
+
 TRAINING = {"epochs": 2, "lr": 0.001, "batch": 3, "held_out": 0.34, "accumulate": 2}
 
 
