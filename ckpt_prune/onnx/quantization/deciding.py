@@ -275,12 +275,15 @@ def _choose(
             return harm
 
         def alone(few: Collection[str]) -> float:
-            if done == 1 and (seconds := single * probe.seconds + sets * longest) >= LONG:
+            begun = progress.now()
+            harm = measure(few, (), short)
+            # Told when one of each kind has been timed, weights put in and taken out.
+            if done == 2 and (seconds := single * (progress.now() - begun) + sets * longest) >= LONG:
                 Notices()(
                     f"what rounding costs is measured in at most {single + sets} runs of the graph: about "
                     f"{format_duration(seconds)}"
                 )
-            return measure(few, (), short)
+            return harm
 
         roles: dict[tuple[object, ...], list[str]] = {}
         for name in candidates:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.common import progress
 from ckpt_prune.onnx.quantization.weights import Weight, copy_with_split_gemms, find_weights
 
 Array = NDArray[Any]
@@ -37,7 +36,6 @@ class Probe:
 
     Attributes:
         weights: name → those that can be rounded.
-        seconds: that a run on the first feed takes.
     """
 
     def __init__(
@@ -67,10 +65,7 @@ class Probe:
             copy.graph.inputs.append(weight.value)
         self._feeds, self._outputs, self._classes = feeds, list(outputs), classes
         self._session = _load_session(copy, scratch, threads)
-        begun = progress.now()
-        first = self._run({}, frozenset(), slice(1))
-        self.seconds = progress.now() - begun
-        self._expected = [*first, *self._run({}, frozenset(), slice(1, None))]
+        self._expected = self._run({}, frozenset(), slice(None))
 
     def measure_harm(
         self, rounded: Mapping[str, Array], inputs: frozenset[str] = frozenset(), on: slice = slice(None)

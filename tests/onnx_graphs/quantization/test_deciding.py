@@ -1,5 +1,6 @@
 """A small graph of every use of a weight: what is stored computes what was measured."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,10 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from ckpt_prune.common import progress
+from ckpt_prune.common.formatting import format_duration
 from ckpt_prune.onnx.quantization.deciding import Measuring, Scheme, decide, store
-from ckpt_prune.onnx.quantization.measuring import measure_grams
+from ckpt_prune.onnx.quantization.measuring import Probe, measure_grams
 from ckpt_prune.onnx.quantization.weights import copy_with_split_gemms, find_weights
 
 WIDTH, VOCABULARY = 40, 48
@@ -151,6 +154,25 @@ def test_sets_are_measured_on_more_than_single_weights_are(tmp_path):
     common = harms[0].keys() & harms[1].keys()
     assert common  # measured on the short feeds either way
     assert [harms[0][name] for name in common] == pytest.approx([harms[1][name] for name in common])
+
+
+def test_a_long_search_is_announced_by_what_a_run_took(tmp_path, monkeypatch, capsys):
+    free = decide(MODEL, scheme(), MEASURING, tmp_path).record.loss
+    clock = [0.0]
+    measure = Probe.measure_harm
+
+    def take_ten_seconds(*arguments):
+        clock[0] += 10
+        return measure(*arguments)
+
+    monkeypatch.setattr(progress, "now", lambda: clock[0])
+    monkeypatch.setattr(Probe, "measure_harm", take_ten_seconds)
+    capsys.readouterr()
+    decide(MODEL, scheme(allowed=free / 3), MEASURING, tmp_path)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "runs of the graph" in line]
+    runs, told = re.search(r"at most (\d+) runs of the graph: about (.*)$", line).groups()
+    assert told == format_duration(10 * int(runs))
+    assert clock[0] <= 10 * int(runs)
 
 
 def test_grams_are_sums_of_products_of_inputs(tmp_path):
