@@ -261,11 +261,12 @@ def test_ctrl_c_and_resume(place, commit):
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, CheckpointWriter, "commit", commit)
         result = run(*job)
-    assert (result.exit_code, result.stdout, result.stderr) == (
-        130,
-        "",
-        f"{ABOUT}out.partial keeps what is done: the same command with --resume continues\nInterrupted.\n",
+    kept = (
+        "holds nothing that is done yet: the same command with --resume starts afresh"
+        if commit == 1
+        else "keeps what is done: the same command with --resume continues"
     )
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", f"{ABOUT}out.partial {kept}\nInterrupted.\n")
     assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
     partial = Path("out.partial").absolute()
     assert (
