@@ -231,6 +231,13 @@ def run_graphs_here(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def few_objects() -> None:
+    """Keep the garbage collector away from what earlier tests left: an export looks for garbage each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def keep_skeletons() -> Iterator[None]:
     """Keep names and shapes of every tiny model: a file goes through all families for one promise after another.

@@ -14,6 +14,8 @@ import torch
 from tests.cli.running import TEXT, ok
 from tests.pairs import every
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 SHORT = (*TEXT, "--samples", "8")
 LIVE = ("prune", "dense", *SHORT, "-o", "out", "--recipe")
 JOBS = {
@@ -33,7 +35,6 @@ JOBS = {
 @contextmanager
 def circles() -> Iterator[list[object]]:
     gc.collect()
-    gc.freeze()  # what earlier tests keep is not looked through again
     garbage: list[object] = []
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)

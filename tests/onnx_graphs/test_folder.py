@@ -31,6 +31,8 @@ from tests.pairs import choose_cases, every
 
 from .exports import Graph, make_exports, pixels
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 CHECKPOINT_ONLY = {
     *("model.safetensors", "ckpt_prune.json", "rotations.st", "modeling_pruned.py", "mlx_pruned.py", "README.md")
 }
