@@ -110,7 +110,7 @@ def test_encoders_compute_what_pytorch_does_and_read_segments(graphs, name):
 # ---- what these models have that others have not -------------------------------------------------------------------
 
 
-@pytest.mark.thorough  # `test_repetition.py` traces a model with windows every time
+@pytest.mark.thorough
 def test_the_window_is_in_the_graph(graphs):
     """A token just inside the window changes the logits of the last one, and one just before the window does not."""
     _, folder = graphs("mistral-window")

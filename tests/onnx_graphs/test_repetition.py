@@ -106,7 +106,7 @@ DECODERS: dict[str, tuple[Callable[[], PreTrainedModel], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", choose_cases(list(DECODERS), lambda name: name == "windows"))
+@pytest.mark.parametrize("name", choose_cases(list(DECODERS), lambda name: name == "llama"))
 def test_decoders(name, tmp_path):
     make, expected = DECODERS[name]
     model = make()

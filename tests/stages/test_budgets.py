@@ -143,7 +143,7 @@ def cost(job: Prepared, kind: str, *, before: bool = False) -> int:
 @pytest.mark.parametrize(
     ("variant", "weigh_by", "widths"),
     every(
-        2,
+        3,
         [
             ("llama", "effect", "per_layer"),
             ("llama", "energy", "uniform"),
@@ -238,14 +238,17 @@ def test_what_corp_loses_tells_what_an_error_of_the_logits_is_worth(dense, weigh
 
 @pytest.mark.parametrize(
     ("crossing", "share"),
-    dealt(
-        [
-            ("llama-gqa-tied", "queries", "params"),
-            ("opt", "qk", "params"),
-            ("opt", "qk", "flops"),
-            ("vit", "qk", "bytes"),
-        ],
-        ["55%", "70%", "85%"],
+    every(
+        2,
+        dealt(
+            [
+                ("llama-gqa-tied", "queries", "params"),
+                ("opt", "qk", "params"),
+                ("opt", "qk", "flops"),
+                ("vit", "qk", "bytes"),
+            ],
+            ["55%", "70%", "85%"],
+        ),
     ),
 )
 def test_no_widths_of_spaces_that_cross_do_better(dense, crossing, share):
