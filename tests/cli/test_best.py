@@ -10,7 +10,10 @@ import torch
 
 import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import DiskError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.statistics.end_states import EndStates
+from ckpt_prune.stages.spaces import measure_dense
 from tests import encoders, families
 from tests.cli.running import TEXT, listing, ok, read_json, read_refusal, run, same_files
 from tests.images import write_images, write_vit
@@ -76,6 +79,28 @@ def test_best_needs_the_metric_and_folds(here):
 # ---- best, from end to end -----------------------------------------------------------------------------------------
 
 MODELS = {"llama": TEXT, "opt": (*TEXT[:-1], "12"), "vit": IMAGES}
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_without_room_for_states_the_dense_blocks_run_again(here, monkeypatch, room):
+    """The output is the same."""
+    job = ("prune", "llama", "--recipe", "best", "--ratio", "0.4", *QUICK, *TEXT)
+    ok(*job, "-o", "with")
+    written, check = [], measure_dense.check_free_space
+
+    def refuse_states(folder: Path, needed: int, what: str) -> None:
+        if not room and what.startswith("states"):
+            raise DiskError("full")
+        check(folder, needed, what)
+
+    write = EndStates.write
+    monkeypatch.setattr(
+        EndStates, "write", lambda ends, block, states: (written.append(block), write(ends, block, states))
+    )
+    monkeypatch.setattr(measure_dense, "check_free_space", refuse_states)
+    ok(*job, "-o", "out")
+    assert written == ([0, 1] if room else [])
+    assert same_files("out", "with")
 
 
 @pytest.mark.parametrize("model", choose_cases(MODELS, lambda model: model != "opt"))

@@ -10,6 +10,7 @@ from typing import Any
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.checkpoint.writer import check_free_space
+from ckpt_prune.common.errors import DiskError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.prepared import Prepared
@@ -43,6 +44,8 @@ def measure_dense(prepared: Prepared, run: Run) -> Prepared:
         ends = plan_end_states(prepared, live, run.scratch)
         if run.journal is not None and STATISTICS in run.journal.entries and ends is not None and not ends.complete:
             ends = None  # several processes began this run
+        if ends is not None and not _fit(prepared, live, ends, run.scratch):
+            ends = None  # the blocks run once more instead
         statistics = measure_first(prepared, live, run.scratch, run.journal, ends)
         return replace(prepared, statistics=statistics, ends=ends)
 
@@ -80,6 +83,21 @@ def plan_end_states(prepared: Prepared, live: LiveSamples, folder: Path) -> EndS
     return EndStates(model, live.samples, rows, folder, live.compute_dtype)
 
 
+def _fit(prepared: Prepared, live: LiveSamples, ends: EndStates, folder: Path) -> bool:
+    """Whether there is room for states beside the statistics."""
+    try:
+        check_free_space(folder.parent, _count_bytes(prepared, live) + ends.bytes, "states behind blocks need")
+    except DiskError:
+        return False
+    return True
+
+
+def _count_bytes(prepared: Prepared, live: LiveSamples) -> int:
+    return count_statistics_bytes(
+        prepared.model, collect=prepared.recipe.collect, folds=live.folds, samples=len(live.samples)
+    )
+
+
 def measure_and_choose(prepared: Prepared, run: Run, choose: Choose) -> Prepared:
     """Measure the dense model if the recipe needs it, then decide what goes."""
     are_known = prepared.widths_known
@@ -115,10 +133,8 @@ def measure_first(
     def make_folder() -> None:
         with disk_failures(folder):
             folder.mkdir(exist_ok=True)
-        needed = count_statistics_bytes(
-            prepared.model, collect=recipe.collect, folds=live.folds, samples=len(live.samples)
-        )
-        check_free_space(folder, needed + (0 if ends is None else ends.bytes), "statistics need")
+        kept = 0 if ends is None else ends.bytes
+        check_free_space(folder, _count_bytes(prepared, live) + kept, "statistics need")
 
     if STATISTICS in done:
         statistics = Statistics(folder)
