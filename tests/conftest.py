@@ -68,7 +68,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Identities show a mistake in the first few examples, and there are a hundred identities. No example has a deadline:
 # time says nothing about the code on a machine that does other work too.
-for profile, examples in (("suite", 10), ("thorough", 40)):
+for profile, examples in (("suite", 10), ("thorough", 25)):
     hypothesis.settings.register_profile(
         profile,
         hypothesis.settings(),
@@ -203,31 +203,26 @@ def stop_clock() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def skip_comparison(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Skip the comparison of a model with transformers: one test does it for every family.
-
-    With `--thorough` commands compare as they do for users.
-    """
+def skip_comparison() -> Iterator[None]:
+    """Skip the comparison of a model with transformers: one test does it for every family."""
     from ckpt_prune.verification import forward_pass
 
     with pytest.MonkeyPatch.context() as patch:
-        if not request.config.getoption("--thorough"):
-            patch.setattr(forward_pass, "check_forward", lambda model, samples, say: None)
+        patch.setattr(forward_pass, "check_forward", lambda model, samples, say: None)
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
-def run_graphs_here(request: pytest.FixtureRequest) -> Iterator[None]:
+def run_graphs_here() -> Iterator[None]:
     """Run graphs in this process: a process of their own takes a third of a second, and test_isolation.py starts some.
 
-    With `--thorough` every command starts them, as for users. A graph may take a day, so a busy machine stops none.
+    A graph may take a day, so a busy machine stops none.
     """
     from ckpt_prune.onnx import isolation
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isolation, "SECONDS", 86400.0)
-        if not request.config.getoption("--thorough"):
-            patch.setattr(isolation, "isolate_sessions", nullcontext)
+        patch.setattr(isolation, "isolate_sessions", nullcontext)
         yield
 
 
