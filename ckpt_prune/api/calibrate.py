@@ -148,14 +148,14 @@ def calibrate(options: CalibrateOptions) -> "Statistics | ForeseenStatistics":
     if estimate.warning is not None:
         say(estimate.warning)
 
-    def finish(found: "Statistics") -> None:
-        wanted = {*described.consumers, *chosen_kinds, *(described.logits if "logits" in kinds else ())}
-        held = [space for space in described.spaces if space in wanted]
+    def finish(statistics: "Statistics") -> None:
+        wanted_spaces = {*described.consumers, *chosen_kinds, *(described.logits if "logits" in kinds else ())}
+        tried = [space for space in described.spaces if space in wanted_spaces]
         if "fisher" in kinds:
-            found = add_gradients(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
+            statistics = add_gradients(source, statistics, chosen, spaces=tried, device=target, compute_dtype=dtype)
         if EFFECTS in chosen_kinds:
-            effects = measure_effects(source, found, chosen, spaces=held, device=target, compute_dtype=dtype)
-            process_group().on_first(lambda: record_effects(found, effects))
+            effects = measure_effects(source, statistics, chosen, spaces=tried, device=target, compute_dtype=dtype)
+            process_group().on_first(lambda: record_effects(statistics, effects))
 
     return measure_statistics(
         source,

@@ -43,14 +43,14 @@ def other_weights(file: Path, model: Model, kind: str) -> list[str]:
         layout = lay_out(model, kind if kind in GGUF_ROWS else None)  # type: ignore[arg-type]
     except CannotMapError:
         return []
-    found = open_gguf(file)
-    if found.values.get("general.architecture") != layout.architecture.name:
+    gguf_file = open_gguf(file)
+    if gguf_file.values.get("general.architecture") != layout.architecture.name:
         return []
     wrong = []
-    for name, info in found.tensors.items():
+    for name, info in gguf_file.tensors.items():
         expected = layout.tensors.get(name)
         if expected is not None and tuple(expected.shape) == tuple(info.shape):
-            stored, whole = found.read(name).float(), expected.read().float()
+            stored, whole = gguf_file.read(name).float(), expected.read().float()
             if not _alike(stored, whole, info.kind):
                 wrong.append(name)
     return wrong

@@ -44,8 +44,8 @@ def write_graph(model: onnx_ir.Model, path: Path) -> None:
 def get_bytes(tensor: onnx_ir.TensorProtocol) -> bytes | memoryview:
     """Return the bytes that a tensor is stored as, without a copy of those that lie in memory like that."""
     array = tensor.numpy()
-    whole = array.dtype.itemsize * array.size == tensor.nbytes  # not several elements in a byte
-    if whole and array.flags.c_contiguous and sys.byteorder == "little":
+    is_unpacked = array.dtype.itemsize * array.size == tensor.nbytes  # not several elements in a byte
+    if is_unpacked and array.flags.c_contiguous and sys.byteorder == "little":
         return array.reshape(-1).view(np.uint8).data
     return tensor.tobytes()
 

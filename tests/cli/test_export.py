@@ -280,5 +280,5 @@ def test_weights_that_are_no_numbers_do_not_pass(vision):
 def test_a_continued_text_is_called_an_example(pytorch, same, end):
     """It is no verdict: a graph that agrees may choose other words from the first token on."""
     continuation = Continuation(prompt="a", onnxruntime="b c", pytorch=pytorch, tokens=2, same=same)
-    said = describe_continuation(continuation)
-    assert said == f"an example, not a check: after 'a' onnxruntime goes on 'b c'{end}"
+    sentence = describe_continuation(continuation)
+    assert sentence == f"an example, not a check: after 'a' onnxruntime goes on 'b c'{end}"

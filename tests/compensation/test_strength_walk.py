@@ -184,6 +184,6 @@ def test_rotations_are_fitted_unless_a_bound_rules_them_out(bound, fitted, monke
     fit_all = wide_sites.fit_all
     monkeypatch.setattr(wide_sites, "bound_rotations", lambda *_: bound)
     monkeypatch.setattr(wide_sites, "fit_all", lambda wanted, *args: names.extend(wanted) or fit_all(wanted, *args))
-    found = choose(CASES["many tokens"], ["none", "rotation", "rotation-scale", "ridge"])
+    choice = choose(CASES["many tokens"], ["none", "rotation", "rotation-scale", "ridge"])
     assert set(names) == ({"rotation", "rotation-scale"} if fitted else set())
-    assert fitted or [each.method for each in found.ruled_out] == ["rotation", "rotation-scale"]
+    assert fitted or [each.method for each in choice.ruled_out] == ["rotation", "rotation-scale"]

@@ -9,9 +9,8 @@ from tests.forked import fork_module
 
 
 @pytest.fixture(autouse=True, scope="session")
-def fork_llama_cpp(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--thorough` as for users; `tests/runtimes` starts a Python each time."""
+def fork_llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """`tests/runtimes` starts a Python each time, as for users."""
     with pytest.MonkeyPatch.context() as patch:
-        if not request.config.getoption("--thorough"):
-            fork_module(patch, llama_cpp, tmp_path_factory.mktemp("llama-cpp"))
+        fork_module(patch, llama_cpp, tmp_path_factory.mktemp("llama-cpp"))
         yield

@@ -28,21 +28,21 @@ def make_model() -> onnx.ModelProto:
 def test_all_but_the_bytes_of_large_weights_is_read(tmp_path):
     model, path = make_model(), tmp_path / "model.onnx"
     onnx.save(model, path)
-    found = read_structure(path)
-    large = found.graph.initializer[0]
+    structure = read_structure(path)
+    large = structure.graph.initializer[0]
     assert large.data_location == TensorProto.EXTERNAL
     assert not large.HasField("raw_data")
-    assert found.ByteSize() < path.stat().st_size - SMALL
+    assert structure.ByteSize() < path.stat().st_size - SMALL
     large.ClearField("data_location")
     model.graph.initializer[0].ClearField("raw_data")
-    assert found == model
+    assert structure == model
 
 
 @pytest.mark.parametrize("kept", [0.1, 0.5, 0.9])
 def test_a_file_that_was_cut_off_is_refused(kept, tmp_path):
     path = tmp_path / "model.onnx"
-    whole = make_model().SerializeToString()
-    path.write_bytes(whole[: int(kept * len(whole))])
+    complete = make_model().SerializeToString()
+    path.write_bytes(complete[: int(kept * len(complete))])
     with pytest.raises((ValueError, DecodeError)):
         read_structure(path)
 

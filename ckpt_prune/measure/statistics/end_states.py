@@ -52,11 +52,13 @@ class EndStates:
 
     def read(self, block: int, rows: range | None = None) -> Tensor:
         """Read the states behind a block of some of the samples whose states are kept, by default of all of these."""
-        wanted = self.rows if rows is None else rows
-        if wanted.start < self.rows.start or wanted.stop > self.rows.stop:
-            raise ValueError(f"states of samples {self.rows} are kept, not of {wanted}")
+        asked_rows = self.rows if rows is None else rows
+        if asked_rows.start < self.rows.start or asked_rows.stop > self.rows.stop:
+            raise ValueError(f"states of samples {self.rows} are kept, not of {asked_rows}")
         with safe_open(self.folder / _name_file(block), framework="pt") as file:
-            states: Tensor = file.get_slice("states")[wanted.start - self.rows.start : wanted.stop - self.rows.start]
+            states: Tensor = file.get_slice("states")[
+                asked_rows.start - self.rows.start : asked_rows.stop - self.rows.start
+            ]
         return states
 
 

@@ -28,8 +28,8 @@ def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, devi
             weight = model.checkpoint.read([name])[name].to(device)
             folds = select_input_moments(moments.get(space))
             # A ranking does not need Grams.
-            whole = sum_folds([replace(fold, gram=None) for fold in folds]).to(device) if folds else None
-            scores[Site(block, space)] = standardise(solver.column_scores(weight, whole), model.unit_columns(space))
+            summed = sum_folds([replace(fold, gram=None) for fold in folds]).to(device) if folds else None
+            scores[Site(block, space)] = standardise(solver.column_scores(weight, summed), model.unit_columns(space))
     return scores
 
 

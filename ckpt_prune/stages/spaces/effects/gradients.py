@@ -73,7 +73,7 @@ def add_gradients(
     """
     rows = gradient_rows(model, len(samples), statistics.index.folds)
     some = SampleRange(samples, rows.start, rows.stop)
-    known = None if ends is None else partial(ends.read, rows=rows)
+    read_end = None if ends is None else partial(ends.read, rows=rows)
     files: dict[str, str] = {}
     refits = Refits(model, statistics, device, tried_out(model, spaces))
     trials = _Trials(refits) if "gram" in statistics.index.collect else None
@@ -88,7 +88,9 @@ def add_gradients(
         files[name_file("fisher", block)] = write_fisher(statistics.folder, block, metric, curves)
 
     apart = EndDistances(len(some)) if distances else None
-    backward = measure_fisher(model, some, device=device, watcher=trials, ends=apart, rotary=rotary, known=known, **how)
+    backward = measure_fisher(
+        model, some, device=device, watcher=trials, ends=apart, rotary=rotary, known=read_end, **how
+    )
     for block, metric in backward:
         curves = {} if trials is None else trials.finish(metric, allocate if together_too else None)
         group.on_first(partial(write, block, metric, curves))
@@ -96,7 +98,7 @@ def add_gradients(
     together: dict[SpaceName, list[tuple[int, float]]] = {}
     scores: dict[SpaceName, str] = {}
     if predicted and together_too:
-        end = None if known is None else known(model.blocks - 1)
+        end = None if read_end is None else read_end(model.blocks - 1)
         with phase("effects"):
             together, scores = measure_spaces(refits, some, predicted, end=end, **how)
     figures = (predicted, together, scores, None if apart is None else apart.distances)
