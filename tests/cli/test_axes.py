@@ -37,6 +37,7 @@ def here(place: Path) -> Path:
     return place
 
 
+@pytest.mark.thorough
 def test_blocks_that_do_little_and_dimensions_that_are_empty_go(here) -> None:
     lines = ok("prune", "flat", *JOB, "--target-params", "40%", "-o", "out").splitlines()
     report = read_json("out/ckpt_prune.json")

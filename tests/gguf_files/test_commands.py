@@ -103,6 +103,7 @@ def test_a_file_is_only_replaced_when_asked_and_if_it_is_a_gguf_file(model, tmp_
     assert place.read_text() == "mine"
 
 
+@pytest.mark.thorough
 def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     out, text = tmp_path / "out", proving(model).text[0]

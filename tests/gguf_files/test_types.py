@@ -134,6 +134,7 @@ def check_same_weights(out, packed):
         torch.testing.assert_close(file.read(name).float(), weight.read().float(), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_one_recipe_prunes_rounds_and_ends_in_a_file_of_the_same_weights(tmp_path):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
