@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.collection import without_collection
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.onnx import export as exporting
 from ckpt_prune.onnx.export import EMBEDDED_BYTES, GraphWriter
@@ -140,12 +141,10 @@ def trace_as_commands_do() -> Iterator[None]:
 
     Garbage is not looked for meanwhile.
     """
-    gc.disable()
     try:
-        with torch.inference_mode(False):
+        with without_collection(), torch.inference_mode(False):
             yield
     finally:
-        gc.enable()
         # What tracing leaves in torch's caches stays: every later export would have it searched for garbage again.
         gc.collect()
         gc.freeze()

@@ -7,7 +7,7 @@ from pathlib import Path
 NEAR = 0.75
 """Likeness of names that are suggested (`difflib`) where there are many: one letter more or less in four."""
 _NEAR_ENOUGH = 0.6
-"""Where there are few names, and the one that is nearest is most likely meant."""
+"""Likeness where there are few names, so that the nearest one is probably meant."""
 
 
 def similar_names(name: str, known: Iterable[str], most: int = 3, likeness: float = NEAR) -> list[str]:

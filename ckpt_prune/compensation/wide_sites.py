@@ -98,10 +98,10 @@ def choose_wide(
         if count == 0 and walks:
             best_on_first, share = min(walk.least_of(0) for walk in walks)
             best_on_first = min([best_on_first, *sums.values()])
-        if count == 0 and walks and ROTATIONS & {method.name for method in dear}:
-            bound = bound_rotations(weight_kept, fold)
+            rotations = [method.name for method in dear if method.name in ROTATIONS]
+            bound = bound_rotations(weight_kept, fold) if rotations else 0.0
             if bound > (1 + NEAR_ON_ONE_FOLD) * best_on_first > 0:
-                on_first |= {method.name: bound / best_on_first for method in dear if method.name in ROTATIONS}
+                on_first |= dict.fromkeys(rotations, bound / best_on_first)
         open_names = [method.name for method in dear if method.name not in on_first]
         lack = complete(train.at(share), weight_kept) if open_names else None
         for name, solution in fit_all(open_names, weight_kept, lack) if lack is not None else ():

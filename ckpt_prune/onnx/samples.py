@@ -136,9 +136,8 @@ def _read_python_sources(characters: int) -> tuple[str, str]:
                 texts.append(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError as error:
         raise UserError(str(error)) from error
-    return "\n".join(
-        texts
-    ), f"{plural(len(texts), 'Python source')} of this machine's standard library, no --text being given"
+    sources = plural(len(texts), "Python source")
+    return "\n".join(texts), f"{sources} of this machine's standard library, no --text being given"
 
 
 def _choose_images(

@@ -1,7 +1,7 @@
-"""What a graph computes, without its weights: they are most of its file, which is then not read."""
+"""Reading a graph without its weights, which are most of its file."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx
@@ -30,35 +30,37 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 
 def _shorten_model(data: mmap.mmap) -> bytes:
-    parts = []
-    for number, start, inner, end in _find_fields(data, 0, len(data)):
-        if number == GRAPH and inner is not None:
-            graph = _shorten_graph(data, inner, end)
-            parts.append(start_field(GRAPH, len(graph)) + graph)
-        else:
-            parts.append(data[start:end])
-    return b"".join(parts)
+    return _replace_fields(data, 0, len(data), GRAPH, _shorten_graph)
 
 
 def _shorten_graph(data: mmap.mmap, begin: int, stop: int) -> bytes:
-    parts = []
-    for number, start, inner, end in _find_fields(data, begin, stop):
-        if number == INITIALIZER and inner is not None and end - inner > SMALL:
-            weight = _shorten_weight(data, inner, end)
-            parts.append(start_field(INITIALIZER, len(weight)) + weight)
-        else:
-            parts.append(data[start:end])
-    return b"".join(parts)
+    return _replace_fields(data, begin, stop, INITIALIZER, _shorten_weight)
 
 
 def _shorten_weight(data: mmap.mmap, begin: int, stop: int) -> bytes:
+    if stop - begin <= SMALL:
+        return data[begin:stop]
     fields = list(_find_fields(data, begin, stop))
     kept = [data[start:end] for number, start, _, end in fields if number != RAW_DATA]
     return b"".join(kept if len(kept) == len(fields) else [*kept, _ELSEWHERE])
 
 
+def _replace_fields(
+    data: mmap.mmap, begin: int, stop: int, field: int, replace: Callable[[mmap.mmap, int, int], bytes]
+) -> bytes:
+    """Return a message whose messages in one of its fields are replaced."""
+    parts = []
+    for number, start, inner, end in _find_fields(data, begin, stop):
+        if number == field and inner is not None:
+            message = replace(data, inner, end)
+            parts.append(start_field(field, len(message)) + message)
+        else:
+            parts.append(data[start:end])
+    return b"".join(parts)
+
+
 def _find_fields(data: mmap.mmap, begin: int, stop: int) -> Iterator[tuple[int, int, int | None, int]]:
-    """Yield the number of each field of a message, where it starts, where its bytes start if it is one, its end."""
+    """Yield (number, start, start of its bytes or None, end) of each field of a message; numbers have no bytes."""
     place = begin
     while place < stop:
         key, after = _read_varint(data, place, stop)

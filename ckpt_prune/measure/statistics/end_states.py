@@ -34,7 +34,7 @@ class EndStates:
 
     @property
     def bytes(self) -> int:
-        """What the files take."""
+        """Bytes of all files."""
         tokens = len(self.rows) * self.samples.tokens
         return self.model.blocks * tokens * self.model.dimension("hidden") * self.dtype.itemsize
 

@@ -42,9 +42,7 @@ def measure_dense(prepared: Prepared, run: Run) -> Prepared:
     with run.timer.time("measuring"), phase("calibration"):
         live = choose_samples(prepared, prepared.live)
         ends = plan_end_states(prepared, live, run.scratch)
-        if run.journal is not None and STATISTICS in run.journal.entries and ends is not None and not ends.complete:
-            ends = None  # several processes began this run
-        if ends is not None and not _fit(prepared, live, ends, run.scratch):
+        if ends is not None and not _are_usable(ends, prepared, live, run):
             ends = None  # the blocks run once more instead
         statistics = measure_first(prepared, live, run.scratch, run.journal, ends)
         return replace(prepared, statistics=statistics, ends=ends)
@@ -83,10 +81,12 @@ def plan_end_states(prepared: Prepared, live: LiveSamples, folder: Path) -> EndS
     return EndStates(model, live.samples, rows, folder, live.compute_dtype)
 
 
-def _fit(prepared: Prepared, live: LiveSamples, ends: EndStates, folder: Path) -> bool:
-    """Whether there is room for states beside the statistics."""
+def _are_usable(ends: EndStates, prepared: Prepared, live: LiveSamples, run: Run) -> bool:
+    """Whether states were kept while the statistics were measured, or there is room for both."""
+    if run.journal is not None and STATISTICS in run.journal.entries:
+        return ends.complete  # several processes may have begun this run, or the disk had no room
     try:
-        check_free_space(folder.parent, _count_bytes(prepared, live) + ends.bytes, "states behind blocks need")
+        check_free_space(run.scratch.parent, _count_bytes(prepared, live) + ends.bytes, "states behind blocks need")
     except DiskError:
         return False
     return True
