@@ -1,5 +1,6 @@
 """Memory of this process and of the machine, without a dependency."""
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -30,6 +31,18 @@ def available_bytes() -> int | None:
         return free
     allowed = max(0, limit - used)
     return allowed if free is None else min(allowed, free)
+
+
+def return_freed_memory() -> None:
+    """Give the system back what was freed, if the C library keeps it (glibc's does).
+
+    What was freed in pieces below its limit for maps stays with the process, and the next user of memory, if it asks
+    for other sizes, takes more beside it.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _read_linux(key: str, file: Path | None = None) -> int | None:

@@ -22,6 +22,7 @@ from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_FOLDER, GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GRAPH_FILES, ROUNDED_TYPES, GraphType
+from ckpt_prune.common.memory import return_freed_memory
 from ckpt_prune.common.progress import meter
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.model.containers.remote import MLX_KEY
@@ -48,6 +49,7 @@ from ckpt_prune.onnx.records import (
     hash_tensors,
     runtime_versions,
 )
+from ckpt_prune.onnx.reference import drop_weights
 from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA, Provider, default_provider
 from ckpt_prune.onnx.tasks import check_padding, choose_task, remove_head
@@ -300,9 +302,9 @@ def _free(graph: onnx_ir.Model, model: PreTrainedModel) -> None:
     """
     for value in graph.graph.initializers.values():
         value.const_value = None
-    for parameter in model.parameters():
-        parameter.data = torch.empty(0)
+    drop_weights(model)
     gc.collect()
+    return_freed_memory()
 
 
 def write_proven(

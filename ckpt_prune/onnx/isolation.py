@@ -49,7 +49,7 @@ class IsolatedSession:
     Raises RuntimeError if the graph cannot be loaded or run, or not within the limits.
     """
 
-    def __init__(self, graph: Path, threads: int, providers: Sequence[Any]) -> None:
+    def __init__(self, graph: Path, threads: int, providers: Sequence[Any], mapped: bool = False) -> None:
         self._weights = sum(path.stat().st_size for path in graph.parent.glob(f"{graph.name}*"))
         on_cpu = len(providers) == 1  # a GPU's driver maps many times what it uses
         limit = MOST_BYTES + 4 * self._weights if on_cpu else None
@@ -65,7 +65,7 @@ class IsolatedSession:
         )
         child_end.close()
         # A process that begins on a busy machine takes its time.
-        request = (str(graph), threads, list(providers), limit, os.getpid())
+        request = (str(graph), threads, list(providers), mapped, limit, os.getpid())
         try:
             loaded: tuple[list[Slot], list[Slot], list[str]] = self._ask(request, 3 * SECONDS + self._weights // 2**24)
         except RuntimeError:
@@ -126,17 +126,24 @@ def isolate_sessions() -> Iterator[None]:
             session.close()
 
 
-def create_session(graph: Path, threads: int, providers: Sequence[Any]) -> Any:
-    """An InferenceSession, or inside `isolate_sessions` one in another process; raises any exception."""
+def create_session(graph: Path, threads: int, providers: Sequence[Any], *, mapped: bool = False) -> Any:
+    """An InferenceSession, or inside `isolate_sessions` one in another process; raises any exception.
+
+    Args:
+        mapped: let onnxruntime map weights in the graph's own file, too, as it does with those that lie beside it. By
+            default it reads the whole file, and holds large weights twice until it has loaded it. It computes the same.
+    """
     sessions = _open_sessions.get()
     if sessions is None or os.name != "posix":
-        return _create_session(graph, threads, providers)
-    sessions.append(IsolatedSession(graph, threads, providers))
+        return _create_session(graph, threads, providers, mapped)
+    sessions.append(IsolatedSession(graph, threads, providers, mapped))
     return sessions[-1]
 
 
-def _create_session(graph: Path | str, threads: int, providers: Sequence[Any], severity: int = 3) -> Any:
+def _create_session(graph: Path, threads: int, providers: Sequence[Any], mapped: bool, severity: int = 3) -> Any:
     import onnxruntime
+
+    from ckpt_prune.onnx.structure import refer_to_weights
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -144,10 +151,13 @@ def _create_session(graph: Path | str, threads: int, providers: Sequence[Any], s
     # Threads that spin while they wait take the cores from whoever else computes (measured: PyTorch beside it 1.7 times
     # slower); alone on the machine it costs 0 to 6 %.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if mapped:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
     onnxruntime.set_default_logger_severity(4)
     try:
+        model = refer_to_weights(graph) if mapped else str(graph)
         # Its own way back to other providers prints on stdout and does not say what it runs on.
-        return onnxruntime.InferenceSession(str(graph), options, providers=providers, enable_fallback=0)
+        return onnxruntime.InferenceSession(model, options, providers=providers, enable_fallback=0)
     finally:
         onnxruntime.set_default_logger_severity(2)
 
@@ -155,10 +165,12 @@ def _create_session(graph: Path | str, threads: int, providers: Sequence[Any], s
 def serve(connection: Connection) -> None:
     """The process: load a graph, then run it on whatever comes. An answer that is a text is a failure."""
     try:
-        graph, threads, providers, limit, parent = connection.recv()
+        graph, threads, providers, mapped, limit, parent = connection.recv()
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         _limit_memory(limit)
-        session = _create_session(graph, threads, providers, severity=4)  # what goes wrong is in the answer
+        session = _create_session(
+            Path(graph), threads, providers, mapped, severity=4
+        )  # what goes wrong is in the answer
         ports = (session.get_inputs(), session.get_outputs())
         slots = [[Slot(port.name, port.type, port.shape) for port in own] for own in ports]
         connection.send((*slots, session.get_providers()))

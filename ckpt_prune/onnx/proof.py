@@ -1,8 +1,7 @@
 """The proof that onnxruntime computes what PyTorch does: a graph against the checkpoint it was made from."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
@@ -55,7 +54,7 @@ from ckpt_prune.onnx.records import (
     read_manifest,
     runtime_versions,
 )
-from ckpt_prune.onnx.reference import Reference
+from ckpt_prune.onnx.reference import HeldModel, Reference
 from ckpt_prune.onnx.samples import ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, default_provider, next_cache
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task, choose_task
@@ -114,7 +113,9 @@ def validate(
     """Compare the graphs of a folder with the model they were made from.
 
     The WHOLE model is loaded, with the checkpoint's own values in float32 on the CPU whatever the graph's type is, so
-    that what is measured holds all that the export did.
+    that what is measured holds all that the export did. onnxruntime has the weights in a layout of its own, so the
+    model is let go while the graph runs, and then reads the same; both are held only while a metric is measured for
+    which the graph must run again.
 
     A case passes if the largest difference is at most `tolerance` times the largest output in PyTorch, and the mean
     difference a tenth of that. By default 1e-4 in fp32: float32 moves outputs by 1e-7 to 1e-5 of the largest one. In
@@ -139,22 +140,21 @@ def validate(
     _check_source(folder, manifest, checkpoint)
     if (samples.images if manifest.modality == "text" else samples.windows) is not None:
         raise UserError(f"{folder} reads {manifest.modality}: it cannot be compared on the other")
-    module = load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust, unpack=True)
+    held = _hold(checkpoint, trust)
     others = _load_others(dense, manifest.full_task, trust)
     validations = []
     for graph in manifest.split():
-        reference = Reference(module, graph.full_task, {port.name for port in graph.inputs})
+        reference = Reference(held, graph.full_task, {port.name for port in graph.inputs})
         allowance = _allow(graph, tolerance, max_loss)
         kind = TextProof if graph.modality == "text" else ImageProof
         proof = kind(folder, graph, reference, samples, allowance, others)
         proof.run(provider or default_provider(graph.optimize))
-        session = None if proof.graph is None else proof.graph.session
         validations.append(
             Validation(
                 file=graph.file,
                 passed=all(check.passed is not False for check in proof.checks),
-                provider="cpu" if session is None else session.provider,
-                note=None if session is None else session.note,
+                provider=proof.provider,
+                note=proof.note,
                 dtype=graph.dtype,
                 tolerance=None if allowance.rounded else allowance.tolerance,
                 max_loss=allowance.max_loss,
@@ -192,13 +192,19 @@ def _check_source(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> N
         raise UserError(f"{folder} was not made from {checkpoint.path}: its record names {manifest.source.name}")
 
 
+def _hold(checkpoint: Checkpoint, trust: bool, *, unpack: bool = True) -> HeldModel:
+    """The WHOLE model of a checkpoint in float32 on the CPU, loaded when it is needed."""
+    return HeldModel(
+        lambda: load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust, unpack=unpack)
+    )
+
+
 def _load_others(dense: Dense | None, task: Task, trust: bool) -> list[Other]:
     """Load the dense model that the metric is also compared with, WHOLE; none if there is none."""
     if dense is None:
         return []
     other = Checkpoint.open(dense.folder)
-    module = load_model(other.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust)
-    return [Other(other.name, Reference(module, task, set()), dense.max_loss)]
+    return [Other(other.name, Reference(_hold(other, trust, unpack=False), task, set()), dense.max_loss)]
 
 
 def _allow(graph: Manifest, tolerance: float | None, max_loss: float | None) -> Allowance:
@@ -291,14 +297,14 @@ def validate_metric(
     if samples.windows is None and samples.images is None:
         option = "--text" if first.task.modality == "text" else "--images"
         raise UserError(f"no metric is measured on noise: give {option}")
-    module = load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust, unpack=True)
+    held = _hold(checkpoint, trust)
     if samples.windows is not None:
-        check_windows(module, samples.windows)
+        check_windows(held.get(), samples.windows)
     others = _load_others(dense, first.task, trust)
 
     def judge(graph: _OpenGraph) -> Validation:
         measure = _measure_for(graph.model, graph.task, samples, checkpoint.path)
-        reference = Reference(module, graph.task, set(graph.model.inputs))
+        reference = Reference(held, graph.task, set(graph.model.inputs))
         metrics, passed, detail = _judge_metric(measure, reference, graph.allowance, others)
         if passed is None:
             raise UserError(f"{graph.folder / graph.file}: {detail}")
@@ -370,10 +376,16 @@ def _open_foreign_graph(
 class Proof:
     """The checks, in order; what needs an earlier one that failed is skipped.
 
+    The graph runs first, on everything, and then the model: only one of both is in memory.
+
     Args:
         samples: what both are run on.
         allowance: how far outputs may be apart, or how much the metric may lose.
         others: models that the metric is compared with as well.
+
+    Attributes:
+        graph: while it is open.
+        provider: what it ran on; `note` says why that is not the one asked for.
     """
 
     image: tuple[int, int, int] | None = None
@@ -393,6 +405,8 @@ class Proof:
         self.present = hash_present_files(folder, manifest)
         self.ports = {port.name: port for port in manifest.outputs}
         self.graph: OnnxModel | None = None
+        self.provider: Provider = "cpu"
+        self.note: str | None = None
         self.checks: list[ProofCheck] = []
         self.cases: list[Case] = []
         self.metrics: list[Metric] = []
@@ -405,6 +419,10 @@ class Proof:
     def _small_feed(self) -> dict[str, Tensor]:
         raise NotImplementedError
 
+    def _run_graph(self) -> None:
+        """Run the graph on everything that its outputs are compared on, and keep them."""
+        raise NotImplementedError
+
     def _check_outputs(self) -> tuple[bool, str]:
         raise NotImplementedError
 
@@ -415,7 +433,13 @@ class Proof:
         self._check("files", lambda: check_files(self.folder, self.manifest, self.present))
         self._check("checker", lambda: check_operators(self.folder, self.manifest))
         sound = self._check("interface", self._check_interface)
+        for reference in (self.reference, *(other.reference for other in self.others)):
+            reference.let_go()
         loaded = self._check("load", lambda: self._load(provider))
+        if sound and loaded:
+            self._run_graph()
+        if self._metric_is_known():
+            self._close_graph()
         reason = "it does not load" if not loaded else "inputs or outputs are not the model's"
         later: list[tuple[CheckName, Callable[[], tuple[bool | None, str]]]] = [("outputs", self._check_outputs)]
         if self.manifest.cached:
@@ -427,6 +451,12 @@ class Proof:
                 self._check(name, check)
             else:
                 self.checks.append(ProofCheck(name=name, passed=None, detail=f"not run: {reason}"))
+        self._close_graph()
+
+    def _close_graph(self) -> None:
+        if self.graph is not None:
+            self.graph.close()
+            self.graph = None
 
     def _check(self, name: CheckName, check: Callable[[], tuple[bool | None, str]]) -> bool:
         done = run_check(name, check)
@@ -442,7 +472,7 @@ class Proof:
 
     def _load(self, provider: Provider) -> tuple[bool, str]:
         try:
-            self.graph = OnnxModel(self.folder, self.manifest.file, provider=provider)
+            self.graph = OnnxModel(self.folder, self.manifest.file, provider=provider, mapped=True)
         except UserError:
             raise
         except Exception as error:  # transformers raises anything over a damaged config.json
@@ -450,16 +480,24 @@ class Proof:
         inputs = [port.name for port in self.manifest.inputs]
         if list(self.graph.outputs) != list(self.ports) or list(self.graph.inputs) != inputs:
             return False, f"{self.manifest.file} has inputs and outputs that its record does not name"
-        return True, f"onnxruntime, {self.graph.session.provider.upper()}"
+        self.provider, self.note = self.graph.session.provider, self.graph.session.note
+        return True, f"onnxruntime, {self.provider.upper()}"
 
     def _check_metric(self) -> tuple[bool | None, str]:
-        assert self.graph is not None
-        if self.samples.images is None and self.samples.windows is None:
+        if not self._has_data:
             return None, f"not measured on noise: give {'--text' if self.image is None else '--images'}"
         graph, reference = self._reuse_outputs()
         measure = _measure_for(graph, self.manifest.full_task, self.samples, self.folder)
         self.metrics, passed, detail = _judge_metric(measure, reference, self.allowance, self.others)
         return passed, detail
+
+    @property
+    def _has_data(self) -> bool:
+        return self.samples.images is not None or self.samples.windows is not None
+
+    def _metric_is_known(self) -> bool:
+        """Return True if no metric is measured, or one for which the graph need not run again."""
+        return not self._has_data
 
     def _reuse_outputs(self) -> tuple[OnnxModel, Reference]:
         """Return the graph and its reference, which need not run again on what they have read."""
@@ -573,25 +611,27 @@ class Proof:
 
 
 class _KnownLogits:
-    """A language model that has read some windows: its logits for them are known, (N, T, vocabulary)."""
+    """A language model that has read a window, and reads no other: its logits for it are known, (1, T, vocabulary)."""
 
-    def __init__(self, model: OnnxModel | PreTrainedModel, windows: Tensor, logits: Tensor) -> None:
-        self._model, self._windows, self._logits = model, windows, logits
+    device = torch.device("cpu")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    def __init__(self, config: PreTrainedConfig, window: Tensor, logits: Tensor) -> None:
+        self.config, self._window, self._logits = config, window, logits
 
-    def __call__(self, **inputs: Any) -> Any:
-        if torch.equal(inputs["input_ids"], self._windows):
-            return ModelOutput(logits=self._logits)
-        return self._model(**inputs)
+    def eval(self) -> "_KnownLogits":
+        return self
+
+    def __call__(self, *, input_ids: Tensor, use_cache: bool = False) -> ModelOutput:
+        assert torch.equal(input_ids, self._window)
+        return ModelOutput(logits=self._logits)
 
 
 class ImageProof(Proof):
     """The checks of a graph that reads images."""
 
     def _prepare(self) -> None:
-        config, images = self.reference.model.config, self.samples.images
+        self._given: list[dict[str, Tensor] | str] = []
+        config, images = self.reference.config, self.samples.images
         self.image = (getattr(config, "num_channels", 3), *get_image_size(config))
         if images is None:
             self.pixels = make_noise_pixels(self.image, self.samples.seed)
@@ -605,12 +645,13 @@ class ImageProof(Proof):
         assert self.image is not None
         return {"pixel_values": torch.zeros(1, *self.image)}
 
+    def _run_graph(self) -> None:
+        self._given = [self._run({"pixel_values": pixels}) for pixels in make_image_batches(self.pixels)]
+
     def _check_outputs(self) -> tuple[bool, str]:
         cases: list[Case] = []
-        for pixels in make_image_batches(self.pixels):
-            feed = {"pixel_values": pixels}
-            expected = self.reference.run(feed)
-            cases += self._compare(self._run(feed), expected)
+        for pixels, given in zip(make_image_batches(self.pixels), self._given, strict=True):
+            cases += self._compare(given, self.reference.run({"pixel_values": pixels}))
         return self._conclude(cases, "outputs")
 
 
@@ -618,8 +659,17 @@ class TextProof(Proof):
     """The checks of a graph that reads text."""
 
     def _prepare(self) -> None:
-        self._whole_window: tuple[Tensor, Tensor] | None = None
-        config = self.reference.model.config.get_text_config()
+        self._whole: list[tuple[TextCase, dict[str, Tensor] | str]] = []
+        """Texts in one pass, and what the graph returned."""
+        self._in_chunks: list[tuple[TextCase, dict[str, Tensor] | str]] = []
+        """Texts through the cache in pieces."""
+        self._generated: list[tuple[TextCase, TextCase, dict[str, Tensor] | str]] = []
+        """Prompts, what they became, and the logits of each step."""
+        self._continued: tuple[Tensor, list[int]] | None = None
+        """A prompt, (1, T), and the tokens that the graph continues it by."""
+        self._known: dict[str, Tensor] = {}
+        """Logits of the only window that the metric is measured on, of the graph and of PyTorch."""
+        config = self.reference.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
         self.context: int | None = context_length(config)
         if self.samples.windows is None:
@@ -634,19 +684,35 @@ class TextProof(Proof):
     def _small_feed(self) -> dict[str, Tensor]:
         return complete_inputs({"input_ids": torch.ones(2, 2, dtype=torch.int64)})
 
-    def _check_outputs(self) -> tuple[bool, str]:
-        cases: list[Case] = []
-        pads_left = self.manifest.task == "text-generation" or reads_causally(self.reference.model.config.to_dict())
+    def _run_graph(self) -> None:
+        pads_left = self.manifest.task == "text-generation" or reads_causally(self.reference.config.to_dict())
         for case in make_text_cases(self.windows, pad=self.pad, left=pads_left, segments=self.reference.segments > 1):
-            expected = self.reference.run(_make_feed(case))
             given = self._run(_make_feed(case) | self._empty_cache(case))
             if self._is_measured(case.ids) and not isinstance(given, str):
-                self._whole_window = given["logits"], expected["logits"]
+                self._known["graph"] = given["logits"]
+            self._whole.append((case, given))
+        if not self.manifest.cached:
+            return
+        for case in make_chunk_cases(self.windows, pad=self.pad):
+            self._in_chunks.append((case, self._run_chunks(case)))
+        for case in make_prompts(self.windows, pad=self.pad, context=self.context):
+            given, text = self._generate(case, self._count_steps(case))
+            self._generated.append((case, text, given))
+        if self.allowance.rounded and self.samples.windows is not None and not isinstance(given, str):
+            self._continue_text()
+
+    def _check_outputs(self) -> tuple[bool, str]:
+        cases: list[Case] = []
+        # What has been compared is dropped: logits of a long window are large.
+        while self._whole:
+            case, given = self._whole.pop(0)
+            expected = self.reference.run(_make_feed(case))
+            if "graph" in self._known and self._is_measured(case.ids):
+                self._known["pytorch"] = expected["logits"]
             two = case.segments is not None
             cases += self._compare(given, expected, padding=case.padding, keep=case.keep, segments=two)
-        if self.manifest.cached:
-            for case in make_chunk_cases(self.windows, pad=self.pad):
-                cases += self._compare_chunks(case)
+        while self._in_chunks:
+            cases += self._compare_chunks(*self._in_chunks.pop(0))
         return self._conclude(cases, "outputs")
 
     def _is_measured(self, ids: Tensor) -> bool:
@@ -654,20 +720,23 @@ class TextProof(Proof):
         measured = self.samples.windows
         return measured is not None and self.manifest.task == "text-generation" and torch.equal(ids, measured)
 
-    def _reuse_outputs(self) -> tuple[OnnxModel, Reference]:
-        graph, reference = super()._reuse_outputs()
-        if self._whole_window is None:
-            return graph, reference
-        ours, theirs = self._whole_window
-        self._whole_window = None  # logits of a long window are large
-        replayed = copy(reference)
-        replayed.model = cast(PreTrainedModel, _KnownLogits(reference.model, self.windows, theirs))
-        return cast(OnnxModel, _KnownLogits(graph, self.windows, ours)), replayed
+    def _metric_is_known(self) -> bool:
+        return "graph" in self._known or super()._metric_is_known()
 
-    def _compare_chunks(self, case: TextCase) -> list[Case]:
+    def _reuse_outputs(self) -> tuple[OnnxModel, Reference]:
+        if "graph" not in self._known:
+            return super()._reuse_outputs()
+        known = {side: _KnownLogits(self.reference.config, self.windows, value) for side, value in self._known.items()}
+        self._known = {}
+        ours = cast(OnnxModel, known["graph"])
+        if "pytorch" not in known:  # it failed before, and will again
+            return ours, self.reference
+        self.reference.let_go()
+        return ours, self.reference.replaced(known["pytorch"])
+
+    def _compare_chunks(self, case: TextCase, given: dict[str, Tensor] | str) -> list[Case]:
         """A text through the cache in pieces, against one pass in PyTorch: outputs, and the keys and values kept."""
         expected, kept = self.reference.run_with_cache(_make_feed(case))
-        given = self._run_chunks(case, expected)
         cases = self._compare(given, expected, padding=case.padding, keep=case.keep, cache="chunks")
         if isinstance(given, str):
             return cases
@@ -676,7 +745,7 @@ class TextProof(Proof):
         worst = max(layers, key=lambda each: (not each.passed, _relative_error(each)))
         return [*cases, worst.model_copy(update={"output": PRESENT + "*"} if worst.passed else {})]
 
-    def _run_chunks(self, case: TextCase, names: Iterable[str]) -> dict[str, Tensor] | str:
+    def _run_chunks(self, case: TextCase) -> dict[str, Tensor] | str:
         cache, pieces, start = self._empty_cache(case), [], 0
         for size in case.chunks:
             end = start + size
@@ -685,32 +754,31 @@ class TextProof(Proof):
             if isinstance(outputs, str):
                 return outputs
             cache = next_cache(outputs)
-            pieces.append(outputs)
+            pieces.append({name: value for name, value in outputs.items() if not name.startswith(PRESENT)})
             start = end
-        joined = {name: torch.cat([piece[name] for piece in pieces], 1) for name in names if name in pieces[0]}
+        joined = {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
         return joined | {name.replace(PAST, PRESENT, 1): value for name, value in cache.items()}
 
     def _check_generation(self) -> tuple[bool, str]:
-        """Let the graph write texts through its cache; PyTorch reads them in one pass."""
+        """Compare texts that the graph wrote through its cache; PyTorch reads them in one pass."""
         cases: list[Case] = []
-        failed = False
-        for case in make_prompts(self.windows, pad=self.pad, context=self.context):
-            length = case.ids.shape[1]
-            # The last token is chosen, not read.
-            steps = STEPS if self.context is None else min(STEPS, self.context - length + 1)
-            given, text = self._generate(case, steps)
+        for prompt, text, given in self._generated:
+            length, steps = prompt.ids.shape[1], self._count_steps(prompt)
             expected = self.reference.run(_make_feed(text))["logits"][:, length - 1 :]
-            failed = isinstance(given, str)
-            keep = torch.ones(len(case.ids), steps, dtype=torch.bool)
-            compared = self._compare(given, {"logits": expected}, padding=case.padding, keep=keep, cache="steps")
+            keep = torch.ones(len(prompt.ids), steps, dtype=torch.bool)
+            compared = self._compare(given, {"logits": expected}, padding=prompt.padding, keep=keep, cache="steps")
             for each in compared:
                 each.tokens = length + steps
             cases += compared
         passed, detail = self._conclude(cases, "texts")
-        if self.allowance.rounded and self.samples.windows is not None and not failed:
-            self._continue_text()
+        if self._continued is not None:
+            self._compare_continuation(*self._continued)
         same = [case.agreement for case in cases if case.agreement is not None]
         return passed, f"{detail}; {min(same, default=0.0):.1%} of the tokens are the same"
+
+    def _count_steps(self, prompt: TextCase) -> int:
+        """How many tokens are generated after a prompt; the last is chosen, not read."""
+        return STEPS if self.context is None else min(STEPS, self.context - prompt.ids.shape[1] + 1)
 
     def _generate(self, case: TextCase, steps: int) -> tuple[dict[str, Tensor] | str, TextCase]:
         """Let the graph take its likeliest token, step by step, through its cache.
@@ -735,16 +803,19 @@ class TextProof(Proof):
             text = replace(text, ids=torch.cat([text.ids, new], 1), keep=keep)
 
     def _continue_text(self) -> None:
-        """Let both continue a text, each by its own tokens: errors add up in words."""
+        """Let the graph continue a text by its own tokens."""
         ids = self.windows[:1, : min(PROMPT, self.windows.shape[1])]
         room = CONTINUED if self.context is None else min(CONTINUED, self.context - ids.shape[1])
         if room < 1:
             return
-        theirs = [int(last.argmax(-1)) for _, last in self.reference.generate(ids, torch.ones_like(ids), room)]
         given, _ = self._generate(TextCase(ids, torch.ones_like(ids, dtype=torch.bool), "none"), room)
-        if isinstance(given, str):
-            return
-        ours = given["logits"][0].argmax(-1).tolist()
+        if not isinstance(given, str):
+            self._continued = ids, given["logits"][0].argmax(-1).tolist()
+
+    def _compare_continuation(self, ids: Tensor, ours: list[int]) -> None:
+        """Let PyTorch continue the text by its own tokens, too: errors add up in words."""
+        room = len(ours)
+        theirs = [int(last.argmax(-1)) for _, last in self.reference.generate(ids, torch.ones_like(ids), room)]
         same = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), room)
         texts = _decode(self.folder, [ids[0].tolist(), ours, theirs])
         self.continuations.append(

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -9,40 +10,90 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.common.memory import return_freed_memory
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.session import complete_inputs
 from ckpt_prune.onnx.tasks import PRESENT, Task, remove_head
 from ckpt_prune.onnx.tracing import get_cache, make_example
 
 
+class HeldModel:
+    """A WHOLE model that is loaded when it is asked for, and can be let go until it is asked for again."""
+
+    def __init__(self, load: Callable[[], PreTrainedModel]) -> None:
+        self._load = load
+        self._model: PreTrainedModel | None = None
+
+    def get(self) -> PreTrainedModel:
+        if self._model is None:
+            self._model = self._load()
+        return self._model
+
+    def let_go(self) -> None:
+        """Free its memory, also if somebody still holds the model itself."""
+        if self._model is not None:
+            drop_weights(self._model)
+            self._model = None
+            return_freed_memory()
+
+
+def drop_weights(model: PreTrainedModel) -> None:
+    """Free a model's parameters, whoever still holds it."""
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+
+
 class Reference:
     """A model that is run on what a graph is run on.
+
+    It is loaded where `model` or `module` is asked for, or it is run, and can be let go between.
 
     Args:
         inputs: names of the graph's inputs: the model is given those of them that its forward knows, and all that a
             graph of it is traced with, whether or not this graph has kept it.
 
     Attributes:
-        model: with its head.
-        module: what does the task.
+        config: of the model.
         needs: inputs that a graph of it is traced with, keys and values apart.
     """
 
-    def __init__(self, model: PreTrainedModel, task: Task, inputs: set[str]) -> None:
-        self.model = model
-        self.module = remove_head(model, task)
-        self._parameters = set(inspect.signature(self.module.forward).parameters)
-        self._past: Any = cache_argument(self.module.forward)
-        example = make_example(self.module, task)
+    def __init__(self, held: HeldModel, task: Task, inputs: set[str]) -> None:
+        self._held, self._task = held, task
+        self.config: Any = self.model.config
+        module = self.module
+        self._text_config: Any = module.config.get_text_config()
+        self._parameters = set(inspect.signature(module.forward).parameters)
+        self._past: Any = cache_argument(module.forward)
+        example = make_example(module, task)
         self.needs = [name for name, value in example.inputs.items() if isinstance(value, Tensor)]
         self._inputs = {*self.needs, *(inputs & self._parameters)}
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model with its head."""
+        return self._held.get()
+
+    @property
+    def module(self) -> Any:
+        """What does the task."""
+        return remove_head(self.model, self._task)
+
+    def let_go(self) -> None:
+        """Free the model's memory until it is asked for again."""
+        self._held.let_go()
+
+    def replaced(self, model: Any) -> "Reference":
+        """The same with another model, which is called like it, in its place."""
+        other = copy(self)
+        other._held = HeldModel(lambda: model)
+        return other
 
     @property
     def segments(self) -> int:
         """How many values `token_type_ids` may have; 0 if the model takes none, or does not say."""
         if "token_type_ids" not in self.needs:
             return 0
-        return getattr(self.module.config.get_text_config(), "type_vocab_size", None) or 0
+        return getattr(self._text_config, "type_vocab_size", None) or 0
 
     def depends_on(self, name: str) -> bool:
         """Whether its output depends on one of `needs`, found by changing it: tracing drops what does not matter."""
@@ -55,7 +106,7 @@ class Reference:
             return True
         if name == "token_type_ids" and self.segments < 2:
             return False  # it can only be zero
-        ids = torch.arange(6).view(2, 3) % self.module.config.get_text_config().vocab_size
+        ids = torch.arange(6).view(2, 3) % self._text_config.vocab_size
         feed = complete_inputs({"input_ids": ids})
         before, after = self.run(feed), self.run(feed | {name: changes[name](feed[name])})
         return any(not torch.equal(value, after[key]) for key, value in before.items())
@@ -108,11 +159,12 @@ class Reference:
     def _call(self, feed: dict[str, Tensor], options: dict[str, Any]) -> Any:
         inputs = {name: value for name, value in feed.items() if name in self._inputs}
         options = {name: value for name, value in options.items() if name in self._parameters}
+        module = self.module
         try:
-            return self.module(**inputs, **options)
+            return module(**inputs, **options)
         except Exception as error:  # model code raises anything
             shape = " x ".join(map(str, next(iter(feed.values())).shape))
-            name = type(self.module).__name__
+            name = type(module).__name__
             raise UserError(f"PyTorch itself cannot run {name} on {shape}: {one_line(error)}") from error
 
 

@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -10,10 +11,11 @@ from ckpt_prune.onnx.writing import GRAPH, INITIALIZER, RAW_DATA, start_field
 
 SMALL = 1024
 """Bytes of the largest constants that are read: shapes of outputs follow from some of them."""
+MAPPED = 1 << 16
+"""Bytes of the largest weights that are worth no map of their own."""
 _VARINT, _BYTES = 0, 2
 _FIXED = {1: 8, 5: 4}
 """How a field may be stored, and how many bytes it takes if they are always as many."""
-_ELSEWHERE = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL).SerializeToString()
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
@@ -22,27 +24,47 @@ def read_structure(path: Path) -> onnx.ModelProto:
     Raises:
         ValueError, or protobuf's DecodeError: the file is damaged.
     """
+    return onnx.ModelProto.FromString(_shorten_model(path, SMALL))
+
+
+def refer_to_weights(path: Path) -> bytes:
+    """Return a graph whose weights of more than `MAPPED` bytes are said to lie where they do: in the graph's own file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    return _shorten_model(path, MAPPED, path.name)
+
+
+def _shorten_model(path: Path, most: int, name: str | None = None) -> bytes:
+    """Return a graph without weights of more bytes; `name` is the file that they are then said to lie in."""
+
+    def shorten_graph(data: mmap.mmap, begin: int, stop: int) -> bytes:
+        return _replace_fields(data, begin, stop, INITIALIZER, partial(_shorten_weight, most=most, name=name))
+
     with path.open("rb") as file:
         if not path.stat().st_size:
-            return onnx.ModelProto()
+            return b""
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return onnx.ModelProto.FromString(_shorten_model(data))
+            return _replace_fields(data, 0, len(data), GRAPH, shorten_graph)
 
 
-def _shorten_model(data: mmap.mmap) -> bytes:
-    return _replace_fields(data, 0, len(data), GRAPH, _shorten_graph)
-
-
-def _shorten_graph(data: mmap.mmap, begin: int, stop: int) -> bytes:
-    return _replace_fields(data, begin, stop, INITIALIZER, _shorten_weight)
-
-
-def _shorten_weight(data: mmap.mmap, begin: int, stop: int) -> bytes:
-    if stop - begin <= SMALL:
+def _shorten_weight(data: mmap.mmap, begin: int, stop: int, *, most: int, name: str | None) -> bytes:
+    if stop - begin <= most:
         return data[begin:stop]
-    fields = list(_find_fields(data, begin, stop))
-    kept = [data[start:end] for number, start, _, end in fields if number != RAW_DATA]
-    return b"".join(kept if len(kept) == len(fields) else [*kept, _ELSEWHERE])
+    kept, place = [], None
+    for number, start, inner, end in _find_fields(data, begin, stop):
+        if number == RAW_DATA and inner is not None:
+            place = inner, end - inner
+        else:
+            kept.append(data[start:end])
+    if place is None:
+        return b"".join(kept)
+    elsewhere = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
+    if name is not None:
+        for key, value in (("location", name), ("offset", str(place[0])), ("length", str(place[1]))):
+            elsewhere.external_data.add(key=key, value=value)
+    return b"".join([*kept, elsewhere.SerializeToString()])
 
 
 def _replace_fields(

@@ -15,7 +15,7 @@ from transformers.exporters import utils as exporter_utils
 from ckpt_prune.benchmarking.runners import TorchTimer
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.onnx.reference import Reference
+from ckpt_prune.onnx.reference import HeldModel, Reference
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.onnx.tracing import _without_other_models, get_image_size, make_example, trace_model
 from tests import families
@@ -113,7 +113,7 @@ def test_either_name_of_the_cache(renamed, name, tmp_path):
     caches = ["0.key", "0.value"]
     assert [port.name for port in graph.inputs][3:] == [f"past_key_values.{cache}" for cache in caches]
     assert [port.name for port in graph.outputs][1:] == [f"present.{cache}" for cache in caches]
-    reference, ids = Reference(model, GENERATION, set()), torch.arange(8).view(2, 4)
+    reference, ids = Reference(HeldModel(lambda: model), GENERATION, set()), torch.arange(8).view(2, 4)
     assert list(reference.run_with_cache({"input_ids": ids})[1]) == [f"present.{cache}" for cache in caches]
     steps = reference.generate(ids, torch.ones_like(ids), 3)
     lengths = []

@@ -30,7 +30,7 @@ from ckpt_prune.onnx.checks import check_files, check_interface, hash_present_fi
 from ckpt_prune.onnx.comparison import make_chunk_cases, make_prompts, make_text_cases
 from ckpt_prune.onnx.metrics import Allowance, measure_image_metric
 from ckpt_prune.onnx.records import Case, Metric, Validation, read_manifest, read_validation
-from ckpt_prune.onnx.reference import Reference
+from ckpt_prune.onnx.reference import HeldModel, Reference
 from ckpt_prune.onnx.samples import ProofSamples
 from ckpt_prune.onnx.session import OnnxModel, complete_inputs
 from ckpt_prune.onnx.tasks import Task
@@ -358,7 +358,7 @@ def test_cases_are_of_the_text_and_padded_where_they_say(window: int) -> None:
 
 def _reference(model: Path) -> Reference:
     inputs = {"input_ids", "attention_mask", "position_ids"}
-    return Reference(load_model(model, device="cpu", dtype=torch.float32), GENERATION, inputs)
+    return Reference(HeldModel(lambda: load_model(model, device="cpu", dtype=torch.float32)), GENERATION, inputs)
 
 
 def test_the_reference_reads_a_padded_text_as_if_it_stood_alone(exported: Exported) -> None:
@@ -804,7 +804,7 @@ def test_segments_of_which_there_is_one_kind_are_not_read(exported: Exported) ->
     model, _ = exported(ENCODER)
     loaded = load_model(model, device="cpu", dtype=torch.float32)
     loaded.config.type_vocab_size = 1
-    reference = Reference(loaded, Task("fill-mask", "text", cached=False), set())
+    reference = Reference(HeldModel(lambda: loaded), Task("fill-mask", "text", cached=False), set())
     assert reference.segments == 1
     assert not reference.depends_on("token_type_ids")
 
