@@ -18,7 +18,7 @@ from ckpt_prune.api.verify import verify
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx import isolation
 from ckpt_prune.onnx.isolation import isolate_sessions
-from ckpt_prune.onnx.session import open_session
+from ckpt_prune.onnx.session import OnnxModel, open_session
 from tests.forked import posix, run_forked, wait_gone
 from tests.graphs import Exported
 
@@ -99,6 +99,17 @@ def test_a_graph_computes_the_same_apart(tmp_path):
     assert process.poll() is not None
     here = open_session(path)
     assert torch.equal(torch.from_numpy(here.inner.run(None, IDS)[0]), torch.from_numpy(2 * IDS["input_ids"]))
+
+
+def test_a_graph_that_is_closed_has_no_process_any_more(exported: Exported) -> None:
+    _, folder = exported("deit-teacher")
+    with isolate_sessions():
+        graph = OnnxModel(folder, mapped=True)
+        process = graph.session.inner._process
+        assert graph.run({"pixel_values": torch.zeros(1, 3, 12, 12)})["logits"].isfinite().all()
+        assert process.poll() is None
+        graph.close()
+        assert process.poll() is not None
 
 
 def test_commands_run_graphs_apart(exported: Exported, tmp_path, monkeypatch):

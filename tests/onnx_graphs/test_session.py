@@ -1,10 +1,13 @@
 """Opening a graph and calling it like a model: what is left out is filled in as the model itself would."""
 
+import weakref
+
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.session import OnnxModel, complete_inputs, open_session
@@ -111,11 +114,57 @@ def test_as_many_threads_as_torch_uses(exported, monkeypatch):
     assert seen == [torch.get_num_threads(), 2]
 
 
+def test_weights_are_mapped_and_not_read_and_the_outputs_have_the_same_bits(tmp_path, monkeypatch):
+    """At places that are multiples of nothing, as protobuf leaves them."""
+    rng = np.random.default_rng(0)
+    shapes = {"table": (333, 128), "square": (128, 128), "wide": (128, 333)}
+    weights = [numpy_helper.from_array(rng.standard_normal(shape, np.float32), name) for name, shape in shapes.items()]
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["a"]),
+        helper.make_node("MatMul", ["a", "square"], ["b"]),
+        helper.make_node("MatMul", ["b", "wide"], ["c"]),
+        helper.make_node("Transpose", ["table"], ["turned"], perm=[1, 0]),
+        helper.make_node("MatMul", ["b", "turned"], ["d"]),
+        helper.make_node("Add", ["c", "d"], ["logits"]),
+    ]
+    given = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "length"])
+    made = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "length", 333])
+    graph = helper.make_graph(nodes, "graph", [given], [made], weights)
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    read = []
+    original = onnxruntime.InferenceSession
+
+    def keep_model(model, *arguments, **options):
+        read.append(model)
+        return original(model, *arguments, **options)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", keep_model)
+    feed = {"input_ids": torch.arange(330).view(3, 110)}
+    plain, mapped = (OnnxModel(tmp_path, mapped=each).run(feed)["logits"] for each in (False, True))
+    assert read[0] == str(path)
+    assert len(read[1]) < 2048 < 1 << 18 < path.stat().st_size
+    assert plain.std() > 1
+    assert torch.equal(plain, mapped)
+
+
+def test_a_closed_graph_holds_nothing(exported):
+    graph = OnnxModel(exported("llama-gqa-tied")[1])
+    session = weakref.ref(graph.session.inner)
+    outputs = graph.run(complete_inputs({"input_ids": torch.tensor([[3, 4]])}) | graph.empty_cache(1))
+    assert session() is not None
+    graph.close()
+    assert session() is None
+    assert outputs["logits"].isfinite().all()  # they stay
+
+
+@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("content", [b"", b"no graph", b"\x08\x0a" * 40])
-def test_a_file_that_is_no_graph_is_refused_in_one_line(tmp_path, content):
+def test_a_file_that_is_no_graph_is_refused_in_one_line(tmp_path, content, mapped):
     (tmp_path / "model.onnx").write_bytes(content)
     with pytest.raises(UserError) as error:
-        open_session(tmp_path / "model.onnx")
+        open_session(tmp_path / "model.onnx", mapped=mapped)
     message = str(error.value)
     assert message.startswith(f"{tmp_path / 'model.onnx'}: onnxruntime cannot load it: ")
     assert "\n" not in message

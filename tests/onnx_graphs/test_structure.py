@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
-from ckpt_prune.onnx.structure import SMALL, read_structure
+from ckpt_prune.onnx.structure import MAPPED, SMALL, read_structure, refer_to_weights
 
 
 def make_model() -> onnx.ModelProto:
@@ -38,13 +38,32 @@ def test_all_but_the_bytes_of_large_weights_is_read(tmp_path):
     assert structure == model
 
 
+def test_large_weights_are_said_to_lie_where_they_do(tmp_path):
+    model, path = make_model(), tmp_path / "model.onnx"
+    large = np.arange(200 * 100, dtype=np.float32).reshape(200, 100)
+    model.graph.initializer.append(numpy_helper.from_array(large, "larger"))
+    onnx.save(model, path)
+    data = refer_to_weights(path)
+    assert len(data) < path.stat().st_size - MAPPED
+    *others, larger = onnx.ModelProto.FromString(data).graph.initializer
+    assert others == list(model.graph.initializer)[:-1]  # too small to be worth a map
+    place = {entry.key: entry.value for entry in larger.external_data}
+    assert place.pop("location") == "model.onnx"
+    offset, length = int(place["offset"]), int(place["length"])
+    assert path.read_bytes()[offset : offset + length] == large.tobytes()
+    read = onnx.load_model_from_string(data)
+    onnx.load_external_data_for_model(read, str(tmp_path))
+    assert np.array_equal(numpy_helper.to_array(read.graph.initializer[-1]), large)
+
+
 @pytest.mark.parametrize("kept", [0.1, 0.5, 0.9])
 def test_a_file_that_was_cut_off_is_refused(kept, tmp_path):
     path = tmp_path / "model.onnx"
     complete = make_model().SerializeToString()
     path.write_bytes(complete[: int(kept * len(complete))])
-    with pytest.raises((ValueError, DecodeError)):
-        read_structure(path)
+    for read in (read_structure, lambda path: onnx.ModelProto.FromString(refer_to_weights(path))):
+        with pytest.raises((ValueError, DecodeError)):
+            read(path)
 
 
 @pytest.mark.parametrize("damaged", [b"\x3f", b"\x80" * 12, b"\x3a\xff\xff\xff\xff\x0f", b"\x3d\x00"])

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,6 +160,76 @@ def test_the_perplexity_of_one_window_is_taken_from_the_outputs_that_were_compar
     # Both were computed, by kernels of their own.
     assert metric.kl is not None
     assert 0 < metric.difference < metric.tolerance
+
+
+class Watch:
+    """What is in memory during a proof: models that were loaded, and graphs that are open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.models: list[PreTrainedModel] = []
+        self.sessions: list[weakref.ref[Any]] = []
+        self.both: list[str] = []
+        """Who ran while both were held, in order."""
+        self.runs = {"graph": 0, "model": 0}
+        opens, runs_graph, runs_model = OnnxModel.__init__, OnnxModel.run, Reference._call
+
+        def load(*args: Any, **options: Any) -> PreTrainedModel:
+            self.models.append(load_model(*args, **options))
+            return self.models[-1]
+
+        def open_graph(graph: OnnxModel, *args: Any, **options: Any) -> None:
+            assert options["mapped"]
+            opens(graph, *args, **options)
+            self.sessions.append(weakref.ref(graph.session.inner))
+            self.note("load")
+
+        def run_graph(graph: OnnxModel, feed: Any) -> Any:
+            self.runs["graph"] += 1
+            self.note("graph")
+            return runs_graph(graph, feed)
+
+        def run_model(reference: Reference, *args: Any) -> Any:
+            self.runs["model"] += 1
+            output = runs_model(reference, *args)
+            self.note("model")
+            return output
+
+        monkeypatch.setattr(proof, "load_model", load)
+        monkeypatch.setattr(OnnxModel, "__init__", open_graph)
+        monkeypatch.setattr(OnnxModel, "run", run_graph)
+        monkeypatch.setattr(Reference, "_call", run_model)
+
+    def note(self, what: str) -> None:
+        weights = any(parameter.numel() for model in self.models for parameter in model.parameters())
+        if weights and any(session() is not None for session in self.sessions):
+            self.both.append(what)
+
+
+@pytest.mark.parametrize(
+    ("variant", "samples"),
+    every(2, [(DECODER, ProofSamples(WINDOWS[2:3])), (DECODER, NOISE), (ENCODER, NOISE), ("deit-teacher", NOISE)]),
+)
+def test_the_model_and_the_graph_are_not_held_at_once(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, variant: str, samples: ProofSamples
+) -> None:
+    model, graph = exported(variant)
+    watch = Watch(monkeypatch)
+    assert validate(graph, model, samples).passed
+    assert watch.both == []
+    assert watch.runs["graph"] >= 3
+    assert watch.runs["model"] >= 3
+    assert [session() for session in watch.sessions] == [None]
+
+
+def test_both_are_held_only_for_a_metric_for_which_the_graph_runs_again(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = exported(DECODER)
+    watch = Watch(monkeypatch)
+    assert validate(graph, model, TEXT).passed
+    assert watch.both[: watch.both.index("graph")] == ["model"] * 10  # five texts, three in pieces, two generated
+    assert watch.both.count("graph") == 1  # all six windows
+    assert [session() for session in watch.sessions] == [None]
 
 
 def test_an_encoder_is_padded_on_the_right_and_asked_for_masked_tokens(copy: Callable[..., tuple[Path, Path]]) -> None:
