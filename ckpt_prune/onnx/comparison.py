@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.onnx.records import Padding
+from ckpt_prune.onnx.stored import Output, StoredTensor, read_stored
 
 LONG = 24
 """Tokens of the longer batch cases, and of the text that goes through the cache in chunks."""
@@ -165,13 +166,20 @@ def flatten_positions(values: Tensor, keep: Tensor | None = None) -> Tensor:
     return rows.reshape(len(rows), -1)
 
 
-def compare_outputs(ours: Tensor, theirs: Tensor, *, classes: bool = False) -> Difference:
+def flatten_output(output: Output, keep: Tensor | None) -> Output:
+    """The same of what a graph returned; without padding, what is on disk stays there."""
+    if isinstance(output, StoredTensor) and keep is not None and bool(keep.all()):
+        return output.flatten()
+    return flatten_positions(read_stored(output), keep)
+
+
+def compare_outputs(ours: Output, theirs: Tensor, *, classes: bool = False) -> Difference:
     """Compare (N, units) with a reference of the same shape, in float64.
 
     Equal infinities are no difference. A NaN is one, also if both have it. With `classes`, units are classes or tokens,
     of which the largest counts.
     """
-    if ours.shape != theirs.shape or ours.dim() != 2 or ours.numel() == 0:
+    if ours.shape != theirs.shape or theirs.dim() != 2 or theirs.numel() == 0:
         raise ValueError(f"cannot compare {list(ours.shape)} with {list(theirs.shape)}")
     rows = max(1, CHUNK // theirs.shape[1])
     chunks = [(start, theirs[start : start + rows]) for start in range(0, len(theirs), rows)]

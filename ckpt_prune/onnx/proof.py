@@ -29,6 +29,7 @@ from ckpt_prune.onnx.comparison import (
     STEPS,
     TextCase,
     compare_outputs,
+    flatten_output,
     flatten_positions,
     make_chunk_cases,
     make_image_batches,
@@ -57,6 +58,7 @@ from ckpt_prune.onnx.records import (
 from ckpt_prune.onnx.reference import HeldModel, Reference
 from ckpt_prune.onnx.samples import ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, default_provider, next_cache
+from ckpt_prune.onnx.stored import Output, read_stored, store_large
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task, choose_task
 from ckpt_prune.onnx.tracing import get_image_size
 from ckpt_prune.options.commands import ValidateOptions
@@ -70,6 +72,10 @@ PROMPT, CONTINUED = 16, 32
 """Tokens of a text that is continued, and tokens that are generated after it."""
 MOST_NOISE = 64
 """Tokens of a window of noise."""
+
+
+Given = dict[str, Output] | str
+"""Outputs of a graph by name, or why there are none."""
 
 
 @dataclass(frozen=True)
@@ -420,7 +426,7 @@ class Proof:
         raise NotImplementedError
 
     def _run_graph(self) -> None:
-        """Run the graph on everything that its outputs are compared on, and keep them."""
+        """Run the graph on everything that its outputs are compared on, and keep them, large ones on disk."""
         raise NotImplementedError
 
     def _check_outputs(self) -> tuple[bool, str]:
@@ -514,7 +520,7 @@ class Proof:
 
     def _compare(
         self,
-        given: dict[str, Tensor] | str,
+        given: Given,
         expected: dict[str, Tensor],
         *,
         padding: Padding = "none",
@@ -525,7 +531,7 @@ class Proof:
         """A case for each output that PyTorch returns too, or for the main one if onnxruntime failed.
 
         Args:
-            given: of onnxruntime, or its error.
+            given: of onnxruntime.
             expected: of PyTorch, (B, ...), of a text's tokens (B, T, ...).
             keep: bool (B, T), false where a token is padding; None for images.
             cache: how the text was read.
@@ -549,18 +555,18 @@ class Proof:
         ]
 
     def _compare_output(
-        self, facts: dict[str, Any], port: Port, ours: Tensor, theirs: Tensor, keep: Tensor | None
+        self, facts: dict[str, Any], port: Port, ours: Output, theirs: Tensor, keep: Tensor | None
     ) -> Case:
         if ours.shape != theirs.shape:
             note = f"{list(ours.shape)} in onnxruntime, {list(theirs.shape)} in PyTorch"
             return Case(**facts, passed=False, note=note)
         if port.name.startswith(PRESENT):  # (B, heads, T, head_dim)
-            ours, theirs = ours.movedim(2, 1), theirs.movedim(2, 1)
-        elif self.image is not None and ours.dim() > 2:  # patches, none of them padding
-            keep = torch.ones(ours.shape[:2], dtype=torch.bool)
+            ours, theirs = read_stored(ours).movedim(2, 1), theirs.movedim(2, 1)
+        elif self.image is not None and theirs.dim() > 2:  # patches, none of them padding
+            keep = torch.ones(theirs.shape[:2], dtype=torch.bool)
         elif len(port.shape) < 2 or isinstance(port.shape[1], int):  # of a whole text or image
             keep = None
-        a, b = flatten_positions(ours, keep), flatten_positions(theirs, keep)
+        a, b = flatten_output(ours, keep), flatten_positions(theirs, keep)
         # Units of question-answering are positions, not classes.
         classes = port.name.endswith("logits") and self.manifest.task != "question-answering"
         difference = compare_outputs(a, b, classes=classes)
@@ -583,7 +589,7 @@ class Proof:
             return case
         position, unit = difference.worst
         row, token = (position, None) if keep is None else map(int, keep.nonzero()[position])
-        value, reference = a[position, unit].item(), b[position, unit].item()
+        value, reference = a[position : position + 1][0, unit].item(), b[position, unit].item()
         case.where = Place(batch=row, token=token, unit=unit, onnxruntime=_finite(value), pytorch=_finite(reference))
         if not math.isfinite(reference):
             case.note = "PyTorch's own output is no finite number there: the model is damaged, or overflows in float32"
@@ -630,7 +636,7 @@ class ImageProof(Proof):
     """The checks of a graph that reads images."""
 
     def _prepare(self) -> None:
-        self._given: list[dict[str, Tensor] | str] = []
+        self._given: list[Given] = []
         config, images = self.reference.config, self.samples.images
         self.image = (getattr(config, "num_channels", 3), *get_image_size(config))
         if images is None:
@@ -646,7 +652,7 @@ class ImageProof(Proof):
         return {"pixel_values": torch.zeros(1, *self.image)}
 
     def _run_graph(self) -> None:
-        self._given = [self._run({"pixel_values": pixels}) for pixels in make_image_batches(self.pixels)]
+        self._given = [_store(self._run({"pixel_values": pixels})) for pixels in make_image_batches(self.pixels)]
 
     def _check_outputs(self) -> tuple[bool, str]:
         cases: list[Case] = []
@@ -659,15 +665,15 @@ class TextProof(Proof):
     """The checks of a graph that reads text."""
 
     def _prepare(self) -> None:
-        self._whole: list[tuple[TextCase, dict[str, Tensor] | str]] = []
+        self._whole: list[tuple[TextCase, Given]] = []
         """Texts in one pass, and what the graph returned."""
-        self._in_chunks: list[tuple[TextCase, dict[str, Tensor] | str]] = []
+        self._in_chunks: list[tuple[TextCase, Given]] = []
         """Texts through the cache in pieces."""
-        self._generated: list[tuple[TextCase, TextCase, dict[str, Tensor] | str]] = []
+        self._generated: list[tuple[TextCase, TextCase, Given]] = []
         """Prompts, what they became, and the logits of each step."""
         self._continued: tuple[Tensor, list[int]] | None = None
         """A prompt, (1, T), and the tokens that the graph continues it by."""
-        self._known: dict[str, Tensor] = {}
+        self._known: dict[str, Output] = {}
         """Logits of the only window that the metric is measured on, of the graph and of PyTorch."""
         config = self.reference.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
@@ -687,17 +693,17 @@ class TextProof(Proof):
     def _run_graph(self) -> None:
         pads_left = self.manifest.task == "text-generation" or reads_causally(self.reference.config.to_dict())
         for case in make_text_cases(self.windows, pad=self.pad, left=pads_left, segments=self.reference.segments > 1):
-            given = self._run(_make_feed(case) | self._empty_cache(case))
+            given = _store(self._run(_make_feed(case) | self._empty_cache(case)))
             if self._is_measured(case.ids) and not isinstance(given, str):
                 self._known["graph"] = given["logits"]
             self._whole.append((case, given))
         if not self.manifest.cached:
             return
         for case in make_chunk_cases(self.windows, pad=self.pad):
-            self._in_chunks.append((case, self._run_chunks(case)))
+            self._in_chunks.append((case, _store(self._run_chunks(case))))
         for case in make_prompts(self.windows, pad=self.pad, context=self.context):
-            given, text = self._generate(case, self._count_steps(case))
-            self._generated.append((case, text, given))
+            logits, text = self._generate(case, self._count_steps(case))
+            self._generated.append((case, text, given := _store(logits)))
         if self.allowance.rounded and self.samples.windows is not None and not isinstance(given, str):
             self._continue_text()
 
@@ -726,15 +732,17 @@ class TextProof(Proof):
     def _reuse_outputs(self) -> tuple[OnnxModel, Reference]:
         if "graph" not in self._known:
             return super()._reuse_outputs()
-        known = {side: _KnownLogits(self.reference.config, self.windows, value) for side, value in self._known.items()}
+        self.reference.let_go()
+        known = {
+            side: _KnownLogits(self.reference.config, self.windows, read_stored(value))
+            for side, value in self._known.items()
+        }
         self._known = {}
         ours = cast(OnnxModel, known["graph"])
-        if "pytorch" not in known:  # it failed before, and will again
-            return ours, self.reference
-        self.reference.let_go()
-        return ours, self.reference.replaced(known["pytorch"])
+        # If PyTorch failed before, it will again.
+        return ours, self.reference.replaced(known["pytorch"]) if "pytorch" in known else self.reference
 
-    def _compare_chunks(self, case: TextCase, given: dict[str, Tensor] | str) -> list[Case]:
+    def _compare_chunks(self, case: TextCase, given: Given) -> list[Case]:
         """A text through the cache in pieces, against one pass in PyTorch: outputs, and the keys and values kept."""
         expected, kept = self.reference.run_with_cache(_make_feed(case))
         cases = self._compare(given, expected, padding=case.padding, keep=case.keep, cache="chunks")
@@ -825,6 +833,10 @@ class TextProof(Proof):
     def _empty_cache(self, case: TextCase) -> dict[str, Tensor]:
         assert self.graph is not None
         return self.graph.empty_cache(len(case.ids))
+
+
+def _store(outputs: dict[str, Tensor] | str) -> Given:
+    return outputs if isinstance(outputs, str) else store_large(outputs)
 
 
 def _decode(folder: Path, texts: list[list[int]]) -> list[str]:

@@ -26,7 +26,7 @@ from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.image_files import find_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
-from ckpt_prune.onnx import proof
+from ckpt_prune.onnx import proof, stored
 from ckpt_prune.onnx.checks import check_files, check_interface, hash_present_files
 from ckpt_prune.onnx.comparison import make_chunk_cases, make_prompts, make_text_cases
 from ckpt_prune.onnx.metrics import Allowance, measure_image_metric
@@ -219,6 +219,19 @@ def test_the_model_and_the_graph_are_not_held_at_once(
     assert watch.runs["graph"] >= 3
     assert watch.runs["model"] >= 3
     assert [session() for session in watch.sessions] == [None]
+
+
+def test_outputs_that_wait_on_disk_are_judged_as_those_in_memory(
+    copy: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = copy(DECODER)
+    edit_weight(graph, "model.norm.weight", lambda values: values.__setitem__(3, values[3] + 0.5), honest=False)
+    samples = ProofSamples(WINDOWS[2:3])
+    in_memory = validate(graph, model, samples)
+    monkeypatch.setattr(stored, "LARGE", -1)
+    on_disk = validate(graph, model, samples)
+    assert failed_cases(on_disk)
+    assert on_disk == in_memory
 
 
 def test_both_are_held_only_for_a_metric_for_which_the_graph_runs_again(
