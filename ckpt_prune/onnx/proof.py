@@ -382,7 +382,8 @@ def _open_foreign_graph(
 class Proof:
     """The checks, in order; what needs an earlier one that failed is skipped.
 
-    The graph runs first, on everything, and then the model: only one of both is in memory.
+    The graph runs first, on everything, and then the model: only one of both is in memory, unless the graph has to run
+    again for the metric.
 
     Args:
         samples: what both are run on.
@@ -483,10 +484,10 @@ class Proof:
             raise
         except Exception as error:  # transformers raises anything over a damaged config.json
             raise UserError(f"config.json: {one_line(error)}") from error
+        self.provider, self.note = self.graph.session.provider, self.graph.session.note
         inputs = [port.name for port in self.manifest.inputs]
         if list(self.graph.outputs) != list(self.ports) or list(self.graph.inputs) != inputs:
             return False, f"{self.manifest.file} has inputs and outputs that its record does not name"
-        self.provider, self.note = self.graph.session.provider, self.graph.session.note
         return True, f"onnxruntime, {self.provider.upper()}"
 
     def _check_metric(self) -> tuple[bool | None, str]:

@@ -40,7 +40,7 @@ class HeldModel:
 def drop_weights(model: PreTrainedModel) -> None:
     """Free a model's parameters, whoever still holds it."""
     for parameter in model.parameters():
-        parameter.data = torch.empty(0)
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 class Reference:
