@@ -12,6 +12,7 @@ from torch import Tensor
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.streams.block_memory import are_same
 from ckpt_prune.measure.streams.drift import ends_block, observe_drift
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
@@ -141,7 +142,7 @@ class DriftMoments(SequentialMoments):
         gram, true_sequential: as in `SequentialMoments`.
         seen: maps the dense stream to what a narrower pruned one has room for (`observe_drift`).
         ends: the dense states of all samples behind every block, if they are kept: then the dense block runs only where
-            the stream inside it is needed.
+            the stream inside it is needed, and blocks of which nothing goes do not run at all before the first other.
     """
 
     def __init__(
@@ -160,6 +161,8 @@ class DriftMoments(SequentialMoments):
         self._is_pre_norm: bool | None = None
         self._groups: list[list[Any]] = []
         self._passed = False
+        # What kept states hold is the dense model's alone: as long as nothing is pruned, the stream's, too.
+        self._are_alike = ends is not None and ends.dtype == stream.states.dtype and seen is None
 
     def group_keys(self, keys: list[Key]) -> list[list[Key]]:
         """Return a group for each key if true-sequential, else one group; remember what later groups need."""
@@ -191,10 +194,20 @@ class DriftMoments(SequentialMoments):
 
     def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Let the outputs of the pruned and of the dense block become the inputs of the next ones."""
-        super().advance(block, tensors)
-        if not self._passed:
+        if self._are_alike and self._ends is not None and not self._passed and self._is_whole(block, tensors):
             self._go_to_end(block)
+            self.stream.states.copy_(self.dense.states)
+        else:
+            self._are_alike = False
+            super().advance(block, tensors)
+            if not self._passed:
+                self._go_to_end(block)
         self._passed = False
+
+    def _is_whole(self, block: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Return True if a block is the dense model's, bit for bit."""
+        dense = self._read_block(block)
+        return dense.keys() == tensors.keys() and all(are_same(dense[name], tensors[name]) for name in dense)
 
     def _needs_end_alone(self, block: int, tensors: Mapping[str, Tensor], keys: list[Key]) -> bool:
         """Return True if the dense stream behind a block is known, and is all of it that these spaces ask for."""

@@ -246,6 +246,33 @@ def test_dense_blocks_whose_output_is_known_do_not_run(dense, variant, spaces, b
                 assert a.drift.energy == b.drift.energy > 0 or a.drift.energy == b.drift.energy == 0
 
 
+def test_blocks_of_which_nothing_goes_do_not_run_before_the_first_other(dense, monkeypatch, tmp_path):
+    """What enters the next one is the same bit for bit as where they run."""
+    job = job_on(dense.folder(PRE_NORM), PRE_NORM, HALF, true_sequential=True)
+    ends, gram, ran = keep_ends(job, tmp_path), {"mlp": True}, []
+    sources = [
+        DriftMoments(
+            job.live_stream(job.view), job.live_stream(job.plain_view), job.view.block, gram,
+            true_sequential=True, ends=known,
+        )
+        for known in (ends, None)
+    ]  # fmt: skip
+    run = HiddenStream.run
+    monkeypatch.setattr(HiddenStream, "run", lambda self, *args: (ran.append(self), run(self, *args))[1])
+    first = sources[0]
+    for block, changes in enumerate([False, True, False]):
+        tensors = job.view.block(block)
+        if changes:
+            tensors = {name: value * 0.9 for name, value in tensors.items()}
+        for source in sources:
+            source.advance(block, tensors)
+        assert torch.equal(first.stream.states, sources[1].stream.states)
+        assert torch.equal(first.dense.states, sources[1].dense.states)
+        assert (first.stream in ran) == (block > 0)
+        assert first.dense not in ran
+        ran.clear()
+
+
 def test_states_that_are_not_kept_are_refused(dense, tmp_path):
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=True)
     ends = replace(keep_ends(job, tmp_path), rows=range(2, 4))

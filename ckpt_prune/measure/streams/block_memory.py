@@ -176,7 +176,7 @@ class BlockMemory:
     ) -> None:
         """Forget what depends on tensors that changed."""
         kept: set[str] = set()
-        changed = [name for name in {**before, **now} if not _are_same(before.get(name), now.get(name))]
+        changed = [name for name in {**before, **now} if not are_same(before.get(name), now.get(name))]
         paths = {path for name in changed for path in find_paths(name) or [name]}
         if all(any(piece.holds(path) for piece in structure.pieces) for path in paths):
             for piece in structure.pieces:
@@ -274,7 +274,8 @@ def _versions(value: Any) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in _tensors(value) or ())
 
 
-def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
+def are_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return True if two tensors, either of which may be missing, have the same type and values."""
     return one is other or (
         one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
     )
