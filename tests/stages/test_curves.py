@@ -16,6 +16,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.messages import predicted_line
 from ckpt_prune.runner.plan import make_plan
+from ckpt_prune.scoring import obs
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces import measure_dense
 from ckpt_prune.stages.spaces.effects import predicted as space_effects
@@ -282,6 +283,22 @@ def test_wide_sites_are_tried_and_ranked_by_one_order(variant, monkeypatch, dens
         tensors, folds, fisher = solver.read(1), fitted.read_moments(1)[name], wide.read_fisher(1)[name]
         torch.testing.assert_close(scores, solver.scores(1, tensors, folds, score), rtol=1e-4, atol=0)
         torch.testing.assert_close(errors, solver.errors(1, tensors, folds, scores, fisher), rtol=1e-4, atol=1e-12)
+
+
+def test_wide_sites_are_not_ranked_beyond_what_is_tried(monkeypatch, dense, tmp_path):
+    """Predictions are of the first three quarters of the order alone, and stay the same."""
+    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.measured.SHALLOW", 1)
+    folder, data = dense.folder("llama"), data_of("llama")
+    plain = calibrate(folder, tmp_path / "plain", data, folds=2)
+    monkeypatch.setattr("ckpt_prune.stages.spaces.solvers.columns.WIDE", 1)
+    counts, remove = [], obs.remove_greedily
+    monkeypatch.setattr(
+        obs, "remove_greedily", lambda *args, **how: (counts.append(how["count"]), remove(*args, **how))[1]
+    )
+    short = calibrate(folder, tmp_path / "short", data, folds=2)
+    units = Model.open(folder).units
+    assert set(counts) == {round(0.75 * units(space)) for space in ("heads", "mlp")}
+    assert short.index.predicted == plain.index.predicted
 
 
 @pytest.mark.parametrize(

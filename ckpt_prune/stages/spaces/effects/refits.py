@@ -17,7 +17,7 @@ from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName
 from ckpt_prune.scoring.costs import DropOrder
-from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
+from ckpt_prune.stages.spaces.effects.site_variants import POINTS, dropped_counts, trial_recipe
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
@@ -66,7 +66,8 @@ class Refits:
         key = Site(refits.block, solver.space), score
         if key not in self._scores:
             moments = refits.moments[solver.space]
-            self._scores[key] = solver.scores(refits.block, refits.tensors, (moments,)).cpu()
+            most = dropped_counts(self.model.units(solver.space), POINTS)[-1]
+            self._scores[key] = solver.scores(refits.block, refits.tensors, (moments,), count=most).cpu()
         return self._scores[key]
 
 

@@ -70,10 +70,16 @@ class ColumnSolver(Solver):
             raise ValueError(f"score {name} needs moments")
         return SCORES[name].function(weight, moments)
 
-    def scores(self, block: int, tensors: Tensors, folds: SpaceMoments, score: str | None = None) -> Tensor:
-        """Return the scores of the units, (units,) float64."""
+    def scores(
+        self, block: int, tensors: Tensors, folds: SpaceMoments, score: str | None = None, count: int | None = None
+    ) -> Tensor:
+        """Return the scores of the units, (units,) float64; with `count`, for choosing so many of them at most.
+
+        Only a wide site is ranked in less time for that.
+        """
         weight, moments = tensors[self._consumer(block)].to(self.device), self._moments(folds)
-        return self._unit_scores(weight, sum_folds(moments) if moments else None, self._methods(block, tensors), score)
+        summed, methods = sum_folds(moments) if moments else None, self._methods(block, tensors)
+        return self._unit_scores(weight, summed, methods, score, count if self._is_cut_short(weight) else None)
 
     def errors(
         self, block: int, tensors: Tensors, folds: SpaceMoments, scores: Tensor, fisher: Fisher | None = None
@@ -138,6 +144,10 @@ class ColumnSolver(Solver):
         freedom = degrees_of_freedom(METHODS[plan.method], len(weight), calibration, columns, strength)
         return self._site_shift(shift, lost, freedom, calibration.count)
 
+    def _is_cut_short(self, weight: Tensor) -> bool:
+        """Return True if a site is not ranked beyond what goes; copies lose as many, whatever their order together."""
+        return self.model.copies(self.space) == 1 and weight.shape[1] > WIDE
+
     def columns_of(self, units: Tensor) -> Tensor:
         """Return the columns of some units of the site, in the consumer's weight as it is solved."""
         return self.model.consumer_columns(self.space, units)
@@ -159,9 +169,7 @@ class ColumnSolver(Solver):
         summed_moments = sum_folds(moments) if moments else None
         scores = decision.scores
         if scores is None:
-            # Copies lose as many units each, whatever their order together.
-            single = self.model.copies(self.space) == 1 and weight.shape[1] > WIDE
-            count = self.model.site_units(self.space) - decision.keep if single else None
+            count = self.model.site_units(self.space) - decision.keep if self._is_cut_short(weight) else None
             scores = self._unit_scores(weight, summed_moments, methods, decision.score, count)
         kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
         plan = self._plan(block, name, kept, scores)

@@ -42,7 +42,9 @@ class ValueSolver(ColumnSolver):
     def trial(cls, *, biased: bool) -> dict[str, Any]:
         return super().trial(biased=biased) | {"score": "principal"}
 
-    def scores(self, block: int, tensors: Tensors, folds: SpaceMoments, score: str | None = None) -> Tensor:
+    def scores(
+        self, block: int, tensors: Tensors, folds: SpaceMoments, score: str | None = None, count: int | None = None
+    ) -> Tensor:
         """Return each direction's share of the output's energy, a token; of every KV head in its order."""
         moments = self._moments(folds)
         return self._basis(block, tensors, moments).strengths.flatten() / sum_folds(moments).count
