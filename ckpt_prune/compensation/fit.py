@@ -259,7 +259,7 @@ def lack_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
     cross, energy = torch.zeros(len(weight), len(kept), dtype=torch.float64, device=weight.device), 0.0
     for part, rows in _chunks(dropped):
         block = moments.gram.index_select(0, rows)
-        cross += lost[:, part] @ block.index_select(1, kept).double()
+        cross.addmm_(lost[:, part], block.index_select(1, kept).double())
         energy += float(((lost @ block.index_select(1, dropped).double().T) * lost[:, part]).sum())
     rounding = max(torch.finfo(moments.gram.dtype).eps, torch.finfo(torch.float32).eps ** 2)
     fit = Fit(moments.count, moments.sum[kept], lost @ moments.sum[dropped], gram, cross, energy, rounding)
@@ -300,7 +300,9 @@ def squared_error(solution: Solution, fit: Fit) -> float:
     weight, value = solution.weight, energy
     # At a wide site `none` and `bias` change no weight, and a product with the Gram is most of the work.
     if bool(weight.any()):
-        value += float(((weight @ gram - 2 * cross) * weight).sum())
+        # Some outputs at a time: at a width of 28672 a matrix like the weight takes 1.5 GB.
+        for rows, targets in zip(torch.split(weight, CHUNK), torch.split(cross, CHUNK), strict=True):
+            value += float(((rows @ gram - 2 * targets) * rows).sum())
     if solution.bias is not None:
         value += float(solution.bias @ (2 * (weight @ fit.sum - fit.target_sum) + fit.count * solution.bias))
     return max(value, 0.0)

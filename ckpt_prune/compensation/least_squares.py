@@ -15,28 +15,75 @@ from ckpt_prune.compensation.fit import Fit, Solution
 
 RELATIVE_CUTOFF = 1e-12
 """Eigenvalues below this share of the largest carry no information in float64 and are treated as zero."""
+FACTORED_IN_PLACE = 8192
+"""Columns from which on a matrix holds its own factor for a while: a second one takes 4 GB at 23,000."""
+PANEL = 512
+"""Columns that are factorised at a time in place."""
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
     """Return `right` times the inverse of a symmetric positive semi-definite `matrix`, or times its pseudo-inverse.
 
-    One more matrix is held, its factor.
+    One more matrix is held, its factor. From a width of `FACTORED_IN_PLACE` on none is: there the factor takes the
+    place of one triangle of `matrix` for a while.
 
     Args:
-        matrix: (n, n) float64; only one triangle need be exact.
+        matrix: (n, n) float64, alike in both triangles up to rounding.
         right: (m, n) float64.
     """
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    pivots = factor.diagonal().square()
-    # Rounding lets some singular matrices through the factorisation: their last pivots give them away.
-    if int(failed) == 0 and bool(pivots.amin() > RELATIVE_CUTOFF * pivots.amax()):
-        # The two steps of `torch.cholesky_solve`, which would copy the factor.
-        half = torch.linalg.solve_triangular(factor, right.T, upper=False)
-        solution: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True).T
-    else:
-        values, vectors = torch.linalg.eigh(matrix)
-        solution = ((right @ vectors) * reciprocals(values)) @ vectors.T
+    with _factored(matrix) as factor:
+        if factor is not None:
+            # The two steps of `torch.cholesky_solve`, which would copy the factor.
+            half = torch.linalg.solve_triangular(factor, right.T, upper=False)
+            solution: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True, out=half).T
+            return solution
+    values, vectors = torch.linalg.eigh(matrix)
+    solution = ((right @ vectors) * reciprocals(values)) @ vectors.T
     return solution
+
+
+@contextmanager
+def _factored(matrix: Tensor) -> Iterator[Tensor | None]:
+    """Give Cholesky's factor of a matrix, of which only the lower triangle may be read; None if it is singular."""
+    if len(matrix) < FACTORED_IN_PLACE:
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        yield factor if int(failed) == 0 and _is_regular(factor) else None
+        return
+    diagonal = matrix.diagonal().clone()
+    try:
+        yield matrix if _factor_in_place(matrix) and _is_regular(matrix) else None
+    finally:
+        # The factor took the lower triangle, the upper one is as it was.
+        for panel in _panels(matrix):
+            square = matrix[panel, panel].triu(1)
+            matrix[panel, panel] = square + square.T
+            matrix[panel.stop :, panel] = matrix[panel, panel.stop :].T
+        matrix.diagonal().copy_(diagonal)
+
+
+def _factor_in_place(matrix: Tensor) -> bool:
+    """Write Cholesky's factor into the lower triangle, a panel of columns at a time; False if the matrix has none."""
+    for panel in _panels(matrix):
+        before, below = slice(0, panel.start), slice(panel.stop, None)
+        square = torch.addmm(matrix[panel, panel], matrix[panel, before], matrix[panel, before].T, alpha=-1)
+        factor, failed = torch.linalg.cholesky_ex(square)
+        if int(failed):
+            return False
+        rest = torch.addmm(matrix[below, panel], matrix[below, before], matrix[panel, before].T, alpha=-1)
+        matrix[below, panel] = torch.linalg.solve_triangular(factor, rest.T, upper=False).T
+        matrix[panel, panel] = factor + matrix[panel, panel].triu(1)
+    return True
+
+
+def _panels(matrix: Tensor) -> list[slice]:
+    width = len(matrix)
+    return [slice(start, min(start + PANEL, width)) for start in range(0, width, PANEL)]
+
+
+def _is_regular(factor: Tensor) -> bool:
+    """Whether the last pivots are large enough: rounding lets some singular matrices through the factorisation."""
+    pivots = factor.diagonal().square()
+    return bool(pivots.amin() > RELATIVE_CUTOFF * pivots.amax())
 
 
 def reciprocals(values: Tensor) -> Tensor:

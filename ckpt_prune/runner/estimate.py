@@ -99,7 +99,8 @@ def estimate_job(preview: Prepared) -> Estimate:
         kept = plan_end_states(preview, choose_samples(preview, job.live), Path())
         measured += 0 if kept is None else kept.bytes
     # Before the first block is timed: what that leaves behind is used again.
-    peak = _peak(model, samples if live else 0, tokens, _dtype(job), grams="gram" in recipe.collect)
+    grams = 0 if "gram" not in recipe.collect else 5 if recipe.needs_folds else 2
+    peak = _peak(model, samples if live else 0, tokens, _dtype(job), grams)
     seconds = None
     multiple = _multiple(recipe)
     if multiple is not None and job.plan is None and not recipe.has("export"):
@@ -127,7 +128,7 @@ def estimate_calibration(
 ) -> Estimate:
     """Return what `calibrate` will take."""
     size = count_statistics_bytes(model, collect=collect, folds=folds, samples=len(samples))
-    peak = _peak(model, len(samples), samples.tokens, dtype, grams="gram" in collect)
+    peak = _peak(model, len(samples), samples.tokens, dtype, 5 if "gram" in collect else 0)
     run = time_run(model, device, dtype, samples)
     runs = 1 + (_BACKWARD if {"fisher", "taylor"} & set(collect) else 0)
     seconds = None if run is None else model.blocks * run * len(samples) * runs
@@ -198,12 +199,11 @@ def _dtype(job: Job) -> torch.dtype:
     return torch.float32 if data is None else data.compute_dtype
 
 
-def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype, *, grams: bool) -> int:
-    """Return bytes of memory: four blocks (read, pruned, the next and the last), all hidden states, any five Grams."""
+def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype, grams: int) -> int:
+    """Return bytes of memory: four blocks (read, pruned, the next and the last), all hidden states, float64 Grams."""
     block = sum(model.checkpoint.tensors[name].nbytes for name in model.weights(model.spaced_blocks.start))
     states = samples * tokens * model.dimension("hidden") * dtype.itemsize
-    sums = 5 * 8 * _widest(model) ** 2 if grams else 0
-    return (resident_bytes() or 0) + LIBRARIES + 4 * block + states + sums
+    return (resident_bytes() or 0) + LIBRARIES + 4 * block + states + grams * 8 * _widest(model) ** 2
 
 
 def _widest(model: Model) -> int:
