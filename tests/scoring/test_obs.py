@@ -247,3 +247,21 @@ def test_an_order_may_end_with_the_units_that_go(monkeypatch, count, wide, per_u
         torch.testing.assert_close(
             partial.costs[count:], torch.tensor(expected, dtype=torch.float64), rtol=1e-4 if wide else 1e-9, atol=0
         )
+
+
+@pytest.mark.parametrize("count", [None, 5])
+def test_columns_go_as_units_of_one_column_do(monkeypatch, count):
+    """On an accelerator they take the steps of wider units. Columns 3 and 9 cost the same, column 6 nothing."""
+    weight, gram = layer(5, 20)
+    weight[:, 9], gram[9], gram[:, 9] = weight[:, 3], 0.0, 0.0
+    gram[3], gram[:, 3], gram[6], gram[:, 6] = 0.0, 0.0, 0.0, 0.0
+    gram[[3, 9], [3, 9]] = 2.0
+    small_blocks(monkeypatch, 4, 7)
+    by_rows = remove_greedily(weight, gram, count=count)
+    monkeypatch.setattr(obs, "_Columns", obs._Units)
+    by_units = remove_greedily(weight, gram, count=count)
+    assert torch.equal(by_rows.order, by_units.order)
+    torch.testing.assert_close(by_rows.costs, by_units.costs, rtol=1e-12, atol=0.0)
+    places = by_rows.order.tolist()
+    assert places[0] == 6
+    assert places.index(9) == places.index(3) + 1
