@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ckpt_prune.compensation.choice import (
+    ENOUGH_FOR_TWO_FOLDS,
     FormChoice,
     FormTrial,
     RuledOut,
@@ -24,6 +25,10 @@ from ckpt_prune.compensation.methods import Method, Units
 from ckpt_prune.compensation.rotation import bound_rotations
 from ckpt_prune.compensation.strength_walk import StrengthWalk
 
+WIDE = 1024
+"""A projection that keeps more inputs than this is wide, whatever the tokens."""
+WIDE_IF_MANY_TOKENS = 512
+"""One that keeps more than this is, if two folds are enough to choose on: eigenvectors take three times as long."""
 NEAR_ON_ONE_FOLD = 0.02
 """A method without a strength that is so much worse than the best on the first fold is not scored on the others."""
 
@@ -31,6 +36,11 @@ ROTATIONS = frozenset({"rotation", "rotation-scale"})
 """Methods that `bound_rotations` bounds the error of."""
 
 _Key = tuple[str, float | None, float]
+
+
+def is_wide(kept: int, tokens: int) -> bool:
+    """Return True if a projection that keeps so many inputs is fitted here, to so many tokens."""
+    return kept > WIDE or (kept > WIDE_IF_MANY_TOKENS and tokens >= ENOUGH_FOR_TWO_FOLDS * kept)
 
 
 def fit_change(method: Method, weight_kept: Tensor, lack: Fit, strength: float) -> Solution:

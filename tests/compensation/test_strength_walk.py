@@ -14,7 +14,7 @@ from ckpt_prune.compensation.choice import FormChoice, split_folds
 from ckpt_prune.compensation.fit import Blend, lack_from_moments, squared_error
 from ckpt_prune.compensation.methods import GRID, METHODS, SHARES
 from ckpt_prune.compensation.strength_walk import OUTPUTS, RidgeErrors, mixture_of
-from ckpt_prune.compensation.wide_sites import choose_wide, fit_change
+from ckpt_prune.compensation.wide_sites import choose_wide, fit_change, is_wide
 from ckpt_prune.measure.moments.inputs import Drift
 
 from .sites import fit_of
@@ -187,3 +187,11 @@ def test_rotations_are_fitted_unless_a_bound_rules_them_out(bound, fitted, monke
     choice = choose(CASES["many tokens"], ["none", "rotation", "rotation-scale", "ridge"])
     assert set(names) == ({"rotation", "rotation-scale"} if fitted else set())
     assert fitted or [each.method for each in choice.ruled_out] == ["rotation", "rotation-scale"]
+
+
+def test_what_is_wide():
+    """More than 1,024 kept inputs, or more than 512 with tokens enough for two folds."""
+    assert is_wide(1025, 1)
+    assert is_wide(513, 8 * 513)
+    assert not is_wide(513, 8 * 513 - 1)
+    assert not is_wide(512, 10**6)

@@ -26,7 +26,7 @@ from ckpt_prune.compensation.logit import absolute_logit_strength
 from ckpt_prune.compensation.methods import METHODS, absolute_strength
 from ckpt_prune.compensation.shift import degrees_of_freedom, measure_shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
-from ckpt_prune.compensation.wide_sites import choose_wide, fit_change
+from ckpt_prune.compensation.wide_sites import choose_wide, fit_change, is_wide
 from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import SiteShift
@@ -191,7 +191,7 @@ class ColumnSolver(Solver):
         by_folds = compensation.by_folds and planned is None
         if by_folds and len(moments) < 2:
             raise UserError(NO_FOLDS)
-        wide = summed_moments.gram is not None and len(columns) > WIDE
+        wide = summed_moments.gram is not None and is_wide(len(columns), summed_moments.count)
         # Before there are float64 copies of Grams, since this makes a matrix of the same size.
         energies = _energies(weight, moments) if wide else []
         blends = _Blends(weight, moments, columns, wide)
