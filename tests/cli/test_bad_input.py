@@ -603,10 +603,11 @@ def test_too_little_memory_is_told_before_a_run(monkeypatch):
 
 
 def test_memory_for_grams_is_counted_where_a_recipe_collects_them(monkeypatch):
+    """Two of them, or five where folds are held out; in float64."""
     monkeypatch.setattr("ckpt_prune.runner.estimate.resident_bytes", lambda: 0)
-    flap, ridge = (
+    flap, ridge, folds = (
         cp.prune(model_folder(), output=None, recipe=name, ratio=0.2, dry_run=True).data()["estimate"]["peak_bytes"]
-        for name in ("flap", "ridge")
+        for name in ("flap", "ridge", "ridge-folds")
     )
-    widest = json.loads((model_folder() / "config.json").read_text())["intermediate_size"]
-    assert ridge - flap == 5 * 8 * widest**2  # five in float64
+    gram = 8 * json.loads((model_folder() / "config.json").read_text())["intermediate_size"] ** 2
+    assert (ridge - flap, folds - flap) == (2 * gram, 5 * gram)
