@@ -99,7 +99,7 @@ class Site:
 
     @property
     def type(self) -> str:
-        """What its order, costs and strengths are computed in."""
+        """The type in which its order, costs and strengths are computed."""
         return "float32" if self.inputs > WIDE else "float64"
 
 
@@ -166,7 +166,7 @@ class Shape:
     def in_turn(self) -> int:
         """FLOPs of a window through blocks that are changed in turn, whose sites run with what stays of their inputs.
 
-        Producers run whole, since their outputs decide what goes. Of the last block nothing needs the output.
+        Producers run whole, since their outputs decide what goes. Nothing needs the last block's output.
         """
         gone = sum(2 * self.tokens * site.outputs * (site.inputs - site.kept) for site in self.sites)
         width, outputs = self.inputs[-1]

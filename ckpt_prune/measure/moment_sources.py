@@ -142,7 +142,7 @@ class DriftMoments(SequentialMoments):
         gram, true_sequential: as in `SequentialMoments`.
         seen: maps the dense stream to what a narrower pruned one has room for (`observe_drift`).
         ends: the dense states of all samples behind every block, if they are kept: then the dense block runs only where
-            the stream inside it is needed, and blocks of which nothing goes do not run at all before the first other.
+            the stream inside it is needed, and no pruned block runs before the first one that loses something.
     """
 
     def __init__(

@@ -167,7 +167,7 @@ def flatten_positions(values: Tensor, keep: Tensor | None = None) -> Tensor:
 
 
 def flatten_output(output: Output, keep: Tensor | None) -> Output:
-    """The same of what a graph returned; without padding, what is on disk stays there."""
+    """Do what `flatten_positions` does. An output on disk stays there if no position is padding."""
     if isinstance(output, StoredTensor) and keep is not None and bool(keep.all()):
         return output.flatten()
     return flatten_positions(read_stored(output), keep)

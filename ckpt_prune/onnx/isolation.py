@@ -168,9 +168,8 @@ def serve(connection: Connection) -> None:
         graph, threads, providers, mapped, limit, parent = connection.recv()
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         _limit_memory(limit)
-        session = _create_session(
-            Path(graph), threads, providers, mapped, severity=4
-        )  # what goes wrong is in the answer
+        # It logs nothing: what goes wrong is in the answer.
+        session = _create_session(Path(graph), threads, providers, mapped, severity=4)
         ports = (session.get_inputs(), session.get_outputs())
         slots = [[Slot(port.name, port.type, port.shape) for port in own] for own in ports]
         connection.send((*slots, session.get_providers()))

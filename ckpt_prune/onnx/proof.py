@@ -155,12 +155,13 @@ def validate(
         kind = TextProof if graph.modality == "text" else ImageProof
         proof = kind(folder, graph, reference, samples, allowance, others)
         proof.run(provider or default_provider(graph.optimize))
+        session = None if proof.graph is None else proof.graph.session
         validations.append(
             Validation(
                 file=graph.file,
                 passed=all(check.passed is not False for check in proof.checks),
-                provider=proof.provider,
-                note=proof.note,
+                provider="cpu" if session is None else session.provider,
+                note=None if session is None else session.note,
                 dtype=graph.dtype,
                 tolerance=None if allowance.rounded else allowance.tolerance,
                 max_loss=allowance.max_loss,
@@ -391,8 +392,7 @@ class Proof:
         others: models that the metric is compared with as well.
 
     Attributes:
-        graph: while it is open.
-        provider: what it ran on; `note` says why that is not the one asked for.
+        graph: once it has been loaded; closed when nothing needs it any more.
     """
 
     image: tuple[int, int, int] | None = None
@@ -412,8 +412,6 @@ class Proof:
         self.present = hash_present_files(folder, manifest)
         self.ports = {port.name: port for port in manifest.outputs}
         self.graph: OnnxModel | None = None
-        self.provider: Provider = "cpu"
-        self.note: str | None = None
         self.checks: list[ProofCheck] = []
         self.cases: list[Case] = []
         self.metrics: list[Metric] = []
@@ -463,7 +461,6 @@ class Proof:
     def _close_graph(self) -> None:
         if self.graph is not None:
             self.graph.close()
-            self.graph = None
 
     def _check(self, name: CheckName, check: Callable[[], tuple[bool | None, str]]) -> bool:
         done = run_check(name, check)
@@ -484,11 +481,10 @@ class Proof:
             raise
         except Exception as error:  # transformers raises anything over a damaged config.json
             raise UserError(f"config.json: {one_line(error)}") from error
-        self.provider, self.note = self.graph.session.provider, self.graph.session.note
         inputs = [port.name for port in self.manifest.inputs]
         if list(self.graph.outputs) != list(self.ports) or list(self.graph.inputs) != inputs:
             return False, f"{self.manifest.file} has inputs and outputs that its record does not name"
-        return True, f"onnxruntime, {self.provider.upper()}"
+        return True, f"onnxruntime, {self.graph.session.provider.upper()}"
 
     def _check_metric(self) -> tuple[bool | None, str]:
         if not self._has_data:

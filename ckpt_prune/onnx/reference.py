@@ -75,7 +75,7 @@ class Reference:
 
     @property
     def module(self) -> Any:
-        """What does the task."""
+        """The model, or its base for feature-extraction."""
         return remove_head(self.model, self._task)
 
     def let_go(self) -> None:

@@ -99,6 +99,7 @@ def estimate_job(preview: Prepared) -> Estimate:
         kept = plan_end_states(preview, choose_samples(preview, job.live), Path())
         measured += 0 if kept is None else kept.bytes
     # Before the first block is timed: what that leaves behind is used again.
+    # A site's own and the part that stays; where folds are held out, those of folds, too.
     grams = 0 if "gram" not in recipe.collect else 5 if recipe.needs_folds else 2
     peak = _peak(model, samples if live else 0, tokens, _dtype(job), grams)
     seconds = None

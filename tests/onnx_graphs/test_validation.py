@@ -163,7 +163,7 @@ def test_the_perplexity_of_one_window_is_taken_from_the_outputs_that_were_compar
 
 
 class Watch:
-    """What is in memory during a proof: models that were loaded, and graphs that are open."""
+    """Records which models are loaded and which graphs are open during a proof."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.models: list[PreTrainedModel] = []

@@ -247,7 +247,7 @@ def test_dense_blocks_whose_output_is_known_do_not_run(dense, variant, spaces, b
 
 
 def test_blocks_of_which_nothing_goes_do_not_run_before_the_first_other(dense, monkeypatch, tmp_path):
-    """What enters the next one is the same bit for bit as where they run."""
+    """The next block's input has the same bits as if these blocks had run."""
     job = job_on(dense.folder(PRE_NORM), PRE_NORM, HALF, true_sequential=True)
     ends, gram, ran = keep_ends(job, tmp_path), {"mlp": True}, []
     sources = [
