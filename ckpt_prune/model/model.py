@@ -180,7 +180,7 @@ class Model:
             tensors: by on-disk name, of any widths.
         """
         spaces = self.family.spaces
-        noted = tensors.get(self._widths_name(block))
+        noted = tensors.get(self.widths_name(block))
         if noted is not None:
             return dict(zip(spaces, noted.tolist(), strict=True))
         values = {name: space for name, space in spaces.items() if space.ends == "values"}
@@ -211,7 +211,8 @@ class Model:
                 widths[name] //= heads if outer is None else outer
         return {name: widths[name] for name in spaces if name in widths}
 
-    def _widths_name(self, block: int) -> str:
+    def widths_name(self, block: int) -> str:
+        """Return the name under which `note_widths` puts a block's widths beside its tensors."""
         return f"{self.family.block.format(block=block)}widths"
 
     def note_widths(self, block: int, tensors: Mapping[str, Tensor], widths: BlockWidths) -> dict[str, Tensor]:
@@ -223,7 +224,7 @@ class Model:
         if not any(space.ends == "values" for space in self.family.spaces.values()):
             return dict(tensors)
         counts = torch.tensor([widths.get(space, self.units(space)) for space in self.family.spaces])
-        return {**tensors, self._widths_name(block): counts}
+        return {**tensors, self.widths_name(block): counts}
 
     @property
     def tokens(self) -> int:

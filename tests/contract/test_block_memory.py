@@ -13,6 +13,7 @@ from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.streams import hidden_stream as streams
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.model.cuts import list_cuts
 from ckpt_prune.model.model import Model
 from tests.pairs import choose_cases
 
@@ -80,6 +81,51 @@ def test_the_bits_are_those_of_whole_runs(dense: Dense, case: Case) -> None:
         assert_same(result, expected, what)
 
 
+def drop_columns(model: Model, block: int, tensors: dict[str, Tensor], seed: int) -> list[str]:
+    """Drop a third of the columns of every consumer outside attention; return these spaces."""
+    generator = torch.Generator().manual_seed(seed)
+    own, cut = model.family, {}
+    for space, each in own.columns.items():
+        if each.consumer != own.attention.output and model.tensor(block, each.consumer) in tensors:
+            copies, count = model.copies(space), model.units(space)
+            kept = torch.randperm(count, generator=generator)[: count - count // 3].sort().values
+            cut[space] = (kept + torch.arange(copies)[:, None] * count).flatten()
+    for module, kind, dim, lines in list_cuts(model.remaining_lines(cut)):
+        name = model.tensor(block, module, kind)
+        if name in tensors:
+            tensors[name] = tensors[name].index_select(dim, lines)
+    for space in cut:  # as a compensation changes them
+        tensors[model.tensor(block, own.columns[space].consumer)] *= 1.5
+    tensors |= model.note_widths(
+        block, tensors, {space: len(units) // model.copies(space) for space, units in cut.items()}
+    )
+    return list(cut)
+
+
+def walk_narrower(stream: HiddenStream, model: Model) -> Iterator[Tensor]:
+    """Drop columns twice from each block, measured before, between and behind; yielded are states behind each block."""
+    for block in range(2):
+        tensors = dict(model.read_block(block))
+        keys = dict.fromkeys(model.inputs(block), True)
+        stream.observe(block, tensors, keys)
+        drop_columns(model, block, tensors, block)
+        stream.observe(block, tensors, keys)
+        stream.advance(block, tensors)
+        yield stream.states.clone()
+
+
+@pytest.mark.usefixtures("two_batches")
+@pytest.mark.parametrize("case", choose_cases(LONG, first_cases()[::12].__contains__), ids=str)
+def test_narrower_blocks_go_on_from_the_columns_that_stay(dense: Dense, case: Case) -> None:
+    """Up to rounding, which the shapes of products decide."""
+    model = dense.model(case)
+    pairs = zip(
+        *(walk_narrower(open_at_start(kind, model, case), model) for kind in (HiddenStream, Forgetful)), strict=True
+    )
+    for result, expected in pairs:
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
 ONCE = {"llama", "qwen2", "gemma3_text", "opt", "gpt_neox", "phi", "mixtral", "vit"}
 """Families in which every linear module runs once a batch, whatever is masked between."""
 
@@ -87,8 +133,35 @@ ONCE = {"llama", "qwen2", "gemma3_text", "opt", "gpt_neox", "phi", "mixtral", "v
 @pytest.mark.usefixtures("two_batches")
 @pytest.mark.parametrize("case", [case for case in first_cases() if case.model_type in ONCE], ids=str)
 def test_every_linear_module_runs_once_in_a_true_sequential_mask(dense: Dense, case: Case, monkeypatch) -> None:
-    model = dense.model(case)
-    stream = open_at_start(HiddenStream, model, case)
+    stream, model = open_at_start(HiddenStream, dense.model(case), case), dense.model(case)
+    list(walk(stream, model, 1))  # learns how modules follow one another
+    calls = count_calls(monkeypatch)
+    tensors = dict(model.read_block(1))
+    for key, readers in model.inputs(1).items():
+        stream.observe(1, tensors, {key: True})
+        mask_halves(tensors, [model.tensor(1, module) for module in readers], 0)
+    stream.advance(1, tensors)
+    outside = [count for path, count in calls.items() if "experts" not in path]
+    assert set(outside) == {len(stream.batches)}, calls
+
+
+@pytest.mark.usefixtures("two_batches")
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "gpt_neox", "vit", "opt", "bert"])
+def test_what_makes_columns_runs_once_where_some_go(dense: Dense, model_type: str, monkeypatch) -> None:
+    case = next(case for case in first_cases() if case.model_type == model_type)
+    stream, model = open_at_start(HiddenStream, dense.model(case), case), dense.model(case)
+    list(walk(stream, model, 1))
+    calls = count_calls(monkeypatch)
+    tensors = dict(model.read_block(1))
+    (space,) = (name for name, own in model.family.columns.items() if own.consumer != model.family.attention.output)
+    stream.observe(1, tensors, {space: True})
+    drop_columns(model, 1, tensors, 0)
+    stream.advance(1, tensors)
+    assert set(calls.values()) == {len(stream.batches)}, calls
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the runs of every linear module of blocks that are built from now on, by path."""
     calls: Counter[str] = Counter()
     build = BlockFactory.build_block
 
@@ -100,12 +173,5 @@ def test_every_linear_module_runs_once_in_a_true_sequential_mask(dense: Dense, c
                 module.forward = lambda *a, path=path, plain=plain: (calls.update([path]), plain(*a))[1]  # type: ignore
         return block
 
-    list(walk(stream, model, 1))  # learns how modules follow one another
     monkeypatch.setattr(BlockFactory, "build_block", build_counted)
-    tensors = dict(model.read_block(1))
-    for key, readers in model.inputs(1).items():
-        stream.observe(1, tensors, {key: True})
-        mask_halves(tensors, [model.tensor(1, module) for module in readers], 0)
-    stream.advance(1, tensors)
-    outside = [count for path, count in calls.items() if "experts" not in path]
-    assert set(outside) == {len(stream.batches)}, calls
+    return calls

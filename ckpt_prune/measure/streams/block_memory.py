@@ -1,9 +1,9 @@
 """Results of a block's modules, kept so that its next run starts at the first module whose weights changed."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,15 @@ class Piece:
         """Return True if a parameter or module is the piece's, or the piece itself."""
         return f"{path}.".startswith(f"{self.path}.")
 
+    def hands_on(self, consumer: str) -> str | None:
+        """Return the path of the input of a linear module in the piece, or of the output that one behind it may read.
+
+        None if it is in the piece, and not its last, or if the output is no tensor alone.
+        """
+        if self.holds(consumer):
+            return consumer if consumer == self.last else None
+        return self.path if self.nones is None else None
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -46,22 +55,36 @@ class Structure:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A module's input or output. It is void once a tensor was changed in place."""
+    """A module's input or output. It is void once a tensor was changed in place.
+
+    Attributes:
+        columns: of a tensor, those that the module still has, int64; None if it has all.
+    """
 
     value: Any
     versions: tuple[int, ...]
+    columns: Tensor | None = None
 
     @property
     def valid(self) -> bool:
         return self.versions == _versions(self.value)
+
+    def narrow(self) -> Any:
+        """Return it without the columns that are gone."""
+        return self.value if self.columns is None else self.value.index_select(-1, self.columns.to(self.value.device))
+
+    def select(self, columns: Tensor) -> "_Kept":
+        """Return a tensor of which these columns stay, of those that it has."""
+        return replace(self, columns=columns if self.columns is None else self.columns[columns])
 
 
 class BlockMemory:
     """Outputs of the pieces of one block, and inputs of their last linear modules, for every batch of a stream.
 
     A piece is not run again where neither its own weights nor those of any that run before it have changed. If only its
-    last linear module has changed, nothing else of it is run. The numbers are those of a whole run: what is not
-    computed again is the very tensor. Where nothing is known of how modules follow one another, they run.
+    last linear module has changed, nothing else of it is run; nor if that has lost columns, and the modules that make
+    them the rows of the same units. The numbers are those of a whole run: what is not computed again is the very
+    tensor, or columns of it. Where nothing is known of how modules follow one another, they run.
 
     Args:
         fits: says whether there is room for a tensor, and counts it if so.
@@ -97,6 +120,7 @@ class BlockMemory:
         state: Any,
         tensors: Mapping[str, Tensor],
         find_paths: Callable[[str], Collection[str]],
+        makers: Mapping[str, Collection[str]],
         *,
         keep: bool,
     ) -> Iterator[None]:
@@ -108,10 +132,12 @@ class BlockMemory:
             state: equal to that of the run before if the same states enter the same block.
             tensors: on-disk name → tensor.
             find_paths: on-disk name → paths in the block of its parameters.
+            makers: path of a linear module → on-disk names of the tensors whose row j, and nothing else below what
+                they read, makes column j of its input.
             keep: whether another run will follow.
         """
         if state == self._state:
-            self._forget(structure, self._tensors, tensors, find_paths)
+            self._forget(structure, self._tensors, tensors, find_paths, makers)
         else:
             self._kept.clear()
         self._state, self._tensors = state, dict(tensors)
@@ -144,10 +170,10 @@ class BlockMemory:
     ) -> Any:
         output = None if watched else self._kept.get((piece.path, self.batch))
         if output is not None and output.valid:
-            return output.value
+            return output.narrow()
         inner = self._kept.get((piece.last or "", self.batch))
         if last is not None and inner is not None and inner.valid and all(path == piece.last for path in watched):
-            result = last(inner.value)
+            result = last(inner.narrow())
             value = result if piece.nones is None else (result, *[None] * piece.nones)
         else:
             value = forward(*args, **options)
@@ -157,7 +183,7 @@ class BlockMemory:
 
     def _see_input(self, path: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         remembered = self._kept.get((path, self.batch))
-        if remembered is None or remembered.value is not args[0]:
+        if remembered is None or remembered.columns is not None or remembered.value is not args[0]:
             self._keep(path, args[0])
 
     def _keep(self, path: str, value: Any) -> bool:
@@ -173,9 +199,11 @@ class BlockMemory:
         before: Mapping[str, Tensor],
         now: Mapping[str, Tensor],
         find_paths: Callable[[str], Collection[str]],
+        makers: Mapping[str, Collection[str]],
     ) -> None:
         """Forget what depends on tensors that changed."""
         kept: set[str] = set()
+        selected: dict[str, Tensor] = {}
         changed = [name for name in {**before, **now} if not are_same(before.get(name), now.get(name))]
         paths = {path for name in changed for path in find_paths(name) or [name]}
         if all(any(piece.holds(path) for piece in structure.pieces) for path in paths):
@@ -183,10 +211,22 @@ class BlockMemory:
                 parents = {path.rpartition(".")[0] for path in paths if piece.holds(path)}
                 if piece.last is not None and parents <= {piece.last}:
                     kept.add(piece.last)
+                for consumer, names in makers.items():
+                    inside = {path.rpartition(".")[0] for name in names for path in find_paths(name)}
+                    handed = piece.hands_on(consumer)
+                    if handed is not None and parents & inside and parents <= inside | {consumer}:
+                        columns = find_rows(*([each[name] for name in names if name in each] for each in (before, now)))
+                        if columns is not None:
+                            kept.add(handed)
+                            selected[handed] = columns
                 if parents:
                     break
                 kept.add(piece.path)
-        self._kept = {key: value for key, value in self._kept.items() if key[0] in kept}
+        self._kept = {
+            key: value.select(selected[key[0]]) if key[0] in selected else value
+            for key, value in self._kept.items()
+            if key[0] in kept
+        }
 
 
 def find_structure(block: nn.Module, linears: Collection[str], run: Callable[[], Any]) -> Structure:
@@ -272,6 +312,28 @@ def _tensors(value: Any) -> list[Tensor] | None:
 
 def _versions(value: Any) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in _tensors(value) or ())
+
+
+def find_rows(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | None:
+    """Return the rows of some tensors, one beside the other, that others consist of; None if they have more than these.
+
+    Args:
+        before: (n, …) each.
+        now: (m, …) each, of the same types.
+
+    Returns:
+        m numbers, int64. Of rows that are equal in all tensors it is the last one.
+    """
+    places = {row: place for place, row in enumerate(_rows(before))}
+    found = [places.get(row) for row in _rows(now)]
+    return None if None in found or len(before) != len(now) else torch.tensor(found)
+
+
+def _rows(tensors: Sequence[Tensor]) -> list[tuple[bytes, ...]]:
+    """Return the bytes of each row of several tensors; none if the tensors have unlike numbers of rows."""
+    flat = [tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8).numpy() for tensor in tensors]
+    rows = [[row.tobytes() for row in tensor] for tensor in flat]
+    return list(zip(*rows, strict=True))
 
 
 def are_same(one: Tensor | None, other: Tensor | None) -> bool:

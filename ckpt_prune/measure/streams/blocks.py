@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from ckpt_prune import modeling_pruned
 from ckpt_prune.measure.streams.experts import SplitExperts, split_experts
 from ckpt_prune.model.blocks import block_facts, returns_tuple
+from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import (
     PAIRS,
@@ -121,6 +122,20 @@ class BlockFactory:
     def find_paths(self, index: int, disk: str) -> list[str]:
         """Find the paths inside a block of the parameters that a tensor on disk holds, in equal parts of its rows."""
         return [name.removeprefix(f"{self.family.layers}.{index}.") for name in self.find_parameters(disk)]
+
+    def find_makers(self, index: int) -> dict[str, list[str]]:
+        """Find the tensors on disk that make the inputs of consumers outside attention, by the consumer's path.
+
+        Row j of each of them makes column j.
+        """
+        makers: dict[str, list[str]] = {}
+        for space in self.family.columns.values():
+            paths = self.find_paths(index, self.family.tensor(index, space.consumer))
+            simple = space.per is None and all(incidence.is_simple for _, incidence in space.incidences)
+            if paths and simple and space.consumer != self.family.attention.output:
+                names = [self.family.tensor(index, name, kind) for name in space.readers for kind in KINDS]
+                makers[paths[0].removesuffix(".weight")] = names
+        return makers
 
     def fill(
         self, module: nn.Module, path: str, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None

@@ -274,7 +274,11 @@ class HiddenStream:
         structure = self.learn_structure(block, index, tensors)
         state = index, id(self.states), self.states._version
         find_paths = partial(self.factory.find_paths, index)
-        with self.memory.attach_block(block, structure, state, tensors, find_paths, keep=keep):
+        # Noted widths change with the shapes of weights, and those tell which modules they are of.
+        noted = self.factory.model.widths_name(index)
+        weights = {name: tensor for name, tensor in tensors.items() if name != noted}
+        makers = self.factory.find_makers(index)
+        with self.memory.attach_block(block, structure, state, weights, find_paths, makers, keep=keep):
             yield structure.single
         if not keep:
             self.memory.clear()
