@@ -14,6 +14,9 @@ from ckpt_prune.common.errors import UserError
 # Otherwise onnxruntime (1.31, on Linux, too) keeps an identifier in ~/.cache and reports to its maker over the network.
 # It reads this when it is first loaded, here or in a process that this one starts. A user's own setting stays.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+# On Linux torch then asks for large pages for tensors of 2 MiB and more. Otherwise the kernel hands out memory in pages
+# of 4 KiB, and to copy a large matrix takes three times as long. torch reads this when it first takes memory.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
     from ckpt_prune.api.benchmark import benchmark

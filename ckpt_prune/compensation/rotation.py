@@ -25,8 +25,6 @@ SINGLE_PRECISION_LIMIT = 300.0
 """Largest coefficient c of a float32 step. Its rounding error grows with c; here it is 1e-5, and later steps cut it."""
 SINGLE_PRECISION_FROM = 256
 """Below this many columns float32 would save no time worth its digits."""
-ROUNDED = 1e-5
-"""Share of its target's energy that a bound in float32 is lowered by: more than its rounding."""
 POLISH_FROM = 0.2
 """Largest ‖QᵀQ − I‖ at which the final polynomial is worth its products. It cubes the distance."""
 ORTHOGONAL = 1e-8
@@ -240,23 +238,6 @@ def scaled_rotation(weight_kept: Tensor, fit: Fit) -> Solution:
     energy = float(((weight_kept @ gram) * weight_kept).sum())
     scale = trace / energy if energy > 0 else 1.0
     return Solution(rotated * scale, details={"scale": scale})
-
-
-def bound_rotations(weight_kept: Tensor, lack: Fit) -> float:
-    """Return a lower bound of Σ ‖y − s Q W_K x‖² over tokens, for every rotation Q and scale s.
-
-    It is the least that any has on these tokens but for rounding: with A = Σ y (W_K x)ᵀ and E = Σ ‖W_K x‖² it is
-    Σ ‖y‖² − (Σ σ_i(A))² / E. `lack` holds the sums of y − W_K x. Large products are in float32.
-    """
-    gram, cross, energy = lack.second_moments()
-    kept = weight_kept.float()
-    seen = kept @ gram.float()
-    along = cross.float() @ kept.T
-    seen_energy = float((seen * kept).sum(dtype=torch.float64))
-    target_energy = energy + 2 * float(along.diagonal().sum(dtype=torch.float64)) + seen_energy
-    total = float(torch.linalg.svdvals((seen @ kept.T + along).double()).sum())
-    least = target_energy - (total * total / seen_energy if seen_energy > 0 else 0.0)
-    return least - ROUNDED * target_energy
 
 
 def centred_rotation(weight_kept: Tensor, fit: Fit) -> Solution:

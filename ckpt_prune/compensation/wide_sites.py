@@ -22,7 +22,6 @@ from ckpt_prune.compensation.choice import (
 from ckpt_prune.compensation.fit import Blend, Fit, Solution, complete, squared_error
 from ckpt_prune.compensation.least_squares import shrink
 from ckpt_prune.compensation.methods import Method, Units
-from ckpt_prune.compensation.rotation import bound_rotations
 from ckpt_prune.compensation.strength_walk import StrengthWalk
 
 WIDE = 1024
@@ -31,9 +30,6 @@ WIDE_IF_MANY_TOKENS = 512
 """One that keeps more than this is, if two folds are enough to choose on: eigenvectors take three times as long."""
 NEAR_ON_ONE_FOLD = 0.02
 """A method without a strength that is so much worse than the best on the first fold is not scored on the others."""
-
-ROTATIONS = frozenset({"rotation", "rotation-scale"})
-"""Methods that `bound_rotations` bounds the error of."""
 
 _Key = tuple[str, float | None, float]
 
@@ -74,7 +70,6 @@ def choose_wide(
     errors are those of mixtures of the outputs. Methods that are no ridges, but need a Gram, are scored at the share
     that the ridges have on the first fold, or the largest if there are none. They are scored on the other fold too, if
     they are near the best on the first. `RuledOut.at_least` of the others is what the first fold says, not a bound.
-    Rotations are not even fitted where they would not be near if they were fitted to the first fold itself.
 
     Args:
         weight_kept: W_K, (d_out, k) float64.
@@ -108,10 +103,6 @@ def choose_wide(
         if count == 0 and walks:
             best_on_first, share = min(walk.least_of(0) for walk in walks)
             best_on_first = min([best_on_first, *sums.values()])
-            rotations = [method.name for method in dear if method.name in ROTATIONS]
-            bound = bound_rotations(weight_kept, fold) if rotations else 0.0
-            if bound > (1 + NEAR_ON_ONE_FOLD) * best_on_first > 0:
-                on_first |= dict.fromkeys(rotations, bound / best_on_first)
         open_names = [method.name for method in dear if method.name not in on_first]
         lack = complete(train.at(share), weight_kept) if open_names else None
         for name, solution in fit_all(open_names, weight_kept, lack) if lack is not None else ():

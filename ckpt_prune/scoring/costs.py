@@ -64,7 +64,7 @@ class DropOrder:
         scale = float(gram.diagonal().double().mean())
         scale = scale if scale > 0 else 1.0
         sorted_gram = gram.index_select(0, columns).index_select(1, columns)
-        factor = _single_factor(sorted_gram, scale, damp) if len(columns) > WIDE else None
+        factor = single_factor(sorted_gram, scale, damp) if len(columns) > WIDE else None
         if factor is None:
             factor, _ = damped_cholesky(sorted_gram.double().div_(scale), damp)
         return cls(columns, per_unit, weight[:, columns].to(factor.dtype), factor, scale)
@@ -132,7 +132,7 @@ class DropOrder:
         return torch.stack(moved[1:], 1)
 
 
-def _single_factor(gram: Tensor, scale: float, damp: float) -> Tensor | None:
+def single_factor(gram: Tensor, scale: float, damp: float) -> Tensor | None:
     """Return the factor of G / `scale` + `damp` I, (d, d), in float32; None if that has too few digits."""
     matrix = gram.float().div_(scale) if gram.dtype != torch.float32 else gram.div(scale)
     matrix.diagonal().add_(damp)

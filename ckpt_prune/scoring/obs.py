@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.finite import all_finite
+from ckpt_prune.scoring.costs import WIDE, single_factor
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP, SingularHessianError, damped_cholesky, dampings
 
 PANEL = 128
 """Columns dropped before their updates are applied; raised to the columns of a unit."""
-WIDE = 1024
-"""More inputs than this go in float32 if the damping is at least `SINGLE_DAMP`: twice as fast, in half the memory."""
 SINGLE_DAMP = 1e-3
+"""More inputs than `WIDE` go in float32 if the damping is at least this: twice as fast, in half the memory."""
 AGREES = 1e-3
 """Largest relative error in the cost of dropping everything, which is known. Beyond it, all is done in float64."""
 ROWS = 1024
@@ -148,13 +148,15 @@ def _check(weight: Tensor, gram: Tensor, per_unit: int, damp: float) -> None:
 
 
 def _inverse(gram: Tensor, scale: float, share: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return (G / `scale` + `share` I)⁻¹, (d, d), of a factor in float64.
+    """Return (G / `scale` + `share` I)⁻¹, (d, d), of a factor in float64, or in float32 if that has digits enough.
 
     Raises:
         SingularHessianError: the matrix is not positive definite.
     """
-    matrix = gram.to(torch.float64, copy=True, memory_format=torch.contiguous_format).div_(scale)
-    factor = damped_cholesky(matrix, share, most=share)[0].to(dtype)
+    factor = single_factor(gram, scale, share) if dtype == torch.float32 else None
+    if factor is None:
+        matrix = gram.to(torch.float64, copy=True, memory_format=torch.contiguous_format).div_(scale)
+        factor = damped_cholesky(matrix, share, most=share)[0].to(dtype)
     torch.cholesky_inverse(factor, out=factor)
     # LAPACK's columns are our rows; the matrix is symmetric, so the transpose is the same matrix.
     return factor.mT

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles import closed_forms
 
 from ckpt_prune.compensation import rotation as module
-from ckpt_prune.compensation.fit import fit_from_moments, lack_from_moments, squared_error
+from ckpt_prune.compensation.fit import fit_from_moments, squared_error
 from ckpt_prune.compensation.rotation import centred_rotation, polar, rotation, scaled_rotation
 from ckpt_prune.measure.moments.inputs import Moments
 
@@ -200,18 +200,3 @@ def test_what_float32_grams_do_not_tell_is_completed(shape, centred, mean):
     energy = float((off @ weight[:, kept].T).square().sum())
     assert lost[1] / energy == pytest.approx(lost[0] / energy, rel=1e-2)
     assert (estimate - truth).norm() < 1e-2 * truth.norm()
-
-
-@pytest.mark.parametrize("k", [9, 30])
-def test_no_rotation_does_better_than_the_bound(k):
-    """The best one at the best scale, fitted to these very tokens, comes within its rounding."""
-    site = make_site(12, 40, k, 300)
-    lack = lack_from_moments(site.weight, site.moments, site.kept).at(0.0)
-    found, energy = module.bound_rotations(site.weight_kept, lack), float(site.targets.square().sum())
-    least = squared_error(scaled_rotation(site.weight_kept, site.fit), site.fit)
-    assert (
-        least - 2 * module.ROUNDED * energy
-        < found
-        < least
-        < squared_error(rotation(site.weight_kept, site.fit), site.fit)
-    )

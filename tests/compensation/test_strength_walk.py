@@ -1,6 +1,5 @@
 """Strengths by a few factors, against held-out errors of refits to tokens at every strength."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
@@ -176,17 +175,6 @@ def test_what_is_lacking_is_summed_from_moments_of_all_inputs():
         for name in ("sum", "target_sum", "gram", "cross"):
             torch.testing.assert_close(getattr(computed, name), getattr(expected, name), rtol=1e-9, atol=1e-8)
         assert computed.target_energy == pytest.approx(expected.target_energy)
-
-
-@pytest.mark.parametrize(("bound", "fitted"), [(0.0, True), (math.inf, False)])
-def test_rotations_are_fitted_unless_a_bound_rules_them_out(bound, fitted, monkeypatch):
-    names: list[str] = []
-    fit_all = wide_sites.fit_all
-    monkeypatch.setattr(wide_sites, "bound_rotations", lambda *_: bound)
-    monkeypatch.setattr(wide_sites, "fit_all", lambda wanted, *args: names.extend(wanted) or fit_all(wanted, *args))
-    choice = choose(CASES["many tokens"], ["none", "rotation", "rotation-scale", "ridge"])
-    assert set(names) == ({"rotation", "rotation-scale"} if fitted else set())
-    assert fitted or [each.method for each in choice.ruled_out] == ["rotation", "rotation-scale"]
 
 
 def test_what_is_wide():

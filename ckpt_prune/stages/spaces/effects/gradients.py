@@ -172,7 +172,7 @@ class _Trials:
             fisher = metric.get(model.moments_name(refits.block, space))
             if fisher is not None:
                 curves |= {(space, score): refits.curve(space, score, fisher) for score in site.orders}
-            if site.orders and allocate is not None and group.size == 1:
+            if allocate is not None and group.size == 1:
                 for score, count in list_refits(model, refits.block, space, self.predictions):
                     refits.keep(space, score, count, allocate)
         self._block = None
