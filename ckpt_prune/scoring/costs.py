@@ -69,6 +69,11 @@ class DropOrder:
             factor, _ = damped_cholesky(sorted_gram.double().div_(scale), damp)
         return cls(columns, per_unit, weight[:, columns].to(factor.dtype), factor, scale)
 
+    @property
+    def is_wide(self) -> bool:
+        """True if the inputs are many, and as they are: gradients are projected on the order, in place of refits."""
+        return self.basis is None and len(self.columns) > WIDE
+
     @cached_property
     def turned(self) -> Tensor:
         """W L, (d_out, d)."""

@@ -17,6 +17,7 @@ from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.messages import predicted_line
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.scoring import obs
+from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces import measure_dense
 from ckpt_prune.stages.spaces.effects import predicted as space_effects
@@ -266,7 +267,7 @@ def test_wide_sites_are_tried_and_ranked_by_one_order(variant, monkeypatch, dens
     monkeypatch.setattr("ckpt_prune.stages.spaces.effects.measured.SHALLOW", 1)
     folder, data = dense.folder(variant), data_of(variant)
     plain = calibrate(folder, tmp_path / "plain", data, folds=2)
-    monkeypatch.setattr("ckpt_prune.stages.spaces.effects.gradients.WIDE", 1)
+    monkeypatch.setattr(DropOrder, "is_wide", True)
     wide = calibrate(folder, tmp_path / "wide", data, folds=2)
     for name, by_score in plain.index.predicted.items():
         for score, points in by_score.items():

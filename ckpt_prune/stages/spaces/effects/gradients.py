@@ -27,7 +27,7 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.scoring.costs import WIDE, DropOrder
+from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.stages.spaces.effects.measured import is_shallow
 from ckpt_prune.stages.spaces.effects.predicted import Predicted, list_refits, measure_spaces
 from ckpt_prune.stages.spaces.effects.refits import BlockRefits, Refits, tried_out
@@ -128,7 +128,7 @@ class _Trials:
         mine = [score for score in scores if (space, score) in self._mine]
         orders = {score: refits.order(space, score) for score in mine}
         lost, first = {}, {score: score for score in mine}
-        if not all(_is_wide(order) for order in orders.values()):
+        if not all(order.is_wide for order in orders.values()):
             first = {score: next(other for other in mine if _are_same(orders[other], orders[score])) for score in mine}
             apart = dict.fromkeys(first.values())
             lost = {score: [refits.lost(space, score, count).float() for count in counts] for score in apart}
@@ -200,10 +200,6 @@ def draw_tokens(inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     draws = torch.rand(len(size), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tokens = (draws.to(chance.device) < chance).nonzero().squeeze(1)
     return tokens, 1 / chance[tokens]
-
-
-def _is_wide(order: DropOrder) -> bool:
-    return order.basis is None and len(order.columns) > WIDE
 
 
 def _are_same(one: DropOrder, other: DropOrder) -> bool:

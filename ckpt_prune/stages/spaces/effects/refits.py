@@ -104,10 +104,10 @@ class BlockRefits:
         return self.order(space, score).lost(count * self.shared.model.copies(space)) if kept is None else kept
 
     def keep(self, space: SpaceName, score: str, count: int, allocate: Allocate) -> None:
-        """Compute what `lost` returns for good, in the type of the weight."""
-        lost = self.lost(space, score, count)
-        name = self.shared.model.tensor(self.block, self.shared.model.family.columns[space].consumer)
-        kept = allocate(tuple(lost.shape), self.tensors[name].dtype)
+        """Compute what `lost` returns for good; of a wide site in the type of the weight, to save memory."""
+        order, lost = self.order(space, score), self.lost(space, score, count)
+        weight = self.tensors[self.shared.model.tensor(self.block, self.shared.model.family.columns[space].consumer)]
+        kept = allocate(tuple(lost.shape), weight.dtype if order.is_wide else _wider(weight))
         self.shared._lost[Site(self.block, space), score, count] = kept.copy_(lost)
 
     def curve(self, space: SpaceName, score: str, metric: Fisher) -> tuple[Tensor, Tensor]:
@@ -122,9 +122,8 @@ class BlockRefits:
         consumer = self.shared.model.family.columns[space].consumer
         name, bias = (self.shared.model.tensor(self.block, consumer, kind) for kind in KINDS)
         weight = self.tensors[name]
-        # A difference in half precision loses nothing in float32.
-        wide = torch.float32 if weight.dtype in (torch.bfloat16, torch.float16) else torch.float64
-        new = {**self.tensors, name: (weight.to(wide) - lost.to(wide)).to(weight.dtype)}
+        wider = _wider(weight)
+        new = {**self.tensors, name: (weight.to(wider) - lost.to(wider)).to(weight.dtype)}
         if mean is not None:
             new[bias] = (self.tensors[bias].double() + lost.double() @ mean.cpu()).to(self.tensors[bias].dtype)
         return new
@@ -134,3 +133,8 @@ class BlockRefits:
         solver = solver_of(self.shared.model, recipe, space, self.shared.device)
         assert isinstance(solver, ColumnSolver)
         return solver
+
+
+def _wider(weight: Tensor) -> torch.dtype:
+    # A difference in half precision loses nothing in float32.
+    return torch.float32 if weight.dtype in (torch.bfloat16, torch.float16) else torch.float64
