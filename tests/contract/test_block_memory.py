@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.streams import hidden_stream as streams
+from ckpt_prune.measure.streams.block_memory import find_rows
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.cuts import list_cuts
@@ -124,6 +125,18 @@ def test_narrower_blocks_go_on_from_the_columns_that_stay(dense: Dense, case: Ca
     )
     for result, expected in pairs:
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_found_by_all_tensors_together() -> None:
+    """Rows 0 and 2 of the first tensor are equal, and told apart by the second."""
+    one, other = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]), torch.tensor([5.0, 6.0, 7.0])
+    kept = torch.tensor([2, 1])
+    found = find_rows([one, other], [one[kept], other[kept]])
+    assert found is not None
+    assert torch.equal(found, kept)
+    assert find_rows([one, other], [one, other + 1]) is None
+    assert find_rows([one, other], [one]) is None
+    assert find_rows([one, other], [one, other[kept]]) is None
 
 
 ONCE = {"llama", "qwen2", "gemma3_text", "opt", "gpt_neox", "phi", "mixtral", "vit"}

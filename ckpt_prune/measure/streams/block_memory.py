@@ -202,6 +202,8 @@ class BlockMemory:
         makers: Mapping[str, Collection[str]],
     ) -> None:
         """Forget what depends on tensors that changed."""
+        if not self._kept:
+            return
         kept: set[str] = set()
         selected: dict[str, Tensor] = {}
         changed = [name for name in {**before, **now} if not are_same(before.get(name), now.get(name))]
@@ -324,16 +326,17 @@ def find_rows(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | None:
     Returns:
         m numbers, int64. Of rows that are equal in all tensors it is the last one.
     """
+    if len(before) != len(now) or any(len({len(tensor) for tensor in each}) != 1 for each in (before, now)):
+        return None
     places = {row: place for place, row in enumerate(_rows(before))}
     found = [places.get(row) for row in _rows(now)]
-    return None if None in found or len(before) != len(now) else torch.tensor(found)
+    return None if None in found else torch.tensor(found)
 
 
-def _rows(tensors: Sequence[Tensor]) -> list[tuple[bytes, ...]]:
-    """Return the bytes of each row of several tensors; none if the tensors have unlike numbers of rows."""
+def _rows(tensors: Sequence[Tensor]) -> Iterator[tuple[bytes, ...]]:
+    """Yield the bytes of each row of several tensors."""
     flat = [tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8).numpy() for tensor in tensors]
-    rows = [[row.tobytes() for row in tensor] for tensor in flat]
-    return list(zip(*rows, strict=True))
+    return zip(*([row.tobytes() for row in tensor] for tensor in flat), strict=True)
 
 
 def are_same(one: Tensor | None, other: Tensor | None) -> bool:
