@@ -132,8 +132,8 @@ class BlockMemory:
             state: equal to that of the run before if the same states enter the same block.
             tensors: on-disk name → tensor.
             find_paths: on-disk name → paths in the block of its parameters.
-            makers: path of a linear module → on-disk names of the tensors whose row j, and nothing else below what
-                they read, makes column j of its input.
+            makers: path of a linear module → on-disk names of the tensors that make its input: row j of them makes
+                column j, and no other row does.
             keep: whether another run will follow.
         """
         if state == self._state:
