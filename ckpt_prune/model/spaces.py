@@ -134,11 +134,6 @@ class Incidence(StrictModel):
     times: list[str | int] = []
     run: list[str | int] = []
 
-    @property
-    def is_simple(self) -> bool:
-        """True if the lines are the units, in any model."""
-        return self == Incidence(module=self.module, copies=1)
-
     def lines(self, units: "Tensor", count: int, dimension: Dimension) -> "Tensor":
         """Return the rows or columns of some units, int64, one run after the other.
 

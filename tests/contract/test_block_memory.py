@@ -82,8 +82,8 @@ def test_the_bits_are_those_of_whole_runs(dense: Dense, case: Case) -> None:
         assert_same(result, expected, what)
 
 
-def drop_columns(model: Model, block: int, tensors: dict[str, Tensor], seed: int) -> list[str]:
-    """Drop a third of the columns of every consumer outside attention; return these spaces."""
+def drop_columns(model: Model, block: int, tensors: dict[str, Tensor], seed: int) -> None:
+    """Drop a third of the columns of every consumer outside attention."""
     generator = torch.Generator().manual_seed(seed)
     own, cut = model.family, {}
     for space, each in own.columns.items():
@@ -100,7 +100,6 @@ def drop_columns(model: Model, block: int, tensors: dict[str, Tensor], seed: int
     tensors |= model.note_widths(
         block, tensors, {space: len(units) // model.copies(space) for space, units in cut.items()}
     )
-    return list(cut)
 
 
 def walk_narrower(stream: HiddenStream, model: Model) -> Iterator[Tensor]:

@@ -73,8 +73,10 @@ class _Kept:
         """Return it without the columns that are gone."""
         return self.value if self.columns is None else self.value.index_select(-1, self.columns.to(self.value.device))
 
-    def select(self, columns: Tensor) -> "_Kept":
-        """Return a tensor of which these columns stay, of those that it has."""
+    def select(self, columns: Tensor | None) -> "_Kept":
+        """Return it with these of the columns that it has; None stands for all."""
+        if columns is None:
+            return self
         return replace(self, columns=columns if self.columns is None else self.columns[columns])
 
 
@@ -120,7 +122,7 @@ class BlockMemory:
         state: Any,
         tensors: Mapping[str, Tensor],
         find_paths: Callable[[str], Collection[str]],
-        makers: Mapping[str, Collection[str]],
+        find_makers: Callable[[], Mapping[str, Collection[str]]],
         *,
         keep: bool,
     ) -> Iterator[None]:
@@ -132,12 +134,12 @@ class BlockMemory:
             state: equal to that of the run before if the same states enter the same block.
             tensors: on-disk name → tensor.
             find_paths: on-disk name → paths in the block of its parameters.
-            makers: path of a linear module → on-disk names of the tensors that make its input: row j of them makes
-                column j, and no other row does.
+            find_makers: gives path of a linear module → on-disk names of the tensors that make its input: row j of
+                them makes column j, and no other row does.
             keep: whether another run will follow.
         """
         if state == self._state:
-            self._forget(structure, self._tensors, tensors, find_paths, makers)
+            self._forget(structure, self._tensors, tensors, find_paths, find_makers)
         else:
             self._kept.clear()
         self._state, self._tensors = state, dict(tensors)
@@ -199,36 +201,52 @@ class BlockMemory:
         before: Mapping[str, Tensor],
         now: Mapping[str, Tensor],
         find_paths: Callable[[str], Collection[str]],
-        makers: Mapping[str, Collection[str]],
+        find_makers: Callable[[], Mapping[str, Collection[str]]],
     ) -> None:
         """Forget what depends on tensors that changed."""
         if not self._kept:
             return
-        kept: set[str] = set()
-        selected: dict[str, Tensor] = {}
         changed = [name for name in {**before, **now} if not are_same(before.get(name), now.get(name))]
         paths = {path for name in changed for path in find_paths(name) or [name]}
+        kept: dict[str, Tensor | None] = {}  # path → the columns that stay, None for all
         if all(any(piece.holds(path) for piece in structure.pieces) for path in paths):
             for piece in structure.pieces:
                 parents = {path.rpartition(".")[0] for path in paths if piece.holds(path)}
                 if piece.last is not None and parents <= {piece.last}:
-                    kept.add(piece.last)
-                for consumer, names in makers.items():
-                    inside = {path.rpartition(".")[0] for name in names for path in find_paths(name)}
-                    handed = piece.hands_on(consumer)
-                    if handed is not None and parents & inside and parents <= inside | {consumer}:
-                        columns = find_rows(*([each[name] for name in names if name in each] for each in (before, now)))
-                        if columns is not None:
-                            kept.add(handed)
-                            selected[handed] = columns
+                    kept[piece.last] = None
+                elif parents:
+                    kept |= _find_narrower(piece, parents, before, now, find_paths, find_makers())
                 if parents:
                     break
-                kept.add(piece.path)
-        self._kept = {
-            key: value.select(selected[key[0]]) if key[0] in selected else value
-            for key, value in self._kept.items()
-            if key[0] in kept
-        }
+                kept[piece.path] = None
+        self._kept = {key: value.select(kept[key[0]]) for key, value in self._kept.items() if key[0] in kept}
+
+
+def _find_narrower(
+    piece: Piece,
+    parents: set[str],
+    before: Mapping[str, Tensor],
+    now: Mapping[str, Tensor],
+    find_paths: Callable[[str], Collection[str]],
+    makers: Mapping[str, Collection[str]],
+) -> dict[str, Tensor]:
+    """Find what a piece hands on that has lost nothing but columns, and the columns that stay.
+
+    Args:
+        parents: paths of the modules in the piece whose tensors changed.
+        before, now: on-disk name → tensor.
+        find_paths: as in `BlockMemory.attach_block`.
+        makers: what `find_makers` gives there.
+    """
+    narrower: dict[str, Tensor] = {}
+    for consumer, names in makers.items():
+        inside = {path.rpartition(".")[0] for name in names for path in find_paths(name)}
+        handed = piece.hands_on(consumer)
+        if handed is not None and parents & inside and parents <= inside | {consumer}:
+            columns = find_rows(*([each[name] for name in names if name in each] for each in (before, now)))
+            if columns is not None:
+                narrower[handed] = columns
+    return narrower
 
 
 def find_structure(block: nn.Module, linears: Collection[str], run: Callable[[], Any]) -> Structure:
@@ -329,8 +347,8 @@ def find_rows(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor | None:
     if len(before) != len(now) or any(len({len(tensor) for tensor in each}) != 1 for each in (before, now)):
         return None
     places = {row: place for place, row in enumerate(_rows(before))}
-    found = [places.get(row) for row in _rows(now)]
-    return None if None in found else torch.tensor(found)
+    numbers = [places.get(row) for row in _rows(now)]
+    return None if None in numbers else torch.tensor(numbers)
 
 
 def _rows(tensors: Sequence[Tensor]) -> Iterator[tuple[bytes, ...]]:

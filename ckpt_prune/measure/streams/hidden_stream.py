@@ -277,8 +277,8 @@ class HiddenStream:
         # Noted widths change with the shapes of weights, and those tell which modules they are of.
         noted = self.factory.model.widths_name(index)
         weights = {name: tensor for name, tensor in tensors.items() if name != noted}
-        makers = self.factory.find_makers(index)
-        with self.memory.attach_block(block, structure, state, weights, find_paths, makers, keep=keep):
+        find_makers = partial(self.factory.find_makers, index)
+        with self.memory.attach_block(block, structure, state, weights, find_paths, find_makers, keep=keep):
             yield structure.single
         if not keep:
             self.memory.clear()
