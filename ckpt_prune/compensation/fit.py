@@ -269,10 +269,10 @@ def lack_from_moments(weight: Tensor, moments: Moments, kept: Tensor) -> Blend:
     return Blend(fit, moments.drift.cross[:, kept].double(), moments.drift.sum, moments.drift.energy, along)
 
 
-def complete(lack: Fit, weight_kept: Tensor) -> Fit:
-    """Return the fit to y that a fit to y − W_K x makes."""
+def complete(lack: Fit, weight_kept: Tensor, *, single: bool = False) -> Fit:
+    """Return the fit to y that a fit to y − W_K x makes; if `single`, with its product with the Gram in float32."""
     gram, cross, energy = lack.second_moments()
-    forecast = weight_kept @ gram
+    forecast = (weight_kept.float() @ gram.float()).double() if single else weight_kept @ gram
     return replace(
         lack,
         target_sum=lack.target_sum + weight_kept @ lack.sum,
@@ -294,15 +294,19 @@ def _chunks(indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield part, indices[part]
 
 
-def squared_error(solution: Solution, fit: Fit) -> float:
-    """Return Σ ‖y − Ŵ x − b‖² over the tokens of `fit`, from its sums alone; never negative."""
+def squared_error(solution: Solution, fit: Fit, *, single: bool = False) -> float:
+    """Return Σ ‖y − Ŵ x − b‖² over the tokens of `fit`, from its sums alone; never negative.
+
+    If `single`, products with the Gram are in float32: some 1e-6 of the largest term of the sum is then lost.
+    """
     gram, cross, energy = fit.second_moments()
+    gram = gram.float() if single else gram
     weight, value = solution.weight, energy
     # At a wide site `none` and `bias` change no weight, and a product with the Gram is most of the work.
     if bool(weight.any()):
         # Some outputs at a time: at a width of 28672 a matrix like the weight takes 1.5 GB.
         for rows, targets in zip(torch.split(weight, CHUNK), torch.split(cross, CHUNK), strict=True):
-            value += float(((rows @ gram - 2 * targets) * rows).sum())
+            value += float(((rows.to(gram.dtype) @ gram - 2 * targets) * rows).sum())
     if solution.bias is not None:
         value += float(solution.bias @ (2 * (weight @ fit.sum - fit.target_sum) + fit.count * solution.bias))
     return max(value, 0.0)

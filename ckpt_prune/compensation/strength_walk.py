@@ -17,6 +17,8 @@ from ckpt_prune.compensation.methods import Method, Units, absolute_strength
 
 OUTPUTS = 128
 """Outputs that strengths are compared on: random orthonormal mixtures of all, the same for every strength and fold."""
+START = 0.3
+"""Where a walk starts, relative to the mean of the Gram's diagonal: most sites of real models end a step from it."""
 SMALLEST_PIVOT = 1e-4
 """Relative to its entry of the diagonal: with a smaller one float32 has too few digits for a factor."""
 
@@ -87,13 +89,13 @@ class RidgeErrors:
         plain, drift = self.pulls
         return replace(self, pulls=(torch.add(plain, drift, alpha=share),))
 
-    def at(self, strength: float, shares: Sequence[float]) -> Tensor:
+    def at(self, strength: float, shares: Sequence[float], factor: Tensor | None = None) -> Tensor:
         """Return Σ ‖y − Ŵ x − b‖² over the fold for every share α of the drift, (shares,) float64.
 
         Of mixtures it is that up to a constant. Ŵ is what `least_squares.shrink` gives for the training tokens, and b
-        the bias that fits it.
+        the bias that fits it. `factor` is what the method of that name returns for this strength.
         """
-        steps = self._solve(strength).chunk(len(self.pulls))
+        steps = self._solve(strength, factor).chunk(len(self.pulls))
         share = torch.tensor(list(shares), dtype=torch.float64)
         gap, lack = self.drift_mean, 1 - share
         total = self.energy + 2 * lack * float(gap @ self.target_sum) + self.count * lack.square() * float(gap @ gap)
@@ -105,24 +107,26 @@ class RidgeErrors:
                 total += (1 if i == j else 2) * share ** (i + j) * float((seen * other).sum(dtype=torch.float64))
         return total
 
-    def _solve(self, strength: float) -> Tensor:
+    def factor(self, strength: float) -> Tensor | None:
+        """Return L of G + λI = L Lᵀ, (k, k) float32; None if that has too few digits, or float64 is asked for."""
+        if not self.single:
+            return None
+        matrix = self.gram.to(torch.float32, copy=True)
+        matrix.diagonal().add_(strength)
+        factor: Tensor
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        enough = int(failed) == 0 and bool((factor.diagonal().square() > SMALLEST_PIVOT * matrix.diagonal()).all())
+        return factor if enough else None
+
+    def _solve(self, strength: float, factor: Tensor | None) -> Tensor:
         """Return the pulls times (G + λI)⁻¹, one below the other."""
         pulls = torch.cat(self.pulls)
-        if self.single:
-            matrix = self._single_gram.clone()
-            matrix.diagonal().add_(strength)
-            factor, failed = torch.linalg.cholesky_ex(matrix)
-            pivots = factor.diagonal().square() / matrix.diagonal()
-            if int(failed) == 0 and bool(pivots.amin() > SMALLEST_PIVOT):
-                solution: Tensor = torch.cholesky_solve(pulls.T.float(), factor).T
-                return solution
+        if factor is not None:
+            solution: Tensor = torch.cholesky_solve(pulls.T.float(), factor).T
+            return solution
         matrix = self.gram.clone()
         matrix.diagonal().add_(strength)
         return solve(matrix, pulls)
-
-    @cached_property
-    def _single_gram(self) -> Tensor:
-        return self.gram.float()
 
     @cached_property
     def _single_fold_gram(self) -> Tensor:
@@ -141,12 +145,13 @@ def mixture_of(outputs: int) -> Tensor | None:
 
 @dataclass
 class StrengthWalk:
-    """Walks downhill from the middle of a grid to the strength of least held-out error of one ridge.
+    """Walks downhill on a grid to the strength of least held-out error of one ridge.
 
-    The first fold is walked down. The others are scored beside its best strength alone; if the sum over folds is least
-    at an end of what was scored, the folds are gone through again further on. All this is in float32 on mixtures of the
-    outputs, if there are many. Mixtures misjudge what the ridge gains on its base. By how much is measured on the first
-    fold, where all outputs are solved for at the best strength and share. The errors of all folds are corrected for it.
+    The first fold is walked down from the strength next to `START`. The others are scored there and at the better of
+    its two neighbours alone. If the sum over folds is least at that one, the folds are gone through again around it.
+    All this is in float32 on mixtures of the outputs, if there are many. Mixtures misjudge what the ridge gains on its
+    base. By how much is measured on the first fold, where all outputs are solved for at the best strength and share.
+    The errors of all folds are corrected for it.
 
     Args:
         method: a ridge.
@@ -174,32 +179,56 @@ class StrengthWalk:
             errors = all_outputs.mix(mixture.to(all_outputs.gram.device))
         self._energies[number] = all_outputs.energy
         strengths = [absolute_strength(value, self.units, train.fit) for value in self.grid]
-
-        def score(index: int) -> float:
-            if number not in self.scored[index]:
-                self.scored[index][number] = errors.at(strengths[index], self.shares)
-            return float(self.scored[index][number].min())
-
         if self.best is None:
-            index, following = len(self.grid) // 2, -1
-            while index != following:
-                following, index = index, min(self._around(index), key=lambda at: (score(at), -at))
-            self.best = index
-            if mixture is not None:
-                mixed = score(index)
-                share = self.shares[int(self.scored[index][number].argmin())]
-                true = float(replace(all_outputs.towards(share), single=True).at(strengths[index], [share]))
-                self._true_gain = (
-                    (all_outputs.energy - true) / (all_outputs.energy - mixed) if mixed < all_outputs.energy else 1.0
-                )
-        for index in self._around(self.best):
-            score(index)
+            start = absolute_strength(START, "relative", train.fit)
+            nearest = min(range(len(strengths)), key=lambda index: abs(strengths[index] - start))
+            self._walk_down(nearest, errors, strengths, all_outputs)
+        else:
+            for index in self._around(self.best) if number == 0 else self._two_best():
+                if number not in self.scored[index]:
+                    self.scored[index][number] = errors.at(
+                        strengths[index], self.shares, errors.factor(strengths[index])
+                    )
+
+    def _walk_down(self, start: int, errors: RidgeErrors, strengths: Sequence[float], all_outputs: RidgeErrors) -> None:
+        """Walk down the first fold, and measure at the end by how much mixtures misjudge a ridge."""
+        best, best_factor = self._score_around(start, errors, strengths)
+        while best != start:
+            start = best
+            best, factor = self._score_around(start, errors, strengths)
+            best_factor = best_factor if best == start else factor
+        self.best = best
+        if errors is not all_outputs:
+            least, at = self.scored[best][0].min(0)
+            share = self.shares[int(at)]
+            alone = replace(all_outputs.towards(share), single=True)
+            true = float(alone.at(strengths[best], [share], best_factor))
+            gain = all_outputs.energy - float(least)
+            self._true_gain = (all_outputs.energy - true) / gain if gain > 0 else 1.0
+
+    def _score_around(self, index: int, errors: RidgeErrors, strengths: Sequence[float]) -> tuple[int, Tensor | None]:
+        """Score a strength and its neighbours on the first fold. Return the best of them, and its factor if it is new.
+
+        One factor at a time is kept beside the best one's: at a width of 11008 each takes 300 MB.
+        """
+        best_factor, known = None, [near for near in self._around(index) if 0 in self.scored[near]]
+        for near in self._around(index):
+            if near in known:
+                continue
+            factor = errors.factor(strengths[near])
+            self.scored[near][0] = errors.at(strengths[near], self.shares, factor)
+            known.append(near)
+            if min(known, key=self._order_on_first) == near:
+                best_factor = factor
+            del factor
+        return min(known, key=self._order_on_first), best_factor
 
     def move(self, folds: int) -> bool:
         """Go to the strength of least sum over so many folds, and say whether these must be gone through again."""
         complete = {index: sum(of_fold.values()) for index, of_fold in self.scored.items() if len(of_fold) == folds}
+        before = self.best
         self.best = min(complete, key=lambda index: (float(torch.as_tensor(complete[index]).min()), -index))
-        return not complete.keys() >= set(self._around(self.best))
+        return self.best != before
 
     def least_of(self, number: int) -> tuple[float, float]:
         """Return the least error on a fold that was seen, at the best strength, and the share of the drift it is at."""
@@ -213,6 +242,15 @@ class StrengthWalk:
 
     def _around(self, index: int) -> range:
         return range(max(index - 1, 0), min(index + 2, len(self.grid)))
+
+    def _order_on_first(self, index: int) -> tuple[float, int]:
+        return float(self.scored[index][0].min()), -index
+
+    def _two_best(self) -> list[int]:
+        """Return the best strength, and the neighbour that does better on the first fold, if there is any."""
+        assert self.best is not None
+        others = [index for index in self._around(self.best) if index != self.best]
+        return [self.best, *([min(others, key=self._order_on_first)] if others else [])]
 
     def errors(self) -> dict[tuple[str, float | None, float], float]:
         """Return the sum over folds at the best strength: method, strength and share → error."""

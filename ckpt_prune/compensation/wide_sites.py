@@ -69,7 +69,8 @@ def choose_wide(
     Two folds are held out, whatever the number of tokens. The strength of a ridge is found by `StrengthWalk`, whose
     errors are those of mixtures of the outputs. Methods that are no ridges, but need a Gram, are scored at the share
     that the ridges have on the first fold, or the largest if there are none. They are scored on the other fold too, if
-    they are near the best on the first. `RuledOut.at_least` of the others is what the first fold says, not a bound.
+    they are near the best on the first; products with Grams are in float32 for that above `WIDE_IF_MANY_TOKENS`
+    inputs. `RuledOut.at_least` of the others is what the first fold says, not a bound.
 
     Args:
         weight_kept: W_K, (d_out, k) float64.
@@ -91,6 +92,7 @@ def choose_wide(
     sums: dict[_Key, float] = defaultdict(float)
     on_first: dict[str, float] = {}
     energy, count, best_on_first = 0.0, 0, 0.0
+    single = weight_kept.shape[1] > WIDE_IF_MANY_TOKENS
     share = used_shares[-1]
     for number, train, fold in split_folds(folds, total):
         energy += energies[number]
@@ -104,9 +106,9 @@ def choose_wide(
             best_on_first, share = min(walk.least_of(0) for walk in walks)
             best_on_first = min([best_on_first, *sums.values()])
         open_names = [method.name for method in dear if method.name not in on_first]
-        lack = complete(train.at(share), weight_kept) if open_names else None
+        lack = complete(train.at(share), weight_kept, single=single) if open_names else None
         for name, solution in fit_all(open_names, weight_kept, lack) if lack is not None else ():
-            error = squared_error(Solution(solution.weight - weight_kept, solution.bias), fold)
+            error = squared_error(Solution(solution.weight - weight_kept, solution.bias), fold, single=single)
             sums[name, None, share] += error
             if count == 0 and walks and error > (1 + NEAR_ON_ONE_FOLD) * best_on_first:
                 on_first[name] = error / best_on_first if best_on_first > 0 else 1.0

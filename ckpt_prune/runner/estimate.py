@@ -2,8 +2,8 @@
 
 Time of a recipe = time of `ridge` times the recipe's own `time` (tools/time_recipes.py). Recipes without that key get
 no estimate of time. `ridge` is: every block run once on every sample with the Grams of its inputs, unless statistics
-are given, and one solve as wide as its widest input. Times are those of the processor, which other work on the machine
-does not lengthen.
+are given, and one solve as wide as its widest input. Recipes that decide widths on a part of the samples take less.
+Times are those of the processor, which other work on the machine does not lengthen.
 """
 
 import time
@@ -107,8 +107,21 @@ def estimate_job(preview: Prepared) -> Estimate:
     if multiple is not None and job.plan is None and not recipe.has("export"):
         run = time_run(model, job.device, _dtype(job), job.samples) if live else 0.0
         if run is not None:
-            seconds = multiple * model.blocks * (run * samples + time_solve(model, job.device))
+            seconds = model.blocks * _time_block(preview, multiple, samples, run, time_solve(model, job.device))
     return Estimate(seconds, peak, preview.output.cost.bytes + (measured if preview.measures_first else 0))
+
+
+def _time_block(preview: Prepared, multiple: float, samples: int, run: float, solve: float) -> float:
+    """Return the seconds of a block by a recipe, from those of a run of one sample and of a solve.
+
+    Where widths are decided on a part of the samples, only what follows them takes all: about as long as `ridge`, or
+    twice that if the drift is measured.
+    """
+    part = samples
+    if preview.job.live is not None and preview.measures_first:
+        part = len(choose_samples(preview, preview.job.live).samples)
+    on_all = multiple if part == samples else min(multiple, 2.0 if preview.recipe.target == "drift" else 1.0)
+    return on_all * (run * samples + solve) + (multiple - on_all) * (run * part + solve)
 
 
 def estimate_plan(job: Job, plan: Plan) -> Estimate:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from oracles import closed_forms
 
 from ckpt_prune.compensation import fit as fit_module
-from ckpt_prune.compensation.fit import Fit, Solution, fit_from_moments, squared_error
+from ckpt_prune.compensation.fit import Fit, Solution, complete, fit_from_moments, squared_error
 
 from .sites import SHAPES, WIDE, fit_of, make_site
 
@@ -73,3 +73,17 @@ def test_error_equals_the_measured_one(seed, k, with_bias):
         site.inputs.numpy(), site.targets.numpy(), (weight.numpy(), 0 if bias is None else bias.numpy())
     )
     assert squared_error(Solution(weight, bias), site.fit) == pytest.approx(measured, rel=1e-9)
+
+
+def test_products_in_float32_give_the_same_to_its_digits():
+    """What the kept weights lack, completed, and an error on it: in float32 and in float64."""
+    site = make_site(40, 90, 60, 300)
+    lack = fit_of(site.inputs, site.targets - site.inputs @ site.weight_kept.T)
+    assert_same(complete(lack, site.weight_kept, single=True), site.fit, rtol=1e-5)
+    solution = Solution(0.3 * site.weight_kept)
+    exact = squared_error(solution, site.fit)
+    fitted = solution.weight.numpy(), 0
+    assert exact == pytest.approx(closed_forms.residual(site.inputs.numpy(), site.targets.numpy(), fitted))
+    single = squared_error(solution, site.fit, single=True)
+    assert single != exact
+    assert single == pytest.approx(exact, rel=1e-5)

@@ -12,7 +12,7 @@ from ckpt_prune.compensation import strength_walk, wide_sites
 from ckpt_prune.compensation.choice import FormChoice, split_folds
 from ckpt_prune.compensation.fit import Blend, lack_from_moments, squared_error
 from ckpt_prune.compensation.methods import GRID, METHODS, SHARES
-from ckpt_prune.compensation.strength_walk import OUTPUTS, RidgeErrors, mixture_of
+from ckpt_prune.compensation.strength_walk import OUTPUTS, START, RidgeErrors, StrengthWalk, mixture_of
 from ckpt_prune.compensation.wide_sites import choose_wide, fit_change, is_wide
 from ckpt_prune.measure.moments.inputs import Drift
 
@@ -115,17 +115,46 @@ def test_every_trial_equals_refitting_on_tokens(name, case, monkeypatch):
 
 @pytest.mark.parametrize("name", RIDGES)
 def test_few_strengths_are_tried(name, monkeypatch):
-    tried: list[tuple[int, float]] = []
-    at = RidgeErrors.at
+    """Three on the first fold, walk aside, and two on the other. All outputs take a factor that is known."""
+    tried: list[list[float]] = []
+    last: list[RidgeErrors] = []
+    factor = RidgeErrors.factor
 
-    def count_strengths(self, strength, shares):
-        tried.append((id(self), strength))
-        return at(self, strength, shares)
+    def count_factors(self, strength):
+        if not last or last[-1] is not self:
+            last.append(self)
+            tried.append([])
+        tried[-1].append(strength)
+        return factor(self, strength)
 
-    monkeypatch.setattr(RidgeErrors, "at", count_strengths)
+    monkeypatch.setattr(RidgeErrors, "factor", count_factors)
     case = CASES["few tokens"]
-    choose(case, [name])
-    assert len(tried) <= len(case.folds) * (len(GRID) - 3)
+    best = choose(case, [name]).best
+    first, second = tried
+    assert len(first) == len(set(first)) <= 3 + abs(GRID.index(best.strength) - GRID.index(START))
+    assert len(second) == 2
+
+
+@pytest.mark.parametrize("name", RIDGES)
+def test_folds_are_gone_through_again_if_the_sum_is_least_at_the_neighbour(name):
+    """The first fold is made to prefer another strength than the sum of both does."""
+    case = CASES["few tokens"]
+    folds, total = lacks(case), reduce(add, lacks(case))
+    base = None if METHODS[name].ridge_towards == "kept" else -case.site.weight_kept
+    walk = StrengthWalk(METHODS[name], base, GRID, SHARES, "relative")
+    splits = [(train, fold) for _, train, fold in split_folds(folds, total)]
+    for number, split in enumerate(splits):
+        walk.see(number, *split)
+    assert walk.best is not None
+    best, other = walk._two_best()
+    beyond = 2 * other - best
+    walk.scored[other][1] = walk.scored[best][1] - 2 * (walk.scored[other][0] - walk.scored[best][0]).abs().max()
+    assert walk.move(2)
+    assert walk.best == other
+    for number, split in enumerate(splits):
+        walk.see(number, *split)
+    assert set(walk.scored[beyond]) >= {0}
+    assert all(len(walk.scored[index]) == 2 for index in walk._two_best())
 
 
 def test_mixtures_keep_sums_of_squares_on_average():

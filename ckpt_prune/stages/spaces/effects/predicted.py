@@ -21,7 +21,7 @@ SPACE_POINTS = (0.25, 0.5)
 """Shares of units that are dropped from every block at once: with more, all outputs would be equally bad."""
 MANY = 32
 """Single scores are tried for spaces of at least so many units: for a few heads they hardly differ."""
-POSITIONS = 1024
+POSITIONS = 512
 """About so many positions of all texts are compared: the vocabulary is what makes each of them dear."""
 SPACING = 2
 """One of so many positions of a text is compared. What a causal model reads after the last of them is left out."""
