@@ -9,8 +9,9 @@ Counted, from shapes alone, in the types that the package takes, at the speed of
   since one block is held at a time, and one back: a product for every linear module, two for each of attention's. The
   head counts for tokens whose predictions are used.
 - sums over tokens: one triangle of every Gram, drift times inputs, squares of gradients, gradients times what is tried.
-- factors: a Cholesky factor and a solve of every set of equations. For a strength that is chosen, three factors on each
-  of two folds; for widths that are chosen, one order by optimal brain surgeon and for each score the costs of its own.
+- factors: a Cholesky factor and a solve of every set of equations. For a strength that is chosen, three factors on one
+  fold and two on another; for widths that are chosen, one order by optimal brain surgeon and for each score the costs
+  of its own.
 - disk: the checkpoint is read once, from where it lies now (memory, if it was read lately); the output is written and
   synced once.
 
@@ -53,8 +54,8 @@ from ckpt_prune.stages.spaces.effects.predicted import MANY, POSITIONS, SPACE_PO
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
 from ckpt_prune.stages.spaces.measure_dense import LEAST_WINDOWS, TOKENS_PER_INPUT
 
-FOLDS, HELD_OUT, STRENGTHS = 4, 2, 3
-"""Folds of the windows, those that a strength is chosen on, and strengths that show which one is the least."""
+FOLDS, STRENGTHS = 4, (3, 2)
+"""Folds of the windows; and of each that a strength is chosen on, how many strengths show which one is the least."""
 PARTS = ("blocks", "sums", "factors", "disk")
 TURNS, CHUNK = 5, 2**23
 """Each speed is the best of so many; bytes that are read and written at once."""
@@ -233,8 +234,8 @@ def count_best(shape: Shape) -> Work:
     for site in shape.pruned:
         d, o, k = site.inputs, site.outputs, site.kept
         in_block["sums", "blocks"] += 2 * shape.windows * shape.tokens * o * d
-        in_block["factors", "float64"] += HELD_OUT * 2 * o * (d - k) * k
-        in_block["factors", f"cholesky {site.type}"] += HELD_OUT * STRENGTHS * k**3 // 3
+        in_block["factors", "float64"] += len(STRENGTHS) * 2 * o * (d - k) * k
+        in_block["factors", f"cholesky {site.type}"] += sum(STRENGTHS) * k**3 // 3
     return work + Work({key: shape.blocks * flops for key, flops in in_block.items()})
 
 
