@@ -14,11 +14,15 @@ from torch import Tensor
 from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.compensation.least_squares import solve
 from ckpt_prune.compensation.methods import Method, Units, absolute_strength
+from ckpt_prune.sparsity.damping import single_cholesky
 
 OUTPUTS = 128
 """Outputs that strengths are compared on: random orthonormal mixtures of all, the same for every strength and fold."""
 START = 0.3
-"""Where a walk starts, relative to the mean of the Gram's diagonal: most sites of real models end a step from it."""
+"""The strength that is tried first, relative to the mean of the Gram's diagonal.
+
+At most sites of real models the best strength of `methods.GRID` is this one or its neighbour.
+"""
 SMALLEST_PIVOT = 1e-4
 """Relative to its entry of the diagonal: with a smaller one float32 has too few digits for a factor."""
 
@@ -113,10 +117,7 @@ class RidgeErrors:
             return None
         matrix = self.gram.to(torch.float32, copy=True)
         matrix.diagonal().add_(strength)
-        factor: Tensor
-        factor, failed = torch.linalg.cholesky_ex(matrix)
-        enough = int(failed) == 0 and bool((factor.diagonal().square() > SMALLEST_PIVOT * matrix.diagonal()).all())
-        return factor if enough else None
+        return single_cholesky(matrix, SMALLEST_PIVOT)
 
     def _solve(self, strength: float, factor: Tensor | None) -> Tensor:
         """Return the pulls times (G + λI)⁻¹, one below the other."""
@@ -182,46 +183,45 @@ class StrengthWalk:
         if self.best is None:
             start = absolute_strength(START, "relative", train.fit)
             nearest = min(range(len(strengths)), key=lambda index: abs(strengths[index] - start))
-            self._walk_down(nearest, errors, strengths, all_outputs)
+            best_factor = self._walk_down(nearest, errors, strengths)
+            if mixture is not None:
+                self._measure_gain(all_outputs, strengths, best_factor)
         else:
             for index in self._around(self.best) if number == 0 else self._two_best():
                 if number not in self.scored[index]:
-                    self.scored[index][number] = errors.at(
-                        strengths[index], self.shares, errors.factor(strengths[index])
-                    )
+                    self._score(index, number, errors, strengths)
 
-    def _walk_down(self, start: int, errors: RidgeErrors, strengths: Sequence[float], all_outputs: RidgeErrors) -> None:
-        """Walk down the first fold, and measure at the end by how much mixtures misjudge a ridge."""
-        best, best_factor = self._score_around(start, errors, strengths)
-        while best != start:
-            start = best
-            best, factor = self._score_around(start, errors, strengths)
-            best_factor = best_factor if best == start else factor
-        self.best = best
-        if errors is not all_outputs:
-            least, at = self.scored[best][0].min(0)
-            share = self.shares[int(at)]
-            alone = replace(all_outputs.towards(share), single=True)
-            true = float(alone.at(strengths[best], [share], best_factor))
-            gain = all_outputs.energy - float(least)
-            self._true_gain = (all_outputs.energy - true) / gain if gain > 0 else 1.0
+    def _score(self, index: int, number: int, errors: RidgeErrors, strengths: Sequence[float]) -> Tensor | None:
+        """Score a strength on a fold, and return its factor."""
+        factor = errors.factor(strengths[index])
+        self.scored[index][number] = errors.at(strengths[index], self.shares, factor)
+        return factor
 
-    def _score_around(self, index: int, errors: RidgeErrors, strengths: Sequence[float]) -> tuple[int, Tensor | None]:
-        """Score a strength and its neighbours on the first fold. Return the best of them, and its factor if it is new.
+    def _walk_down(self, start: int, errors: RidgeErrors, strengths: Sequence[float]) -> Tensor | None:
+        """Go to the strength of least error on the first fold, and return its factor."""
+        self.best, best_factor = start, self._score(start, 0, errors, strengths)
+        centre = None
+        while centre != self.best:
+            centre = self.best
+            for near in self._around(centre):
+                if 0 in self.scored[near]:
+                    continue
+                factor = self._score(near, 0, errors, strengths)
+                if self._order_on_first(near) < self._order_on_first(self.best):
+                    self.best, best_factor = near, factor
+                # Only the best one's is kept: at a width of 11008 a factor takes 300 MB.
+                del factor
+        return best_factor
 
-        One factor at a time is kept beside the best one's: at a width of 11008 each takes 300 MB.
-        """
-        best_factor, known = None, [near for near in self._around(index) if 0 in self.scored[near]]
-        for near in self._around(index):
-            if near in known:
-                continue
-            factor = errors.factor(strengths[near])
-            self.scored[near][0] = errors.at(strengths[near], self.shares, factor)
-            known.append(near)
-            if min(known, key=self._order_on_first) == near:
-                best_factor = factor
-            del factor
-        return min(known, key=self._order_on_first), best_factor
+    def _measure_gain(self, all_outputs: RidgeErrors, strengths: Sequence[float], best_factor: Tensor | None) -> None:
+        """Measure on the first fold, at the best strength and share, by how much mixtures misjudge a ridge's gain."""
+        assert self.best is not None
+        least, at = self.scored[self.best][0].min(0)
+        share = self.shares[int(at)]
+        alone = replace(all_outputs.towards(share), single=True)
+        true = float(alone.at(strengths[self.best], [share], best_factor))
+        gain = all_outputs.energy - float(least)
+        self._true_gain = (all_outputs.energy - true) / gain if gain > 0 else 1.0
 
     def move(self, folds: int) -> bool:
         """Go to the strength of least sum over so many folds, and say whether these must be gone through again."""

@@ -2,7 +2,7 @@
 
 Time of a recipe = time of `ridge` times the recipe's own `time` (tools/time_recipes.py). Recipes without that key get
 no estimate of time. `ridge` is: every block run once on every sample with the Grams of its inputs, unless statistics
-are given, and one solve as wide as its widest input. Recipes that decide widths on a part of the samples take less.
+are given, and one solve as wide as its widest input. Recipes that decide widths on some of the samples alone take less.
 Times are those of the processor, which other work on the machine does not lengthen.
 """
 
@@ -95,8 +95,10 @@ def estimate_job(preview: Prepared) -> Estimate:
     if live:
         folds = job.live.folds if job.live is not None else 4 if recipe.needs_folds else 1
         measured = count_statistics_bytes(model, collect=recipe.collect, folds=folds, samples=samples)
+    part = samples
     if job.live is not None and preview.measures_first:
-        kept = plan_end_states(preview, choose_samples(preview, job.live), Path())
+        chosen = choose_samples(preview, job.live)
+        part, kept = len(chosen.samples), plan_end_states(preview, chosen, Path())
         measured += 0 if kept is None else kept.bytes
     # Before the first block is timed: what that leaves behind is used again.
     # A site's own and the part that stays; where folds are held out, those of folds, too.
@@ -107,21 +109,11 @@ def estimate_job(preview: Prepared) -> Estimate:
     if multiple is not None and job.plan is None and not recipe.has("export"):
         run = time_run(model, job.device, _dtype(job), job.samples) if live else 0.0
         if run is not None:
-            seconds = model.blocks * _time_block(preview, multiple, samples, run, time_solve(model, job.device))
+            # Only what follows the choice of widths takes all samples: as long as `ridge`, or twice that with drift.
+            on_all = min(multiple, 2.0 if preview.recipe.target == "drift" else 1.0)
+            runs = on_all * samples + (multiple - on_all) * part
+            seconds = model.blocks * (run * runs + multiple * time_solve(model, job.device))
     return Estimate(seconds, peak, preview.output.cost.bytes + (measured if preview.measures_first else 0))
-
-
-def _time_block(preview: Prepared, multiple: float, samples: int, run: float, solve: float) -> float:
-    """Return the seconds of a block by a recipe, from those of a run of one sample and of a solve.
-
-    Where widths are decided on a part of the samples, only what follows them takes all: about as long as `ridge`, or
-    twice that if the drift is measured.
-    """
-    part = samples
-    if preview.job.live is not None and preview.measures_first:
-        part = len(choose_samples(preview, preview.job.live).samples)
-    on_all = multiple if part == samples else min(multiple, 2.0 if preview.recipe.target == "drift" else 1.0)
-    return on_all * (run * samples + solve) + (multiple - on_all) * (run * part + solve)
 
 
 def estimate_plan(job: Job, plan: Plan) -> Estimate:

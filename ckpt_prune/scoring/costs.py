@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.measure.moments.gram import cut_strips
-from ckpt_prune.sparsity.damping import DAMP, damped_cholesky
+from ckpt_prune.sparsity.damping import DAMP, damped_cholesky, single_cholesky
 
 WIDE = 1024
 """Grams of more inputs are factorised in float32 if that has digits enough."""
@@ -141,7 +141,4 @@ def single_factor(gram: Tensor, scale: float, damp: float) -> Tensor | None:
     """Return the factor of G / `scale` + `damp` I, (d, d), in float32; None if that has too few digits."""
     matrix = gram.float().div_(scale) if gram.dtype != torch.float32 else gram.div(scale)
     matrix.diagonal().add_(damp)
-    factor: Tensor
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    enough = int(failed) == 0 and bool((factor.diagonal().square() > SMALLEST_PIVOT * matrix.diagonal()).all())
-    return factor if enough else None
+    return single_cholesky(matrix, SMALLEST_PIVOT)

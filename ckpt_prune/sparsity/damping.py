@@ -60,6 +60,20 @@ def damped_cholesky(matrix: Tensor, damp: float, most: float = MOST_DAMP) -> tup
     )
 
 
+def single_cholesky(matrix: Tensor, least_pivot: float) -> Tensor | None:
+    """Return the lower Cholesky factor of a (d, d) float32 matrix; None if float32 has too few digits for it.
+
+    Args:
+        least_pivot: squares of the factor's diagonal must be more than this share of the matrix's diagonal.
+    """
+    import torch
+
+    factor: Tensor
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    enough = int(failed) == 0 and bool((factor.diagonal().square() > least_pivot * matrix.diagonal()).all())
+    return factor if enough else None
+
+
 def dampings(damp: float, most: float) -> Iterator[float]:
     """Yield `damp`, then ten times more again and again, and `most` last."""
     yield damp

@@ -335,23 +335,11 @@ def test_what_cannot_be_swept(here, options, why):
     ("target", "runs"), [("drift", 2 * 8 + 1.2 * 2), ("sequential", 8 + 2.2 * 2), ("dense", 3.2 * 8)]
 )
 def test_an_estimate_counts_the_samples_that_widths_are_decided_on(here, monkeypatch, target, runs):
-    """Of 8 windows 2 are measured on the dense model, and all behind pruned blocks; `best` takes 3.2 times `ridge`."""
+    """The dense model is measured on 2 of the 8 windows, pruned blocks on all 8. Recipe `best` states `time: 3.2`."""
     monkeypatch.setattr(measure_dense, "LEAST_WINDOWS", 2)
     monkeypatch.setattr(measure_dense, "TOKENS_PER_INPUT", 0.1)
     monkeypatch.setattr("ckpt_prune.runner.estimate.time_run", lambda *_: 1.0)
     monkeypatch.setattr("ckpt_prune.runner.estimate.time_solve", lambda *_: 0.0)
-    best = (
-        "prune",
-        "llama",
-        "--recipe",
-        "best",
-        "--set",
-        f"target={target}",
-        *TEXT,
-        "--dry-run",
-        "--json",
-        "-o",
-        "out",
-    )
-    estimate = json.loads(ok(*best))["estimate"]
+    options = ("--recipe", "best", "--set", f"target={target}", *TEXT, "--dry-run", "--json", "-o", "out")
+    estimate = json.loads(ok("prune", "llama", *options))["estimate"]
     assert estimate["seconds"] == pytest.approx(2 * runs)

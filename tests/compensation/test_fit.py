@@ -76,7 +76,7 @@ def test_error_equals_the_measured_one(seed, k, with_bias):
 
 
 def test_products_in_float32_give_the_same_to_its_digits():
-    """What the kept weights lack, completed, and an error on it: in float32 and in float64."""
+    """`complete` and `squared_error` return in float32 what they return in float64, to six digits or so."""
     site = make_site(40, 90, 60, 300)
     lack = fit_of(site.inputs, site.targets - site.inputs @ site.weight_kept.T)
     assert_same(complete(lack, site.weight_kept, single=True), site.fit, rtol=1e-5)
