@@ -1,4 +1,4 @@
-"""What it costs to choose the strength of a ridge on two held-out folds: the error on other text, above the least.
+"""Measure how well two held-out folds choose the strength of a ridge, by errors on other text.
 
 At every `--step`-th mlp, columns go by Wanda-sp's score, and the rest is fitted to the dense outputs by every strength
 of the grid. The strength that `wide_sites.choose_wide` takes by two folds, the one it takes by all folds, and λ = 0.01
@@ -12,6 +12,7 @@ Example:
 """
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ckpt_prune.compensation import wide_sites
 from ckpt_prune.compensation.choice import split_folds
-from ckpt_prune.compensation.fit import Blend, blend_from_moments, lack_from_moments, squared_error
+from ckpt_prune.compensation.fit import Blend, lack_from_moments, squared_error
 from ckpt_prune.compensation.methods import GRID, METHODS, absolute_strength
 from ckpt_prune.job.selection import select
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
@@ -46,7 +47,7 @@ def errors_by_strength(weight: Tensor, calibration: Blend, other: Moments, kept:
         kept: columns that stay, (k,) int64, ascending.
     """
     weight_kept, lack = weight[:, kept].double(), lack_from_moments(weight, other, kept)
-    energy = blend_from_moments(weight, other, kept).fit.second_moments()[2]
+    energy = measure_energy(weight, other)
 
     def error(strength: float) -> float:
         absolute = absolute_strength(strength, "relative", calibration.fit)
@@ -56,17 +57,22 @@ def errors_by_strength(weight: Tensor, calibration: Blend, other: Moments, kept:
     return {strength: error(strength) for strength in GRID}
 
 
-def choose(weight: Tensor, folds: tuple[Moments, ...], kept: Tensor, *, every_fold: bool) -> float:
-    """Return the strength that is chosen on two held-out folds, or on all."""
-    blends = [lack_from_moments(weight, fold, kept) for fold in folds]
-    energies = [blend_from_moments(weight, fold, kept).fit.second_moments()[2] for fold in folds]
-    total = lack_from_moments(weight, sum_folds(folds), kept)
-    how = (weight[:, kept].double(), blends, [METHOD], GRID)
+def measure_energy(weight: Tensor, moments: Moments) -> float:
+    """Return Σ ‖W x‖² over tokens, from their Gram."""
+    assert moments.gram is not None
+    wide = weight.double()
+    return float((wide @ moments.gram.double() * wide).sum())
+
+
+def choose(
+    weight_kept: Tensor, folds: Sequence[Blend], total: Blend, energies: Sequence[float], *, every_fold: bool
+) -> float:
+    """Return the strength that is chosen on two held-out folds, or on all; arguments are those of `choose_wide`."""
     split = partial(split_folds, kept=EVERY) if every_fold else split_folds
     with mock.patch.object(wide_sites, "split_folds", split):
-        chosen = wide_sites.choose_wide(*how, total=total, energies=energies).best.strength
-    assert chosen is not None
-    return chosen
+        choice = wide_sites.choose_wide(weight_kept, folds, [METHOD], GRID, total=total, energies=energies)
+    assert choice.best.strength is not None
+    return choice.best.strength
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -89,9 +95,12 @@ def main(arguments: list[str] | None = None) -> None:
         other = sum_folds(select_input_moments(others.read_moments(block)[name]))
         summed = sum_folds(folds)
         kept = select(wanda_sp(weight, summed), round((1 - given.ratio) * weight.shape[1]))
-        errors = errors_by_strength(weight, lack_from_moments(weight, summed, kept), other, kept)
+        total, lacks = lack_from_moments(weight, summed, kept), [lack_from_moments(weight, f, kept) for f in folds]
+        energies = [measure_energy(weight, fold) for fold in folds]
+        errors = errors_by_strength(weight, total, other, kept)
         best = min(errors, key=lambda strength: errors[strength])
-        chosen = [choose(weight, folds, kept, every_fold=every_fold) for every_fold in (False, True)]
+        how = (weight[:, kept].double(), lacks, total, energies)
+        chosen = [choose(*how, every_fold=every_fold) for every_fold in (False, True)]
         for values, strength in zip(regrets.values(), [*chosen, USUAL], strict=True):
             values.append(errors[strength] / errors[best] - 1)
         strengths = ", ".join(f"{strength:g}" for strength in (best, *chosen))
