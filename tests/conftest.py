@@ -88,6 +88,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only files that run no command, process, graph or model")
     parser.addoption("--thorough", action="store_true", help="every cell of every product (tests/pairs.py)")
+    parser.addoption("--threads", type=int, default=1, help="threads of torch in each worker")
+    parser.addoption("--other-sums", action="store_true", help="products that add up in other orders")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -145,11 +147,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the garbage collector away from what is imported."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(session.config.getoption("--threads"))
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
@@ -172,6 +174,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Print the counts as the last line, behind what pytest says itself."""
     if SUMMARY in config.stash:
         print(config.stash[SUMMARY])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def other_sums(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let products add up in other orders where that is asked for."""
+    if not request.config.getoption("--other-sums"):
+        yield
+        return
+    from tests.other_sums import OtherSums
+
+    with OtherSums():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

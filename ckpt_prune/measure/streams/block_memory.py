@@ -86,7 +86,9 @@ class BlockMemory:
     A piece is not run again where neither its own weights nor those of any that run before it have changed. If only its
     last linear module has changed, nothing else of it is run; nor if that has lost columns, and the modules that make
     them the rows of the same units. The numbers are those of a whole run: what is not computed again is the very
-    tensor, or columns of it. Where nothing is known of how modules follow one another, they run.
+    tensor, or columns of it. Some libraries add up in another order where a product has fewer columns, so that columns
+    are taken only if those of the first batch of their shape are equal to what a whole run gives, bit for bit. Where
+    nothing is known of how modules follow one another, they run.
 
     Args:
         fits: says whether there is room for a tensor, and counts it if so.
@@ -101,10 +103,12 @@ class BlockMemory:
         self._state: Any = None
         self._tensors: Mapping[str, Tensor] = {}
         self._kept: dict[tuple[str, int], _Kept] = {}
+        self._exact: dict[tuple[str, torch.Size], bool] = {}  # whether columns are those of a whole run
         self.batch = 0
 
     def clear(self) -> None:
         self._kept.clear()
+        self._exact.clear()
         self._state, self._tensors = None, {}
 
     def structure(self, block: nn.Module, probe: Callable[[], Structure]) -> Structure:
@@ -170,18 +174,48 @@ class BlockMemory:
         *args: Any,
         **options: Any,
     ) -> Any:
-        output = None if watched else self._kept.get((piece.path, self.batch))
-        if output is not None and output.valid:
+        output = None if watched else self._find(piece.path)
+        if output is not None and self._is_exact(piece.path, output):
             return output.narrow()
-        inner = self._kept.get((piece.last or "", self.batch))
-        if last is not None and inner is not None and inner.valid and all(path == piece.last for path in watched):
+        inner = self._find(piece.last) if piece.last and all(path == piece.last for path in watched) else None
+        if piece.last and last is not None and inner is not None and self._is_exact(piece.last, inner):
             result = last(inner.narrow())
             value = result if piece.nones is None else (result, *[None] * piece.nones)
         else:
-            value = forward(*args, **options)
+            with self._compare_input(piece.last, last, inner):
+                value = forward(*args, **options)
+            if output is not None:
+                self._compare(piece.path, output, value)
         if keep and self._keep(piece.path, value):
             self._kept.pop((piece.last or "", self.batch), None)
         return value
+
+    def _find(self, path: str) -> _Kept | None:
+        kept = self._kept.get((path, self.batch))
+        return kept if kept is not None and kept.valid else None
+
+    def _is_exact(self, path: str, kept: _Kept) -> bool:
+        return kept.columns is None or self._exact.get((path, kept.value.shape), False)
+
+    def _compare(self, path: str, kept: _Kept, whole: Tensor) -> None:
+        self._exact[path, kept.value.shape] = torch.equal(kept.narrow(), whole)
+
+    @contextmanager
+    def _compare_input(self, path: str | None, last: nn.Module | None, inner: _Kept | None) -> Iterator[None]:
+        """Note whether the columns of an input that is there are what a whole run hands to a piece's last module."""
+        if path is None or last is None or inner is None:
+            yield
+            return
+        kept = inner
+
+        def compare(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._compare(path, kept, args[0])
+
+        handle = last.register_forward_pre_hook(compare, prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _see_input(self, path: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         remembered = self._kept.get((path, self.batch))
@@ -220,6 +254,7 @@ class BlockMemory:
                     break
                 kept[piece.path] = None
         self._kept = {key: value.select(kept[key[0]]) for key, value in self._kept.items() if key[0] in kept}
+        self._exact.clear()
 
 
 def _find_narrower(
