@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from ckpt_prune.common.child_process import python_command
+
 posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no such processes and signals")
 
 
@@ -99,13 +101,13 @@ def fork_module(patch: pytest.MonkeyPatch, module: Any, place: Path) -> None:
 
     Args:
         patch: undoes it.
-        module: runs `python -m` with its own name, and gives its arguments to `_main`.
+        module: runs itself by `python_command`, and gives its arguments to `_main`.
         place: a folder for what the copy prints.
     """
 
     def run(command: list[str], *, stderr: Any = None, text: bool = False, **_: Any) -> Any:
-        runs, given = command[1:3], command[3:]
-        assert runs == ["-m", module.__name__]
+        runs, given = command[:4], command[4:]
+        assert runs == python_command(module.__name__)
 
         def work() -> None:
             with warnings.catch_warnings(action="ignore"):  # a new Python would not take them for errors

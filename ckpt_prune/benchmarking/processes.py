@@ -24,6 +24,8 @@ _PATIENCE = 5.0
 """Seconds that a process gets to end by itself."""
 _WAITING = "OMP_WAIT_POLICY"
 """OpenMP reads it once, when torch is imported."""
+_SAFE_PATH = "PYTHONSAFEPATH"
+"""Python then imports nothing from the folder that it is started in."""
 
 
 def serve(connection: Connection, participant: Participant) -> None:
@@ -165,12 +167,13 @@ def _prepared_for_children() -> Iterator[None]:
     handler: Any = None
     if threading.current_thread() is threading.main_thread():
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    policy = os.environ.get(_WAITING)
+    before = dict(os.environ)
     os.environ.setdefault(_WAITING, "PASSIVE")
+    os.environ[_SAFE_PATH] = "1"
     try:
         yield
     finally:
-        if policy is None:
-            del os.environ[_WAITING]
+        for name in {_WAITING, _SAFE_PATH} - before.keys():
+            del os.environ[name]
         if handler is not None:
             signal.signal(signal.SIGINT, handler)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_prune.common.child_process import python_command, safe_environment
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.memory import peak_bytes
 
@@ -86,12 +87,13 @@ def run_llama_cpp(task: Task) -> Answer:
     require_runtime()
     with tempfile.TemporaryDirectory(prefix="ckpt_prune-") as folder:
         place = Path(folder)
-        (place / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
-        environment = os.environ | {"OMP_NUM_THREADS": str(task.threads)}
-        command = [sys.executable, "-m", __name__, str(place)]
+        values = asdict(task) | {"model": str(Path(task.model).absolute())}
+        (place / "task.json").write_text(json.dumps(values), encoding="utf-8")
+        environment = safe_environment() | {"OMP_NUM_THREADS": str(task.threads)}
         done = subprocess.run(
-            command,
+            python_command(__name__, str(place)),
             env=environment,
+            cwd=place,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

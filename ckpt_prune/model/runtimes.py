@@ -163,6 +163,7 @@ RUNTIMES: dict[str, Runtime] = {
         'env.localModelPath = "OUT/"; await AUTO.from_pretrained("onnx", {subfolder: "", dtype: "fp32"})',
         "npm install @huggingface/transformers", _TO_ONNX, _GRAPHS, families=_TRANSFORMERS_JS, rows=_GRAPH,
         note="From 4.3 on.",
+        beside="`npm install --prefix NODE @huggingface/transformers`, then set NODE_PATH=NODE/node_modules",
     ),
     "openvino": Runtime(
         'openvino.Core().compile_model("OUT/onnx/model.onnx")', 'pip install "ckpt-prune[openvino]"',

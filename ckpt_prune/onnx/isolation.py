@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.common.child_process import import_path, safe_environment
 from ckpt_prune.common.errors import one_line
 
 MOST_BYTES = 2**33
@@ -56,7 +57,8 @@ class IsolatedSession:
         self._connection, child_end = Pipe()
         # Not by `multiprocessing`, which would run a caller's script again. Ctrl-C does not reach another session.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD.format(path=sys.path, descriptor=child_end.fileno())],
+            [sys.executable, "-P", "-c", _CHILD.format(path=import_path(), descriptor=child_end.fileno())],
+            env=safe_environment(),
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

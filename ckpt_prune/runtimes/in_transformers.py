@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.tracing import get_cache
 from ckpt_prune.runtimes.task import Array, RuntimeAnswer, RuntimeTask, compute
@@ -13,7 +14,10 @@ from ckpt_prune.runtimes.task import Array, RuntimeAnswer, RuntimeTask, compute
 
 def run(task: RuntimeTask) -> RuntimeAnswer:
     torch.set_num_threads(task.threads)
-    model = AutoModelForCausalLM.from_pretrained(task.folder, trust_remote_code=True, dtype=torch.float32).eval()
+    torch.load = _refuse_pickle  # of an adapter that lies there it would read a .bin file
+    model = AutoModelForCausalLM.from_pretrained(
+        task.folder, trust_remote_code=True, dtype=torch.float32, use_safetensors=True
+    ).eval()
 
     def logits_of(ids: Array) -> Array:
         logits: Array = model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
@@ -30,3 +34,7 @@ def run(task: RuntimeTask) -> RuntimeAnswer:
 
     with torch.inference_mode():
         return compute(task, logits_of, steps)
+
+
+def _refuse_pickle(file: Any, *_: Any, **__: Any) -> Any:
+    raise UserError(f"{file} is a pickle, which is never read: store it as safetensors")

@@ -1,7 +1,7 @@
 // transformers.js: runs a graph on the windows of FOLDER/task.json, and writes logits.bin and figures.json there.
 const fs = require("fs");
 const path = require("path");
-const here = require("module").createRequire(path.join(process.cwd(), "package.json"));
+const here = require("module").createRequire(path.join(process.cwd(), "package.json")); // an empty folder: NODE_PATH
 
 async function run(place) {
   const { env, AutoModelForCausalLM, Tensor } = here("@huggingface/transformers");

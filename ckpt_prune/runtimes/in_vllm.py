@@ -13,6 +13,7 @@ def run(task: RuntimeTask) -> RuntimeAnswer:
     model = LLM(
         task.folder,
         skip_tokenizer_init=True,
+        load_format="safetensors",
         trust_remote_code=True,
         dtype="float32",
         enforce_eager=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ckpt_prune.common.child_process import python_command, safe_environment
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.memory import peak_bytes
 from ckpt_prune.runtimes.task import RuntimeAnswer, RuntimeTask
@@ -28,10 +29,11 @@ def run_isolated(runtime: str, task: RuntimeTask) -> tuple[RuntimeAnswer, int]:
         place = Path(name)
         values = asdict(task) | {"windows": task.windows.tolist(), "folder": str(Path(task.folder).absolute())}
         (place / "task.json").write_text(json.dumps(values), encoding="utf-8")
-        environment = _ENVIRONMENT | os.environ | {"OMP_NUM_THREADS": str(task.threads)}
+        environment = _ENVIRONMENT | safe_environment() | {"OMP_NUM_THREADS": str(task.threads)}
         ended = subprocess.run(
-            [sys.executable, "-m", "ckpt_prune.runtimes.isolation", runtime, str(place)],
+            python_command("ckpt_prune.runtimes.isolation", runtime, str(place)),
             env=environment,
+            cwd=place,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

