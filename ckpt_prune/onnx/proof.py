@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
@@ -38,6 +39,7 @@ from ckpt_prune.onnx.comparison import (
     make_prompts,
     make_text_cases,
 )
+from ckpt_prune.onnx.half_range import measure_half_range
 from ckpt_prune.onnx.metrics import MEAN_SHARE, Allowance, measure_image_metric, measure_text_metric
 from ckpt_prune.onnx.records import (
     Case,
@@ -72,6 +74,8 @@ PROMPT, CONTINUED = 16, 32
 """Tokens of a text that is continued, and tokens that are generated after it."""
 MOST_NOISE = 64
 """Tokens of a window of noise."""
+_RANGE_SAMPLES = 2
+"""Samples on which the size of values in float16 is measured."""
 
 
 Given = dict[str, Output] | str
@@ -153,7 +157,8 @@ def validate(
         reference = Reference(held, graph.full_task, {port.name for port in graph.inputs})
         allowance = _allow(graph, tolerance, max_loss)
         kind = TextProof if graph.modality == "text" else ImageProof
-        proof = kind(folder, graph, reference, samples, allowance, others)
+        in_half = partial(_load, checkpoint, trust, torch.float16)
+        proof = kind(folder, graph, reference, in_half, samples, allowance, others)
         proof.run(provider or default_provider(graph.optimize))
         session = None if proof.graph is None else proof.graph.session
         validations.append(
@@ -201,9 +206,11 @@ def _check_source(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> N
 
 def _hold(checkpoint: Checkpoint, trust: bool, *, unpack: bool = True) -> HeldModel:
     """The WHOLE model of a checkpoint in float32 on the CPU, loaded when it is needed."""
-    return HeldModel(
-        lambda: load_model(checkpoint.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust, unpack=unpack)
-    )
+    return HeldModel(lambda: _load(checkpoint, trust, torch.float32, unpack=unpack))
+
+
+def _load(checkpoint: Checkpoint, trust: bool, dtype: torch.dtype, *, unpack: bool = True) -> PreTrainedModel:
+    return load_model(checkpoint.whole, device="cpu", dtype=dtype, trust_remote_code=trust, unpack=unpack)
 
 
 def _load_others(dense: Dense | None, task: Task, trust: bool) -> list[Other]:
@@ -387,6 +394,7 @@ class Proof:
     again for the metric.
 
     Args:
+        in_half: loads the reference's model in float16.
         samples: what both are run on.
         allowance: how far outputs may be apart, or how much the metric may lose.
         others: models that the metric is compared with as well.
@@ -403,11 +411,13 @@ class Proof:
         folder: Path,
         manifest: Manifest,
         reference: Reference,
+        in_half: Callable[[], PreTrainedModel],
         samples: ProofSamples,
         allowance: Allowance,
         others: Sequence[Other] = (),
     ) -> None:
         self.folder, self.manifest, self.reference, self.samples = folder, manifest, reference, samples
+        self._in_half = in_half
         self.allowance, self.others = allowance, others
         self.present = hash_present_files(folder, manifest)
         self.ports = {port.name: port for port in manifest.outputs}
@@ -422,6 +432,10 @@ class Proof:
         raise NotImplementedError
 
     def _small_feed(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _typical_feed(self) -> dict[str, Tensor]:
+        """Return the inputs of some samples, whole."""
         raise NotImplementedError
 
     def _run_graph(self) -> None:
@@ -440,6 +454,8 @@ class Proof:
         sound = self._check("interface", self._check_interface)
         for reference in (self.reference, *(other.reference for other in self.others)):
             reference.let_go()
+        if self.manifest.float_type == "float16":
+            self._check("range", self._check_range)
         loaded = self._check("load", lambda: self._load(provider))
         if sound and loaded:
             self._run_graph()
@@ -473,6 +489,15 @@ class Proof:
         names = {port.name for port in self.manifest.inputs}
         missing = [name for name in self.reference.needs if name not in names and self.reference.depends_on(name)]
         return check_interface(self.folder, self.manifest, list(outputs), list(cache), missing)
+
+    def _check_range(self) -> tuple[bool, str]:
+        feed = {name: value[:_RANGE_SAMPLES] for name, value in self._typical_feed().items()}
+        feed = {name: value.half() if value.is_floating_point() else value for name, value in feed.items()}
+        held = HeldModel(self._in_half)
+        reference = self.reference.replaced(held.get())
+        found = measure_half_range(reference.module, lambda: reference.run(feed))
+        held.let_go()
+        return found.fits, found.describe()
 
     def _load(self, provider: Provider) -> tuple[bool, str]:
         try:
@@ -648,6 +673,9 @@ class ImageProof(Proof):
         assert self.image is not None
         return {"pixel_values": torch.zeros(1, *self.image)}
 
+    def _typical_feed(self) -> dict[str, Tensor]:
+        return {"pixel_values": self.pixels}
+
     def _run_graph(self) -> None:
         self._given = [_store(self._run({"pixel_values": pixels})) for pixels in make_image_batches(self.pixels)]
 
@@ -686,6 +714,9 @@ class TextProof(Proof):
 
     def _small_feed(self) -> dict[str, Tensor]:
         return complete_inputs({"input_ids": torch.ones(2, 2, dtype=torch.int64)})
+
+    def _typical_feed(self) -> dict[str, Tensor]:
+        return complete_inputs({"input_ids": self.windows})
 
     def _run_graph(self) -> None:
         pads_left = self.manifest.task == "text-generation" or reads_causally(self.reference.config.to_dict())

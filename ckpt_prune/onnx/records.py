@@ -191,7 +191,7 @@ def runtime_versions() -> dict[str, str]:
 
 # ---- what its graphs compute ---------------------------------------------------------------------------------------
 
-CheckName = Literal["files", "checker", "interface", "load", "outputs", "generation", "metric"]
+CheckName = Literal["files", "checker", "interface", "range", "load", "outputs", "generation", "metric"]
 Padding = Literal["none", "left", "right"]
 
 
