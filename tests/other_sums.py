@@ -20,13 +20,17 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
+WIDE = {torch.float32, torch.float64}
+"""In bfloat16 a library rounds once, whatever the order."""
+
+
 class OtherSums(TorchDispatchMode):
     """While it is on, products of float32 and float64 on the CPU are sums of two products."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plain = all(type(leaf) is Tensor for leaf in args if isinstance(leaf, Tensor))
-        if func in PRODUCTS and plain and args[-1].device.type == "cpu" and args[-1].is_floating_point():
+        tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
+        if func in PRODUCTS and all(type(leaf) is Tensor and leaf.dtype in WIDE and leaf.is_cpu for leaf in tensors):
             return PRODUCTS[func](*args, **kwargs)
         return func(*args, **kwargs)
 

@@ -191,15 +191,17 @@ def test_the_adapter_by_itself_makes_of_the_pruned_model_what_was_merged(
         "adapter_model.safetensors",
     ]
     assert set(report_of("out")["files"]) >= {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
-    trust = {"trust_remote_code": True, "dtype": torch.float32}
+    # In float64 nothing is left between both but that merged weights are rounded to float32.
+    trust = {"trust_remote_code": True, "dtype": torch.float64}
     windows = torch.randint(0, 40, (3, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), quiet_transformers():
         adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, **trust), "out/adapter")
         by_name = peft.AutoPeftModelForCausalLM.from_pretrained("out/adapter", **trust)
         merged, before = (AutoModelForCausalLM.from_pretrained(folder, **trust) for folder in ("out", source))
         ours, theirs, named, old = (model.eval()(windows).logits for model in (merged, adapted, by_name, before))
-    assert (ours - old).abs().max() > 0.05
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+    effect = (ours - old).abs().max()
+    assert effect > 0.05
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5 * float(effect))
     assert torch.equal(named, theirs)
     ok("convert", "out/adapter", "-o", "converted")
     for name, weight in tensors("out").items():

@@ -13,7 +13,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.records import Adapters
-from ckpt_prune.stages.recovery.scales import ModelInBlocks, apply_scales, fit_scales
+from ckpt_prune.stages.recovery.scales import NOTHING, ModelInBlocks, apply_scales, fit_scales
 from ckpt_prune.stages.recovery.stage import Recovery
 
 SCALES, SCALED = "scales", "scaled"
@@ -74,7 +74,7 @@ def _fit(recovery: Recovery, prepared: Prepared, run: Run, writer: CheckpointWri
             seed=recovery.seed,
             progress=lambda epoch, loss: epochs.step(epoch, loss),
         )
-    if not fitted.kept and not fitted.loss_before:
+    if not fitted.kept and fitted.loss_before <= NOTHING:
         run.announce(
             "the model predicts what the dense one does: there is nothing to fit, and its weights stay as they are"
         )

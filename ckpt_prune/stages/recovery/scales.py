@@ -25,6 +25,8 @@ RATE, RATE_OF_LOSS = 3e-3, 7.5e-3
 root of the divergence. What is lost is a square of how far factors are off, and Adam's steps are as long as its rate
 however small gradients are."""
 _BETAS = (0.9, 0.99)
+NOTHING = 1e-6
+"""Divergence, in nats, up to which there is nothing to fit: float32 holds a log-probability of -10 to 1e-6."""
 """There are tens of steps, not thousands."""
 
 ReadBlock = Callable[[int], Mapping[str, Tensor]]
@@ -92,12 +94,13 @@ def fit_scales(
     if not trained:
         raise UserError("the model has no linear module that could be scaled")
     before = best = task.divergence(split.measured)
+    epochs = 0 if before <= NOTHING else settings.epochs
     rate = default_rate(before) if settings.lr is None else settings.lr
     optimiser = torch.optim.Adam(trained, lr=rate, betas=_BETAS)
-    steps = settings.epochs * math.ceil(len(split.train) / settings.batch)
+    steps = epochs * math.ceil(len(split.train) / settings.batch)
     order = torch.Generator().manual_seed(seed)
     kept, step, epoch, waited = dict[str, Scales](), 0, 0, 0
-    for epoch in range(1, settings.epochs + 1):
+    for epoch in range(1, epochs + 1):
         for rows in cut(split.train[torch.randperm(len(split.train), generator=order)], settings.batch):
             optimiser.param_groups[0]["lr"] = rate * _share(step, steps, settings.schedule)
             task.gradients(rows)
