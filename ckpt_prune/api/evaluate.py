@@ -26,10 +26,12 @@ def evaluate(options: EvaluateOptions) -> "Result":
     """Measure MODEL: perplexity on text, accuracy on images, tasks, or show what it writes.
 
     Text. Perplexity takes windows of T tokens that do not overlap, drops the tail, does not score the first token of a
-    window, and is exp of the mean. Two protocols are in use, windows of 128 and of 2048 tokens, and they differ by a
+    window, and is exp of the mean. Each --text is measured by itself; of several, the last line, and the outer keys of
+    JSON, are over the tokens of all. Two protocols are in use, windows of 128 and of 2048 tokens, and they differ by a
     factor of two on the same model: every figure is printed with its window. KL is the mean over scored tokens of
-    KL(MODEL2 || MODEL), in nats. --samples N scores the first N windows of the text, not N at random as calibrate takes
-    them. How hard a text is differs along it: compare such a figure only with others of the same text, window and N.
+    KL(MODEL2 || MODEL), in nats. --samples N scores the first N windows of each text, where calibrate takes N at random
+    from all texts together, in equal shares. How hard a text is differs along it: compare such a figure only with
+    others of the same text, window and N.
 
     Other text models. A masked language model (BERT) predicts 15 % of the tokens of every window, masked. A classifier
     of texts or tokens, and a model that finds answers, is compared with MODEL2: KL divergence, and how often both put
@@ -83,7 +85,7 @@ def _measure(options: EvaluateOptions) -> "Result":
     from ckpt_prune.evaluation.memory_plan import memory_plans
     from ckpt_prune.evaluation.pair import Pair
     from ckpt_prune.evaluation.results import CombinedResult
-    from ckpt_prune.evaluation.texts import measure_text
+    from ckpt_prune.evaluation.texts import measure_texts
     from ckpt_prune.evaluation.whole_model import default_dtype
     from ckpt_prune.parallel.devices import resolve_device
 
@@ -101,7 +103,7 @@ def _measure(options: EvaluateOptions) -> "Result":
         if options.generate and (graph or other) is not None:
             raise UserError(f"{graph or other} is a graph: --generate is for checkpoints; validate lets both continue")
         measures = [bool(options.text), bool(names), bool(options.generate)]
-        trust, keeps = options.trust_remote_code, sum(measures) > 1
+        trust, keeps = options.trust_remote_code, sum(measures) > 1 or len(options.text) > 1
         pair = Pair(folder, reference, target, trust, graph, other, _open_graph, keeps=keeps)
         results: dict[str, OneResult] = {}
         # Answers first: they are quick, and refuse what does not suit the model before the long run over the text.
@@ -114,7 +116,7 @@ def _measure(options: EvaluateOptions) -> "Result":
         elif names:
             results["tasks"] = _lm_eval(options, names, pair)
         if options.text:
-            results["text"] = measure_text(pair, options)
+            results["text"] = measure_texts(pair, options)
         if len(results) > 1:
             return CombinedResult({name: results[name] for name in ("text", "tasks", "generate") if name in results})
         if results:

@@ -249,6 +249,8 @@ def _check_together(options: PruneOptions) -> None:
         raise UserError("--public goes with --push")
     if options.recipe is not None and options.plan is not None:
         raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
+    if len(options.evaluate) > 1 and any(Path(place).is_dir() for place in options.evaluate):
+        raise UserError("--evaluate takes text files, or one folder of images")
     size = asked_size(options.sizes, options.ratio)
     changes = (options.ratio is not None, size, options.overrides, options.container, options.runs_on)
     if options.plan is not None and any((*changes, options.pattern, options.rotate)):

@@ -106,8 +106,10 @@ class PointMeasurer:
 
 
 def _scores(result: "Result") -> Scores:
-    from ckpt_prune.evaluation.results import AccuracyResult, MaskedResult, PerplexityResult
+    from ckpt_prune.evaluation.results import AccuracyResult, MaskedResult, PerplexityResult, TextsResult
 
+    if isinstance(result, TextsResult) and result.together is not None:
+        result = result.together
     if not isinstance(result, PerplexityResult | MaskedResult | AccuracyResult):
         raise UserError("--evaluate measures a perplexity of text or classes of images, which this model has not")
     assert result.reference is not None

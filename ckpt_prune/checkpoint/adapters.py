@@ -94,6 +94,27 @@ def attach_adapter(folder: Path, base: Path, tensors: Mapping[str, TensorInfo]) 
     return adapted
 
 
+def check_added_tokens(folder: Path, base: Path, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter whose tokenizer adds tokens that its base's embedding has no rows for."""
+    added, known = (_added_tokens(each) for each in (folder, base))
+    rows = next(
+        (part["vocab_size"] for part in (config, config.get("text_config")) if part and "vocab_size" in part), 0
+    )
+    beyond = sorted(index for index in added.keys() - known.keys() if isinstance(rows, int) and index >= rows > 0)
+    if beyond:
+        raise UserError(
+            f"{folder}: its tokenizer adds {added[beyond[0]]!r} as token {beyond[0]}, and the embedding of {base} has "
+            f"{rows} rows: merge it with peft after the embedding is resized"
+        )
+
+
+def _added_tokens(folder: Path) -> dict[int, str]:
+    path = folder / "tokenizer.json"
+    entries = read_json_object(path).get("added_tokens") if path.is_file() else None
+    entries = [each for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
+    return {each["id"]: str(each.get("content")) for each in entries if isinstance(each.get("id"), int)}
+
+
 def _find_weight(module: str, tensors: Mapping[str, TensorInfo]) -> str | None:
     """Return the weight of a module. A file may leave out the prefix that the class with a head adds, or have it."""
     name = f"{module}.weight"

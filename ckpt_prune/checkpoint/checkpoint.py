@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.checkpoint.adapters import attach_adapter, base_of_adapter
+from ckpt_prune.checkpoint.adapters import attach_adapter, base_of_adapter, check_added_tokens
 from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
-from ckpt_prune.checkpoint.files import Stamp, find_changed, open_input, stamp_of
+from ckpt_prune.checkpoint.files import Stamp, find_changed, open_input, stamps_of
 from ckpt_prune.checkpoint.fp8 import attach_scales
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import check_side_files, read_json_object
@@ -84,7 +84,7 @@ class Checkpoint:
         tensors: every tensor by its on-disk name, shard by shard.
         files: names of the safetensors files, sorted.
         metadata: free-text `__metadata__` of each file.
-        stamps: of the folder's files when it was opened, by name.
+        stamps: of the folder's files when it was opened, by name below it; of an adapter's by place.
         within: its place if it is a part of another checkpoint; names and config are then those of a model of its own.
         stacks: tensor of a file → the parts that `tensors` has in its place.
         aliases: tensor → its name on disk, if transformers uses another one.
@@ -126,8 +126,11 @@ class Checkpoint:
             UserError: the model is not found, or a file is missing, damaged, not supported or contradicts the index.
         """
         path = resolve_model(str(model))
-        if is_adapter(path):
-            return cls._open_adapter(path)
+        return cls._open_adapter(path) if is_adapter(path) else cls._open_plain(path, packed=packed)
+
+    @classmethod
+    def _open_plain(cls, path: Path, *, packed: bool = False) -> "Checkpoint":
+        """Open a folder of weights, whether an adapter lies beside them or not."""
         config = _read_config(path, packed=packed)
         check_side_files(path)
         # The order of transformers: the single file wins if both are there.
@@ -149,23 +152,36 @@ class Checkpoint:
             files=files,
             sharded=sharded,
             metadata={file: headers[file].metadata for file in files},
-            stamps={file.name: stamp_of(file) for file in path.iterdir() if file.is_file()},
+            stamps=stamps_of(path),
         )
 
     @classmethod
     def _open_adapter(cls, folder: Path) -> "Checkpoint":
-        name = base_of_adapter(folder)
+        name, holds_model = base_of_adapter(folder), (folder / CONFIG).is_file()
+        # transformers puts an adapter on the weights beside it, whatever it was trained on.
+        base = cls._open_plain(folder) if holds_model else cls._open_base(folder, name)
+        check_side_files(folder)
+        check_added_tokens(folder, base.path, base.config)
+        stamps = {str(folder.absolute() / file): stamp for file, stamp in stamps_of(folder).items()}
+        return replace(
+            base,
+            tensors=attach_adapter(folder, base.path, base.tensors),
+            stamps={**base.stamps, **stamps},
+            adapter=folder,
+        )
+
+    @classmethod
+    def _open_base(cls, folder: Path, name: str) -> "Checkpoint":
         try:
             path = resolve_model(name)
             if is_adapter(path):
                 raise UserError("it is an adapter itself: merge that first with `convert`")
-            base = cls.open(path)
+            return cls._open_plain(path)
         except UserError as error:
             raise UserError(
                 f"{folder} is an adapter of {name}, which cannot be opened: {error}. base_model_name_or_path in "
                 f"{folder / ADAPTER_CONFIG} is where it is looked for"
             ) from error
-        return replace(base, tensors=attach_adapter(folder, base.path, base.tensors), adapter=folder)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors to CPU in the order asked, with on-disk shape and dtype, in memory of their own."""
@@ -184,6 +200,11 @@ class Checkpoint:
         """Refuse to continue with files that changed since the folder was opened."""
         if (name := find_changed(self.path, self.stamps, names)) is not None:
             raise UserError(f"{self.path / name} changed since it was opened; run again")
+
+    def stamp_name(self, path: Path) -> str:
+        """Return the name under which a file's stamp is kept: below the folder, or its place if it is an adapter's."""
+        below = path.is_relative_to(self.path)
+        return path.relative_to(self.path).as_posix() if below else str(path.absolute())
 
     def transpose(self, names: Iterable[str]) -> "Checkpoint":
         """Return the same checkpoint with some matrices read as their transposes."""

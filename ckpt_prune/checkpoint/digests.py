@@ -9,7 +9,7 @@ from ckpt_prune.checkpoint.files import open_input
 from ckpt_prune.checkpoint.json_files import canonical_json
 from ckpt_prune.checkpoint.shard import CODES, TensorInfo, read_bytes
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "vocab.json",
@@ -23,7 +23,8 @@ PROCESSOR = "preprocessor_config.json"
 """Settings of an image processor."""
 PROCESSOR_OF_ALL = "processor_config.json"
 """Settings of everything that prepares inputs; transformers 5 prefers its part `image_processor` to `PROCESSOR`."""
-READER_FILES = (*_TOKENIZER_FILES, PROCESSOR, PROCESSOR_OF_ALL)
+PROCESSORS = (PROCESSOR, PROCESSOR_OF_ALL)
+READER_FILES = (*TOKENIZER_FILES, *PROCESSORS)
 """Files that decide how data becomes a model's input."""
 _EDGE_BYTES = 4096
 _PIECE_BYTES = 256
@@ -53,17 +54,18 @@ def find_changed_files(folder: Path, recorded: Mapping[str, str]) -> tuple[str |
 
 def tokenizer_fingerprint(path: Path) -> str | None:
     """Return a hex SHA-256 over names and contents of the tokenizer files in a folder; None if there are none."""
-    return _fingerprint(path, _TOKENIZER_FILES)
+    return fingerprint_files({name: path / name for name in TOKENIZER_FILES if (path / name).is_file()})
 
 
 def processor_fingerprint(path: Path) -> str | None:
     """Return the same over the files that set up the image processor."""
-    return _fingerprint(path, (PROCESSOR, PROCESSOR_OF_ALL))
+    return fingerprint_files({name: path / name for name in PROCESSORS if (path / name).is_file()})
 
 
-def _fingerprint(path: Path, names: Iterable[str]) -> str | None:
-    present = [name for name in names if (path / name).is_file()]
-    return hashlib.sha256(canonical_json(sha256_files(path, present)).encode()).hexdigest() if present else None
+def fingerprint_files(files: Mapping[str, Path]) -> str | None:
+    """Return a hex SHA-256 over names and contents of files, by name; None if there are none."""
+    digests = {name: sha256_files(path.parent, [path.name])[path.name] for name, path in files.items()}
+    return hashlib.sha256(canonical_json(digests).encode()).hexdigest() if files else None
 
 
 _LOADING_KEYS = ("transformers_version", "auto_map", "transformers_weights")

@@ -36,6 +36,16 @@ def stamp_of(file: Path | int) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
+def stamps_of(folder: Path) -> dict[str, Stamp]:
+    """Return the stamps of a folder's files by name, with slashes; not of hidden folders, or what links lead into."""
+    stamps: dict[str, Stamp] = {}
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files = [path for path in map(Path(place).__truediv__, names) if path.is_file()]
+        stamps |= {path.relative_to(folder).as_posix(): stamp_of(path) for path in files}
+    return stamps
+
+
 def find_changed(folder: Path, stamps: Mapping[str, Stamp], names: Iterable[str]) -> str | None:
     """Return the first of the named files that is gone or has another stamp than before, or None."""
     for name in names:

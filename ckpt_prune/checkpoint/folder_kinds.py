@@ -74,8 +74,7 @@ class FolderKind:
 
 def _is_below(name: str) -> bool:
     """Whether a name in a record is that of a file in the folder or in a sub-folder."""
-    parts = name.split("/")
-    return len(parts) <= 2 and all(part not in ("", ".", "..") for part in parts)
+    return all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 EXPORT_KIND = FolderKind(GRAPH_RECORD, "an exported folder", frozenset({"README.md", VALIDATION}), unfinished="asked")

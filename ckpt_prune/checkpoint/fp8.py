@@ -25,24 +25,36 @@ def attach_scales(path: Path, tensors: dict[str, TensorInfo], config: Mapping[st
         UserError: a float8 tensor has no scales, or its scales fit neither it, its rows, nor the config's blocks.
     """
     block = _block_size(config)
-    used = set()
-    read: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        if not (info.dtype.is_floating_point and info.dtype.itemsize == 1):
-            read[name] = info
+    float8 = [name for name, info in tensors.items() if info.dtype.is_floating_point and info.dtype.itemsize == 1]
+    scales = {
+        name: _read_exponents(tensors[name + suffix], config)
+        for name in float8
+        for suffix in _SCALES
+        if name + suffix in tensors
+    }
+    used = {scale.name for scale in scales.values()}
+    read = dict(tensors)
+    for name in float8:
+        info = tensors[name]
+        if name in used:  # scales may be float8 themselves
             continue
-        scale = next((tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors), None)
-        if scale is None:
+        if name not in scales:
             raise UserError(f"{path}: {name} is {info.dtype} and has no scales ({name}{_SCALES[0]}); download it again")
+        scale = scales[name]
         shared = _shared_block(info.shape, scale.shape, block) if scale.dtype.is_floating_point else None
         if shared is None:
             raise UserError(
                 f"{path}: {scale.name}, {scale.dtype} {list(scale.shape)}, are not scales of {name}, "
                 f"{list(info.shape)}, by the blocks that config.json names ({block and list(block)})"
             )
-        used.add(scale.name)
         read[name] = replace(info, dtype=torch.bfloat16, scaled=Scaled(info.dtype, scale, shared))
     return {name: info for name, info in read.items() if name not in used and not name.endswith(_ACTIVATION_SCALES)}
+
+
+def _read_exponents(scale: TensorInfo, config: Mapping[str, Any]) -> TensorInfo:
+    """Return scales as powers of two if they are stored as bytes and the config says that these are exponents."""
+    is_bytes = scale.dtype == torch.uint8 and config[QUANTISATION_KEY].get("scale_fmt") == "ue8m0"
+    return replace(scale, dtype=torch.float8_e8m0fnu) if is_bytes else scale
 
 
 def _block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:

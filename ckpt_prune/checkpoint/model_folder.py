@@ -53,15 +53,15 @@ def find_local_folder(model: str) -> Path | None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, and no model of its own."""
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    """Whether a folder holds an adapter. If it also holds a model, transformers puts the adapter on that."""
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def refuse_adapter(folder: Path) -> None:
     """Refuse an adapter where a whole model is loaded."""
     if is_adapter(folder):
         raise UserError(
-            f"{folder} is an adapter, and this loads whole models: `ckpt-prune convert {folder} -o MERGED` makes one"
+            f"{folder} holds an adapter, and this loads whole models: `ckpt-prune convert {folder} -o MERGED` makes one"
         )
 
 

@@ -102,15 +102,11 @@ def find_sentence_class(folder: Path, config: Mapping[str, Any]) -> SentenceClas
     return "CrossEncoder" if "sentence_transformers" in config else None
 
 
-def find_module_files(folder: Path) -> dict[str, Path]:
-    """Return configs and weights of a folder's modules by their names below it; pickled weights are refused."""
-    files: dict[str, Path] = {}
-    for name in filter(None, dict.fromkeys(module.folder for module in read_modules(folder))):
+def check_module_weights(folder: Path) -> set[str]:
+    """Return the sub-folders of a folder's modules; UserError if the weights of one are pickled."""
+    names = {module.folder for module in read_modules(folder) if module.folder is not None}
+    for name in sorted(names):
         place = folder / name
         if (place / _PICKLE).is_file() and not (place / WEIGHTS).is_file():
             raise UserError(f"{place} has its weights in {_PICKLE} only, a pickle: store them as {WEIGHTS}")
-        if place.is_dir():
-            for path in sorted(place.iterdir()):
-                if path.is_file() and not path.name.startswith(".") and path.suffix in (".json", ".safetensors"):
-                    files[f"{name}/{path.name}"] = path
-    return files
+    return names

@@ -60,7 +60,7 @@ def _move(names: list[str], old: Path, new: Path) -> None:
             continue
         if os.path.lexists(target):
             raise UserError(f"{old / name} is to be kept, and {target} is there already; move one of them away")
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         (old / name).rename(target)
         sync(target.parent)
 

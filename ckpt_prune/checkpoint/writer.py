@@ -276,11 +276,11 @@ class CheckpointWriter:
         self._check_active()
         parts = name.split("/")
         plain = all(part and Path(part).name == part and not part.startswith(".") for part in parts)
-        if not plain or len(parts) > 2 or name in self._headers:
+        if not plain or name in self._headers:
             raise ValueError(f"{name!r} cannot be a side file")
         self._side_names.add(name)
         target = self.folder / name
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
     def _check_space(self) -> None:

@@ -10,8 +10,9 @@ import click
 from pydantic.fields import FieldInfo
 
 from ckpt_prune.api.function import group_of, ordered_options
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count
-from ckpt_prune.options.option import OUTPUT, Options, flags_of, shell_of
+from ckpt_prune.options.option import OUTPUT, Options, flags_of, joins_values, shell_of
 from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
 
@@ -58,6 +59,14 @@ class Command(click.Command):
             params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object, not text."))
         super().__init__(name or function.__name__, params=params, callback=self._run, help=_for_shell(described.text))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Split the command line. UserError if an option that takes one value is given twice: click takes the last."""
+        if not ctx.resilient_parsing:
+            _, _, order = self.make_parser(ctx).parse_args(list(args))
+            for option in {each for each in order if order.count(each) > 1 and isinstance(each, click.Option)}:
+                _check_repeated(option, set(args))
+        return super().parse_args(ctx, args)
+
     def _run(self, *, as_json: bool = False, **given: Any) -> None:
         options = {name: value for name, value in given.items() if value is not None and value != ()}
         if self.call is not None:
@@ -92,6 +101,14 @@ class Command(click.Command):
             formatter.write("".join(f"{'':{formatter.current_indent}}ckpt-prune {line}\n" for line in self.examples))
 
 
+def _check_repeated(option: click.Option, words: set[str]) -> None:
+    """Refuse an option that is given twice and takes one value, or a flag that is turned both on and off."""
+    if option.is_flag and words & {*option.opts} and words & {*option.secondary_opts}:
+        raise UserError(f"{option.opts[-1]} and {option.secondary_opts[0]} contradict each other: give one of them")
+    if not (option.is_flag or option.multiple):
+        raise UserError(f"{' or '.join(option.opts)} is given more than once, and takes one value")
+
+
 class _Choice(click.Choice[Any]):
     """One of several values; pydantic refuses all others."""
 
@@ -115,7 +132,7 @@ def _parameter(name: str, field: FieldInfo) -> click.Parameter:
         long = f"{flags[-1]}/--no-{flags[-1][2:]}" if field.default is not False else flags[-1]
         shown = {True: f"{field.description} [default: on]"}.get(field.default, field.description)
         return click.Option([*flags[:-1], long, name], is_flag=True, default=None, help=shown)
-    several = shell.several or get_origin(kind) is tuple
+    several = shell.several or get_origin(kind) is tuple or joins_values(field)
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
     help = field.description or ""

@@ -19,6 +19,8 @@ Clock = Callable[[], float]
 """Returns seconds since any moment, and never goes backwards."""
 _LINE_SECONDS = 60.0
 _silent: ContextVar[bool] = ContextVar("silent", default=False)
+_said: ContextVar[set[str] | None] = ContextVar("said", default=None)
+"""Lines of `say_once` in the call that is running."""
 
 
 def now() -> float:
@@ -29,11 +31,22 @@ def now() -> float:
 @contextmanager
 def show_progress(shown: bool) -> Iterator[None]:
     """Print bars, lines and notices within this context, or nothing at all."""
-    token = _silent.set(not shown)
+    token, said = _silent.set(not shown), _said.get()
+    inside = _said.set(set() if said is None else said)
     try:
         yield
     finally:
         _silent.reset(token)
+        _said.reset(inside)
+
+
+def say_once(line: str) -> None:
+    """Print a notice, unless it was printed before within the context of `show_progress`."""
+    said = _said.get()
+    if said is None or line not in said:
+        Notices()(line)
+    if said is not None:
+        said.add(line)
 
 
 class Notices:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import say_once
 
 ROW_SUFFIXES = (".jsonl", ".json", ".ndjson")
 """Endings of files of rows; upper case counts too."""
@@ -35,6 +36,8 @@ _OTHER_FORMATS = (
     (b"%PDF", "a PDF", REWRITE),
 )
 """First bytes of files that are given for text by mistake, what these are, and the remedy."""
+_LONGEST_KEY, _MOST_KEYS = 40, 10
+"""Characters of a key, and keys, that are named at most."""
 NOT_UTF8 = "not UTF-8 text: save it as UTF-8"
 
 
@@ -73,8 +76,50 @@ def decode_text(file: Path, data: bytes, form: str = TEXT_FILE) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+class Row(dict[str, Any]):
+    """An object in a file of rows, which remembers which of its keys were read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, and remember that it was read."""
+        self.read.add(key)
+        return super().get(key, default)
+
+    def unread(self, prefix: str = "") -> Iterator[str]:
+        """Yield the keys that were not read; those inside values that were, with the outer key and a dot."""
+        for key, value in self.items():
+            if key not in self.read:
+                yield f"{prefix}{key}"
+                continue
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, Row):
+                    yield from inner.unread(f"{prefix}{key}.")
+
+
 def parse_json_rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values in the decoded content of a file of JSON, one a line or in one array, each after its place."""
+    """Yield the values in the decoded content of a file of JSON, one a line or in one array, each after its place.
+
+    At the end a notice names the keys that nobody has read; one for each file in a call.
+    """
+    unread: dict[str, None] = {}
+    for where, value in _parse_rows(file, content):
+        yield where, value
+        if isinstance(value, Row):
+            unread |= dict.fromkeys(value.unread())
+    if unread:
+        names = [key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…" for key in unread]
+        more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
+        say_once(f"{file}: keys of its rows that are not read: {', '.join(names[:_MOST_KEYS])}{more}")
+
+
+def _parse_rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
     stripped = content.lstrip("\ufeff \t\n")
     if stripped.startswith("[") or (file.suffix.lower() == ".json" and _is_one_value(stripped)):
         parsed = _parse(f"{file}", content.lstrip("\ufeff"))
@@ -101,7 +146,7 @@ def _is_one_value(content: str) -> bool:
 
 def _parse(where: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_hook=Row)
     except json.JSONDecodeError as error:
         place = "" if "\n" not in text.strip("\n") else f", line {error.lineno}"
         raise UserError(f"{where}{place}: not valid JSON: {error.msg}") from error

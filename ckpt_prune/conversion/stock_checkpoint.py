@@ -17,6 +17,7 @@ from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import canonical_json, parse_json_object, pretty_json
+from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.filenames import CONVERSION_RECORD
 from ckpt_prune.common.progress import track
@@ -25,7 +26,6 @@ from ckpt_prune.job.form import Form
 from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.model.containers.rope_keys import state_rope
-from ckpt_prune.model.containers.side_files import carried_files, top_names
 from ckpt_prune.runner.open_run import OutputFacts, open_staging
 from ckpt_prune.runner.publish import put_in_place
 
@@ -169,4 +169,6 @@ def _write(stock: StockCheckpoint, record: ConversionRecord, run: Run) -> None:
         writer.copy(path, name)
     digests = sha256_files(writer.folder, [SINGLE, *sorted(writer.side_names)])
     _ = stock.copied  # raises if one changed while it was copied
+    if stock.source is not None and (left_out := side_files_of(stock.source).line) is not None:
+        run.announce(left_out)
     put_in_place(writer, record, _CONVERTED, digests, run)

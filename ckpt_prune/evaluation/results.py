@@ -6,7 +6,7 @@ own figures are `reference` or `references`.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -176,6 +176,67 @@ class ComparisonResult(Result):
         figures = self.comparison
         table = Table(["model", *figures.headings()], [[str(self.model), *figures.cells()]])
         return [table, *figures.remarks(self.against), *_name_skipped(self.skipped)]
+
+
+@dataclass(frozen=True)
+class TextsResult(Result):
+    """A model on several texts, each measured by itself, in the order given."""
+
+    results: tuple[tuple[Path, PerplexityResult | ComparisonResult], ...]
+
+    @property
+    def together(self) -> PerplexityResult | None:
+        """The figures over the tokens of all texts; None if there is no perplexity of each."""
+        parts = [result for _, result in self.results if isinstance(result, PerplexityResult)]
+        if len(parts) < len(self.results):
+            return None
+        first, tokens = parts[0], [part.score.tokens for part in parts]
+        scores = [part.score for part in parts]
+        references = [part.reference for part in parts if part.reference is not None]
+        kl, agreement = (
+            None if first.reference is None else _mean([getattr(part, name) for part in parts], tokens)
+            for name in ("kl", "agreement")
+        )
+        reference = _join_scores(references) if references else None
+        return replace(first, score=_join_scores(scores), reference=reference, kl=kl, agreement=agreement)
+
+    def data(self) -> dict[str, Any]:
+        """Return what `--json` prints: the figures over all texts, and under "texts" those of each."""
+        together = {} if self.together is None else self.together.data()
+        return together | {"texts": [{"text": str(text), **result.data()} for text, result in self.results]}
+
+    def loss(self) -> Loss | None:
+        return None if self.together is None else self.together.loss()
+
+    def paragraphs(self) -> list[Table | str]:
+        """Return a table with a line, or the lines, of each text, and what else is said of each."""
+        results = [(str(text), result) for text, result in self.results]
+        if self.together is not None:
+            results.append(("all", self.together))
+        tables, sentences = [], []
+        for text, result in results:
+            table, *rest = result.paragraphs()
+            assert isinstance(table, Table)
+            tables.append(Table(["text", *table.columns], [[text, *row] for row in table.rows]))
+            sentences += [f"{text}: {sentence}" for sentence in rest]
+        return [Table(tables[0].columns, [row for table in tables for row in table.rows]), *sentences]
+
+
+def _join_scores(scores: Sequence[PerplexityScore]) -> PerplexityScore:
+    """Return the score over the tokens of several: counts add, shares and means are weighed by tokens."""
+    tokens = [score.tokens for score in scores]
+    counts = {name: sum(getattr(score, name) for score in scores) for name in ("tokens", "windows")}
+    means = {
+        each.name: _mean([getattr(score, each.name) for score in scores], tokens)
+        for each in fields(scores[0])
+        if each.name not in (*counts, "window", "perplexity")
+    }
+    perplexity = math.exp(means["nll"]) if means["nll"] < 700 else math.inf
+    return replace(scores[0], **counts, **means, perplexity=perplexity)
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
@@ -418,6 +479,7 @@ OneResult = (
     | MaskedResult
     | AccuracyResult
     | ComparisonResult
+    | TextsResult
     | TaskResult
     | MemoryPlans
 )

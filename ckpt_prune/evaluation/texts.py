@@ -1,6 +1,9 @@
 """Measuring a model of text: perplexity, masked tokens, predictions, embeddings or features, whichever it gives."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +24,7 @@ from ckpt_prune.evaluation.purpose import (
     is_vision,
     reference_of_base,
 )
-from ckpt_prune.evaluation.results import ComparisonResult, MaskedResult, PerplexityResult
+from ckpt_prune.evaluation.results import ComparisonResult, MaskedResult, PerplexityResult, TextsResult
 from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of_folder, read_config
 from ckpt_prune.measure.samples.samples import TokenWindows
@@ -39,9 +42,19 @@ from ckpt_prune.options.data import EvaluationOptions
 TextResult = PerplexityResult | MaskedResult | ComparisonResult
 
 
-def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
-    """Measure a model of text, and compare it with its reference."""
-    assert options.window is not None
+@dataclass(frozen=True)
+class _Lines:
+    """Lines of a text, each cut to `window` tokens when it is embedded."""
+
+    texts: list[str]
+    window: int
+
+
+def measure_texts(pair: Pair, options: EvaluationOptions) -> TextResult | TextsResult:
+    """Measure a model of text on each of the texts by itself, and compare it with its reference.
+
+    All texts are read before the first is measured.
+    """
     folder = pair.folder
     for path in pair.folders:
         check_folder(path)
@@ -55,40 +68,40 @@ def measure_text(pair: Pair, options: EvaluationOptions) -> TextResult:
         raise UserError(
             f"{folder} is for {purpose}, and nothing here says what is right: compare it with --against MODEL2"
         )
-    if purpose in ("text-generation", "image-text-to-text"):
-        return _measure_perplexity(pair, options)
-    if purpose not in ("fill-mask", *LABELLED, *WITHOUT_HEAD):
+    generates = purpose in ("text-generation", "image-text-to-text")
+    if not generates and purpose not in ("fill-mask", *LABELLED, *WITHOUT_HEAD):
         auto = auto_class(read_config(folder)).removeprefix("AutoModelFor")
         raise UserError(f"{folder} is a {auto} model, which evaluate does not measure")
     tokenizer = load_tokenizer(folder)
+    read: Callable[..., Any] = _read_windows
+    measure: Callable[..., TextResult] = _measure_perplexity
+    if not generates:
+        read, measure = _read_framed_windows, _measure_masked if purpose == "fill-mask" else _compare_outputs
     if base is not None and read_modules(folder):
-        return _compare_sentences(pair, base, tokenizer, options)
+        _check_sentences(pair, base, tokenizer)
+        read, measure = _read_lines, _compare_sentences
+    readings = [read(text, tokenizer, options) for text in options.text]
+    results = [measure(pair, tokenizer, reading) for reading in readings]
+    return results[0] if len(results) == 1 else TextsResult(tuple(zip(options.text, results, strict=True)))
+
+
+def _read_windows(text: Path, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions) -> Tensor:
+    assert options.window is not None
+    stream = tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos)
+    return cut_windows(stream, window=options.window, limit=options.samples)
+
+
+def _read_framed_windows(text: Path, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions) -> Tensor:
+    assert options.window is not None
     frame = count_frame_tokens(tokenizer)
     if options.window < frame + 2:
         raise UserError(f"--window {options.window} is too short: the tokenizer adds {frame} tokens of its own")
-    stream = tokenise_text(tokenizer, read_text(options.text, tokenizer), bos="never")
+    stream = tokenise_text(tokenizer, read_text([text], tokenizer), bos="never")
     windows = cut_windows(stream, window=options.window, limit=options.samples, frame=frame)
-    windows = add_frame(windows, tokenizer)
-    if purpose == "fill-mask":
-        return _measure_masked(pair, tokenizer, windows)
-    assert pair.reference_name is not None
-    model, reference = pair.load(), pair.load_reference()
-    if purpose in LABELLED:
-        ranked = read_ranked_tokens(folder) if purpose == "text-ranking" else None
-        per_token = purpose == "token-classification"
-        predictions = compare_heads(model, reference, windows, per_token=per_token, ranked=ranked)
-        return ComparisonResult(pair.name, pair.reference_name, predictions)
-    for each in (model, reference):
-        check_windows(each, windows)
-    features = compare_features(model, reference, TokenWindows(windows))
-    return ComparisonResult(pair.name, pair.reference_name, features)
+    return add_frame(windows, tokenizer)
 
 
-def _measure_perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityResult:
-    assert options.window is not None
-    tokenizer = load_tokenizer(pair.folder)
-    stream = tokenise_text(tokenizer, read_text(options.text, tokenizer), bos=options.bos)
-    windows = cut_windows(stream, window=options.window, limit=options.samples)
+def _measure_perplexity(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> PerplexityResult:
     model = pair.load()
     if pair.reference is None:
         return PerplexityResult(pair.name, perplexity(model, windows))
@@ -96,6 +109,22 @@ def _measure_perplexity(pair: Pair, options: EvaluationOptions) -> PerplexityRes
     return PerplexityResult(
         pair.name, both.score, pair.reference_name, both.reference_score, both.kl, both.top1_agreement
     )
+
+
+def _compare_outputs(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> ComparisonResult:
+    """Compare the predictions of heads, or the features of models without one."""
+    assert pair.reference_name is not None
+    model, reference = pair.load(), pair.load_reference()
+    purpose = purpose_of_folder(pair.folder)
+    if purpose in LABELLED:
+        ranked = read_ranked_tokens(pair.folder) if purpose == "text-ranking" else None
+        per_token = purpose == "token-classification"
+        predictions = compare_heads(model, reference, windows, per_token=per_token, ranked=ranked)
+        return ComparisonResult(pair.name, pair.reference_name, predictions)
+    for each in (model, reference):
+        check_windows(each, windows)
+    features = compare_features(model, reference, TokenWindows(windows))
+    return ComparisonResult(pair.name, pair.reference_name, features)
 
 
 def _measure_masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> MaskedResult:
@@ -109,11 +138,8 @@ def _measure_masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Ten
     return MaskedResult(pair.name, both.score, pair.reference_name, both.reference_score, both.kl, both.top1_agreement)
 
 
-def _compare_sentences(
-    pair: Pair, base: Path, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions
-) -> ComparisonResult:
-    """Compare embeddings of the lines of a text."""
-    assert options.window is not None
+def _check_sentences(pair: Pair, base: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse embedders whose embeddings cannot be compared."""
     if not read_modules(base):
         raise UserError(
             f"{pair.folder} is a sentence-transformers folder and {base} is not (it has no {MODULES}): what "
@@ -121,9 +147,19 @@ def _compare_sentences(
         )
     if tokenizer.pad_token_id is None:
         raise UserError(f"{pair.folder}: its tokenizer has no padding token, so texts cannot be read together")
-    lines = [line.strip() for line in read_text(options.text, tokenizer).split("\n")]
-    texts = [line for line in lines if line][: options.samples]
+
+
+def _read_lines(text: Path, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions) -> _Lines:
+    assert options.window is not None
+    lines = [line.strip() for line in read_text([text], tokenizer).split("\n")]
+    return _Lines([line for line in lines if line][: options.samples], options.window)
+
+
+def _compare_sentences(pair: Pair, tokenizer: PreTrainedTokenizerBase, lines: _Lines) -> ComparisonResult:
+    """Compare embeddings of the lines of a text."""
+    assert pair.reference is not None
+    assert pair.reference_name is not None
     model = SentenceModel(pair.load(), pair.folder, tokenizer)
-    reference = SentenceModel(pair.load_reference(), base, tokenizer)
-    comparison = compare_sentences(model, reference, texts, options.window)
-    return ComparisonResult(pair.name, pair.reference_name or base, comparison)
+    reference = SentenceModel(pair.load_reference(), pair.reference, tokenizer)
+    comparison = compare_sentences(model, reference, lines.texts, lines.window)
+    return ComparisonResult(pair.name, pair.reference_name, comparison)

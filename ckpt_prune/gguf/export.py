@@ -109,7 +109,7 @@ def export_gguf(
     if proof:
         require_runtime()
     source = open_model(model, Opening(trust, packed=True))
-    folder = source.checkpoint.whole if proof else source.checkpoint.path
+    folder = source.checkpoint.whole
     chosen = kind or default_type(source.checkpoint)
     layout = lay_out(source, chosen)
     tokenizer = tokenizer_values(folder, layout.values["vocab_size"])
@@ -212,7 +212,9 @@ class GgufStep:
             require_runtime()
         kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
         needs_program(kind)
-        tokenizer_values(source.checkpoint.path, lay_out(source).values["vocab_size"])
+        layout = lay_out(source)
+        if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
+            tokenizer_values(source.checkpoint.path, layout.values["vocab_size"])
         return cls(recipe, kind, ProofOptions(text=calibration.text, window=calibration.window), trust)
 
     def bytes(self, parameters: int) -> int:

@@ -61,7 +61,7 @@ def find_output_files(folder: Path) -> OutputFiles:
     files = sorted(name for name in written if (folder / name).is_file())
     for name in files:
         path = folder / name
-        if path.is_symlink() or (path.parent != folder and path.parent.is_symlink()):
+        if any((folder / each).is_symlink() for each in (Path(name), *Path(name).parents[:-1])):
             raise UserError(f"{path} is a link, and what it leads to would be shared; put the file there")
     stamps = {name: stamp_of(folder / name) for name in files}
     return OutputFiles(folder, kind, tuple(files), tuple(find_foreign(folder, written)), stamps)

@@ -13,7 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
+from ckpt_prune.checkpoint.digests import (
+    PROCESSORS,
+    TOKENIZER_FILES,
+    fingerprint_files,
+    processor_fingerprint,
+    tokenizer_fingerprint,
+)
+from ckpt_prune.checkpoint.side_files import reader_files
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import context_length, image_size, image_tokens
 from ckpt_prune.model.cuts import KeptUnits, RemainingLines, list_cuts, remaining_lines
@@ -307,8 +314,12 @@ class Model:
     @property
     def reader_fingerprint(self) -> str | None:
         """Fingerprint of what turns data into the model's input: the tokenizer, or the image processor."""
-        read = tokenizer_fingerprint if self.family.modality == "text" else processor_fingerprint
-        return read(self.checkpoint.path)
+        text = self.family.modality == "text"
+        if self.checkpoint.adapter is None:
+            return (tokenizer_fingerprint if text else processor_fingerprint)(self.checkpoint.path)
+        files = reader_files(self.checkpoint)
+        names = TOKENIZER_FILES if text else PROCESSORS
+        return fingerprint_files({name: files[name] for name in names if name in files})
 
     # ---- cuts -------------------------------------------------------------------------------------------------
 

@@ -17,16 +17,16 @@ from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND
 from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_FOLDER, GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GRAPH_FILES, ROUNDED_TYPES, GraphType
 from ckpt_prune.common.memory import return_freed_memory
-from ckpt_prune.common.progress import meter
+from ckpt_prune.common.progress import Notices, meter
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.model.containers.remote import MLX_KEY
-from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.model.skeleton import RefusedConfigError, parse_config
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.onnx.card import make_card, make_genai_config
@@ -130,7 +130,7 @@ class GraphWriter:
             job="export",
             overwrite=overwrite,
             kind=EXPORT_KIND,
-            wants=top_names(find_side_files(source.path)) | dict.fromkeys(_OWN_FILES),
+            wants=top_names(side_files_of(source).files) | dict.fromkeys(_OWN_FILES),
         )
 
     def write(
@@ -220,7 +220,7 @@ class GraphWriter:
         """Write all but the graphs."""
         source, task = self.source, self.task
         for name, path in carried_files(source).items():
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(path.read_bytes())
         carried_files(source)  # raises if one changed while it was copied
         config = make_graph_config(
@@ -232,8 +232,7 @@ class GraphWriter:
         genai = make_genai_config(graphs, task, text_config, generation)
         if isinstance(genai, dict):
             (folder / GENAI).write_text(pretty_json(genai), encoding="utf-8")
-        shown = (path for path in folder.iterdir() if not path.name.startswith("."))
-        files = (inner for path in shown for inner in (path.iterdir() if path.is_dir() else [path]))
+        names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         manifest = Manifest(
             versions=runtime_versions(),
             source=Source(name=source.name, fingerprint=source.fingerprint),
@@ -241,7 +240,7 @@ class GraphWriter:
             modality=task.modality,
             cached=task.cached,
             optimize=self._settings.optimize,
-            files=sha256_files(folder, sorted(path.relative_to(folder).as_posix() for path in files)),
+            files=sha256_files(folder, sorted(name for name in names if not name.startswith("."))),
             graphs=graphs,
         )
         (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
@@ -342,6 +341,8 @@ def write_proven(
         return validation.passed
 
     manifest = writer.write(prove=prove if proof else None, samples=samples, trust=trust)
+    if manifest is not None and (left_out := side_files_of(writer.source).line) is not None:
+        Notices()(left_out)
     graphs = [] if manifest is None else manifest.graphs
     size = {graph.dtype: count_graph_bytes(writer.out, graph.file) for graph in graphs}
     return Exported(writer.out, manifest, validations[0] if validations else None, size)

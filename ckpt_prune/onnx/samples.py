@@ -16,12 +16,13 @@ from ckpt_prune.measure.samples.image_files import ImageSplit, choose_images, fi
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.text import (
+    Bos,
     add_frame,
     check_vocabulary,
     count_frame_tokens,
-    cut_windows,
     load_tokenizer,
-    read_text,
+    mix_windows,
+    read_file,
     tokenise_text,
 )
 from ckpt_prune.model.context import context_length
@@ -85,7 +86,7 @@ def choose_proof_samples(
         return _choose_images(folder, task, options, trust, split, rounded)
     if options.images is not None:
         raise UserError(f"{folder} reads text: --images does not go with it; give --text FILE")
-    return _choose_text(folder, task, options, trust, rounded, options.samples or windows)
+    return _choose_text(folder, task, options, trust, rounded, options.samples or max(windows, len(options.text)))
 
 
 def _choose_text(
@@ -102,15 +103,17 @@ def _choose_text(
     try:
         tokenizer = load_tokenizer(folder)
         if options.text:
-            text = read_text(options.text, tokenizer)
+            texts = [read_file(file, tokenizer)[0] for file in options.text]
         else:
             text, what = _read_python_sources(PER_TOKEN * limit * window)
+            texts = [text]
         # An encoder reads whole texts, between special tokens of its tokenizer.
         frame = 0 if generates else count_frame_tokens(tokenizer)
         if window < frame + 2:
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
-        stream = tokenise_text(tokenizer, text, bos="auto" if generates else "never")
-        windows = cut_windows(stream, window=window, limit=limit, frame=frame)
+        bos: Bos = "auto" if generates else "never"
+        streams = [tokenise_text(tokenizer, text, bos=bos) for text in texts]
+        windows, _ = mix_windows(streams, samples=limit, window=window, seed=0, choose="first", frame=frame)
         windows = add_frame(windows, tokenizer) if frame else windows
         check_vocabulary(windows, config)
         windows, others = windows[:count], windows[count:]

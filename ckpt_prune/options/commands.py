@@ -189,9 +189,9 @@ class SweepDataOptions(Options):
     evaluate: Texts = option(default=(), metavar="FILE|DIR")
     """Also prune at each value, into a temporary folder, and measure perplexity and KL on this text, or accuracy and KL
     on this folder of images. Recipes that no plan can describe (masks, rotations, a narrower stream) are only measured.
-    May be repeated."""
+    A text may be one of several: the curve is over all of them."""
     evaluate_samples: int | None = option(default=None)
-    """Use at most this many windows, or images, of --evaluate."""
+    """Use at most this many windows of each text of --evaluate, or images."""
     text: Texts = option(default=(), metavar="FILE")
     """With --evaluate: text to calibrate every value on, instead of --statistics. Values of samples and of seed can
     then be swept, too. May be repeated."""
@@ -299,7 +299,7 @@ class PruneOptions(
     """When OUT is complete, measure it and MODEL on this held-out text (perplexity and KL, in windows of --window
     tokens), or on this folder of images. It loads both whole. May be repeated."""
     evaluate_samples: int = option(default=16, ge=1, group=MEASURE)
-    """Use at most this many windows, or images, of --evaluate."""
+    """Use at most this many windows of each text of --evaluate, or images."""
     push: str | None = option(default=None, metavar="REPO", group=HUB)
     """Push OUT to this new repository on the Hub (ORG/NAME) when it is complete, as `ckpt-prune push` does. Token and
     name are checked before any work."""

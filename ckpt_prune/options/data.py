@@ -18,6 +18,8 @@ class TextOptions(Options):
 
     group = DATA
     usual_split: ClassVar[Split] = "test"
+    shares_samples: ClassVar[bool] = True
+    """Whether --samples counts windows of all texts together, each of which then gives one at least."""
     text: Texts = option(default=(), metavar="FILE")
     """Text file. May be repeated."""
     window: int | None = option(default=None, ge=2)
@@ -32,6 +34,9 @@ class TextOptions(Options):
             raise ValueError(f"windows of {' and '.join(map(str, sorted(windows)))} tokens are asked for")
         self.text = tuple(text.path if isinstance(text, NamedText) else text for text in texts)
         self.window = next(iter(windows), None)
+        samples = getattr(self, "samples", None)
+        if self.shares_samples and samples is not None and 0 < samples < len(self.text):
+            raise ValueError(f"--samples {samples} takes no window of some of the {len(self.text)} texts of --text")
         return self
 
 
@@ -101,17 +106,18 @@ class LabelledImageOptions(Options):
 class EvaluationOptions(TextOptions, LabelledImageOptions):
     """Data that a model is measured on."""
 
+    shares_samples = False
     text: Texts = option(default=(), metavar="FILE")
     """Text file to measure perplexity on, or a named text: wikitext2, c4, ptb, also wikitext2:validation, or with the
-    window wikitext2@128, wikitext2@2048. May be repeated."""
+    window wikitext2@128, wikitext2@2048. May be repeated: each is measured by itself, and all together."""
     window: int | None = option(default=None, ge=2)
     """Tokens per window. --text needs it."""
     images: File = option(default=None, metavar="DIR")
     """Folder of images to measure an image classifier on: with a labels.csv, with a sub-folder per class, or, with
     --against, plain."""
     samples: int | None = option(default=None, ge=1)
-    """Use only this many: the first windows of the text, images at random (seed 0), or a task's first items. [default:
-    all]"""
+    """Use only this many: the first windows of each text, images at random (seed 0), or each task's first items.
+    [default: all]"""
     bos: Bos = option(default="auto")
     """Put a begin-of-sequence token before the text. auto: if the tokenizer itself adds one."""
 
@@ -120,8 +126,8 @@ class ProofOptions(TextOptions, LabelledImageOptions):
     """Data that a graph is compared with PyTorch on."""
 
     text: Texts = option(default=(), metavar="FILE")
-    """Text to compare on: a .txt, .jsonl, .ndjson or .json file. May be repeated. [default: the sources of Python's
-    standard library]"""
+    """Text to compare on: a .txt, .jsonl, .ndjson or .json file. May be repeated: each gives an equal share of the
+    windows. [default: the sources of Python's standard library]"""
     images: File = option(default=None, metavar="DIR")
     """Folder of images to compare on: plain, with a labels.csv, or with a sub-folder per class. [default: noise;
     accuracy is not compared]"""

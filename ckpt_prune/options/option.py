@@ -163,6 +163,11 @@ def flags_of(name: str, field: FieldInfo) -> tuple[str, ...]:
     return shell_of(field).flags or (f"--{name.replace('_', '-')}",)
 
 
+def joins_values(field: FieldInfo) -> bool:
+    """Whether values of an option are kept with commas between them, so that it may also be repeated."""
+    return any(isinstance(each, BeforeValidator) and each.func is with_commas for each in field.metadata)
+
+
 def shell_of(field: FieldInfo) -> Shell:
     """Return how an option is written on the command line, if that is not by its name."""
     assert isinstance(field.json_schema_extra, Shell)

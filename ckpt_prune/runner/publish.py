@@ -8,6 +8,7 @@ from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.digests import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, WEIGHT_NAMES, WantedNames
 from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
+from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.filenames import GRAPH_RECORD, REPORT
@@ -20,7 +21,6 @@ from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE, read_code
 from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_rope
-from ckpt_prune.model.containers.side_files import carried_files, find_side_files, top_names
 from ckpt_prune.model.runtimes import MLX_FAMILIES, places, types_exported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.runner.checks import stages_of
@@ -73,6 +73,8 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
         names = [*output.layout, *output.aside, *output.copied, CONFIG, *sorted(writer.side_names)]
         digests = sha256_files(writer.folder, dict.fromkeys(names))
         carried_files(source)  # raises if one changed while it was copied
+        if (left_out := side_files_of(source).line) is not None:
+            run.announce(left_out)
     return put_in_place(writer, record, form, digests, run)
 
 
@@ -121,7 +123,7 @@ def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     """Return the names that an output will have at its top, as far as they are known."""
     names = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, f"{REMOTE_MODULE}.py", f"{MLX_MODULE}.py"}
     names |= {name for stage in stages_of(recipe) for name in stage.writes}
-    return top_names(find_side_files(source.path)) | WEIGHT_NAMES | dict.fromkeys(names)
+    return top_names(side_files_of(source).files) | WEIGHT_NAMES | dict.fromkeys(names)
 
 
 def model_card(report: Report, config: Mapping[str, Any] | None = None) -> str:

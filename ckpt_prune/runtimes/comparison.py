@@ -110,7 +110,7 @@ def choose_windows(folder: Path, options: ProofOptions, *, trust: bool) -> Proof
     text = str((samples.description or {}).get("what"))
     if samples.windows is None:
         raise UserError(f"{folder}: there is no text to compare on: {text}")
-    windows = samples.windows[: options.samples or WINDOWS]
+    windows = samples.windows[: options.samples or max(WINDOWS, len(options.text))]
     length = windows.shape[1]
     return ProofWindows(windows, choose_positions(length), min(GENERATED, length // 2), text)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint import shard
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.side_files import carried_files, find_side_files
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_reported
-from ckpt_prune.model.containers.side_files import carried_files, find_side_files
 
 from .folders import CONFIG, example_tensors, same, save_sharded, save_single, write_index
 
@@ -296,7 +296,7 @@ def test_side_files(single: Path) -> None:
         (single / name).write_text("x")
     (single / "folder").mkdir()
     (single / "tokenizer_config.json").symlink_to("tokenizer.json")
-    assert list(find_side_files(single)) == sorted([*kept, "tokenizer_config.json"])
+    assert list(find_side_files(single).files) == sorted([*kept, "tokenizer_config.json"])
 
 
 def test_side_files_that_are_links_lead_into_the_folder_or_the_hubs_blobs(tmp_path: Path, single: Path) -> None:
@@ -314,7 +314,7 @@ def test_side_files_that_are_links_lead_into_the_folder_or_the_hubs_blobs(tmp_pa
     (tmp_path / "models--a--b/blobs/123").write_text("{}")
     snapshot.mkdir(parents=True)
     (snapshot / "tokenizer.json").symlink_to("../../blobs/123")
-    assert find_side_files(snapshot) == {"tokenizer.json": snapshot / "tokenizer.json"}
+    assert find_side_files(snapshot).files == {"tokenizer.json": snapshot / "tokenizer.json"}
     (snapshot / "vocab.json").symlink_to("../../../secret")
     with pytest.raises(UserError, match=r"vocab\.json is a link out of its folder"):
         find_side_files(snapshot)

@@ -262,7 +262,7 @@ class TestMisuse:
             call_all()
         assert [path.name for path in out.parent.iterdir()] == (["out.partial"] if "entry" in match else [])
 
-    @pytest.mark.parametrize("name", ["../x.json", "a/b/c", "a/../x", ".hidden", "model.safetensors", ""])
+    @pytest.mark.parametrize("name", ["../x.json", "a/../x", ".hidden", "model.safetensors", ""])
     def test_side_file_elsewhere(self, out: Path, name: str) -> None:
         with (
             pytest.raises(ValueError, match="cannot be a side file"),

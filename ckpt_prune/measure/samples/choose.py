@@ -14,11 +14,11 @@ from ckpt_prune.measure.samples.text import (
     add_frame,
     check_vocabulary,
     count_frame_tokens,
-    load_tokenizer,
     mix_windows,
     read_file,
     read_text,
     tokenise_text,
+    tokenizer_of,
 )
 from ckpt_prune.model.context import context_length
 from ckpt_prune.model.model import Model
@@ -77,7 +77,7 @@ def _choose_windows(model: Model, options: SampleOptions, most: int | None, skip
     limit = context_length(model.config)
     if limit is not None and window > limit:
         raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
-    tokenizer = load_tokenizer(model.checkpoint.path)
+    tokenizer = tokenizer_of(model.checkpoint)
     # What generates text reads one long text; others read each window between the tokenizer's own tokens.
     if not causal and options.bos != "auto":
         raise UserError("--bos is for causal language models: others read windows between the tokenizer's own tokens")

@@ -66,5 +66,9 @@ def _read_content(content: Any) -> Any:
     """Return the text of a content that is a list of parts, all of them text; anything else as it is."""
     if not isinstance(content, list) or not content:
         return content
-    parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    parts = [
+        part["text"]
+        for part in content
+        if isinstance(part, dict) and isinstance(part.get("text"), str) and isinstance(part.get("type", ""), str)
+    ]
     return "".join(parts) if len(parts) == len(content) else None

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.scratch import scratch_folder
+from ckpt_prune.checkpoint.side_files import reader_files
 from ckpt_prune.common.errors import NoneLeftError, UserError, one_line
 from ckpt_prune.common.text_encoding import (
     ENCODINGS,
@@ -59,6 +63,19 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise UserError(
             f"{folder}: the tokenizer's normalizer may make any text {growth} times as long; it is not used"
         )
+    return tokenizer
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint: of a merged adapter the one that its output will have."""
+    if checkpoint.adapter is None:
+        return load_tokenizer(checkpoint.path)
+    with scratch_folder() as folder:
+        for name, path in {CONFIG: checkpoint.path / CONFIG, **reader_files(checkpoint)}.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+        tokenizer = load_tokenizer(folder)
+    tokenizer.name_or_path = str(checkpoint.adapter)
     return tokenizer
 
 
