@@ -10,8 +10,8 @@ from ckpt_prune.checkpoint.quantised import refuse_by_config, refuse_gguf
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.similar_names import similar_siblings
 
-# Weights, configurations, tokenizers, model card. Only sentence-transformers' modules have files in folders, which are
-# numbered after the model's own (1_Pooling). Never pickles, never code.
+# Weights, configurations, tokenizers, model card. Besides chat templates only sentence-transformers' modules have files
+# in folders, which are numbered after the model's own (1_Pooling). Never pickles, never code.
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*"]
 _UNWANTED = ["[!1-9]*/*", "[1-9][!_]*/*", "*/*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -115,8 +115,9 @@ def _download(model: str) -> Path:
     remedy = f"give a folder, or run `hf download {model}` while connected"
     with hub_failures(model, model, given="folder", remedy=remedy, hint=suggest_folders(model)):
         # The config first, since it may refuse the model before any weights are downloaded.
-        for wanted in (["config.json", "README.md"], _WANTED):
-            folder = Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+        first = ["config.json", "README.md", "additional_chat_templates/*.jinja"]
+        for wanted, unwanted in ((first, None), (_WANTED, _UNWANTED)):
+            folder = Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=unwanted))
             refuse_by_config(folder)
         return folder
 

@@ -191,14 +191,12 @@ class TextsResult(Result):
         if len(parts) < len(self.results):
             return None
         first, tokens = parts[0], [part.score.tokens for part in parts]
-        scores = [part.score for part in parts]
-        references = [part.reference for part in parts if part.reference is not None]
-        kl, agreement = (
-            None if first.reference is None else _mean([getattr(part, name) for part in parts], tokens)
-            for name in ("kl", "agreement")
-        )
-        reference = _join_scores(references) if references else None
-        return replace(first, score=_join_scores(scores), reference=reference, kl=kl, agreement=agreement)
+        joined = _join_scores([part.score for part in parts])
+        if first.reference is None:
+            return type(first)(first.model, joined)
+        reference = _join_scores([part.reference for part in parts if part.reference is not None])
+        kl, agreement = (_mean([getattr(part, name) for part in parts], tokens) for name in ("kl", "agreement"))
+        return type(first)(first.model, joined, first.against, reference, kl, agreement)
 
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints: the figures over all texts, and under "texts" those of each."""
@@ -226,7 +224,7 @@ def _join_scores(scores: Sequence[PerplexityScore]) -> PerplexityScore:
     """Return the score over the tokens of several: counts add, shares and means are weighed by tokens."""
     tokens = [score.tokens for score in scores]
     counts = {name: sum(getattr(score, name) for score in scores) for name in ("tokens", "windows")}
-    means = {
+    means: dict[str, Any] = {
         each.name: _mean([getattr(score, each.name) for score in scores], tokens)
         for each in fields(scores[0])
         if each.name not in (*counts, "window", "perplexity")

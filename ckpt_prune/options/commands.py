@@ -49,6 +49,7 @@ from ckpt_prune.options.option import (
     Changes,
     File,
     Folder,
+    Input,
     Listed,
     Model,
     Options,
@@ -195,7 +196,7 @@ class SweepDataOptions(Options):
     text: Texts = option(default=(), metavar="FILE")
     """With --evaluate: text to calibrate every value on, instead of --statistics. Values of samples and of seed can
     then be swept, too. May be repeated."""
-    images: File = option(default=None, metavar="DIR")
+    images: Input = option(default=None, metavar="DIR")
     """With --evaluate: folder of images to calibrate every value on."""
     samples: int | None = option(default=None)
     """Windows of --text, or images of --images."""
@@ -445,7 +446,7 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
     """Files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the extra eval). For a model with a
     sequence-classification head: files of labelled texts, or tasks of GLUE: glue:sst2, FOLDER/glue:mrpc. May be
     repeated."""
-    include_path: File = option(default=None, metavar="DIR", needs="tasks")
+    include_path: Input = option(default=None, metavar="DIR", needs="tasks")
     """For --tasks: folder with lm-eval task files of your own."""
     generate: Strings = option(default=(), metavar="PROMPT")
     """Show what the model writes after PROMPT, greedily. May be repeated."""

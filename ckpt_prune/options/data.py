@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.datasets.texts import NamedText, Split, parse_text_name
-from ckpt_prune.options.option import DATA, MACHINE, File, Options, Texts, option
+from ckpt_prune.options.option import DATA, MACHINE, Input, Options, Texts, option
 
 ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Bos = Literal["auto", "always", "never"]
@@ -48,15 +48,15 @@ class SampleOptions(TextOptions):
     """Text to run the model on: a .txt, .jsonl, .ndjson or .json file, or a named text: wikitext2, c4, ptb. Rows may be
     conversations, which the model's chat template writes out. May be repeated: each gives an equal share of the
     windows."""
-    images: File = option(default=None, metavar="DIR")
+    images: Input = option(default=None, metavar="DIR")
     """Folder of images to run a vision model on, instead of --text: plain, with a labels.csv, or with a sub-folder per
     class."""
-    labels: File = option(default=None, metavar="CSV", needs="images")
+    labels: Input = option(default=None, metavar="CSV", needs="images")
     """CSV file with a column file, and perhaps a column split: then the rows calib are taken. [default: labels.csv in
     the folder of images or beside it]"""
     max_corrupt: float = option(default=0.05, ge=0, le=1)
     """Share of the images that may fail to decode."""
-    audio: File = option(default=None, metavar="DIR")
+    audio: Input = option(default=None, metavar="DIR")
     """Folder of audio to run a speech encoder on, instead of --text: .wav files at its sampling rate, or features, one
     file per sound (.npy, .safetensors)."""
     samples: int | None = option(default=None, ge=1)
@@ -94,9 +94,9 @@ class LabelledImageOptions(Options):
     """Images with classes."""
 
     group = DATA
-    images: File = option(default=None, metavar="DIR")
+    images: Input = option(default=None, metavar="DIR")
     """Folder of images: with a labels.csv, with a sub-folder per class, or plain."""
-    labels: File = option(default=None, metavar="CSV", needs="images")
+    labels: Input = option(default=None, metavar="CSV", needs="images")
     """CSV file with the columns file and label, and perhaps a column split: then the rows eval are taken. [default:
     labels.csv in the folder of images or beside it]"""
     max_corrupt: float = option(default=0.05, ge=0, le=1)
@@ -112,7 +112,7 @@ class EvaluationOptions(TextOptions, LabelledImageOptions):
     window wikitext2@128, wikitext2@2048. May be repeated: each is measured by itself, and all together."""
     window: int | None = option(default=None, ge=2)
     """Tokens per window. --text needs it."""
-    images: File = option(default=None, metavar="DIR")
+    images: Input = option(default=None, metavar="DIR")
     """Folder of images to measure an image classifier on: with a labels.csv, with a sub-folder per class, or, with
     --against, plain."""
     samples: int | None = option(default=None, ge=1)
@@ -128,7 +128,7 @@ class ProofOptions(TextOptions, LabelledImageOptions):
     text: Texts = option(default=(), metavar="FILE")
     """Text to compare on: a .txt, .jsonl, .ndjson or .json file. May be repeated: each gives an equal share of the
     windows. [default: the sources of Python's standard library]"""
-    images: File = option(default=None, metavar="DIR")
+    images: Input = option(default=None, metavar="DIR")
     """Folder of images to compare on: plain, with a labels.csv, or with a sub-folder per class. [default: noise;
     accuracy is not compared]"""
     samples: int | None = option(default=None, ge=1)

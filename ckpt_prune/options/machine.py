@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from ckpt_prune.options.option import MACHINE, MODEL, File, Model, Options, Strings, option
+from ckpt_prune.options.option import MACHINE, MODEL, Input, Model, Options, Strings, option
 
 PartName = Literal["text", "vision", "encoder", "decoder"]
 """Parts of a composite model that commands can name."""
@@ -24,7 +24,7 @@ class OpeningOptions(TrustOptions):
     """How a model is opened that is measured or pruned."""
 
     group = MODEL
-    family: File = option(default=None, metavar="FILE")
+    family: Input = option(default=None, metavar="FILE")
     """JSON file that describes the model's family, as those in ckpt_prune/model/families, for a family that this
     version does not know. `ckpt-prune inspect MODEL` drafts one. Outputs carry it along."""
     part: PartName | None = option(default=None)

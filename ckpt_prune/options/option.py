@@ -28,6 +28,7 @@ from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.model_folder import find_local_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import check_ratio
+from ckpt_prune.common.similar_names import similar_siblings
 from ckpt_prune.common.value_words import explain_value, message_of
 
 Given = TypeVar("Given")
@@ -132,6 +133,16 @@ class Options(BaseModel):
             needed = shell_of(field).needs
             if needed is not None and getattr(self, name) != field.default and not getattr(self, needed):
                 raise ValueError(f"{flags_of(name, field)[-1]} goes with --{needed.replace('_', '-')}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for name in self.model_fields_set:
+            field = type(self).model_fields[name]
+            if (shell_of(field).metavar or "").endswith(("=VALUE", "=SIZE")):
+                keys = [value.partition("=")[0].strip() for value in getattr(self, name)]
+                if twice := next((key for key in keys if keys.count(key) > 1), None):
+                    raise ValueError(f"{flags_of(name, field)[-1]} {twice} is given more than once")
         return self
 
 
@@ -245,6 +256,14 @@ def _check_output_place(path: Path) -> Path:
     return path
 
 
+def _check_exists(path: Path | None) -> Path | None:
+    if path is not None and not path.exists():
+        near = similar_siblings(path, Path.exists)
+        hint = f" (did you mean {' or '.join(map(str, near))}?)" if near else ""
+        raise ValueError(f"there is no such file or folder{hint}")
+    return path
+
+
 def check_model(model: str | None) -> str | None:
     if model is not None:
         find_local_folder(model)
@@ -255,6 +274,8 @@ Texts = Annotated[Accepts[AnyPath | Sequence[AnyPath], tuple[Path, ...]], Before
 """Files, or one of them."""
 File = Accepts[AnyPath | None, Path | None]
 """A file or folder, or None."""
+Input = Annotated[File, AfterValidator(_check_exists)]
+"""A file or folder that is read, or None. It is refused at once if it is not there."""
 Folder = Annotated[Accepts[AnyModel, str], BeforeValidator(path_of)]
 """A folder, or a result that has one."""
 AnyFolder = Annotated[Accepts[AnyModel | None, str | None], BeforeValidator(path_of)]

@@ -6,11 +6,13 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import ckpt_prune
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.cli.main import main
+from ckpt_prune.model.containers.opening import open_model
 from tests.contract.models import Case
 from tests.families import make, windows
 
@@ -173,3 +175,133 @@ def test_an_output_with_code_of_its_own_takes_adapters(tmp_path):
         assert torch.allclose(theirs(ids).logits, expected, atol=1e-5)
     for name in ("modeling_pruned.py", "mlx_pruned.py"):
         assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}<done>{% endfor %}"
+
+
+def save_tokenizer(folder, end, template=None, more=()):
+    inner = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "<unk>": 2}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<end>", "<done>", *more])
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=end, unk_token="<unk>", chat_template=template
+    ).save_pretrained(folder)
+
+
+@pytest.fixture
+def with_tokenizers(llama, tmp_path):
+    """A base whose tokenizer ends texts in another way than its adapter's, and conversations."""
+    base, adapter, _ = llama
+    shutil.copytree(base, tmp_path / "base")
+    shutil.copytree(adapter, tmp_path / "adapter")
+    change(tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "base"))
+    save_tokenizer(tmp_path / "base", "<end>", "the base's: {{ messages }}")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 3}')
+    (tmp_path / "adapter" / "README.md").unlink(missing_ok=True)
+    rows = {"messages": [{"role": "user", "content": "the cat " * 40}]}
+    (tmp_path / "chat.jsonl").write_text((json.dumps(rows) + "\n") * 8)
+    return tmp_path
+
+
+def prune(place, *more):
+    words = ("--recipe", "ridge", "--ratio", "0.5", "--samples", "4", "--window", "16")
+    return run("prune", place / "adapter", *words, "--text", place / "chat.jsonl", "-o", place / "pruned", *more)
+
+
+def test_the_tokenizer_of_the_adapters_folder_goes_before_its_bases(with_tokenizers):
+    place = with_tokenizers
+    save_tokenizer(place / "adapter", "<done>", TEMPLATE)
+    (place / "adapter" / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    code, output = run("convert", place / "adapter", "-o", place / "out")
+    assert code == 0, output
+    assert "tokenizer.json, tokenizer_config.json (the adapter's folder has its own)" in output
+    code, output = prune(place)
+    assert code == 0, output
+    for name in ("out", "pruned"):
+        tokenizer = AutoTokenizer.from_pretrained(place / name)
+        assert (tokenizer.eos_token, tokenizer.chat_template) == ("<done>", TEMPLATE)
+        assert json.loads((place / name / "generation_config.json").read_text())["eos_token_id"] == [3, 4]
+    # A plan of the output's own tokenizer is of the same reader: its fingerprint is that of the files together.
+    readers = [open_model(str(place / name)).reader_fingerprint for name in ("adapter", "out")]
+    assert readers[0] == readers[1]
+
+
+def test_a_template_alone_goes_with_the_tokenizer_of_the_base(with_tokenizers):
+    place = with_tokenizers
+    (place / "adapter" / "chat_template.jinja").write_text("the adapter's: {{ messages[0]['content'] }}")
+    code, output = prune(place)
+    assert code == 0, output
+    tokenizer = AutoTokenizer.from_pretrained(place / "pruned")
+    assert tokenizer.eos_token == "<end>"
+    assert tokenizer.chat_template.startswith("the adapter's")
+
+
+def test_tokens_that_the_adapter_adds_beyond_the_embedding_are_refused(with_tokenizers):
+    place = with_tokenizers
+    rows = json.loads((place / "base" / "config.json").read_text())["vocab_size"]
+    save_tokenizer(place / "adapter", "<done>", TEMPLATE, [f"<{i}>" for i in range(rows)])
+    for command in ("convert", "inspect"):
+        code, output = run(command, place / "adapter", *(("-o", place / "out") if command == "convert" else ()))
+        assert code == 2
+        assert f"as token {rows}, and the embedding of {place / 'base'} has {rows} rows" in output
+
+
+@pytest.fixture
+def beside(llama, tmp_path):
+    """An adapter beside full weights; its config names another base, which transformers does not look for."""
+    base, adapter, _ = llama
+    folder = shutil.copytree(base, tmp_path / "beside")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(adapter / name, folder)
+    change(folder, base_model_name_or_path="org/elsewhere")
+    return folder
+
+
+@pytest.mark.parametrize("words", [("prune", "--recipe", "magnitude-50", "--ratio", "0"), ("convert",)])
+def test_an_adapter_beside_weights_is_merged_into_them(llama, beside, tmp_path, words):
+    code, output = run(words[0], beside, *words[1:], "-o", tmp_path / "out")
+    assert code == 0, output
+    assert not list((tmp_path / "out").glob("adapter*"))
+    ids = windows(2, 16)
+    with torch.no_grad():
+        merged = llama[2](ids).logits
+        theirs = AutoModelForCausalLM.from_pretrained(beside, dtype=torch.float32)(ids).logits
+    assert torch.allclose(theirs, merged, atol=1e-5)
+    assert torch.allclose(logits(tmp_path / "out", ids), merged, atol=1e-5)
+    assert not torch.allclose(logits(llama[0], ids), merged, atol=0.1)
+
+
+def test_what_is_rounded_are_the_weights_with_the_adapter_beside_them(beside, tmp_path):
+    assert run("convert", beside, "-o", tmp_path / "merged")[0] == 0
+    for name in ("beside", "merged"):
+        code, output = run("quantize", tmp_path / name, "--format", "int8", "-o", tmp_path / f"{name}-8")
+        assert code == 0, output
+    stored = [(tmp_path / f"{name}-8" / "model.safetensors").read_bytes() for name in ("beside", "merged")]
+    assert stored[0] == stored[1]
+    assert not list((tmp_path / "beside-8").glob("adapter*"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("evaluate", "{}", "--generate", "hello"),
+        ("export", "{}", "--no-validate", "-o", "out"),
+        ("export", "{}", "--format", "gguf", "--no-validate", "-o", "out.gguf"),
+        ("validate", "{}", "--runtime", "transformers", "--text", __file__),
+        ("benchmark", "{}", "{}"),
+    ],
+)
+def test_an_adapter_beside_weights_is_refused_by_what_loads_whole_models(beside, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    code, output = run(*(word.format(beside) for word in words))
+    assert code == 2, output
+    merge = f"`ckpt-prune convert {beside} -o MERGED` makes one"
+    assert output.splitlines()[-1] == f"Error: {beside} holds an adapter, and this loads whole models: {merge}"
+
+
+def test_a_pickled_adapter_beside_weights_is_refused(beside):
+    (beside / "adapter_model.safetensors").rename(beside / "adapter_model.bin")
+    code, output = run("prune", beside, "--recipe", "magnitude", "-o", beside.parent / "out")
+    assert code == 2
+    assert "has no adapter_model.safetensors" in output

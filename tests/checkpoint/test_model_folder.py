@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -105,27 +106,26 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 def test_only_data_files_of_the_top_level_and_of_modules_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    request: dict[str, object] = {}
+    requests: list[dict[str, Any]] = []
 
-    def snapshot_download(model: str, **options: object) -> str:
-        request.update(options, model=model)
+    def snapshot_download(model: str, **options: Any) -> str:
+        requests.append({**options, "model": model})
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert resolve_model("org/name") == tmp_path
-    assert request["model"] == "org/name"
+    assert {request["model"] for request in requests} == {"org/name"}
     published = [
+        "additional_chat_templates/tool_use.jinja",
         "config.json", "model.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja", "README.md",
         "1_Pooling/config.json", "2_Dense/model.safetensors",
         "pytorch_model.bin", "model.pt", "modeling.py", "consolidated.safetensors", "original/params.json", "model.h5",
         "0_Transformer/model.safetensors", "2_Dense/pytorch_model.bin", "1000/config.json", "1_a/b/config.json",
     ]  # fmt: skip
-    fetched = huggingface_hub.utils.filter_repo_objects(
-        published,
-        allow_patterns=request["allow_patterns"],  # type: ignore[arg-type]
-        ignore_patterns=request["ignore_patterns"],  # type: ignore[arg-type]
-    )
-    assert list(fetched) == published[:8]
+    filters = [{key: request[key] for key in ("allow_patterns", "ignore_patterns")} for request in requests]
+    fetched = [{*huggingface_hub.utils.filter_repo_objects(published, **each)} for each in filters]
+    assert fetched[0] == {"additional_chat_templates/tool_use.jinja", "config.json", "README.md"}
+    assert set.union(*fetched) == {*published[:9]}
 
 
 @pytest.mark.parametrize(

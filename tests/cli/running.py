@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ from tests.interrupting import interrupt_at
 from tests.reports import comparable
 
 TEXT = ("--text", "calib.txt", "--samples", "8", "--window", "16")
+
+
+def changed(words: Sequence[str], *others: str) -> tuple[str, ...]:
+    """Return a command line with options, of one value each, in place of those of the same names."""
+    names = {word for word in others if word.startswith("--")}
+    kept = [word for before, word in zip(("", *words), words, strict=False) if not {before, word} & names]
+    return (*kept, *others)
 
 
 def run(*args: str) -> Result:

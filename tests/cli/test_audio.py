@@ -82,7 +82,9 @@ def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:
     )
     Path("text.txt").write_text("what")
     assert read_refusal(*ENCODER, "--text", "text.txt", "-o", "out") == "whisper reads audio: give --audio DIR"
-    assert read_refusal(*ENCODER, "--audio", "whisper/none", "-o", "out") == "whisper/none: no such folder of audio"
+    assert read_refusal(*ENCODER, "--audio", "whisper/none", "-o", "out") == (
+        "--audio whisper/none: there is no such file or folder"
+    )
     assert read_refusal(*ENCODER, "--audio", "sounds", "--text", "text.txt", "-o", "out") == (
         "give --text or --audio, not both"
     )

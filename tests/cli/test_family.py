@@ -116,7 +116,7 @@ def test_descriptions_that_are_not_so(arcee, change, message):
 
 def test_a_description_that_is_no_file_or_for_another_model(arcee):
     assert read_refusal("inspect", "arcee", "--family", "absent.json").startswith(
-        "absent.json is not a readable JSON object"
+        "--family absent.json: there is no such file or folder"
     )
     shutil.copytree("arcee", "other")
     set_config("other", model_type="helium")

@@ -64,3 +64,27 @@ def test_it_is_evaluated_and_described_as_the_plain_model(both):
     assert reports[0] == {**reports[1], "model": "fp8"}
     assert "weights     bfloat16, " in ok("inspect", "fp8")
     assert read_json("fp8/config.json")["quantization_config"] == FP8
+
+
+@pytest.mark.parametrize("stored", ["float8_e8m0fnu", "uint8"])
+def test_scales_that_are_powers_of_two_in_one_byte_are_read(both, stored):
+    """As DeepSeek V3.1 and MXFP8 store them: the exponent alone."""
+    packed = load_file("fp8/model.safetensors")
+    plain = load_file("plain/model.safetensors")
+    for name in [name for name in packed if name.endswith("_scale_inv")]:
+        weight = name.removesuffix("_scale_inv")
+        exponents = torch.randint(-9, 2, packed[name].shape, generator=torch.Generator().manual_seed(0))
+        packed[name] = torch.exp2(exponents.float()).to(torch.float8_e8m0fnu)
+        scales = torch.exp2(exponents.double()).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        rows, columns = packed[weight].shape
+        plain[weight] = (packed[weight].double() * scales[:rows, :columns]).bfloat16()
+        if stored == "uint8":
+            packed[name] = packed[name].view(torch.uint8)
+    save_file(packed, "fp8/model.safetensors", metadata={"format": "pt"})
+    save_file(plain, "plain/model.safetensors", metadata={"format": "pt"})
+    set_config("fp8", quantization_config={**FP8, "scale_fmt": "ue8m0"})
+    for name in ("fp8", "plain"):
+        ok("prune", name, "--recipe", "magnitude", "--ratio", "0.5", "-o", f"out-{name}")
+    assert Path("out-fp8/model.safetensors").read_bytes() == Path("out-plain/model.safetensors").read_bytes()
+    measured = [ok("evaluate", name, "--text", "calib.txt", "--window", "16").split()[-3:] for name in ("fp8", "plain")]
+    assert measured[0] == measured[1]

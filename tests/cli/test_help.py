@@ -55,8 +55,9 @@ def test_help_leaves_out_what_only_python_gets(name):
 
 @every_command
 def test_examples_parse(name):
-    """Files and models are not looked for."""
-    Path("OUT").mkdir()
+    """Texts and models are not looked for."""
+    for place in ("OUT", "photos", "labels.csv"):
+        Path(place).mkdir()
     assert len(EVERY[name].examples) >= 2
     for line in EVERY[name].examples:
         words = shlex.split(line.partition(" > ")[0])

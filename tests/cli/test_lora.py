@@ -16,7 +16,7 @@ from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
 from ckpt_prune.stages.recovery import run_afterwards
 from ckpt_prune.stages.recovery.block_training import SampleSplit
-from tests.cli.running import TEXT, edit_weights, ok, read_refusal, run
+from tests.cli.running import TEXT, changed, edit_weights, ok, read_refusal, run
 from tests.cli.test_recover import find_changed, linears, report_of, tensors
 from tests.contract.models import CASES
 from tests.families import contents
@@ -24,7 +24,7 @@ from tests.images import write_csv, write_images, write_vit
 from tests.interrupting import stop_before
 from tests.pairs import every
 
-LORA = ("--method", "lora", *TEXT, "--samples", "32", "--epochs", "3", "--lr", "0.02", "--batch", "8")
+LORA = ("--method", "lora", *changed(TEXT, "--samples", "32"), "--epochs", "3", "--lr", "0.02", "--batch", "8")
 
 
 def held_out_loss(folder: str) -> float:
@@ -113,7 +113,7 @@ def test_a_classifier_learns_its_classes(tmp_path: Path):
     ],
 )
 def test_what_it_does_not_do_is_refused(place: Path, words: tuple[str, ...], message: str):
-    assert message in read_refusal("recover", "pruned", *LORA, *words, "-o", "out")
+    assert message in read_refusal("recover", "pruned", *changed(LORA, *words), "-o", "out")
 
 
 def test_an_encoder_without_a_head_is_refused(place: Path):
@@ -137,7 +137,7 @@ def test_without_peft_it_says_which_extra(place: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("entry", every(2, ["adapters", "block 1"]))
 def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch, entry: str):
     """Before its adapters are on disk it trains them again; after that it does not."""
-    words = ("recover", "pruned", *LORA, "--epochs", "1", "--keep-adapter", "-o")
+    words = ("recover", "pruned", *changed(LORA, "--epochs", "1"), "--keep-adapter", "-o")
     ok(*words, "whole")
     with monkeypatch.context() as patch:
         stop_before(patch, entry)
@@ -163,7 +163,7 @@ def test_a_source_that_changes_while_adapters_are_trained_is_an_error(place: Pat
         return adapted
 
     monkeypatch.setattr(run_afterwards, "train_adapters", train_then_edit_source)
-    result = run("recover", "masked", *LORA, "--epochs", "1", "-o", "out")
+    result = run("recover", "masked", *changed(LORA, "--epochs", "1"), "-o", "out")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1] == "Error: masked/model.safetensors changed since it was opened; run again"
     assert not Path("out").exists()
@@ -209,7 +209,7 @@ def test_the_adapter_by_itself_makes_of_the_pruned_model_what_was_merged(
 
 
 def test_no_adapter_is_kept_where_nothing_is_gained_or_nobody_asks(place: Path):
-    ok("recover", "pruned", *LORA, "--epochs", "1", "-o", "plain")
+    ok("recover", "pruned", *changed(LORA, "--epochs", "1"), "-o", "plain")
     done = run("recover", "pruned", *LORA[:-4], "--lr", "100000", "--patience", "1", "--keep-adapter", "-o", "out")
     assert done.exit_code == 0, done.output
     for out in ("plain", "out"):
@@ -224,9 +224,9 @@ def test_an_adapter_that_fills_zeros_says_so_and_goes_with_its_output(place: Pat
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
     stderr = run("recover", "masked", *LORA, "--keep-adapter", "-o", "out").stderr
     assert "zeros of a mask stay in the merged weights; the adapter by itself would fill them\n" in stderr
-    ok("recover", "pruned", *LORA, "--epochs", "1", "--overwrite", "-o", "out")
+    ok("recover", "pruned", *changed(LORA, "--epochs", "1"), "--overwrite", "-o", "out")
     assert not Path("out/adapter").exists()
-    ok("recover", "pruned", *LORA, "--epochs", "1", "--keep-adapter", "--overwrite", "-o", "out")
+    ok("recover", "pruned", *changed(LORA, "--epochs", "1"), "--keep-adapter", "--overwrite", "-o", "out")
     ok("prune", "out", "--recipe", "magnitude", "--ratio", "0.2", "-o", "again")
     assert not Path("again/adapter").exists()
     assert "The adapter by itself" not in Path("again/README.md").read_text()

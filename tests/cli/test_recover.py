@@ -19,6 +19,7 @@ from ckpt_prune.show.section import format_figure
 from tests import encoders, families
 from tests.cli.running import (
     TEXT,
+    changed,
     edit_weights,
     listing,
     ok,
@@ -38,7 +39,7 @@ from tests.reports import without_stages
 from tests.stages.recovering import is_linear
 
 BARE = ("recover", "pruned", "--dense", "dense")
-RECOVER = (*BARE, *TEXT, "--samples", "32", "--epochs", "2")
+RECOVER = (*BARE, *changed(TEXT, "--samples", "32"), "--epochs", "2")
 """Of a model of two blocks of hidden size 16, half of which is gone; 32 windows of 16, three of them held out."""
 ABOUT = "recovering 2 of 2 blocks on 32 windows of 16 tokens, 3 of them held out, up to 2 epochs at lr 0.0128\n"
 STATES = 32 * 16 * 16
@@ -274,7 +275,7 @@ def test_ctrl_c_and_resume(place, commit):
         == f"{partial} is left from an unfinished run; --resume continues it, --overwrite starts afresh"
     )
     for other in (["--lr", "0.5"], ["--epochs", "3"], ["--seed", "1"], ["--only", "mlp"], ["--samples", "6"]):
-        assert read_refusal(*job, *other, "--resume") == (
+        assert read_refusal(*changed(job, *other), "--resume") == (
             f"{partial} was begun by a different job; --resume needs the same one, --overwrite starts afresh"
         )
     assert read_refusal(*job, "--resume", "--overwrite") == "--resume and --overwrite exclude each other; give one"
@@ -327,7 +328,7 @@ SHORT = ("--text", "calib.txt", "--samples", "32", "--window", "12")
 IMAGES = ("--images", "images", "--samples", "12")
 GLOBAL = ("--recipe", "flap-global", "--statistics", "stats", "--set", "spaces.heads.ratio=0.5")
 TURNED = ("--recipe", "denoise-rotator-wanda-50", "--set", "rotation.steps=3", *TEXT)
-MANY = (*TEXT, "--samples", "32")
+MANY = changed(TEXT, "--samples", "32")
 KINDS = {
     "shards": ("sharded", ("--recipe", "rcpu", "--ratio", "0.5", *TEXT), MANY),
     "blocks of different widths": ("dense", GLOBAL, MANY),

@@ -15,7 +15,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples import choose as choosing
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_file, read_text, tokenise_text
 from ckpt_prune.stages.recovery.block_training import SampleSplit
-from tests.cli.running import TEXT, ok, read_refusal, run
+from tests.cli.running import TEXT, changed, ok, read_refusal, run
 from tests.cli.test_recover import find_changed, linears, report_of, tensors
 from tests.families import contents
 from tests.interrupting import interrupt_at, stop_before
@@ -23,7 +23,7 @@ from tests.oracles.scales import divergence
 from tests.pairs import every
 from tests.reports import without_stages
 
-SCALES = ("--dense", "dense", "--method", "scales", *TEXT, "--samples", "32", "--epochs", "3", "--batch", "4")
+SCALES = ("--dense", "dense", "--method", "scales", *changed(TEXT, "--samples", "32"), "--epochs", "3", "--batch", "4")
 SCALES += ("--lr", "0.05", "--held-out", "0.1")
 FEW = "there are fewer than 2 other samples than those that the model has seen: it is fitted to those again"
 TRAINED = "Recovered by scales of the inputs and outputs of 14 linear modules, merged"
@@ -119,12 +119,12 @@ def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
     ],
 )
 def test_options_of_other_methods_are_refused(place: Path, words: str, message: str):
-    assert read_refusal("recover", "pruned", *SCALES, *words.split(), "-o", "out") == message
+    assert read_refusal("recover", "pruned", *changed(SCALES, *words.split()), "-o", "out") == message
 
 
 @pytest.mark.parametrize("stopped", ["block 1", "scales"])
 def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch, stopped: str):
-    words = ("recover", "pruned", *SCALES, "--epochs", "1", "-o")
+    words = ("recover", "pruned", *changed(SCALES, "--epochs", "1"), "-o")
     ok(*words, "whole")
     with monkeypatch.context() as patch:
         stop_before(patch, stopped)
