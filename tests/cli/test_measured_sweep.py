@@ -56,11 +56,11 @@ def test_images(tmp_path, monkeypatch, labelled):
     if labelled:
         rows = [f"{name},{CLASSES[index % len(CLASSES)]}" for index, name in enumerate(names)]
         write_csv(tmp_path / "images" / "labels.csv", "file,label", *rows)
-    data = ("--images", ".", "--samples", "8")
+    data = ("--images", "images", "--samples", "8")
     how = ("--recipe", "corp-mlp", *data, "--evaluate", "images", "--sweep", "spaces.mlp.ratio=0.25,0.75")
     table, sweep = swept("vit", *how)
     ok("prune", "vit", "--recipe", "corp-mlp", "--set", "spaces.mlp.ratio=0.75", *data, "-o", "out")
-    alone = json.loads(ok("evaluate", "out", "--against", "vit", "--images", ".", "--json"))
+    alone = json.loads(ok("evaluate", "out", "--against", "vit", "--images", "images", "--json"))
     assert table[0].split()[-2:] == ["KL", "top-1"]
     last = sweep["points"][1]
     assert last["kl"] == pytest.approx(alone["kl"], rel=1e-9)
