@@ -165,7 +165,7 @@ def _plan_points(
     from ckpt_prune.job.cost import cost_of
     from ckpt_prune.job.prepared import begin
     from ckpt_prune.model.spaces import first_expert_spaces
-    from ckpt_prune.runner.messages import cache_line
+    from ckpt_prune.runner.changes import change_lines
     from ckpt_prune.runner.read_job import read_plan_job
     from ckpt_prune.runner.read_recipe import recipe_of
     from ckpt_prune.runner.run_job import check_job
@@ -191,7 +191,7 @@ def _plan_points(
         points = [point_of(value, each) for value, each in zip(values, jobs, strict=True)]
     start = begin(job)
     spaces = tuple(first_expert_spaces(start.recipe.spaces))
-    notes = tuple(filter(None, [cache_line(start)]))
+    notes = tuple(change_lines(start))
     name, before = start.recipe.name, cost_of(job.model)
     return Sweep(name, spaces, before, tuple(points), key, notes=notes, depth=tuple(blocks))
 
@@ -204,7 +204,7 @@ def _add_scores(curve: Sweep, measuring: PointMeasurer) -> Sweep:
 
 def _measure_only(key: str, values: Sequence[float | str], measuring: PointMeasurer) -> Sweep:
     from ckpt_prune.model.spaces import first_expert_spaces
-    from ckpt_prune.runner.messages import cache_line
+    from ckpt_prune.runner.changes import change_lines
     from ckpt_prune.runner.sweep import point_of_output
 
     measuring.foresee(values)
@@ -216,7 +216,7 @@ def _measure_only(key: str, values: Sequence[float | str], measuring: PointMeasu
         settled, scores = pruned.settled, own
     recipe = settled.recipe
     spaces = tuple(first_expert_spaces(recipe.spaces))
-    notes = tuple(filter(None, [cache_line(settled)]))
+    notes = tuple(change_lines(settled))
     return Sweep(recipe.name, spaces, settled.before, tuple(points), key, scores.told, scores.metric, notes)
 
 

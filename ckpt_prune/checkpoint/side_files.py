@@ -18,6 +18,7 @@ from ckpt_prune.common.filenames import (
     GENAI,
     GRAPH_RECORD,
     QUANTISED_RECORD,
+    RECIPE,
     REPORT,
     ROTATIONS,
     VALIDATION,
@@ -27,6 +28,7 @@ from ckpt_prune.common.safe_text import has_no_controls, to_one_line
 _REWRITTEN = {
     *(CONFIG, INDEX, "README.md", ADAPTER_CONFIG, "modeling_pruned.py", "mlx_pruned.py"),
     *(CONVERSION_RECORD, REPORT, ROTATIONS, QUANTISED_RECORD),
+    RECIPE,
 }
 """Files that outputs have anew, or that are merged into their weights. Nobody misses them."""
 _OF_A_GRAPH = {GENAI, GRAPH_RECORD, VALIDATION}

@@ -9,7 +9,13 @@ import click
 from ckpt_prune.api.function import takes
 from ckpt_prune.cli.command import Command, echo_json
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.options.commands import RecipeCopyOptions, RecipeListOptions, RecipeNameOptions, RecipePushOptions
+from ckpt_prune.options.commands import (
+    RecipeCopyOptions,
+    RecipeListOptions,
+    RecipeNameOptions,
+    RecipePushOptions,
+    RecipeValidateOptions,
+)
 from ckpt_prune.options.option import Options
 from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
 
@@ -75,12 +81,25 @@ def copy(options: RecipeCopyOptions) -> Path:
     return target
 
 
-@takes(RecipeNameOptions)
-def validate(options: RecipeNameOptions) -> "Recipe":
-    """Check a recipe; with --json, print it with every default spelt out."""
+@takes(RecipeValidateOptions)
+def validate(options: RecipeValidateOptions) -> "dict[str, Recipe]":
+    """Check recipes; with --json, print them with every default spelt out: of several, an object by the names given."""
     from ckpt_prune.recipe.reading import load_recipe
 
-    return load_recipe(options.name)
+    recipes, faults = {}, []
+    for name in options.names:
+        try:
+            recipes[name] = load_recipe(name)
+        except UserError as error:
+            faults.append(str(error))
+    if faults:
+        raise UserError("; ".join(faults))
+    return recipes
+
+
+def _recipes_data(recipes: "Mapping[str, Recipe]") -> dict[str, Any]:
+    data = {name: recipe.model_dump(mode="json", by_alias=True) for name, recipe in recipes.items()}
+    return data if len(data) > 1 else next(iter(data.values()))
 
 
 @takes(RecipePushOptions)
@@ -132,9 +151,9 @@ command = click.Group(
         ),
         Command(
             validate,
-            lambda recipe, options: click.echo(f"{options['name']}: recipe {recipe.name} is valid"),
-            examples=["recipe validate mine.yaml", "recipe validate ridge --json"],
-            data=lambda recipe: recipe.model_dump(mode="json", by_alias=True),
+            lambda recipes, _: click.echo("\n".join(f"{n}: recipe {each.name} is valid" for n, each in recipes.items())),
+            examples=["recipe validate mine.yaml yours.yaml", "recipe validate ridge --json"],
+            data=_recipes_data,
         ),
         Command(
             push,

@@ -3,6 +3,9 @@
 REPORT = "ckpt_prune.json"
 """Report of an output: how it was made, which units it keeps, errors."""
 
+RECIPE = "ckpt_prune_recipe.yaml"
+"""The recipe of an output as it was run; `--recipe OUT` takes it."""
+
 ROTATIONS = "rotations.st"
 """Rotations of an output, in the safetensors format, float32: R1 as `residual` (of one block or of all), R2 as `heads`.
 

@@ -83,6 +83,7 @@ class Job:
         origin: where the recipe, or that of the plan, was fetched from; None if it was here.
         latencies: of this machine, if the recipe's size is a latency.
         dense: the model that `model` was made from, if that is pruned already.
+        written: the recipe as it was asked for; None if it is `recipe`.
     """
 
     model: Model
@@ -97,6 +98,7 @@ class Job:
     origin: Origin | None = None
     latencies: Latencies | None = None
     dense: Model | None = None
+    written: Recipe | None = None
 
     @property
     def samples(self) -> Samples | None:

@@ -78,6 +78,27 @@ class Asked(FixedRecord):
     digest: str
 
 
+class RecipeChange(FixedRecord):
+    """A key of the recipe that the run has another value for than was asked for.
+
+    Attributes:
+        key: with dots.
+        asked, used: None where there is none.
+        why: in words that follow a colon.
+    """
+
+    key: str
+    asked: Any = None
+    used: Any = None
+    why: str = ""
+
+    @property
+    def words(self) -> str:
+        if self.used is None or self.asked is None:
+            return f"{self.key} is {'left out' if self.used is None else 'added'}: {self.why}"
+        return f"{self.key} is {self.used} here, and not {self.asked} as the recipe says: {self.why}"
+
+
 class StoredAs(FixedRecord):
     """The container of the output.
 
@@ -163,6 +184,7 @@ class CommonReport(FixedRecord):
             to them has the same values.
         part: of a source that is made of several models; all other figures are about this part.
         asked: what the recipe was changed for.
+        changes: keys of the recipe that the model, the data or runtimes gave another value.
         loss: measured after pruning (`evaluate`, `prune --evaluate`); None if it was not.
         warnings: that should be read with the figures, such as of too few calibration tokens.
         calibration: where the moments came from; empty if another tool pruned.
@@ -173,7 +195,7 @@ class CommonReport(FixedRecord):
         job: digest of all that the output depends on: another run of the same job has nothing to do. None in old files.
     """
 
-    optional = frozenset({"origin", "ignored", "part", "latency", "loss", "warnings"})
+    optional = frozenset({"origin", "ignored", "part", "changes", "latency", "loss", "warnings"})
 
     version: Literal[1] = 1
     ckpt_prune: str = UNKNOWN
@@ -186,6 +208,7 @@ class CommonReport(FixedRecord):
     ignored: list[str] = Field(default_factory=list)
     part: str | None = None
     asked: Asked | None = None
+    changes: list[RecipeChange] = Field(default_factory=list)
     calibration: Record
     plan: str | None = None
     container: StoredAs

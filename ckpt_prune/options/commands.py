@@ -620,6 +620,13 @@ class RecipeNameOptions(Options):
     ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address."""
 
 
+class RecipeValidateOptions(Options):
+    """Which recipes to check."""
+
+    names: Strings = option(kw_only=False, metavar="NAME...")
+    """Names of shipped recipes, recipe files and other places of one, as `recipe show` takes them."""
+
+
 class RecipeCopyOptions(RecipeNameOptions):
     """Which recipe to copy, and where."""
 

@@ -1,6 +1,7 @@
 """Reading recipe files, with errors that name file, line and key."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -21,7 +22,14 @@ from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.shipped import RecipeFile, recipe_text
 from ckpt_prune.stages import STAGES, FullRecipe
 
-_MOST_SHOWN = 200
+_MOST_SHOWN, _MOST_MEANT = 200, 3
+_SPACE_WORDS = {
+    **dict.fromkeys(("ffn", "mlps", "feed_forward", "feedforward", "intermediate", "intermediate_size"), "mlp"),
+    **dict.fromkeys(("attention", "attn", "self_attn", "num_attention_heads"), "heads"),
+    "moe": "experts",
+    "rope": "rotary",
+}
+"""What others call a space → its name here."""
 Lines = dict[tuple[str, ...], int]
 """Key path → its line in the file (from 1), or 0 for what is set on the command line."""
 
@@ -76,6 +84,8 @@ def load_recipe(
     except ValidationError as error:
         # A default that follows from another key is not found where that one is wrong.
         wrong = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
+        unknown = {e["loc"][:-1] for e in wrong if e["loc"][-1:] == ("[key]",)}
+        wrong = [e for e in wrong if e["loc"][-1:] == ("[key]",) or e["loc"][:2] not in unknown]
         messages = [_explain(e, path, lines, " and ".join(options)) for e in wrong]
         more = f"; and {len(messages) - 3} more" if len(messages) > 3 else ""
         raise UserError("; ".join(messages[:3]) + more) from error
@@ -198,18 +208,52 @@ def _allowed_keys(loc: tuple[Any, ...]) -> list[str]:
     return list(SPACES if get_origin(place) is dict else _fields(place))
 
 
+def _meant_path(keys: tuple[str, ...], value: Any) -> str:
+    """Return `did you mean …? ` with the known keys, below those that hold, that end in the ones that were given."""
+    above, tail = keys[:-1], keys[-1:]
+    while isinstance(value, dict) and len(value) == 1:
+        tail += tuple(map(str, value))
+        (value,) = value.values()
+    tail = tuple(_SPACE_WORDS.get(key, key) for key in tail)
+    paths = [path for path in _known_paths() if path[: len(above)] == above and path[-len(tail) :] == tail]
+    if len(paths) > _MOST_MEANT:
+        paths = [(*path[:1], "SPACE", *path[2:]) if path[0] == "spaces" else path for path in paths]
+    meant = list(dict.fromkeys(map(".".join, paths)))
+    return f"did you mean {' or '.join(meant)}? " if 0 < len(meant) <= _MOST_MEANT else ""
+
+
+@cache
+def _known_paths() -> list[tuple[str, ...]]:
+    """Return the path of every key that a recipe can have."""
+
+    def walk(model: type[BaseModel], above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        for key, annotation in _fields(model).items():
+            yield (*above, key)
+            inner = next(_mappings(annotation), None)
+            if get_origin(inner) is dict:
+                for name in SPACES:
+                    yield (*above, key, name)
+                    yield from walk(get_args(inner)[1], (*above, key, name))
+            elif inner is not None:
+                yield from walk(inner, (*above, key))
+
+    return list(walk(FullRecipe, ()))
+
+
 def _fields(model: type[BaseModel]) -> dict[str, Any]:
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
 def _mapping(annotation: Any) -> Any:
     """Return the model or the `dict` among the alternatives of an annotation, which has one of them."""
+    return next(_mappings(annotation))
+
+
+def _mappings(annotation: Any) -> Iterator[Any]:
     alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next(
-        each
-        for each in alternatives
-        if get_origin(each) is dict or (isinstance(each, type) and issubclass(each, BaseModel))
-    )
+    for each in alternatives:
+        if get_origin(each) is dict or (isinstance(each, type) and issubclass(each, BaseModel)):
+            yield each
 
 
 def _explain(error: Any, path: Path, lines: Lines, options: str) -> str:
@@ -223,7 +267,7 @@ def _explain(error: Any, path: Path, lines: Lines, options: str) -> str:
     key = ".".join(keys)
     if error["type"] == "extra_forbidden" or error["loc"][-1:] == ("[key]",):
         allowed = _allowed_keys(loc)
-        hint = did_you_mean(keys[-1], allowed)
+        hint = _meant_path(keys, error["input"]) or did_you_mean(_SPACE_WORDS.get(keys[-1], keys[-1]), allowed)
         if keys[-1] in FullRecipe.model_fields and len(keys) > 1:
             hint = f"{keys[-1]} stands at the top of a recipe; "
         return f"{where}: unknown key {key}: {hint}allowed here: {', '.join(allowed)}"

@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import RECIPE
 from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.records import Origin
+
+if TYPE_CHECKING:
+    from ckpt_prune.job.recipe import Recipe
 
 DEFAULT_RECIPE = "best-uniform"
 """The recipe of users who name none: a newcomer's first output loads without remote code."""
@@ -65,7 +69,7 @@ def shipped_recipes() -> Mapping[str, RecipeFile]:
 
 
 def find_recipe(reference: str) -> RecipeFile:
-    """Return the file of a shipped recipe's name, or of a path to a file or to a folder with one recipe.
+    """Return the file of a shipped recipe's name, or of a path to a file, to an output or to a folder with one recipe.
 
     A name that is none is refused with the nearest shipped names.
     """
@@ -95,6 +99,8 @@ def find_recipe(reference: str) -> RecipeFile:
 
 
 def _only_recipe(folder: Path) -> RecipeFile:
+    if (folder / RECIPE).is_file():
+        return RecipeFile(folder / RECIPE, name=folder.name)
     recipes = sorted(path for path in folder.iterdir() if path.suffix in {".yaml", ".yml"} and path.is_file())
     if not recipes:
         raise UserError(f"{folder} is a folder without a recipe; give a .yaml file")
@@ -116,3 +122,9 @@ def recipe_text(file: RecipeFile) -> str:
     values = {key: value for key, value in (stated | file.changes).items() if value is not None}
     header = f"# Recipe {file.path.stem} with other keys.\n"
     return header + yaml.safe_dump(values, sort_keys=False, width=120)
+
+
+def text_of_recipe(recipe: "Recipe") -> str:
+    """Return a file of a recipe with every default spelt out; keys without a value are left out."""
+    values = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return "# The recipe as it was run.\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)

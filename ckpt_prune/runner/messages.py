@@ -21,6 +21,7 @@ from ckpt_prune.model.containers.choosing import unprunable_spaces
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
+from ckpt_prune.runner.changes import change_lines
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank
@@ -37,16 +38,6 @@ _ALIKE = 0.005
 """Predicted losses that differ by less than this share are told to be the same."""
 
 
-def cache_line(prepared: Prepared) -> str | None:
-    """Say that statistics of the dense model replace the pruned prefix that the recipe asks for; else None."""
-    recipe = prepared.recipe
-    if recipe.target == "dense" or prepared.sequential or prepared.statistics is None or prepared.plan is not None:
-        return None
-    kind = "sequential" if recipe.target == "sequential" else "drift-correcting"
-    meaning = " (drift: how far pruning has moved the residual stream)" if recipe.target == "drift" else ""
-    return f"recipe {recipe.name} is {kind}{meaning}; with --statistics its dense-cache variant is used"
-
-
 def messages(prepared: Prepared) -> list[str]:
     """Return the messages about a job, besides its sizes."""
     lines = []
@@ -58,9 +49,7 @@ def messages(prepared: Prepared) -> list[str]:
             f"all figures are of the {within.part} part of this {composite.model_type}: "
             f"{composite.part(within.part).note}"
         )
-    cached = cache_line(prepared)
-    if cached is not None:
-        lines.append(cached)
+    lines += change_lines(prepared)
     first, family = prepared.model.spaced_blocks.start, prepared.model.family
     if recipe.has("mask") and first:
         lines.append(

@@ -11,7 +11,7 @@ from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
 from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.common.filenames import GRAPH_RECORD, REPORT
+from ckpt_prune.common.filenames import GRAPH_RECORD, RECIPE, REPORT
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.model_card import front_matter, metadata, sentence_class_of
@@ -23,6 +23,7 @@ from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODUL
 from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_rope
 from ckpt_prune.model.runtimes import MLX_FAMILIES, places, types_exported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
+from ckpt_prune.recipe.shipped import text_of_recipe
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.report import report_of
 from ckpt_prune.runner.sections import all_sections, name_report
@@ -69,6 +70,9 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
             writer.copy(source.path / name)
         for name, path in carried_files(source).items():
             writer.copy(path, name)
+        recipe = record.read_recipe() if form.kind is OUTPUT_KIND else None
+        if recipe is not None:
+            writer.write_text(RECIPE, text_of_recipe(recipe))
         writer.write_index()
         names = [*output.layout, *output.aside, *output.copied, CONFIG, *sorted(writer.side_names)]
         digests = sha256_files(writer.folder, dict.fromkeys(names))
@@ -121,7 +125,7 @@ def replace_record(out: Path, report: Report) -> None:
 
 def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     """Return the names that an output will have at its top, as far as they are known."""
-    names = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, f"{REMOTE_MODULE}.py", f"{MLX_MODULE}.py"}
+    names = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, RECIPE, f"{REMOTE_MODULE}.py", f"{MLX_MODULE}.py"}
     names |= {name for stage in stages_of(recipe) for name in stage.writes}
     return top_names(side_files_of(source).files) | WEIGHT_NAMES | dict.fromkeys(names)
 

@@ -126,6 +126,7 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
         training,
         by_default=options.recipe is None and plan is None,
         origin=chosen.origin,
+        written=chosen.written,
     )
     made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
     if made_from and job.statistics is not None and job.statistics.index.digest != made_from:

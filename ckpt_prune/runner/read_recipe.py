@@ -31,12 +31,14 @@ class ChosenRecipe:
         plan: to be applied, or None.
         device: where the work is done.
         origin: where the recipe, or that of the plan, was fetched from; None if it was here.
+        written: the recipe before runtimes wanted other widths of it.
     """
 
     recipe: Recipe
     plan: Plan | None
     device: torch.device
     origin: Origin | None
+    written: Recipe
 
 
 def read_recipe(options: PruneOptions) -> ChosenRecipe:
@@ -63,7 +65,7 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
     if options.perplexity_after is not None and recovery is not None and recovery.at_the_end:
         raise UserError("--perplexity-after is for recovery block by block, and scales are fitted to all at the end")
-    return ChosenRecipe(recipe, plan, device, origin)
+    return ChosenRecipe(recipe, plan, device, origin, recipe)
 
 
 def recipe_of(

@@ -10,6 +10,7 @@ from ckpt_prune.job.report import Asked, Latency, UsedRecipe
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.source_facts import source_of, stored_as, stored_whole
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
+from ckpt_prune.runner.changes import changes_of
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.messages import few_tokens
 from ckpt_prune.stages.report import Report
@@ -42,6 +43,7 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
         ignored=sorted([*checkpoint.ignored, *checkpoint.shadowed]),
         part=None if checkpoint.within is None else checkpoint.within.part,
         asked=asked_for,
+        changes=changes_of(prepared),
         calibration=Record.model_validate(describe_data(prepared)),
         plan=whole.plan.digest if whole.plan else None,
         container=stored_whole(checkpoint, stored_as(prepared.output.container, prepared.model)),

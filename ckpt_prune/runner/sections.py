@@ -47,6 +47,7 @@ def recipe_sections(report: Report) -> list[Section]:
     """Say by which recipe, and how it differs from the shipped one of its name."""
     summary = report.recipe.summary
     sentences = [line for line in (f"{summary}{_beside_shipped(report)}".strip(),) if line]
+    sentences += [f"{change.words}." for change in report.changes]
     return [Section("Recipe", sentences)] if sentences else []
 
 

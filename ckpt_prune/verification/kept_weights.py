@@ -15,7 +15,7 @@ from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.skeleton import parse_config
+from ckpt_prune.model.skeleton import is_parameter, parse_config
 from ckpt_prune.model.spaces import SpaceName, expert_space
 from ckpt_prune.stages.low_rank.records import FactoredRecord
 from ckpt_prune.stages.report import Report
@@ -167,7 +167,8 @@ def _check_untrained(checkpoint: Checkpoint, dense: Checkpoint, *, norms_trained
     blocks = range(family.dimension(parse_config(dense.config), "layers"))
     trained = {family.tensor(block, module, kind) for block in blocks for module in family.linears for kind in KINDS}
     prefixes = tuple(family.block.format(block=block) for block in blocks) if norms_trained else ()
-    compared = [name for name in checkpoint.tensors if name not in trained and not name.startswith(prefixes)]
+    compared = [name for name in filter(is_parameter, checkpoint.tensors) if name not in trained]
+    compared = [name for name in compared if not name.startswith(prefixes)]
     if difference := find_difference(checkpoint, dense, compared):
         return False, f"{difference}, and recovery does not change it"
     return True, (

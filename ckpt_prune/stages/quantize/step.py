@@ -52,14 +52,16 @@ def quantize_step(stage: Quantize, prepared: Prepared, run: Run) -> PruneStep:
     packed, by_gptq = prepared.output.packed, stage.rounding == "gptq"
     rounder = Rounder(prepared.model, frozenset(packed), scheme_of(stage, packed), by_gptq)
     grams = dict.fromkeys(prepared.model.family.inputs, by_gptq)
-    behind = next((step for step in reversed(run.steps.values()) if isinstance(step, PruneStep)), None)
-    if behind is not None and by_gptq:
+    with phase("calibration"):
+        if not by_gptq or prepared.live is None:
+            return PruneStep(rounder, open_moments(prepared, grams if by_gptq else None))
+        behind = next((step for step in reversed(run.steps.values()) if isinstance(step, PruneStep)), None)
+        if behind is None:
+            return PruneStep(rounder, SequentialMoments(prepared.live_stream(prepared.view), grams, true_sequential=True))
         # The stream of what prunes moves by the weights that are written, which are rounded.
         if not isinstance(behind.source, SequentialMoments):
             behind.carry(prepared.live_stream(prepared.view))
         return PruneStep(rounder, OtherStream(behind.carried, grams, true_sequential=True))
-    with phase("calibration"):
-        return PruneStep(rounder, open_moments(prepared, grams if by_gptq else None))
 
 
 class OtherStream(SequentialMoments):
