@@ -97,6 +97,11 @@ def validate(options: RecipeValidateOptions) -> "dict[str, Recipe]":
     return recipes
 
 
+def _show_valid(recipes: "Mapping[str, Recipe]", _options: dict[str, Any]) -> None:
+    for name, recipe in recipes.items():
+        click.echo(f"{name}: recipe {recipe.name} is valid")
+
+
 def _recipes_data(recipes: "Mapping[str, Recipe]") -> dict[str, Any]:
     data = {name: recipe.model_dump(mode="json", by_alias=True) for name, recipe in recipes.items()}
     return data if len(data) > 1 else next(iter(data.values()))
@@ -151,7 +156,7 @@ command = click.Group(
         ),
         Command(
             validate,
-            lambda recipes, _: click.echo("\n".join(f"{n}: recipe {each.name} is valid" for n, each in recipes.items())),
+            _show_valid,
             examples=["recipe validate mine.yaml yours.yaml", "recipe validate ridge --json"],
             data=_recipes_data,
         ),

@@ -6,8 +6,11 @@ from functools import partial
 from itertools import chain
 from math import exp
 
+from pydantic import ValidationError
+
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count, plural
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.zero_patterns import describe_mask
 from ckpt_prune.job.decisions import multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
@@ -22,6 +25,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.runner.changes import change_lines
+from ckpt_prune.runner.runtimes import fit_to_runtimes
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank
@@ -272,6 +276,11 @@ def wider_choice(prepared: Prepared) -> str | None:
     recipe = prepared.recipe
     if not prepared.job.by_default or (recipe.name, recipe.widths) != (DEFAULT_RECIPE, "uniform"):
         return None
+    try:
+        wider = type(recipe).model_validate(prepared.whole.recipe.model_dump(by_alias=True) | {"widths": "per_layer"})
+        fit_to_runtimes(wider, prepared.model, Notices())
+    except (ValidationError, UserError):
+        return None  # what else was asked for, such as quantize, refuses it
     losses = prepared.decisions.losses
     beginning = f"widths per block (--recipe {WIDER_CHOICE}) would lose"
     if losses is None:

@@ -125,7 +125,15 @@ def replace_record(out: Path, report: Report) -> None:
 
 def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     """Return the names that an output will have at its top, as far as they are known."""
-    names = {*source.files, CONFIG, form_of(recipe).kind.record, _CARD, RECIPE, f"{REMOTE_MODULE}.py", f"{MLX_MODULE}.py"}
+    names = {
+        *source.files,
+        CONFIG,
+        form_of(recipe).kind.record,
+        _CARD,
+        RECIPE,
+        f"{REMOTE_MODULE}.py",
+        f"{MLX_MODULE}.py",
+    }
     names |= {name for stage in stages_of(recipe) for name in stage.writes}
     return top_names(side_files_of(source).files) | WEIGHT_NAMES | dict.fromkeys(names)
 

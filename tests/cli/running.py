@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -14,10 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.cli.main import main
+from ckpt_prune.cli.main import COMMANDS, main
 from tests.interrupting import interrupt_at
 from tests.reports import comparable
 
+DENSE = (
+    "target is dense here, and not sequential as the recipe says: statistics are of the dense model alone; give --text "
+    "or --images for the other"
+)
+"""What `prune --statistics` says of a sequential recipe."""
 TEXT = ("--text", "calib.txt", "--samples", "8", "--window", "16")
 
 
@@ -59,7 +65,30 @@ def read_refusal(*args: str) -> str:
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith("Error: ")
-    return lines[0].removeprefix("Error: ")
+    message = lines[0].removeprefix("Error: ")
+    assert not unknown_options(message, args[0]), message
+    return message
+
+
+def unknown_options(message: str, command: str) -> set[str]:
+    """Return the options that a message names, and neither its command nor one that it names before them has."""
+    known, unknown = options_of(command), set()
+    ours = re.sub(r"`(?!ckpt-prune)[^`]*`", "", message)
+    for word in re.findall(r"(?<![\w-])(?:--[a-z][a-z0-9-]*|[a-z]+)", ours):
+        if word in COMMANDS:
+            known |= options_of(word)
+        elif word.startswith("--") and word not in known:
+            unknown.add(word)
+    return unknown
+
+
+def options_of(command: str) -> set[str]:
+    """Return the options of a command, and of those below it."""
+    found = main.get_command(click.Context(main), command)
+    if found is None:
+        return set()
+    every = [found, *(found.commands.values() if isinstance(found, click.Group) else ())]
+    return {name for each in every for param in each.params for name in (*param.opts, *param.secondary_opts)}
 
 
 def read_usage_error(*args: str) -> str:

@@ -61,7 +61,10 @@ VARIANTS: dict[str, dict[str, Keys]] = {
         "energy": _spaces("ridge") | {"allocation": "least-error", "weigh_by": "energy"},
         "flap": _spaces("bias", "flap") | {"allocation": "across-layers-and-spaces", "widths": "per_layer"},
         "rotary": {"spaces": {"rotary": {"score": "obs", "compensation": {"method": "factors"}}}, "container": "any"},
-        "values": {"spaces": {"values": {"score": "principal", "compensation": {"method": "ridge"}}}, "container": "any"},
+        "values": {
+            "spaces": {"values": {"score": "principal", "compensation": {"method": "ridge"}}},
+            "container": "any",
+        },
     },
     "mask": {
         "magnitude": _mask("magnitude"),

@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.stages.spaces import measure_dense
 from tests import encoders, families
-from tests.cli.running import TEXT, listing, ok, read_json, read_refusal, run, same_files
+from tests.cli.running import DENSE, TEXT, listing, ok, read_json, read_refusal, run, same_files
 from tests.images import write_images, write_vit
 from tests.interrupting import interrupt_at
 from tests.oracles import whole_best
@@ -305,7 +305,7 @@ def test_a_curve_that_is_measured(here):
     assert listing() == before
     dense = json.loads(ok("evaluate", RIDGE[1], "--text", "calib.txt", *by_hand, "--json"))
     assert sweep["measured"] == f"perplexity (dense: {dense['perplexity']:.3f}) and KL on 4 windows of 16 tokens"
-    assert sweep["messages"] == ["recipe ridge is sequential; with --statistics its dense-cache variant is used"]
+    assert sweep["messages"] == [DENSE]
     assert lines[-2:] == [sweep["measured"], *sweep["messages"]]
     assert lines[0].split()[-2:] == ["KL", "perplexity"]
     ok("prune", *RIDGE[1:], "--set", f"{STRENGTH}=10", "-o", "out")

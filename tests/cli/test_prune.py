@@ -15,6 +15,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.cli.main import main
 from ckpt_prune.cli.prune_command import hints
 from tests.cli.running import (
+    DENSE,
     TEXT,
     interrupt_job,
     listing,
@@ -57,7 +58,7 @@ def mean_error(out: str, space: str) -> float:
 def test_statistics(place):
     output = ok("prune", "dense", "--recipe", "rcpu", *HALF, "--statistics", "stats", "-o", "out")
     first, body = output.split("\n", 1)
-    assert first == "recipe rcpu is sequential; with --statistics its dense-cache variant is used"
+    assert first == DENSE
     assert body.startswith(COSTS)
     title, columns, heads, mlp, what, honest, verdict, end = body.removeprefix(COSTS).splitlines()
     assert (title, columns.split()) == ("Units", ["space", "units", "kept", "error", "before", "after"])

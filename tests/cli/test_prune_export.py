@@ -48,7 +48,14 @@ def files(folder: str | Path) -> list[str]:
 def assert_complete(out: str) -> None:
     """Check that an output lacks nothing but its graph."""
     assert set(files(out)) - {"onnx.log"} == {
-        *("README.md", "ckpt_prune.json", "config.json", "generation_config.json", "model.safetensors"),
+        *(
+            "README.md",
+            "ckpt_prune.json",
+            "ckpt_prune_recipe.yaml",
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+        ),
         *("tokenizer.json", "tokenizer_config.json"),
     }
     assert "FAILED" not in ok("verify", out, "--against", "dense")

@@ -1,7 +1,10 @@
 """`recipe`, and how invalid recipes are refused."""
 
+import ast
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +12,21 @@ from typing import Any
 import pytest
 import yaml
 
+import ckpt_prune
+from ckpt_prune.cli.main import COMMANDS
+from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
-from tests.cli.running import ok, read_refusal, read_usage_error
+from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes, text_of_recipe
+from tests.cli.running import TEXT, ok, options_of, read_json, read_refusal, read_usage_error, run
+from tests.gguf_files.tiny import save
 
 TOP = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
     "layers, container, runs_on, spaces, depth, hidden, rotation, mask, low_rank, recovery, quantize, export"
 )
+PACKAGE = Path(ckpt_prune.__file__).parent
+OTHERS = {"--merge", "--model", "--model-path", "--no", "--no-deps", "--repo-type", "--revision", "--target"}
+"""Options of other tools' commands."""
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 
 
@@ -230,6 +240,17 @@ def test_a_config_or_a_plan_is_not_a_recipe(place):
         ("ratio.x.y=1", "--set: ratio: input should be a valid number, got {{'x': {{'y': 1}}}}"),
         ("name.x=1", "--set name.x=1: name holds a value, not keys"),
         ("ratio=nan", "--set: ratio: input should be a finite number, got 'nan'"),
+        ("ffn.ratio=0.3", "--set: unknown key ffn: did you mean spaces.mlp.ratio? allowed here: " + TOP),
+        ("epochs=3", "--set: unknown key epochs: did you mean recovery.epochs? allowed here: " + TOP),
+        (
+            "lambda=0.1",
+            "--set: unknown key lambda: did you mean spaces.SPACE.compensation.lambda or depth.compensation.lambda? "
+            "allowed here: " + TOP,
+        ),
+        (
+            "spaces.ffn.ratio=0.3",
+            "--set: unknown key spaces.ffn: did you mean spaces.mlp? allowed here: " + ", ".join(SPACES),
+        ),
         ("ratoi=0.3", "--set: unknown key ratoi: did you mean 'ratio'? allowed here: " + TOP),
     ],
 )
@@ -247,3 +268,82 @@ def test_percentages_are_ratios(place, change):
     assert read_refusal("prune", "dense", "--recipe", "magnitude", "--ratio", "100%", "-o", "out") == (
         "--ratio 1: a ratio is in [0, 1)"
     )
+
+
+# ---- several, and those of outputs ---------------------------------------------------------------------------------
+
+
+def test_several_recipes_are_checked_at_once(place):
+    assert ok("recipe", "validate", "ridge", "best") == "ridge: recipe ridge is valid\nbest: recipe best is valid\n"
+    assert list(json.loads(ok("recipe", "validate", "ridge", "best", "--json"))) == ["ridge", "best"]
+    Path("a.yaml").write_text(GOOD.replace("1", "2"))
+    Path("b.yaml").write_text(GOOD + "target: late\n")
+    assert read_refusal("recipe", "validate", "a.yaml", "ridge", "b.yaml") == (
+        "a.yaml, line 1: version: 2 is not 1; b.yaml, line 5: target: late is not one of dense, sequential, drift"
+    )
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_recipe_that_is_written_out_is_the_same(tmp_path, name):
+    recipe = load_recipe(name)
+    (tmp_path / "again.yaml").write_text(text_of_recipe(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml")).digest == recipe.digest
+
+
+def test_the_recipe_of_an_output_makes_the_same_output(place):
+    ok("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, "-o", "first")
+    ok("prune", "dense", "--recipe", "first", *TEXT, "-o", "second")
+    first, second = read_json("first/ckpt_prune.json"), read_json("second/ckpt_prune.json")
+    assert first["files"].keys() >= {"ckpt_prune_recipe.yaml", "model.safetensors"}
+    assert "ckpt_prune_recipe.yaml" in first["side_files"]
+    assert second["files"] == first["files"]
+    assert second["recipe_digest"] == first["recipe_digest"]
+    Path("first/ckpt_prune_recipe.yaml").write_text(GOOD)
+    assert "ckpt_prune_recipe.yaml" in run("verify", "first").stdout
+
+
+def test_a_target_that_the_model_changes_is_told_and_kept_by_its_key(place):
+    save(Path("gemma"), "gemma3_text", head_dim=16)
+    why = "a norm follows what is fitted to the drift, and would blow its corrections up"
+    line = f"target is sequential here, and not drift as the recipe says: {why}"
+    assert line in ok("prune", "gemma", "--dry-run", *TEXT).splitlines()
+    ok("prune", "gemma", "--recipe", "best-uniform", *TEXT, "-o", "out")
+    assert read_json("out/ckpt_prune.json")["changes"] == [
+        {"key": "target", "asked": "drift", "used": "sequential", "why": why}
+    ]
+    assert f"- {line}." in Path("out/README.md").read_text().splitlines()
+    assert load_recipe("out").target == "sequential"
+
+
+def test_widths_per_block_are_not_offered_where_the_recipe_refuses_them(place):
+    rounding = ("--set", "quantize.format=int8")
+    assert "(--recipe best)" in ok("prune", "dense", "--dry-run", *TEXT)
+    assert "(--recipe best)" not in ok("prune", "dense", "--dry-run", *TEXT, *rounding)
+    assert read_refusal("prune", "dense", "--recipe", "best", *rounding, "--dry-run", *TEXT).endswith(
+        "runtimes of quantised weights run no code of our own: say widths: uniform, or leave out quantize"
+    )
+
+
+def test_every_option_that_is_named_exists():
+    known = {option for command in COMMANDS for option in options_of(command)} | {"--help", "--version"}
+    unknown = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                unknown |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", node.value)) - known
+    assert unknown == OTHERS
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["recipe", "list"], ["prune", "--help"], ["prune", "m", "--recipe", "rigde", "-o", "o"]]
+)
+def test_what_needs_no_model_loads_no_torch(tmp_path, arguments):
+    code = f"""import sys
+from ckpt_prune.cli.main import main
+try:
+    main({arguments!r})
+except SystemExit:
+    pass
+print(sorted(sys.modules.keys() & {{"torch", "transformers", "numpy", "onnx"}}))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]"

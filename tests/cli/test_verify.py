@@ -26,7 +26,7 @@ kept units      ok
 tensors: 21 tensors have the shapes that config.json says
 finite: no NaN, no Inf
 load: LlamaForCausalLM by stock transformers: no key missing, unexpected or mismatched
-digests: 5 file(s) as written
+digests: 6 file(s) as written
 sparsity: no mask recorded; 0.0 % of block weights are zero
 side files: tokenizer and generation_config.json load
 kept units: producers of 4 pruned spaces hold the dense rows, bit for bit

@@ -70,7 +70,8 @@ def pack_output(stage: Quantize, model: Model, output: Output) -> Output:
 
 
 def scheme_of(stage: Quantize, weights: dict[str, TensorSpec]) -> PackingScheme:
-    return choose_scheme(stage.format, stage.group_size, {name: shape[1] for name, (_, shape) in weights.items()})
+    columns = {name: shape[1] for name, (_, shape) in weights.items()}
+    return choose_scheme(stage.format, stage.group_size, columns, stage.option)
 
 
 def _own_code(checkpoint: Checkpoint) -> UserError:

@@ -48,7 +48,9 @@ class PackingScheme:
         return {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False} | shared
 
 
-def choose_scheme(kind: Format, asked: str | None, columns: dict[str, int]) -> PackingScheme:
+def choose_scheme(
+    kind: Format, asked: str | None, columns: dict[str, int], option: str = "--group-size "
+) -> PackingScheme:
     """Choose the scheme of a model.
 
     Refuses a size that no kernel takes, or that does not divide a weight's columns.
@@ -57,6 +59,7 @@ def choose_scheme(kind: Format, asked: str | None, columns: dict[str, int]) -> P
         asked: a size of groups, `channel` for whole rows, or None: rows for int8, the largest size that divides every
             weight for int4.
         columns: weight → its number of columns.
+        option: what a size is said by, for messages: of the command, or of a recipe.
     """
     if asked == CHANNEL or (asked is None and kind == "int8"):
         return PackingScheme(kind, None)
@@ -67,17 +70,17 @@ def choose_scheme(kind: Format, asked: str | None, columns: dict[str, int]) -> P
             narrow = next(name for name, width in columns.items() if width % GROUPS[-1])
             raise UserError(
                 f"{narrow} has {columns[narrow]} columns, which no group of {', '.join(map(str, GROUPS))} divides: say "
-                f"--group-size {CHANNEL}, or prune in multiples (--set spaces.mlp.multiple_of={GROUPS[-1]})"
+                f"{option}{CHANNEL}, or prune in multiples (--set spaces.mlp.multiple_of={GROUPS[-1]})"
             )
         return PackingScheme(kind, fitting[0])
     size = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 0
     if size not in GROUPS:
         raise UserError(
-            f"--group-size {asked}: kernels take groups of {', '.join(map(str, GROUPS))}, or whole rows ({CHANNEL})"
+            f"{option}{asked}: kernels take groups of {', '.join(map(str, GROUPS))}, or whole rows ({CHANNEL})"
         )
     if size not in fitting:
         odd = next(name for name, width in columns.items() if width % size)
         raise UserError(
-            f"--group-size {size} does not divide the {columns[odd]} columns of {odd}: all are divided by {others}"
+            f"{option}{size} does not divide the {columns[odd]} columns of {odd}: all are divided by {others}"
         )
     return PackingScheme(kind, size)

@@ -28,6 +28,7 @@ class Quantize(Stage):
     bar = "quantising"
     takes_outputs = True
     rewrites = True
+    option: ClassVar[str] = "quantize.group_size="
     excludes: ClassVar[Mapping[str, str]] = {
         other: f"{other} and quantize do not go in one recipe: prune first, then `ckpt-prune quantize OUT --text FILE`"
         for other in ("rotation", "hidden", "low_rank", "recovery")
@@ -105,6 +106,7 @@ class QuantizeAlone(Quantize):
     """The stage as the command `quantize` runs it: statistics of the model may have been measured before."""
 
     prunes = True
+    option: ClassVar[str] = "--group-size "
 
     def needs_samples(self, recipe: Recipe) -> bool:
         return False

@@ -57,7 +57,9 @@ def quantize_step(stage: Quantize, prepared: Prepared, run: Run) -> PruneStep:
             return PruneStep(rounder, open_moments(prepared, grams if by_gptq else None))
         behind = next((step for step in reversed(run.steps.values()) if isinstance(step, PruneStep)), None)
         if behind is None:
-            return PruneStep(rounder, SequentialMoments(prepared.live_stream(prepared.view), grams, true_sequential=True))
+            return PruneStep(
+                rounder, SequentialMoments(prepared.live_stream(prepared.view), grams, true_sequential=True)
+            )
         # The stream of what prunes moves by the weights that are written, which are rounded.
         if not isinstance(behind.source, SequentialMoments):
             behind.carry(prepared.live_stream(prepared.view))
