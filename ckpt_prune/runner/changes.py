@@ -37,7 +37,7 @@ def change_lines(prepared: Prepared) -> Iterator[str]:
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the dotted keys of which two recipes have other values; a space that one of them lacks is one key."""
-    for key in old | new:
+    for key in {**old, **new}:
         before, after = old.get(key), new.get(key)
         if before == after:
             continue
