@@ -25,7 +25,17 @@ TOP = (
     "layers, container, runs_on, spaces, depth, hidden, rotation, mask, low_rank, recovery, quantize, export"
 )
 PACKAGE = Path(ckpt_prune.__file__).parent
-OTHERS = {"--merge", "--model", "--model-path", "--no", "--no-deps", "--repo-type", "--revision", "--target"}
+OTHERS = {
+    "--merge",
+    "--model",
+    "--model-path",
+    "--no",
+    "--no-deps",
+    "--prefix",
+    "--repo-type",
+    "--revision",
+    "--target",
+}
 """Options of other tools' commands."""
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"
 
