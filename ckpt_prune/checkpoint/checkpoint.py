@@ -1,5 +1,6 @@
 """A checkpoint folder as published on the Hub. Headers are read at once, tensors when they are asked for."""
 
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -16,16 +17,18 @@ from ckpt_prune.checkpoint.digests import checkpoint_fingerprint
 from ckpt_prune.checkpoint.files import Stamp, find_changed, open_input, stamps_of
 from ckpt_prune.checkpoint.fp8 import attach_scales
 from ckpt_prune.checkpoint.journal import refuse_unfinished
-from ckpt_prune.checkpoint.json_files import check_side_files, read_json_object
+from ckpt_prune.checkpoint.json_files import canonical_json, check_side_files, read_json_object
 from ckpt_prune.checkpoint.model_folder import ADAPTER_CONFIG, is_adapter, model_name, refuse_adapter, resolve_model
 from ckpt_prune.checkpoint.packed import attach_groups
 from ckpt_prune.checkpoint.quantised import class_name, drop_quantisation, is_packed, is_plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.shard import (
+    CODES,
     Header,
     Stack,
     TensorInfo,
     add_adapter,
     apply_scales,
+    as_bytes,
     read_flat_chunks,
     read_header,
     read_tensor,
@@ -131,6 +134,8 @@ class Checkpoint:
     @classmethod
     def _open_plain(cls, path: Path, *, packed: bool = False) -> "Checkpoint":
         """Open a folder of weights, whether an adapter lies beside them or not."""
+        # First, so that whatever changes while the rest is read has another stamp.
+        stamps = stamps_of(path)
         config = _read_config(path, packed=packed)
         check_side_files(path)
         # The order of transformers: the single file wins if both are there.
@@ -152,7 +157,7 @@ class Checkpoint:
             files=files,
             sharded=sharded,
             metadata={file: headers[file].metadata for file in files},
-            stamps=stamps_of(path),
+            stamps=stamps,
         )
 
     @classmethod
@@ -196,8 +201,9 @@ class Checkpoint:
         infos = self.tensors[one], self.tensors[other]
         return _equal(self.path, *infos, *(info.stamp for info in infos))
 
-    def check_unchanged(self, names: Iterable[str]) -> None:
-        """Refuse to continue with files that changed since the folder was opened."""
+    def check_unchanged(self, names: Iterable[str] | None = None) -> None:
+        """Refuse to continue with files that changed since the folder was opened: these, or all that are read."""
+        names = [CONFIG, *self._weight_stamps] if names is None else names
         if (name := find_changed(self.path, self.stamps, names)) is not None:
             raise UserError(f"{self.path / name} changed since it was opened; run again")
 
@@ -205,6 +211,25 @@ class Checkpoint:
         """Return the name under which a file's stamp is kept: below the folder, or its place if it is an adapter's."""
         below = path.is_relative_to(self.path)
         return path.relative_to(self.path).as_posix() if below else str(path.absolute())
+
+    @property
+    def _weight_stamps(self) -> dict[str, Stamp]:
+        """Stamps of the files that tensors are read from, with their index and an adapter's files."""
+        read = {part.file for info in self.tensors.values() for part in info.parts} | {INDEX}
+        read |= set() if self.adapter is None else {str(self.adapter.absolute() / ADAPTER_CONFIG)}
+        return {name: stamp for name, stamp in self.stamps.items() if name in read}
+
+    def identify(self) -> dict[str, Any]:
+        """Return what tells the tensors from any others, as JSON: a digest of all their bytes, and stamps of the files.
+
+        Refuses NaN and Inf.
+        """
+        return {"content": self._scanned, "stamps": {name: list(own) for name, own in self._weight_stamps.items()}}
+
+    def is_identified(self, identity: Mapping[str, Any]) -> bool:
+        """Whether the tensors are those that were identified. They are read if the files were copied or touched."""
+        stamps = {name: list(own) for name, own in self._weight_stamps.items()}
+        return identity["stamps"] == stamps or bool(identity["content"] == self._scanned)
 
     def transpose(self, names: Iterable[str]) -> "Checkpoint":
         """Return the same checkpoint with some matrices read as their transposes."""
@@ -320,20 +345,26 @@ class Checkpoint:
         _ = self._scanned
 
     @cached_property
-    def _scanned(self) -> None:
+    def _scanned(self) -> str:
+        """Hex SHA-256 of the bytes of all tensors by name, none of which is NaN or Inf."""
         # Cached only when it passes: a job that measures before it writes asks twice, and 13 GB are read once.
-        # Old transformers saved what they masked logits with: -1e9, which float16 does not hold.
-        names = (name for name in self.tensors if not name.endswith(".masked_bias"))
-        stored = (part for name in names for part in self.tensors[name].parts)
-        floats = [info for info in stored if info.dtype.is_floating_point]
-        for info in track(floats, "checking for NaN and Inf", unit="tensor"):
+        stored = [part for name in sorted(self.tensors) for part in self.tensors[name].parts]
+        digest = hashlib.sha256()
+        for info in track(stored, "checking for NaN and Inf", unit="tensor"):
+            digest.update(canonical_json([info.name, info.shape, CODES[info.dtype]]).encode())
+            # Old transformers saved what they masked logits with: -1e9, which float16 does not hold.
+            checked = info.dtype.is_floating_point and not info.name.endswith(".masked_bias")
+            bad = 0
             with open_input(self.path / info.file) as handle:
-                bad = sum(_count_not_finite(chunk) for chunk in read_flat_chunks(handle, info))
+                for chunk in read_flat_chunks(handle, info):
+                    digest.update(as_bytes(chunk))
+                    bad += _count_not_finite(chunk) if checked else 0
             if bad:
                 raise UserError(
                     f"{self.path / info.file}: tensor {info.name!r} has {bad} NaN or Inf among {info.numel} elements; "
                     "download it again or repair it"
                 )
+        return digest.hexdigest()
 
     @cached_property
     def fingerprint(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.checkpoint.files import open_input
+from ckpt_prune.checkpoint.files import open_input, sha256_files
 from ckpt_prune.checkpoint.json_files import canonical_json
 from ckpt_prune.checkpoint.shard import CODES, TensorInfo, read_bytes
 
@@ -29,15 +29,6 @@ READER_FILES = (*TOKENIZER_FILES, *PROCESSORS)
 _EDGE_BYTES = 4096
 _PIECE_BYTES = 256
 _PIECES = 16
-
-
-def sha256_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the hex SHA-256 of each named file of a folder, read as a stream."""
-    digests = {}
-    for name in names:
-        with open_input(folder / name) as handle:
-            digests[name] = hashlib.file_digest(handle, "sha256").hexdigest()
-    return digests
 
 
 def find_changed_files(folder: Path, recorded: Mapping[str, str]) -> tuple[str | None, list[str]]:

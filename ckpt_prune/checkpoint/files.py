@@ -1,6 +1,7 @@
 """Files from others: only regular ones, up to a stated size, unchanged from the first read to the last. And places."""
 
 import errno
+import hashlib
 import io
 import os
 import stat
@@ -12,8 +13,11 @@ from ckpt_prune.common.errors import UserError
 MOST_BYTES = 2**28
 """Limit for a file that is read whole. The reports and plans of the largest models are half as large."""
 
-Stamp = tuple[int, int, int]
-"""Size, time of change and inode of a file; it differs once the file is replaced or written to."""
+Stamp = tuple[int, int, int, int]
+"""Size, time of change, time of the last change of anything, and inode of a file.
+
+It differs once the file is replaced or written to: whoever sets the first time back changes the second.
+"""
 
 
 def open_input(path: Path) -> io.FileIO:
@@ -33,7 +37,25 @@ def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
 def stamp_of(file: Path | int) -> Stamp:
     """Return the stamp of a file, given by path or descriptor."""
     status = os.stat(file)  # noqa: PTH116 - of a descriptor, too
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def sha256_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the hex SHA-256 of each named file of a folder, read as a stream."""
+    digests = {}
+    for name in names:
+        with open_input(folder / name) as handle:
+            digests[name] = hashlib.file_digest(handle, "sha256").hexdigest()
+    return digests
+
+
+def read_unchanged(path: Path, stamps: dict[Path, Stamp]) -> bytes:
+    """Read a file whole, and note its stamp by its path; UserError if it is not the one that was read there before."""
+    stamp = stamp_of(path)
+    data = path.read_bytes()
+    if stamps.setdefault(path, stamp) != stamp_of(path):
+        raise UserError(f"{path} changed since it was opened; run again")
+    return data
 
 
 def stamps_of(folder: Path) -> dict[str, Stamp]:

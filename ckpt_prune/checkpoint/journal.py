@@ -2,19 +2,19 @@
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.checkpoint.files import read_input, sync
+from ckpt_prune.checkpoint.files import read_input, sha256_files, sync
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
 
 # Hidden and unlike any published file: it is removed only after the swap, so that a kill there costs nothing.
 JOURNAL = ".ckpt_prune_journal.json"
 _FRESH = f"{JOURNAL}.tmp"
-_VERSION = 3
+_VERSION = 4
 _RECORDING = threading.Lock()
 
 
@@ -28,7 +28,9 @@ class Journal:
         resumable: whether another run can continue it.
         layout: digest of the output's files, tensors and shapes; None until they are known.
         complete: whether only the swap of folders is left to do.
-        entries: finished entries, each with the names of its tensors.
+        sources: what tells the tensors of the job's models from any others (`Checkpoint.identify`).
+        entries: finished entries in their order, each with its tensors → hex SHA-256. A later one may rewrite them.
+        files: entry → its files beside the output's, below the folder → hex SHA-256.
         notes: JSON that was noted with an entry.
     """
 
@@ -38,7 +40,9 @@ class Journal:
     resumable: bool = True
     layout: str | None = None
     complete: bool = False
-    entries: dict[str, list[str]] = field(default_factory=dict)
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    entries: dict[str, dict[str, str]] = field(default_factory=dict)
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -55,19 +59,52 @@ class Journal:
                 bool(values["resumable"]),
                 values["layout"],
                 bool(values["complete"]),
-                dict(values["entries"]),
+                list(values["sources"]),
+                {entry: dict(digests) for entry, digests in values["entries"].items()},
+                {entry: dict(digests) for entry, digests in values["files"].items()},
                 dict(values["notes"]),
             )
-        except (OSError, KeyError, TypeError) as error:
+        except (OSError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(str(error)) from error
 
-    def record(self, entry: str, names: Iterable[str] = (), note: Any = None) -> None:
-        """Record a finished entry and a JSON note. Its bytes must be on disk already. Several threads may record."""
+    def record(
+        self, entry: str, digests: Mapping[str, str] | None = None, note: Any = None, files: Iterable[Path] = ()
+    ) -> None:
+        """Record a finished entry and a JSON note. Its bytes must be on disk already. Several threads may record.
+
+        Args:
+            entry: its name.
+            digests: its tensors → hex SHA-256.
+            note: JSON.
+            files: its files below the folder, which a resumed run reads.
+        """
+        self.trust(entry, files)
         with _RECORDING:
-            self.entries[entry] = sorted(names)
+            self.entries[entry] = dict(sorted((digests or {}).items()))
             if note is not None:
                 self.notes[entry] = note
             self.save()
+
+    def trust(self, entry: str, files: Iterable[Path]) -> None:
+        """Note digests of files that an entry will stand on; `record` or `save` writes them."""
+        names = [path.relative_to(self.folder).as_posix() for path in files]
+        if names:
+            self.files[entry] = sha256_files(self.folder, names)
+
+    def has_files(self, entry: str) -> bool:
+        """Whether the files of an entry are those that were noted."""
+        try:
+            digests = self.files.get(entry, {})
+            return sha256_files(self.folder, digests) == digests
+        except OSError:
+            return False
+
+    def drop_from(self, entry: str) -> None:
+        """Forget an entry and all that came after it, as if the run had been stopped before."""
+        kept = list(self.entries)[: list(self.entries).index(entry)]
+        self.entries = {name: self.entries[name] for name in kept}
+        self.files = {name: own for name, own in self.files.items() if name in self.entries}
+        self.notes = {name: note for name, note in self.notes.items() if name in self.entries}
 
     def save(self) -> None:
         """Write the journal atomically."""

@@ -4,6 +4,7 @@ Files are read with plain reads into the caller's memory and never mapped. Peak 
 file that shrinks while it is read causes an error message instead of a bus error.
 """
 
+import hashlib
 import io
 import json
 import math
@@ -317,29 +318,44 @@ def read_bytes(handle: io.FileIO, info: TensorInfo, start: int, count: int) -> b
     return data.numpy().tobytes()
 
 
-def write_tensor(handle: io.FileIO, info: TensorInfo, tensor: Tensor) -> None:
-    """Write `tensor` (`info.shape`, `info.dtype`; any device, any strides) to its place, 64 MiB at a time."""
+def digest_tensor(handle: io.FileIO, info: TensorInfo) -> str:
+    """Return the hex SHA-256 of a tensor's bytes in its file."""
+    digest = hashlib.sha256()
+    for chunk in read_flat_chunks(handle, info):
+        digest.update(as_bytes(chunk))
+    return digest.hexdigest()
+
+
+def write_tensor(handle: io.FileIO, info: TensorInfo, tensor: Tensor) -> str:
+    """Write `tensor` (`info.shape`, `info.dtype`; any device, any strides) to its place, 64 MiB at a time.
+
+    Returns:
+        Hex SHA-256 of the bytes that were written.
+    """
     if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
         raise ValueError(
             f"tensor {info.name!r} is {tensor.dtype} {tuple(tensor.shape)}, planned as {info.dtype} {info.shape}"
         )
+    digest = hashlib.sha256()
     if info.nbytes == 0:
-        return
+        return digest.hexdigest()
     handle.seek(info.offset)
     stored = tensor.detach().T if info.transposed else tensor.detach()
     rows = stored.reshape(1) if stored.ndim == 0 else stored
     step = max(1, _CHUNK_BYTES * rows.shape[0] // info.nbytes)
     for first in range(0, rows.shape[0], step):
-        data = _as_bytes(rows[first : first + step].cpu().contiguous())
+        data = as_bytes(rows[first : first + step].cpu().contiguous())
+        digest.update(data)
         while data:
             data = data[handle.write(data) :]
+    return digest.hexdigest()
 
 
 def _fill(handle: io.FileIO, info: TensorInfo, start: int, tensor: Tensor) -> None:
     if tensor.numel() == 0:
         return
     handle.seek(info.offset + start)
-    data = _as_bytes(tensor)
+    data = as_bytes(tensor)
     while data:
         count = handle.readinto(data)
         if not count:
@@ -352,8 +368,8 @@ def _fill(handle: io.FileIO, info: TensorInfo, start: int, tensor: Tensor) -> No
         )
 
 
-def _as_bytes(tensor: Tensor) -> memoryview:
-    # As bytes, since numpy has no bfloat16.
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's own memory as bytes; numpy has no bfloat16."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -47,6 +47,8 @@ class Staging:
         scratch: folder in it for files that the output does not hold.
         journal: of finished entries.
         resumed: whether some entries are done by an earlier run.
+        changed: first entry of the earlier run whose files beside the output's are not as it wrote them. The journal
+            lacks it and all that came after it, so that they are made again. None if there is no such entry.
         active: whether the object is entered and not published yet.
     """
 
@@ -67,6 +69,7 @@ class Staging:
         self.scratch = self.path / SCRATCH
         self._kind, self._wants = kind, dict(wants or {})
         self.journal = Journal(self.path, job, overwrite, kind.unfinished == "resumed")
+        self.changed: str | None = None
         self._lock: int | None = None
         self.active = self._published = False
 
@@ -221,6 +224,20 @@ class Staging:
             )
         # A run begun with --overwrite may still replace OUT when it is resumed.
         self.journal = journal
+        # A complete one needs no files beside the output's, and may have lost some of them.
+        if not journal.complete:
+            self._drop_changed()
+
+    def _drop_changed(self) -> None:
+        self.changed = next((entry for entry in self.journal.entries if not self.journal.has_files(entry)), None)
+        if self.changed is not None:
+            self.journal.drop_from(self.changed)
+
+    def reopen(self) -> None:
+        """Take a complete output for one that is not: what is not as it was written is made again."""
+        self.journal.complete = False
+        self._drop_changed()
+        self.resumed = bool(self.journal.entries)
 
 
 def partial_of(out: Path, kind: FolderKind = OUTPUT_KIND) -> Path:

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import INDEX, read_tensors
-from ckpt_prune.checkpoint.files import sync
+from ckpt_prune.checkpoint.files import open_input, sync
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.json_files import canonical_json, pretty_json
-from ckpt_prune.checkpoint.shard import Stack, TensorInfo, build_header, stack_shapes, write_tensor
+from ckpt_prune.checkpoint.shard import Stack, TensorInfo, build_header, digest_tensor, stack_shapes, write_tensor
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures
-from ckpt_prune.common.errors import DiskError, UserError
+from ckpt_prune.common.errors import DiskError
 from ckpt_prune.common.formatting import human_bytes
 
 Layout = Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
@@ -28,10 +28,11 @@ _MARGIN_BYTES = 64 * 2**20
 
 
 class _Pending(threading.local):
-    """Names of the tensors that a thread has written and not committed."""
+    """Tensors that a thread has written and not committed → hex SHA-256, and files that it has kept."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.digests: dict[str, str] = {}
+        self.files: list[Path] = []
 
 
 class CheckpointWriter:
@@ -65,6 +66,8 @@ class CheckpointWriter:
         folder: in which the files grow until `finish()`.
         scratch: folder for files that the output does not hold.
         job: digest of everything that the output depends on.
+        changed: first entry of the resumed run whose bytes are not those that it wrote. The journal lacks it and all
+            that came after it, so that they are made again. None if there is no such entry.
 
     Raises:
         UserError: the run that is resumed had another layout, or the disk has no room.
@@ -114,10 +117,11 @@ class CheckpointWriter:
         ).hexdigest()
         self.out, self.folder, self.scratch, self.job = staging.out, staging.path, staging.scratch, staging.journal.job
         self._staging, self._journal = staging, staging.journal
-        self._written = {name for names in self._journal.entries.values() for name in names}
         self._pending = _Pending()
         self._side_names: set[str] = set()
         staging.settle_layout(digest)
+        self.changed = self._drop_changed()
+        self._written = {name for digests in self._journal.entries.values() for name in digests}
         self._check_space()
         with disk_failures(staging.path):
             self._clear_strays()
@@ -150,14 +154,13 @@ class CheckpointWriter:
         if name in self._written:
             raise ValueError(f"tensor {name!r} is already written")
         with disk_failures(self.folder):
-            self._put(name, tensor)
+            self._pending.digests[name] = self._put(name, tensor)
         self._written.add(name)
-        self._pending.names.append(name)
 
-    def _put(self, name: str, tensor: Tensor) -> None:
+    def _put(self, name: str, tensor: Tensor) -> str:
         info = self._plan[name]
         with (self.folder / info.file).open("r+b", buffering=0) as handle:
-            write_tensor(handle, info, tensor)
+            return write_tensor(handle, info, tensor)
 
     def rewrite(
         self, entry: str, names: Iterable[str], change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
@@ -172,16 +175,20 @@ class CheckpointWriter:
         if entry in self.done:
             raise ValueError(f"entry {entry!r} is already done")
         changed = self.scratch / f"{entry}.safetensors"
-        if not changed.exists():
+        if entry not in self._journal.files:
             new = change(self.read(names))
             self.keep(changed.name, {name: tensor.cpu().contiguous() for name, tensor in new.items()})
+            self._pending.files.remove(changed)
+            with disk_failures(self.folder):
+                self._journal.trust(entry, [changed])
+                self._journal.save()
         new = load_file(changed)
         with disk_failures(self.folder):
-            for name, tensor in new.items():
-                self._put(name, tensor)
+            digests = {name: self._put(name, tensor) for name, tensor in new.items()}
             for file in sorted({self._plan[name].file for name in new}):
                 sync(self.folder / file)
-            self._journal.record(entry)
+            del self._journal.files[entry]
+            self._journal.record(entry, digests)
             changed.unlink()
 
     def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -194,6 +201,7 @@ class CheckpointWriter:
             sync(fresh)
             fresh.replace(self.scratch / name)
             sync(self.scratch)
+        self._pending.files.append(self.scratch / name)
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -206,10 +214,10 @@ class CheckpointWriter:
         if entry in self.done:
             raise ValueError(f"entry {entry!r} is already done")
         with disk_failures(self.folder):
-            for file in sorted({self._plan[name].file for name in self._pending.names}):
+            for file in sorted({self._plan[name].file for name in self._pending.digests}):
                 sync(self.folder / file)
-            self._journal.record(entry, self._pending.names, note)
-        self._pending.names = []
+            self._journal.record(entry, self._pending.digests, note, self._pending.files)
+        self._pending.digests, self._pending.files = {}, []
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors that this run or the resumed one wrote, with planned shape and dtype, to CPU."""
@@ -302,19 +310,60 @@ class CheckpointWriter:
             else:
                 path.unlink()
 
+    def _is_allocated(self, file: str) -> bool:
+        """Whether a file has its header and full length."""
+        path, header = self.folder / file, self._headers[file]
+        if not path.is_file() or path.stat().st_size != self._sizes[file]:
+            return False
+        with path.open("rb") as handle:
+            return handle.read(len(header)) == header
+
     def _allocate(self, file: str) -> None:
         """Give the file its header and full length, unless the resumed run did."""
-        path, header, size = self.folder / file, self._headers[file], self._sizes[file]
-        if path.exists():
-            with path.open("rb") as handle:
-                if path.stat().st_size == size and handle.read(len(header)) == header:
-                    return
-            if any(self._plan[name].file == file for name in self._written):
-                raise UserError(f"{path} was changed since it was written; --overwrite starts afresh")
-        with path.open("wb") as handle:
-            handle.write(header)
+        if self._is_allocated(file):
+            return
+        with (self.folder / file).open("wb") as handle:
+            handle.write(self._headers[file])
             handle.flush()
-            reserve_space(handle.fileno(), size)
+            reserve_space(handle.fileno(), self._sizes[file])
+
+    def _drop_changed(self) -> str | None:
+        """Drop the first entry from the journal whose bytes are not on disk, and all after it. Return its name."""
+        entries, found, changed = self._journal.entries, self._digest_written(), None
+        rewriting = self._names_half_rewritten()
+        while True:
+            expected = {name: digest for digests in entries.values() for name, digest in digests.items()}
+            bad = {name for name, digest in expected.items() if found.get(name) != digest} - rewriting
+            if not bad:
+                return changed
+            # Tensors that a dropped entry has rewritten are not those of the entries before it either: look again.
+            changed, rewriting = next(entry for entry, digests in entries.items() if bad & digests.keys()), set()
+            self._journal.drop_from(changed)
+            entries = self._journal.entries
+
+    def _digest_written(self) -> dict[str, str]:
+        """Return the hex SHA-256 of all tensors in the journal, as they are on disk."""
+        digests = {}
+        names = dict.fromkeys(name for digests in self._journal.entries.values() for name in digests)
+        for file in dict.fromkeys(self._plan[name].file for name in names):
+            if self._is_allocated(file):
+                with open_input(self.folder / file) as handle:
+                    for name in (name for name in names if self._plan[name].file == file):
+                        digests[name] = digest_tensor(handle, self._plan[name])
+        return digests
+
+    def _names_half_rewritten(self) -> set[str]:
+        """Return the tensors whose new values are in a file, since a run was killed while it rewrote them.
+
+        A file that is not as it was written is forgotten.
+        """
+        names: set[str] = set()
+        for entry in self._journal.files.keys() - self._journal.entries.keys():
+            if self._journal.has_files(entry):
+                names |= load_file(self.scratch / f"{entry}.safetensors").keys()
+            else:
+                del self._journal.files[entry]
+        return names
 
 
 def check_free_space(folder: Path, needed: int, what: str = "the output needs", remedy: str = "") -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ckpt_prune._version import __version__
 from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
-from ckpt_prune.checkpoint.digests import sha256_files
-from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.files import read_input, sha256_files
 from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import canonical_json, parse_json_object, pretty_json
 from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
@@ -23,7 +22,7 @@ from ckpt_prune.common.filenames import CONVERSION_RECORD
 from ckpt_prune.common.progress import track
 from ckpt_prune.common.records import FixedRecord
 from ckpt_prune.job.form import Form
-from ckpt_prune.job.run import Announce, Run, say_nothing
+from ckpt_prune.job.run import Announce, Run, say_changed, say_nothing
 from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.model.containers.rope_keys import state_rope
 from ckpt_prune.runner.open_run import OutputFacts, open_staging
@@ -159,6 +158,8 @@ def _write(stock: StockCheckpoint, record: ConversionRecord, run: Run) -> None:
     assert run.staging is not None
     layout = {SINGLE: {name: (tensor.dtype, tensor.shape) for name, tensor in stock.tensors.items()}}
     writer = CheckpointWriter(run.staging, layout, sharded=False)
+    if writer.changed is not None:
+        run.announce(say_changed(run.out, writer.changed))
     for name, tensor in track(list(stock.tensors.items()), "converting", unit="tensor"):
         if name not in writer.done:
             writer.write(name, tensor.read().contiguous())

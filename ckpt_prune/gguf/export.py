@@ -140,6 +140,7 @@ def export_gguf(
                 if not result.passed:
                     raise _FailedProofError
             size = place.stat().st_size
+            source.checkpoint.check_unchanged()
             check_gguf_place(out, overwrite=overwrite)  # another program may have put a file there
     except _FailedProofError:
         pass

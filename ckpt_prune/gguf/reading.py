@@ -63,10 +63,10 @@ class GgufFile:
         """Return a tensor in float32."""
         info = self.tensors[name]
         with open_input(self.path) as handle:
-            if stamp_of(handle.fileno()) != self.stamp:
-                raise UserError(f"{self.path} changed since it was opened; run again")
             handle.seek(info.offset)
             data = np.fromfile(handle, np.uint8, info.bytes)
+            if stamp_of(handle.fileno()) != self.stamp:
+                raise UserError(f"{self.path} changed since it was opened; run again")
         if data.size < info.bytes:
             raise UserError(f"{self.path} ends inside {name}; download it again")
         rows = data.reshape(math.prod(info.shape[:-1]), -1)

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.conversion.stock_checkpoint import NewTensor, StockCheckpoint

@@ -1,6 +1,6 @@
 """A run: one attempt at a job, with its staging folder and journal. Stages get their data and their notes here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,11 @@ def say_nothing(_line: str) -> None:
     pass
 
 
+def say_changed(out: Path, entry: str) -> str:
+    """Say that an unfinished output was changed."""
+    return f"{out}.partial was changed since it was written, first in {entry!r}: that and all after it are done again"
+
+
 @dataclass
 class Run:
     """One attempt at a job.
@@ -40,6 +45,7 @@ class Run:
         steps: key of a stage → what it does to each block, once they are made.
         done: what stages have done as a whole, by names of the report.
         report: the record of the output, if an earlier run has finished it.
+        sources: checkpoints that the output is made from.
     """
 
     out: Path
@@ -50,6 +56,7 @@ class Run:
     steps: dict[str, Step] = field(default_factory=dict)
     done: dict[str, Any] = field(default_factory=dict)
     report: Any = None
+    sources: Sequence[Checkpoint] = ()
 
     @property
     def journal(self) -> Journal | None:
@@ -72,10 +79,11 @@ class Run:
         """Writes the output, once it is laid out; None in a process that does not write."""
         return None if self.store is None else self.store.writer
 
-    def remember(self, entry: str, kind: type[Kind], make: Callable[[], Kind]) -> Kind:
+    def remember(self, entry: str, kind: type[Kind], make: Callable[[], Kind], files: Iterable[Path] = ()) -> Kind:
         """Return what an earlier run has recorded in the journal; else make it, and record it.
 
-        With several processes, all make it, and the first one records it.
+        With several processes, all make it, and the first one records it. `files` are those that go with it, if `make`
+        writes them.
         """
         note = process_group().once(lambda: None if self.journal is None else self.journal.notes.get(entry))
         if note is not None:
@@ -83,7 +91,8 @@ class Run:
         record = make()
         if self.journal is not None:
             with disk_failures(self.journal.folder):
-                self.journal.record(entry, note=record.model_dump(mode="json"))
+                present = [path for path in files if path.is_file()]
+                self.journal.record(entry, note=record.model_dump(mode="json"), files=present)
         return record
 
     def open_store(self, prepared: Prepared) -> BlockStore:
@@ -92,6 +101,8 @@ class Run:
         padded = output.container.padded
         widths = [{space: count for space, count in kept.items() if space not in padded} for kept in prepared.widths]
         writer = self._open_writer(prepared.model.checkpoint, output.layout, output.aside)
+        if writer is not None and writer.changed is not None:
+            self.announce(say_changed(self.out, writer.changed))
         self.store = BlockStore(writer, output.layout, widths if prepared.recipe.spaces else None)
         return self.store
 

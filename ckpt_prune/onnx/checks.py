@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import VALIDATION

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
@@ -199,7 +199,7 @@ class GraphWriter:
                 manifest = self._fill(folder, graphs, config, generation, prove is not None)
             proved = prove is None or prove(folder)
             # The proof reads the source again: if it changed, the proof says nothing of the graph.
-            self.source.check_unchanged([*self.source.files, CONFIG])
+            self.source.check_unchanged()
             if not proved:
                 return None
             self._staging.publish()

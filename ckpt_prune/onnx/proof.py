@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import GRAPH_RECORD

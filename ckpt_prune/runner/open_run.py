@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.folder_kinds import WantedNames
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging, complete_swap, partial_of, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.job import Job
-from ckpt_prune.job.run import Announce, Run
+from ckpt_prune.job.run import Announce, Run, say_changed
 from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.checks import stages_of
@@ -63,6 +64,7 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
     group, form, out, announce = process_group(), opening.form, run.out, run.announce
     for source in opening.sources:
         refuse_overlap(source.path, out)
+    run.sources = opening.sources
     run.report = group.once(lambda: _find_finished(opening, run) if resume and not overwrite else None)
     if run.report is not None:
         yield
@@ -71,13 +73,23 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
     def begin() -> Staging:
         wants = opening.wanted()
         staging = Staging(out, job=opening.digest, resume=resume, overwrite=overwrite, kind=form.kind, wants=wants)
+        if staging.journal.complete and _is_changed(staging, form):
+            announce(f"{out}.partial is not what was written: what changed is done again")
+            staging.reopen()
+        if staging.changed is not None:
+            announce(say_changed(out, staging.changed))
+        if not staging.resumed:
+            staging.journal.sources = [source.identify() for source in opening.sources]
+        for source, identity in zip(opening.sources, staging.journal.sources, strict=True):
+            if staging.resumed and not source.is_identified(identity):
+                raise UserError(
+                    f"{source.path} has other weights than when {out}.partial was begun; put those back, or start "
+                    "afresh with --overwrite"
+                )
         if resume and not staging.resumed:
             announce("nothing to resume: starting afresh")
         elif resume:
             announce(f"resuming {out}.partial: {opening.summary(staging.journal)}")
-        if not staging.resumed:
-            for source in opening.sources:
-                source.check_finite()
         return staging
 
     staging = run.staging = group.on_first(begin)
@@ -86,6 +98,15 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
             lambda: publish_complete(staging, form, announce) if staging and staging.journal.complete else None
         )
         yield
+
+
+def _is_changed(staging: Staging, form: Form) -> bool:
+    """Whether files of a complete output are not those that its record names."""
+    try:
+        record = form.read(staging.path)
+    except UserError:
+        return True
+    return record is None or find_changed_files(staging.path, record.files) != (None, [])
 
 
 def _find_finished(opening: OutputFacts, run: Run) -> Any:

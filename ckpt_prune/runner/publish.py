@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, WEIGHT_NAMES, WantedNames
 from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
 from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
@@ -84,6 +84,8 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
 
 def put_in_place(writer: CheckpointWriter, record: Any, form: Form, digests: Mapping[str, str], run: Run) -> Any:
     """Write record and card, and put an output with these files in its place. Return the record with their digests."""
+    for source in run.sources:
+        source.check_unchanged()
     is_output = form.kind is OUTPUT_KIND
     written_last = {form.kind.record, _CARD} if is_output or form.card is not None else {form.kind.record}
     ends = {

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,19 @@ from .folders import CONFIG, example_tensors, same, save_sharded, save_single, w
 
 FIRST = "model-00001-of-00002.safetensors"
 SECOND = "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("at", [None, 0, 20, 40, -1])
+def test_tensors_are_equal_if_all_their_pieces_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: Any) -> None:
+    """A head that was equal to the embedding in one piece of several was taken as tied to it, and dropped."""
+    monkeypatch.setattr(shard, "_CHUNK_BYTES", 64)
+    one = torch.arange(48.0).reshape(6, 8)
+    other = one.clone()
+    if at is not None:
+        other.view(-1)[at] += 1
+    checkpoint = Checkpoint.open(save_single(tmp_path / "m", {"one": one, "other": other, "short": one[:5].clone()}))
+    assert checkpoint.equal("one", "other") == (at is None)
+    assert not checkpoint.equal("one", "short")
 
 
 def message_of(folder: Path) -> str:

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.checkpoint.digests import processor_fingerprint, sha256_files, tokenizer_fingerprint
+from ckpt_prune.checkpoint.digests import processor_fingerprint, tokenizer_fingerprint
+from ckpt_prune.checkpoint.files import sha256_files
 
 from .folders import CONFIG, example_tensors, save_sharded, save_single
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_prune.checkpoint.journal import JOURNAL
+from ckpt_prune.checkpoint.journal import JOURNAL, Journal
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
@@ -243,11 +244,145 @@ class TestRefusals:
         )
         write_all(tmp_path / "out", two_files(), overwrite=True)
 
-    def test_a_staged_file_that_was_changed(self, tmp_path: Path) -> None:
+    def test_a_folder_that_another_resumption_writes(self, tmp_path: Path) -> None:
         leave_unfinished(tmp_path / "out", two_files())
-        path = tmp_path / "out.partial" / next(iter(two_files()))
-        os.truncate(path, path.stat().st_size - 1)
-        with pytest.raises(UserError) as error:
-            write_all(tmp_path / "out", two_files(), resume=True)
-        assert str(error.value) == f"{path} was changed since it was written; --overwrite starts afresh"
-        assert path.exists()
+        with Staging(tmp_path / "out", job="job", resume=True) as first:
+            assert refusal(tmp_path / "out", two_files(), resume=True) == (
+                f"{tmp_path / 'out'}.partial is being written by another run; wait for it or stop it"
+            )
+            assert first.active
+
+
+# ---- what was changed between two runs -------------------------------------------------------------------------------
+
+
+def in_entries(out: Path, **options: Any) -> list[str]:
+    """Write three entries into three shards, of which `b` also has a file beside them. Return those that were made."""
+    made = []
+    layout: Any = {f"{name}.safetensors": {name: (torch.float32, (5, 3))} for name in "abc"}
+    with Staging(out, job="job", **options) as staging:
+        writer = CheckpointWriter(staging, layout, sharded=True)
+        for number, name in enumerate("abc"):
+            if name in writer.done:
+                continue
+            made.append(name)
+            if name == "b":
+                writer.keep("beside", {"x": torch.ones(3)})
+            writer.write(name, torch.full((5, 3), number + 1.0))
+            writer.commit(name, note=number)
+        if "doubled" not in writer.done:
+            made.append("doubled")
+            writer.rewrite("doubled", ["b", "c"], lambda read: {name: 2 * tensor for name, tensor in read.items()})
+        writer.finish()
+    return made
+
+
+def stop_at(out: Path, method: str = "finish", call: int = 1) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, method, call)
+        with pytest.raises(KeyboardInterrupt):
+            in_entries(out)
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change one byte of a file, and neither its length nor its time."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("change", "made"),
+    [
+        (lambda folder: None, []),
+        (lambda folder: flip(folder / "a.safetensors"), ["a", "b", "c", "doubled"]),
+        (lambda folder: flip(folder / "b.safetensors"), ["b", "c", "doubled"]),
+        (lambda folder: flip(folder / "b.safetensors", 12), ["b", "c", "doubled"]),
+        (lambda folder: os.truncate(folder / "b.safetensors", 70), ["b", "c", "doubled"]),
+        (lambda folder: (folder / "b.safetensors").unlink(), ["b", "c", "doubled"]),
+        # What a dropped entry has rewritten (b) is not what stood there before.
+        (lambda folder: flip(folder / "c.safetensors"), ["b", "c", "doubled"]),
+        (lambda folder: flip(folder / "measured" / "beside"), ["b", "c", "doubled"]),
+        (lambda folder: (folder / "measured" / "beside").unlink(), ["b", "c", "doubled"]),
+    ],
+    ids=["nothing", "first", "byte", "header", "cut", "gone", "rewritten", "beside", "beside gone"],
+)
+def test_what_was_changed_between_two_runs_is_made_again(tmp_path: Path, change: Any, made: list[str]) -> None:
+    in_entries(tmp_path / "whole")
+    stop_at(tmp_path / "out")
+    change(tmp_path / "out.partial")
+    assert in_entries(tmp_path / "out", resume=True) == made
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_of_several_shards_only_one_was_changed(tmp_path: Path) -> None:
+    """The other shards stay as they are; the first entry that was changed is named."""
+    stop_at(tmp_path / "out", "rewrite")
+    flip(tmp_path / "out.partial" / "c.safetensors")
+    layout: Any = {f"{name}.safetensors": {name: (torch.float32, (5, 3))} for name in "abc"}
+    with writing(tmp_path / "out", layout, sharded=True, resume=True) as writer:
+        assert (writer.changed, writer.done, writer.notes) == ("c", {"a", "b"}, {"a": 0, "b": 1})
+        assert [writer.read([name])[name][0, 0].item() for name in "ab"] == [1.0, 2.0]
+
+
+def test_new_values_that_were_changed_before_they_were_put_in_place(tmp_path: Path) -> None:
+    in_entries(tmp_path / "whole")
+    for call in (4, 5):  # before the first tensor is rewritten, and before the second one is
+        stop_at(tmp_path / "out", "_put", call)
+        flip(tmp_path / "out.partial" / "measured" / "doubled.safetensors")
+        assert in_entries(tmp_path / "out", resume=True) == (["doubled"] if call == 4 else ["b", "c", "doubled"])
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_data_is_on_disk_before_the_journal_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut loses what was not synced: at every journal, the bytes of all its entries are."""
+    events: list[tuple[str, str]] = []
+    dirty: set[str] = set()
+    put, synced, replaced = CheckpointWriter._put, os.fsync, Path.replace
+    save = Journal.save
+
+    def write(self: CheckpointWriter, name: str, tensor: torch.Tensor) -> str:
+        dirty.add(self._plan[name].file)
+        events.append(("write", name))
+        return put(self, name, tensor)
+
+    def sync(descriptor: int) -> None:
+        place = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        dirty.discard(place)
+        events.append(("sync", place))
+        synced(descriptor)
+
+    def replace(self: Path, target: Path) -> Path:
+        assert ("sync", self.name) == events[-1], "a file took its place before it was on disk"
+        events.append(("replace", Path(target).name))
+        return replaced(self, target)
+
+    def record(self: Journal) -> None:
+        done = {f"{name}.safetensors" for digests in self.entries.values() for name in digests}
+        assert not dirty & done, f"the journal says {dirty & done} are done"
+        save(self)
+        events.append(("journal", list(self.entries)[-1] if self.entries else ""))
+
+    monkeypatch.setattr(CheckpointWriter, "_put", write)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(Journal, "save", record)
+    in_entries(tmp_path / "out")
+    journal = [("sync", f"{JOURNAL}.tmp"), ("replace", JOURNAL), ("sync", "out.partial")]
+    own = [("write", "a"), ("sync", "a.safetensors"), *journal, ("journal", "a")]
+    at = events.index(("write", "a"))
+    assert events[at : at + len(own)] == own
+    beside = [("sync", "beside.tmp"), ("replace", "beside"), ("sync", "measured"), ("write", "b")]
+    at = events.index(("sync", "beside.tmp"))
+    assert events[at : at + 4] == beside
+    # New values are on disk, and known to be, before the first old byte goes.
+    again = [*journal, ("journal", "c"), *[("write", name) for name in "bc"]]
+    again += [*[("sync", f"{name}.safetensors") for name in "bc"], *journal, ("journal", "doubled")]
+    at = len(events) - 1 - events[::-1].index(("write", "b")) - 4
+    assert events[at : at + len(again)] == again
+    # All files are on disk before the journal says that the folder is complete.
+    rest = events[at + len(again) :]
+    assert {f"{name}.safetensors" for name in "abc"} <= {name for what, name in rest[: rest.index(journal[0])]}

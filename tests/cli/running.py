@@ -143,6 +143,14 @@ def set_config(folder: str, **changes: Any) -> None:
     path.write_text(json.dumps(read_json(path) | changes))
 
 
+def edit_statistics(folder: str | Path, **changes: Any) -> None:
+    """Change the index of a statistics folder as if a former version had written it so, without a digest."""
+    path = Path(folder) / "statistics.json"
+    index = read_json(path)
+    index.pop("digest", None)
+    path.write_text(json.dumps(index | changes))
+
+
 def edit_weights(folder: str, change: Any, file: str = "model.safetensors") -> None:
     """Let `change` edit the dictionary of a file's tensors in place."""
     path = Path(folder) / file

@@ -106,6 +106,26 @@ def test_what_no_encoder_hears_is_refused(whisper: Path) -> None:
     )
     (whisper / "0.wav").write_bytes(b"no sound")
     assert read_refusal(*ENCODER, "--audio", "sounds", "-o", "out").startswith("sounds/0.wav cannot be read: ")
+    write_sound(whisper / "0.wav", 0)
+    header = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (%s,), }"
+    numbers = "it holds no array of numbers"
+    for array, reason in {
+        "0-d": (np.array(1.0), "has features of no axes, and"),
+        "1-d": (np.zeros(3), "has features of 3, and"),
+        "4-d": (np.zeros((1, 1, MELS, FRAMES)), f"has features of 1 x 1 x {MELS} x {FRAMES}, and"),
+        "text": (np.array(["sound"]), f"cannot be read: {numbers}"),
+        "complex": (np.zeros((MELS, FRAMES), np.complex64), f"cannot be read: {numbers}"),
+        "records": (np.zeros(3, [("a", "f4")]), f"cannot be read: {numbers}"),
+        "time": (np.zeros(3, "M8[s]"), f"cannot be read: {numbers}"),
+        "object": (np.array([{}], object), "cannot be read: "),
+        "large": (header % b"9999999999999", "cannot be read: "),
+        "nested": (header % (b"(" * 60), "cannot be read: "),
+    }.values():
+        np.save(whisper / "3.npy", array) if isinstance(array, np.ndarray) else (whisper / "3.npy").write_bytes(array)
+        assert read_refusal(*ENCODER, "--audio", "sounds", "-o", "out").startswith(f"sounds/3.npy {reason}")
+    np.savez(whisper / "3.npz", np.zeros(3))
+    (whisper / "3.npz").replace(whisper / "3.npy")
+    assert read_refusal(*ENCODER, "--audio", "sounds", "-o", "out") == f"sounds/3.npy cannot be read: {numbers}"
     Path("whisper/preprocessor_config.json").unlink()
     assert read_refusal(*ENCODER, "--audio", "sounds", "-o", "out").startswith(
         "whisper: no feature extractor (preprocessor_config.json), which .wav files go through"

@@ -16,7 +16,7 @@ from ckpt_prune.demo.run import model_folder
 from ckpt_prune.model.descriptions import families_with_experts, known_families
 from ckpt_prune.model.supported import NO_MODEL_TYPE
 from ckpt_prune.runner.estimate import Estimate
-from tests.cli.running import TEXT, edit_weights, ok, poison, read_json, read_refusal, set_config
+from tests.cli.running import TEXT, edit_statistics, edit_weights, ok, poison, read_json, read_refusal, set_config
 from tests.evaluation.tiny import tiny_tokenizer
 
 INDEX = "sharded/model.safetensors.index.json"
@@ -571,8 +571,7 @@ def test_escapes_in_names_do_not_reach_the_terminal(place):
         r"dense/model.safetensors is not a valid safetensors file (tensor '\x1b[2Jx' has control characters in its "
         "name); download it again"
     )
-    index = read_json("stats/statistics.json")
-    Path("stats/statistics.json").write_text(json.dumps(index | {"compute_dtype": "\x07"}))
+    edit_statistics("stats", compute_dtype="\x07")
     assert "compute_dtype  \\x07\n" in ok("statistics", "show", "stats")
 
 

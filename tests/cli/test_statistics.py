@@ -10,11 +10,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.measure.statistics.files import INDEX
 from ckpt_prune.measure.statistics.folder import Statistics
-from tests.cli.running import TEXT, changed, edit_weights, listing, ok, poison, read_json, read_refusal, run
+from tests.cli.running import (
+    TEXT,
+    changed,
+    edit_statistics,
+    edit_weights,
+    listing,
+    ok,
+    poison,
+    read_json,
+    read_refusal,
+    run,
+)
 from tests.interrupting import interrupt_at
 
 DRY = ("calibrate", "dense", *TEXT, "--folds", "2", "--dry-run", "-o", "s")
@@ -226,11 +237,26 @@ def test_statistics_of_a_retokenised_or_edited_model(place):
 
 
 def test_an_edited_index(place):
-    path = Path("stats/statistics.json")
-    path.write_text(json.dumps(read_json(path) | {"consumers": {}}))
+    edit_statistics("stats", consumers={})
     assert read_refusal("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out") == (
         "stats/statistics.json does not list this model's blocks and consumers: measure again"
     )
+
+
+@pytest.mark.parametrize("key", ["tokens", "samples", "seed", "active_above", "fisher", "consumers"])
+def test_an_index_that_was_changed_since_it_was_measured(place, key):
+    """A changed count made another plan without a word."""
+    path = Path("stats/statistics.json")
+    index = read_json(path)
+    other = {"consumers": dict([*index["consumers"].items()][:1]), "active_above": 0.5}
+    path.write_text(json.dumps(index | {key: other[key] if key in other else index.get(key, 0) + 1}))
+    for command in (
+        ("plan", "dense", "--recipe", "ridge", "--statistics", "stats"),
+        ("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out"),
+        ("statistics", "show", "stats"),
+        ("statistics", "add", "stats", "more", "-o", "sum"),
+    ):
+        assert read_refusal(*command) == f"{path} is not what was measured (its digest differs): measure again"
 
 
 @pytest.mark.parametrize("name", ["{block:>999999999}", "{nope}", "{block.__class__}"])
@@ -239,8 +265,7 @@ def test_names_in_an_index_are_no_formats(place, name):
         if folder == "other":
             shutil.copytree("stats", "other")
         index = read_json(f"{folder}/statistics.json")
-        changes = {"consumers": {**index["consumers"], name: 3}, "data": [data]}
-        Path(folder, "statistics.json").write_text(json.dumps(index | changes))
+        edit_statistics(folder, consumers={**index["consumers"], name: 3}, data=[data])
     assert read_refusal("statistics", "add", "stats", "other", "-o", "sum") == (
         f"stats/block-00000.safetensors is damaged (File does not contain tensor {name}/0/sum): measure again"
     )
@@ -258,9 +283,8 @@ def test_names_in_an_index_are_no_formats(place, name):
 def test_shapes_that_are_not_what_was_measured(place, file, name, meant):
     """Even if the index has the digest of the file."""
     edit_weights("stats", lambda tensors: tensors.update({name: torch.ones(3, 3)}), f"{file}.safetensors")
-    index = read_json("stats/statistics.json")
-    index["files"] |= sha256_files(Path("stats"), [f"{file}.safetensors"])
-    Path("stats/statistics.json").write_text(json.dumps(index))
+    files = read_json("stats/statistics.json")["files"]
+    edit_statistics("stats", files=files | sha256_files(Path("stats"), [f"{file}.safetensors"]))
     assert read_refusal("plan", "dense", "--recipe", "ridge", "--statistics", "stats", "-o", "plan.json") == (
         f"stats/{file}.safetensors: {name} has shape [3, 3], where {meant}: measure again"
     )

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ckpt_prune
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.verification.verify import verify
 from tests.cli.running import TEXT, edit_weights, ok, read_json, run

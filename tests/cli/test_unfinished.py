@@ -1,18 +1,21 @@
 """Unfinished runs: what other commands say of them, what --resume finds, and what --overwrite may not delete."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from ckpt_prune.checkpoint.journal import JOURNAL, Journal
+from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
 from ckpt_prune.common.errors import DiskError
+from ckpt_prune.job.store import BlockStore
 from ckpt_prune.measure.statistics import measurement as measuring
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from tests.cli.running import TEXT, listing, ok, read_json, read_refusal, run, same_files
+from tests.cli.running import TEXT, interrupt_job, listing, ok, read_json, read_refusal, run, same_files
 from tests.interrupting import interrupt_at
 
 FLAP = ("prune", "dense", "--recipe", "flap", "--ratio", "0.5", *TEXT, "-o", "out")
@@ -198,3 +201,107 @@ def test_what_a_killed_calibration_left_is_cleared(place, monkeypatch):
     assert f".more.partial/{JOURNAL}" in listing()
     ok("calibrate", "dense", *TEXT, "-o", "more")
     assert {Path(name).parts[0] for name in set(listing()) - before} == {"more"}
+
+
+# ---- what was written is what was computed -------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change one byte of a file, and neither its length nor its time."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # clocks of file systems are coarse
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("recipe", ["magnitude", "flap"])
+@pytest.mark.parametrize(
+    ("file", "owner", "method"),
+    [
+        ("model.safetensors", CheckpointWriter, "write"),
+        ("model.safetensors", BlockStore, "write_rest"),
+        ("model.safetensors", CheckpointWriter, "write_index"),
+        ("config.json", CheckpointWriter, "write_index"),
+    ],
+)
+def test_a_source_that_changes_while_it_is_pruned_makes_no_output(place, monkeypatch, file, owner, method, recipe):
+    """A tensor that was rewritten in place, with its time kept, made a mixture of two models."""
+    original, path = getattr(owner, method), Path("dense", file)
+    before = path.read_bytes()
+
+    def change_first(*args, **more):
+        if path.read_bytes() == before:
+            flip(path, -3)
+        return original(*args, **more)
+
+    monkeypatch.setattr(owner, method, change_first)
+    result = run(
+        "prune", "dense", "--recipe", recipe, "--ratio", "0.5", *(TEXT if recipe == "flap" else ()), "-o", "out"
+    )
+    assert result.exit_code == 2
+    assert f"{file} changed since it was opened" in result.stderr
+    assert not Path("out").exists()
+
+
+def test_a_block_that_was_changed_between_two_runs_is_pruned_again(place):
+    ok(*FLAP[:-1], "whole")
+    interrupt_job([*FLAP[:-2]], 2)
+    before = read_json(Path("out.partial") / JOURNAL)["entries"]
+    assert list(before)[-1] == "block 0"
+    [weights] = Path("out.partial").glob("*.safetensors")
+    info = read_header(weights).tensors["model.layers.0.mlp.up_proj.weight"]
+    flip(weights, info.offset)
+    result = run(*FLAP, "--resume")
+    assert (result.exit_code, result.stderr.splitlines()[1:]) == (
+        0,
+        ["out.partial was changed since it was written, first in 'block 0': that and all after it are done again"],
+    )
+    assert same_files("out", "whole")
+
+
+def test_statistics_of_an_interrupted_run_that_were_changed_are_measured_again(place):
+    ok(*FLAP[:-1], "whole")
+    interrupt_job([*FLAP[:-2]], 2)
+    flip(Path("out.partial/measured/block-00001.safetensors"))
+    result = run(*FLAP, "--resume")
+    assert (result.exit_code, result.stderr.splitlines()) == (
+        0,
+        [
+            "out.partial was changed since it was written, first in 'statistics 1': that and all after it are done "
+            "again",
+            "resuming out.partial: statistics of 1 of 2 blocks measured",
+        ],
+    )
+    assert same_files("out", "whole")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_whole_output_that_was_changed_before_it_took_its_place_is_mended(place, file):
+    ok(*FLAP[:-1], "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_prune.checkpoint.staging.swap", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*FLAP).exit_code == 130
+    flip(Path("out.partial", file), -3)
+    result = run(*FLAP, "--resume")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[0] == "out.partial is not what was written: what changed is done again"
+    assert same_files("out", "whole")
+
+
+def test_a_copy_of_the_source_is_gone_on_with_and_another_model_is_not(place, monkeypatch):
+    """Its fingerprint, which looks at a sample of the bytes, does not tell this one from it."""
+    monkeypatch.setattr("ckpt_prune.checkpoint.digests._sample", lambda nbytes: [(0, min(nbytes, 16))])
+    ok(*FLAP[:-1], "whole")
+    interrupt_job([*FLAP[:-2]], 2)
+    shutil.copytree("dense", "copy")
+    flip(Path("dense/model.safetensors"))
+    assert read_refusal(*FLAP, "--resume") == (
+        "dense has other weights than when out.partial was begun; put those back, or start afresh with --overwrite"
+    )
+    shutil.rmtree("dense")
+    Path("copy").rename("dense")
+    os.utime("dense/model.safetensors", (1, 1))
+    ok(*FLAP, "--resume")
+    assert same_files("out", "whole")

@@ -1,18 +1,19 @@
 """Sounds as model input: features of a fixed length, read or made when a batch is asked for."""
 
 import hashlib
+import io
 import wave
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 from transformers import AutoFeatureExtractor
 
 from ckpt_prune.checkpoint.digests import PROCESSOR
+from ckpt_prune.checkpoint.files import Stamp, read_unchanged
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
@@ -63,11 +64,12 @@ class AudioSamples:
     def __init__(self, paths: list[Path], folder: Path, *, channels: int, frames: int, tokens: int) -> None:
         self.paths, self.tokens, self._shape = paths, tokens, (channels, frames)
         has_waves = any(path.suffix.lower() == ".wav" for path in paths)
+        self._stamps: dict[Path, Stamp] = {}
         self._extractor: Any = _load_extractor(folder) if has_waves else None
         digest = hashlib.sha256()
         for path in track(paths, "checking audio", unit="file"):
             self._read_features(path)
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
+            digest.update(hashlib.sha256(read_unchanged(path, self._stamps)).digest())
         if self._extractor is not None:
             digest.update(self._extractor.to_json_string().encode())
         self.fingerprint = digest.hexdigest()
@@ -81,7 +83,7 @@ class AudioSamples:
 
     def _read_features(self, path: Path) -> Tensor:
         try:
-            features = self._read(path)
+            features = self._read(path, read_unchanged(path, self._stamps))
         except UserError:
             raise
         except wave.Error as error:  # "unknown format: 3" of floats
@@ -89,26 +91,31 @@ class AudioSamples:
                 f"{path} cannot be read: {describe_error(error)}; integers of 8, 16, 24 or 32 bits are read, and "
                 f"`ffmpeg -i {path.name} -c:a pcm_s16le OUT.wav` makes such a file"
             ) from error
-        except (OSError, ValueError, EOFError, SafetensorError) as error:
+        except Exception as error:  # the libraries raise anything: of damaged headers, of sizes that cannot be
             raise UserError(f"{path} cannot be read: {describe_error(error)}") from error
         if tuple(features.shape) != self._shape:
             raise UserError(
-                f"{path} has features of {' x '.join(map(str, features.shape))}, and this model reads "
+                f"{path} has features of {' x '.join(map(str, features.shape)) or 'no axes'}, and this model reads "
                 f"{self._shape[0]} channels x {self._shape[1]} frames: pad or cut them"
             )
         if not all_finite(features):
             raise UserError(f"{path} holds NaN or Inf")
         return features
 
-    def _read(self, path: Path) -> Tensor:
+    def _read(self, path: Path, data: bytes) -> Tensor:
         kind = path.suffix.lower()
         if kind == ".wav":
             rate = self._extractor.sampling_rate
-            values = self._extractor(read_wave(path, rate), sampling_rate=rate, return_tensors="pt")["input_features"]
+            values = self._extractor(read_wave(path, data, rate), sampling_rate=rate, return_tensors="pt")[
+                "input_features"
+            ]
             return torch.as_tensor(values)[0].float()
         if kind == ".npy":
-            return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float32))
-        tensors = load(path.read_bytes())
+            array = np.load(io.BytesIO(data), allow_pickle=False)
+            if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
+                raise ValueError("it holds no array of numbers")
+            return torch.from_numpy(array.astype(np.float32))
+        tensors = load(data)
         if len(tensors) != 1:
             raise UserError(f"{path} holds {len(tensors)} tensors, where the features of one sound are meant")
         return next(iter(tensors.values())).float()
@@ -123,9 +130,9 @@ _SAMPLE_FORMATS: dict[int, tuple[str, int, int]] = {
 """Bytes of a number of a PCM file → the type it is read as, the value of silence, and the loudest."""
 
 
-def read_wave(path: Path, rate: int) -> Any:
+def read_wave(path: Path, content: bytes, rate: int) -> Any:
     """Read the numbers of a PCM .wav file, from -1 to 1, its channels averaged: float32 (samples,)."""
-    with wave.open(str(path), "rb") as file:
+    with wave.open(io.BytesIO(content), "rb") as file:
         width = file.getsampwidth()
         if file.getframerate() != rate:
             raise UserError(

@@ -15,6 +15,7 @@ from PIL.ImageOps import exif_transpose
 from torch import Tensor
 
 from ckpt_prune.checkpoint.digests import PROCESSOR
+from ckpt_prune.checkpoint.files import Stamp, read_unchanged
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.image_files import FORMATS, ImageFiles, describe_error, take_images
@@ -50,10 +51,11 @@ class ImageSamples:
     ) -> None:
         self._tokens = tokens
         self._processor = processor
+        self._stamps: dict[Path, Stamp] = {}
         good, bad, digest = [], [], hashlib.sha256()
         for index, path in enumerate(track(files.paths, "checking images", unit="image")):
             try:
-                data = path.read_bytes()
+                data = read_unchanged(path, self._stamps)
                 _decode(data)
             except Exception as error:  # Pillow's decoders raise anything: OSError, SyntaxError, struct.error, ...
                 bad.append((path, describe_error(error)))
@@ -104,7 +106,9 @@ class ImageSamples:
 
     def _read_pixels(self, path: Path) -> Tensor:
         try:
-            image = _decode(path.read_bytes())
+            image = _decode(read_unchanged(path, self._stamps))
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(f"{path} does not decode any more: {describe_error(error)}") from error
         try:

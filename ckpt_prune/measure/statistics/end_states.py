@@ -41,7 +41,12 @@ class EndStates:
     @property
     def complete(self) -> bool:
         """True if states are kept of every block."""
-        return all((self.folder / _name_file(block)).is_file() for block in range(self.model.blocks))
+        return all(path.is_file() for path in self.files)
+
+    @property
+    def files(self) -> list[Path]:
+        """The file of each block."""
+        return [self.folder / _name_file(block) for block in range(self.model.blocks)]
 
     def write(self, block: int, states: Tensor) -> None:
         """Keep the states of all samples behind a block, (N, T, hidden), as far as they are wanted."""

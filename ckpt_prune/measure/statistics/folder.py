@@ -23,9 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckpt_prune.checkpoint.digests import sha256_files
+from ckpt_prune.checkpoint.files import read_input, sha256_files
+from ckpt_prune.checkpoint.json_files import parse_json_object, pretty_json
 from ckpt_prune.checkpoint.staging import disk_failures, write_atomically
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, refuse_unreadable
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.measure.moments.inputs import VECTORS, Moments, Taylor
@@ -214,9 +215,14 @@ class Statistics:
         check_statistics(folder)
         path = folder / INDEX
         try:
-            self.index = StatisticsIndex.model_validate_json(path.read_text(encoding="utf-8"))
-        except (ValidationError, UnicodeDecodeError) as error:
+            values = parse_json_object(read_input(path))
+            digest = values.pop("digest", None)
+            self.index = StatisticsIndex.model_validate(values)
+        except (OSError, ValueError) as error:
+            refuse_unreadable(error)
             raise UserError(f"{path} is damaged or of another version: measure again") from error
+        if digest not in (None, self.index.digest):  # former versions wrote none
+            raise UserError(f"{path} is not what was measured (its digest differs): measure again")
         # Counted first: names of a billion blocks take all memory.
         too_many = self.index.blocks > len(self.index.files)
         if too_many or set(self.index.files) != set(list_files(self.index.blocks, self.index.collect)):
@@ -394,5 +400,5 @@ def _change_index(statistics: Statistics, changes: Mapping[str, Any]) -> Statist
 
 def write_index(folder: Path, index: StatisticsIndex) -> Statistics:
     """Write the index, whole or not at all, and open the folder."""
-    write_atomically(folder / INDEX, index.model_dump_json(indent=2) + "\n")
+    write_atomically(folder / INDEX, pretty_json(index.model_dump(mode="json") | {"digest": index.digest}))
     return Statistics(folder)

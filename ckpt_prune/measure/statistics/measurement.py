@@ -195,7 +195,7 @@ def measure_into(
         if journal is not None:
             with disk_failures(folder):
                 sync(folder / file)
-                journal.record(_entry(block), note=files[file])
+                journal.record(_entry(block), note=files[file], files=[folder / file])
 
     def write_units(block: int, importances: Mapping[str, Taylor]) -> None:
         files[name_file("taylor", block)] = write_taylor(folder, block, importances)
@@ -220,6 +220,7 @@ def measure_into(
     reader = model.reader_fingerprint
     # After that, so that it is one of the files that turned data into input.
     checkpoint.check_unchanged(name for name in READER_FILES if name in checkpoint.stamps)
+    checkpoint.check_unchanged()
     index = StatisticsIndex(
         model=checkpoint.fingerprint,
         tokenizer=reader,

@@ -30,7 +30,7 @@ def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
             record = choose_depth(prepared, run.own_journal) if search is None else _find_counts(search, run)
             return compensate(prepared, record, folder / _MAPS)
 
-    record = run.remember(DEPTH, DepthRecord, choose)
+    record = run.remember(DEPTH, DepthRecord, choose, [folder / _MAPS])
     short = at_depth(prepared, record, remaining_model(prepared.model, record, folder / _MAPS))
     if search is not None:
         # The widths are those that were tried. If all of the model stays, so do the statistics of it.

@@ -55,10 +55,11 @@ class WrittenBases:
     def name(self, block: int) -> str:
         return f"{_SHARED if self.shared else block}.safetensors"
 
-    def write(self, block: int, bases: list[Tensor]) -> None:
+    def write(self, block: int, bases: list[Tensor]) -> Path:
         path = self.folder / self.name(block)
         save_file({str(place): basis.float().cpu().contiguous() for place, basis in enumerate(bases)}, path)
         sync(path)
+        return path
 
 
 def narrow_stream(prepared: Prepared, run: Run) -> Prepared:
@@ -134,8 +135,7 @@ def _measure_bases(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBas
 
             sliced.block(block, tensors, choose)
             with disk_failures(bases.folder):
-                bases.write(block, found)
-                journal.record(unit, note=own)
+                journal.record(unit, note=own, files=[bases.write(block, found)])
         shares += journal.notes[unit]
     return shares
 
@@ -149,6 +149,5 @@ def _measure_shared_basis(
         return shares
     basis, share = shared_basis(view, shared_gram(prepared))
     with disk_failures(bases.folder):
-        bases.write(0, [basis])
-        journal.record(BASIS, note=[share])
+        journal.record(BASIS, note=[share], files=[bases.write(0, [basis])])
     return [share]

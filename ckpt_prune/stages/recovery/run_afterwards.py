@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ckpt_prune.checkpoint.adapters import ADAPTER_WEIGHTS
-from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ADAPTER_FOLDER, ADAPTER_PLACE, ROTATIONS
@@ -165,7 +165,7 @@ def _train_adapters(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
     if not adapted.kept:
         run.announce("no epoch was better on the held-out samples: the weights stay as they are")
     # Otherwise new weights would be written beside what another process has put there since.
-    pruned.check_unchanged([*pruned.files, CONFIG])
+    pruned.check_unchanged()
     measured = len(SampleSplit.of(len(samples), recovery.held_out).measured)
     record = adapted.record(recovery, training, measured=measured, text=training.classes is None)
     record = record.model_copy(update={"rank": recovery.lora.rank, "alpha": recovery.lora.alpha})

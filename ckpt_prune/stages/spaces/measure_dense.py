@@ -1,7 +1,7 @@
 """Statistics of the dense model, measured first, in the staging folder of the run."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +153,7 @@ def measure_first(
             journal=journal,
             ends=ends,
         )
-        _record(journal, STATISTICS)
+        _record(journal, STATISTICS, [] if ends is None else ends.files)
     if not recipe.weighed_by_effect or prepared.ranked is not None:
         return statistics
     how = data | {"spaces": list(recipe.spaces)}
@@ -171,7 +171,7 @@ def measure_first(
     return statistics
 
 
-def _record(journal: Journal | None, entry: str) -> None:
+def _record(journal: Journal | None, entry: str, files: Iterable[Path] = ()) -> None:
     if journal is not None:
         with disk_failures(journal.folder):
-            journal.record(entry)
+            journal.record(entry, files=files)
