@@ -1,6 +1,7 @@
 """Documents: links lead somewhere, recipes and their keys are all named, citations hold."""
 
 import ast
+import json
 import re
 import tomllib
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ckpt_prune.cli.command import Command
+from ckpt_prune.common.documents import find_document
 from ckpt_prune.model import family_keys
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.spaces import ConsumerSpace, Incidence, RotarySpace, Space, StrictModel
@@ -206,3 +208,42 @@ def test_the_versions_that_are_tested_are_allowed_and_no_later_transformers(name
     if name == "transformers":
         major, minor, _ = pinned.split(".")
         assert not bounds.contains(f"{major}.{int(minor) + 1}.0")
+
+
+# ---- what messages name ----------------------------------------------------------------------------------------------
+
+_PLACE = re.compile(
+    r"(?:[\w-]+/)+[\w.-]+\.(?:md|py|sh|txt)\b|\b(?:tools|tests)/\w+|\b(?:CONTRIBUTING|CHANGELOG|FAMILIES|RUNTIMES)\.md\b"
+)
+"""A file of a checkout, as a text may name it."""
+
+
+def said_texts() -> Iterator[tuple[str, str]]:
+    """Every text of the package that is no docstring or comment, with its place; and what recipes and schema say."""
+    for path in sorted((ROOT / "ckpt_prune").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+        docs = {id(each.value) for body in bodies for each in body if isinstance(each, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+    yield "recipe schema", json.dumps(json_schema())
+    for path in sorted((ROOT / "recipes").rglob("*.yaml")):
+        yield path.name, path.read_text()
+    for path in sorted((ROOT / "ckpt_prune" / "model").rglob("*.json")):
+        yield path.name, path.read_text()
+
+
+def test_no_message_sends_to_a_file_that_a_wheel_does_not_have():
+    """A wheel holds the folder ckpt_prune, and in it recipes: both by the paths that messages may say."""
+    found = {"recipes/guides/add-a-family.md", "model/FAMILIES.md"}  # by find_document
+    kept = {*found, "OUT/onnx/README.md", "custom_generate/generate.py"}  # of an output, and of a model
+    named = [(place, match[0]) for place, text in said_texts() for match in _PLACE.finditer(text)]
+    assert ("best-scaled.yaml", "ckpt_prune/stages/recovery/README.md") in named
+    wrong = [
+        (place, name)
+        for place, name in named
+        if name not in kept and not (name.startswith("ckpt_prune/") and (ROOT / name).is_file())
+    ]
+    assert wrong == []
+    assert all(find_document(name).is_file() for name in found)

@@ -180,6 +180,7 @@ def _prune(options: PruneOptions, tell: Tell) -> Pruned:
     from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.runner.checks import check_training
     from ckpt_prune.runner.estimate import estimate_job
+    from ckpt_prune.runner.messages import extreme_line
     from ckpt_prune.runner.read_job import read_job
     from ckpt_prune.runner.run_job import check_job, preview_job, run_job
     from ckpt_prune.runner.runtimes import check_stored, fit_to_runtimes
@@ -204,7 +205,7 @@ def _prune(options: PruneOptions, tell: Tell) -> Pruned:
         _check_before_measuring(preview, step, out)
     if job.samples is not None:
         check_forward(job.model, job.samples, say)
-    if (warning := small_share_line(options.sizes)) is not None:
+    for warning in filter(None, (small_share_line(options.sizes), extreme_line(preview))):
         say(warning)
     if options.dry_run:
         return Pruned(out, settled, None, None, tuple(say.lines))

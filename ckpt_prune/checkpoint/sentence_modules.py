@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 
@@ -40,9 +41,9 @@ def read_modules(folder: Path) -> list[Module]:
     if not path.is_file():
         return []
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(read_input(path))
         modules = [Module(str(entry["type"]).rpartition(".")[2], str(entry["path"]) or None) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not the list of modules that sentence-transformers writes") from error
     for inside in filter(None, (module.folder for module in modules)):
         if Path(inside).name != inside or inside.startswith("."):

@@ -1,19 +1,18 @@
 """`ckpt-prune`: the group; every command is a file of its own, imported when it is called."""
 
-import errno
 import importlib
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import IO, Any
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import click
 
 from ckpt_prune._version import __version__
-from ckpt_prune.cli.stopping import exit_code, raise_interruptions, stoppable
-from ckpt_prune.common.errors import UserError, to_memory_error, to_user_error
-from ckpt_prune.common.safe_text import escape_output, to_one_line
+from ckpt_prune.cli.guard import guarded, interruptible
+from ckpt_prune.cli.stopping import raise_interruptions, stoppable
+from ckpt_prune.common.errors import UserError, to_memory_error
 from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.parallel.torchrun import is_started_by_torchrun, join_processes
 
@@ -61,47 +60,6 @@ TOGETHER = ("calibrate", "prune", "recover")
 """Commands that torchrun may start in several processes."""
 
 
-class BadInputError(click.ClickException):
-    """Bad input, as the shell sees it: one line on stderr and exit code 2."""
-
-    exit_code = 2
-
-
-class MisuseError(BadInputError):
-    """A command line that click cannot split, as the shell sees it: the error, and which help to look at."""
-
-    def __init__(self, error: click.UsageError) -> None:
-        super().__init__(to_one_line(error.format_message()))
-        self.ctx = error.ctx
-
-    def show(self, file: IO[str] | None = None) -> None:
-        super().show(file)
-        if self.ctx is not None:
-            click.echo(f"Help: {self.ctx.command_path} --help", file=file, err=True)
-
-
-@contextmanager
-def short_usage_errors() -> Iterator[None]:
-    """Turn click's four lines about a misused command into two. A command line without a command gets its help."""
-    try:
-        yield
-    except click.exceptions.NoArgsIsHelpError:
-        raise
-    except click.UsageError as error:
-        raise MisuseError(error) from error
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Turn a signal that asks to stop into one line and its exit code."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        with suppress(OSError):  # after SIGHUP the terminal may be gone
-            click.echo("Interrupted.", err=True)
-        raise SystemExit(exit_code(error)) from None
-
-
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, so that `--help` does not load torch."""
 
@@ -131,39 +89,30 @@ class LazyGroup(click.Group):
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(max(map(len, COMMANDS))), text) for name, text in commands.items()])
 
-    def main(self, *args: Any, **more: Any) -> Any:
-        """Run as a program, and handle Ctrl-C also while click does not."""
-        with interruptible():
-            return super().main(*args, **more)
+    def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **others: Any) -> Any:
+        """Run as a program: whatever goes wrong is one line and an exit code."""
+        given = sys.argv[1:] if args is None else list(args)
+        if not standalone_mode:
+            return super().main(given, *more, standalone_mode=False, **others)
+        with guarded(given):
+            code = super().main(given, *more, standalone_mode=False, **others)
+        raise SystemExit(code or 0)
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
-        with interruptible(), short_usage_errors():
+        with interruptible():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. Bad input becomes one line and exit code 2, a signal 128 plus its number (Ctrl-C: 130)."""
+        """Run a command, alone or with other processes, so that a signal can stop it."""
         try:
-            with (
-                interruptible(),
-                stoppable(),
-                escape_output(sys.stdout),
-                join_processes(),
-                raise_interruptions(),
-                short_usage_errors(),
-            ):
+            with interruptible(), stoppable(), join_processes(), raise_interruptions():
                 return super().invoke(ctx)
-        except UserError as error:
-            raise BadInputError(to_one_line(str(error))) from error
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # nobody reads what is printed: click ends the program
-                raise
-            raise BadInputError(to_one_line(str(to_user_error(error)))) from error
         except (MemoryError, RuntimeError) as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             has_dry_run = command is not None and any(option.name == "dry_run" for option in command.params)
             if (told := to_memory_error(error, has_dry_run)) is None:
                 raise
-            raise BadInputError(to_one_line(str(told))) from error
+            raise told from error
 
 
 def _show_versions(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:

@@ -166,5 +166,5 @@ command = Command(
         "prune MODEL --recipe sparsegpt --pattern 2:4 --text calib.txt -o OUT",
         "prune MODEL --plan plan.json -o OUT",
     ],
-    tables={"Where outputs run, by what was pruned (families and multiples: RUNTIMES.md)": takers_by_change()},
+    tables={"Where outputs run, by what was pruned": takers_by_change()},
 )

@@ -60,7 +60,8 @@ def show(options: RecipeNameOptions) -> str:
     from ckpt_prune.cli.recipe_listing import explain
     from ckpt_prune.recipe.places import locate_recipe
 
-    return explain(recipe_text(locate_recipe(options.name)))
+    file = locate_recipe(options.name)
+    return explain(recipe_text(file), file.path)
 
 
 @takes(RecipeCopyOptions)

@@ -2,12 +2,12 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.names import Goal
 from ckpt_prune.recipe.catalogue import GOALS, WANTS, Entry
-from ckpt_prune.recipe.reading import explain_keys
+from ckpt_prune.recipe.reading import explain_keys, parse_yaml
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
@@ -65,10 +65,10 @@ def recipe_data(entry: Entry) -> dict[str, Any]:
     }
 
 
-def explain(text: str) -> str:
-    """Return a recipe's text with a comment below it that says what each of its keys means. It is YAML still."""
-    _, values = read_yaml(text)
-    sentences = explain_keys(values) if isinstance(values, dict) else {}
+def explain(text: str, path: Path) -> str:
+    """Return the text of a recipe at `path` with a comment below it: what each of its keys means. It is YAML still."""
+    values, _ = parse_yaml(text, path)
+    sentences = explain_keys(values)
     if not sentences:
         return text
     lines = ["", "# What the keys mean:"]

@@ -19,6 +19,10 @@ class DiskError(UserError):
     """The disk is full or cannot be written. Nothing is wrong with the input, so finished work may be kept."""
 
 
+class OutputError(DiskError):
+    """What is printed cannot be written."""
+
+
 def one_line(error: BaseException) -> str:
     """Return what an error of another package says, in one line that is not too long."""
     return (" ".join(str(error).split()) or type(error).__name__)[:300]

@@ -1,8 +1,11 @@
 """Escaping of names and texts from files, so that a terminal or a model card shows them instead of obeying them."""
 
 import re
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO, cast
+
+from ckpt_prune.common.errors import OutputError
 
 CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -48,14 +51,34 @@ def as_code(text: str) -> str:
 
 
 class _EscapedStream:
-    """A text stream that escapes what is written to it."""
+    """A text stream that escapes what is written to it. Raises OutputError where that cannot be written.
+
+    Attributes:
+        used: whether anything was.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.used = False
 
     def write(self, text: str) -> int:
-        self._stream.write(escape_controls(text))
+        with self._output_errors():
+            self._stream.write(escape_controls(text))
+        self.used = self.used or bool(text)
         return len(text)
+
+    def flush(self) -> None:
+        with self._output_errors():
+            self._stream.flush()
+
+    @contextmanager
+    def _output_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"standard output cannot be written ({error.strerror}): send it to a place that takes all of it"
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

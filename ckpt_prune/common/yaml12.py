@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from ckpt_prune.common.errors import one_line
+
 
 class Yaml12Loader(yaml.SafeLoader):
     """A safe loader that reads numbers as YAML 1.2 does.
@@ -69,6 +71,9 @@ def read_yaml(text: str) -> tuple[yaml.Node | None, Any]:
         return root, Yaml12Loader("").construct_document(deepcopy(root) if "<<" in text else root)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
+    except (TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+        # PyYAML's constructors take what a tag says for granted: !!timestamp of a list, !!int of nothing.
+        raise ValueError(f"a value is not of the type that its tag says ({one_line(error)})") from error
 
 
 @lru_cache(maxsize=128)

@@ -157,9 +157,7 @@ class Recipe(Strict):
         description="The group of `recipe list` that it stands in. Default: by what the recipe does: "
         "recovery, depth, hidden, low-rank or zeros, else paper.",
     )
-    time: float | None = Field(
-        None, gt=0, description="What pruning takes, as a multiple of recipe ridge (tools/time_recipes.py)."
-    )
+    time: float | None = Field(None, gt=0, description="What pruning takes, as a multiple of recipe ridge.")
     ratio: Ratio = Field(
         0.2, ge=0, lt=1, description="Share of units to drop in every space, or of weights that a mask zeroes."
     )
@@ -209,7 +207,7 @@ class Recipe(Strict):
     )
     runs_on: list[str] | None = Field(
         None,
-        description="Runtimes that the output is for (model/RUNTIMES.md), as [llama.cpp:q4_0, vllm]: what does not run "
+        description="Runtimes that the output is for, as [llama.cpp:q4_0, vllm]: what does not run "
         "there is refused, and widths are multiples of what the type behind the colon wants.",
     )
     spaces: dict[SpaceName, SpaceRecipe] = Field(

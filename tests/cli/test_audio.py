@@ -28,12 +28,12 @@ def write_sound(path: Path, seed: int, *, rate: int = RATE, channels: int = 1) -
         file.writeframes(values.tobytes())
 
 
-@pytest.fixture
-def whisper(place: Path) -> Path:
+def make_sounds(place: Path) -> Path:
+    """A model of speech in `whisper`, and three sounds and features of two in `sounds`, which is returned."""
     with quiet_transformers():
-        PartCase("whisper", "encoder", ()).model.save_pretrained("whisper")
+        PartCase("whisper", "encoder", ()).model.save_pretrained(place / "whisper")
     settings = {"sampling_rate": RATE, "hop_length": HOP, "chunk_length": 1, "n_fft": 400}
-    WhisperFeatureExtractor(feature_size=MELS, **settings).save_pretrained("whisper")
+    WhisperFeatureExtractor(feature_size=MELS, **settings).save_pretrained(place / "whisper")
     sounds = place / "sounds"
     sounds.mkdir()
     for seed in range(3):
@@ -42,6 +42,11 @@ def whisper(place: Path) -> Path:
     np.save(sounds / "3.npy", features[0].numpy())
     save_file({"input_features": features[1].contiguous()}, sounds / "4.safetensors")
     return sounds
+
+
+@pytest.fixture
+def whisper(place: Path) -> Path:
+    return make_sounds(place)
 
 
 def test_an_encoder_is_pruned_on_sounds_and_features(whisper: Path) -> None:

@@ -54,7 +54,7 @@ def mutate_data(data: bytes, kind: str, rng: random.Random) -> bytes:
 
     Args:
         data: the file.
-        kind: "json", "safetensors" (whose header is JSON), "gguf" or "bytes".
+        kind: "json", "safetensors" (whose header is JSON), "gguf", "yaml", "npy" or "bytes".
         rng: decides.
     """
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
@@ -62,11 +62,48 @@ def mutate_data(data: bytes, kind: str, rng: random.Random) -> bytes:
             data = _in_json(data, rng)
         elif kind == "safetensors" and rng.random() < 0.6:
             data = _in_header(data, rng)
+        elif kind == "npy" and rng.random() < 0.7:
+            data = _in_text(data[:128], ARRAYS, rng) + data[128:]
+        elif kind == "yaml" and rng.random() < 0.7:
+            data = _in_text(data, MARKS, rng)
         elif kind == "gguf" and rng.random() < 0.8:
             data = _in_gguf(data, rng)
         else:
             data = _in_bytes(data, rng)
     return data
+
+
+MARKS = [
+    *(
+        "!!timestamp ",
+        "!!int ",
+        "!!float ",
+        "!!bool ",
+        "!!binary ",
+        "!!set ",
+        "!!omap ",
+        "!!null ",
+        "!!str ",
+        "!!merge ",
+    ),
+    *("!!python/name:os.system ", "!x ", "&a ", "*a ", "<<: *a\n", "? ", ": ", "- ", "[", "]", "{", "}", "|\n", ">-\n"),
+    *("#", "%YAML 9.9\n", "---\n", "...\n", "\t", "\n  ", "'", '"', "@", "`", "\x85", "\u2028", "\0", "~", ".inf"),
+    *("0x1f", "1_000", "2:4", "2026-01-01", "[" * 40, "{a: " * 40, "- " * 40, "9" * 5000, "1e999", "yes", "=", ","),
+]
+"""What YAML takes for more than text."""
+ARRAYS = [
+    *("<f8", "<f2", ">f4", "|O", "<U9", "|S3", "|V4", "<c8", "<M8[s]", "|b1", "<i8", "True", "(", ")", "(3,)", "(-1,)"),
+    *("()", "(1, 1, 1, 1)", "(99999999999,)", "(0,)", "[('a', '<f4')]", "{", "}", "'descr'", "'shape'", "\n", "x"),
+]
+"""What the header of an array may say."""
+
+
+def _in_text(data: bytes, marks: list[str], rng: random.Random) -> bytes:
+    """Put a mark between two words of a text, or in the place of one."""
+    words = re.split(rb"(\s+|[\[\]{}(),:'])", data)
+    at = rng.randrange(len(words))
+    words[at] = rng.choice(marks).encode() + (words[at] if rng.random() < 0.5 else b"")
+    return b"".join(words)
 
 
 def _in_json(data: bytes, rng: random.Random) -> bytes:

@@ -20,6 +20,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
+from ckpt_prune.cli.guard import DEBUG
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.runtimes import in_transformers, proof
@@ -33,7 +34,16 @@ SECONDS = 20
 """Of the processor, the longest that a command may take."""
 MOST = 2**31
 """Bytes of memory that it may take beside what the process has."""
-WORDS = ("model_type", "the recipe", "the plan", "the text", "the tokenizer", "the model's context", "calibration data")
+WORDS = (
+    "what reaches",
+    "model_type",
+    "the recipe",
+    "the plan",
+    "the text",
+    "the tokenizer",
+    "the model's context",
+    "calibration data",
+)
 """What stands for the one file of its kind that a command is given."""
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 _OWN_CODE = {name: (files("ckpt_prune") / name).read_bytes() for name in ("modeling_pruned.py", "mlx_pruned.py")}
@@ -119,6 +129,7 @@ def _work(place: Path, target: str, seed: int, first: int, end: int, log: Path, 
         elif event == "compile" and _COPIES in str(given[1]) and given[0] not in (None, b"", *_OWN_CODE.values()):
             seen.append(f"runs {given[1]}")
 
+    os.environ[DEBUG] = "1"
     sys.dont_write_bytecode = True  # what is run is compiled each time, and seen
     sys.addaudithook(audit)
     vars(proof).update(require_runtime=lambda _runtime: None, run_isolated=partial(_reach, seen))

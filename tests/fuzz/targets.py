@@ -9,14 +9,19 @@ import pytest
 
 from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from tests.checkpoint.test_adapters import adapt
 from tests.cli.running import ok
+from tests.cli.test_audio import make_sounds
 from tests.faults.jobs import make_inputs
 from tests.images import write_csv, write_images, write_processor, write_vit
+from tests.sentence_folders import make_sentences
 
 TEXT = ("--text", "calib.txt", "--samples", "4", "--window", "16")
 _COMPARE = ("--text", "calib.txt", "--samples", "1", "--window", "8")
 _MOMENTS = ("--collect", "moments", "-o", "out")
 _MAGNITUDE = ("--recipe", "magnitude", "--ratio", "0.5")
+_EMBED = ("evaluate", "sentences", "--against", "sentences", "--text", "calib.txt", *TEXT[2:])
+_AUDIO = ("calibrate", "whisper", "--part", "encoder", "--audio", "sounds", *_MOMENTS)
 _IMAGES = ("calibrate", "vit", "--images", "flat", "--samples", "3", *_MOMENTS)
 
 
@@ -49,7 +54,15 @@ TARGETS = {
         "json",
         (("recipe", "validate", "recipe.json"), ("plan", "dense", "--recipe", "recipe.json", "--statistics", "stats")),
     ),
-    "recipe text": Target("recipe.yaml", "bytes", (("recipe", "validate", "recipe.yaml"),)),
+    "recipe text": Target(
+        "recipe.yaml",
+        "yaml",
+        (
+            ("recipe", "show", "recipe.yaml"),
+            ("recipe", "validate", "recipe.yaml"),
+            ("prune", "dense", "--recipe", "recipe.yaml", *TEXT, "-o", "out", "--dry-run"),
+        ),
+    ),
     "plan": Target(
         "plan.json",
         "json",
@@ -81,6 +94,25 @@ TARGETS = {
         (("evaluate", "vit", "--images", "listed/images", "--labels", "listed/labels.csv", "--samples", "2"),),
     ),
     "items": Target("items.jsonl", "bytes", (("evaluate", "dense", "--tasks", "items.jsonl"),)),
+    "modules": Target(
+        "sentences/modules.json",
+        "json",
+        (
+            ("inspect", "sentences"),
+            ("prune", "sentences", *_MAGNITUDE, "--set", "spaces.heads.ratio=0", "-o", "out"),
+            _EMBED,
+        ),
+    ),
+    "pooling": Target(
+        "sentences/1_Pooling/config.json",
+        "json",
+        (_EMBED,),
+    ),
+    "adapter": Target(
+        "adapter/adapter_config.json", "json", (("inspect", "adapter"), ("convert", "adapter", "-o", "out"))
+    ),
+    "features": Target("sounds/3.npy", "npy", (_AUDIO,)),
+    "sound": Target("sounds/1.wav", "bytes", (_AUDIO,)),
     "image": Target("flat/0.png", "bytes", (_IMAGES,)),
     "text": Target("calib.txt", "bytes", (("calibrate", "dense", *TEXT, *_MOMENTS),)),
     "lines": Target("calib.jsonl", "bytes", (("calibrate", "dense", "--text", "calib.jsonl", *TEXT[2:], *_MOMENTS),)),
@@ -148,7 +180,10 @@ def make_place(folder: Path, *, graphs: bool = True) -> Path:
     (place / "calib.jsonl").write_text("\n".join(lines))
     with quiet_transformers():
         write_vit(place / "vit", 0)
+        make_sentences(place / "sentences")
+        adapt(place / "dense", place / "adapter", ["q_proj", "down_proj"])
     write_processor(place / "vit")
+    make_sounds(place)
     names = [f"{i}.png" for i in range(4)]
     write_images(place / "flat", names)
     write_images(place / "listed" / "images", names)

@@ -23,7 +23,7 @@ DepthPart = Literal["block", "attention", "mlp"]
 
 
 class DepthCompensation(Strict):
-    """Compensation for a run of blocks that go (compensation/README.md, section 12)."""
+    """Compensation for a run of blocks that go."""
 
     method: Literal["none", "linear"] = Field(
         "none",

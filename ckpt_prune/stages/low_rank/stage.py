@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LowRank(Stage):
-    """Linear modules of every block as products of two (compensation/README.md, section 14)."""
+    """Linear modules of every block as products of two."""
 
     key = "low_rank"
     goal = "low-rank"

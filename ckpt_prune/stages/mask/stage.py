@@ -22,7 +22,7 @@ _SPREADS = {"owl": 0.08, "alpha": 0.3, "divergence": 0.08}
 
 
 class Mask(Stage):
-    """Zeros in every linear module of every block (sparsity/README.md)."""
+    """Zeros in every linear module of every block."""
 
     key = "mask"
     goal = "zeros"

@@ -1,0 +1,9 @@
+"""Where a document is that a message names: whoever installed a wheel has no checkout to look it up in."""
+
+from pathlib import Path
+
+
+def find_document(name: str) -> Path:
+    """Return the path of a document of the package or of `recipes`, which a wheel has inside the package."""
+    package = Path(__file__).parents[1]
+    return package / name if (package / name).exists() else package.parent / name
