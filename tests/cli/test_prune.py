@@ -472,7 +472,7 @@ def test_a_ratio_that_ruins_a_model_says_so_before_the_work(place, more):
     stderr = run("prune", "dense", "--recipe", "magnitude", "--ratio", "0.95", *more).stderr
     [line] = [line for line in stderr.splitlines() if "ruined" in line]
     assert line.startswith(
-        "25.0% of heads and 4.2% of mlp would stay: the model is ruined then, whatever makes up for it."
+        "50.0% of heads and 4.2% of mlp would stay: the model is ruined then, whatever makes up for it."
     )
     masked = run("prune", "dense", "--recipe", "wanda", "--ratio", "0.95", *TEXT, "--dry-run").stderr
     assert "5.0% of the weights would stay: the model is ruined then" in masked
