@@ -205,8 +205,8 @@ def _prune(options: PruneOptions, tell: Tell) -> Pruned:
         _check_before_measuring(preview, step, out)
     if job.samples is not None:
         check_forward(job.model, job.samples, say)
-    for warning in filter(None, (small_share_line(options.sizes), extreme_line(preview))):
-        say(warning)
+    for line in filter(None, (small_share_line(options.sizes), extreme_line(preview))):
+        say(line)
     if options.dry_run:
         return Pruned(out, settled, None, None, tuple(say.lines))
     if not options.resume:

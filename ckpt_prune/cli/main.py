@@ -89,13 +89,13 @@ class LazyGroup(click.Group):
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(max(map(len, COMMANDS))), text) for name, text in commands.items()])
 
-    def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **others: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *more: Any, **others: Any) -> Any:
         """Run as a program: whatever goes wrong is one line and an exit code."""
         given = sys.argv[1:] if args is None else list(args)
-        if not standalone_mode:
-            return super().main(given, *more, standalone_mode=False, **others)
+        if not others.get("standalone_mode", True):
+            return super().main(given, *more, **others)
         with guarded(given):
-            code = super().main(given, *more, standalone_mode=False, **others)
+            code = super().main(given, *more, **(others | {"standalone_mode": False}))
         raise SystemExit(code or 0)
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:

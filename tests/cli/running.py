@@ -64,12 +64,13 @@ def read_refusal(*args: str) -> str:
     before = listing()
     result = run(*args)
     assert result.exit_code == 2, result.output
-    assert result.stdout == ""
     assert listing() == before
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith("Error: ")
     message = lines[0].removeprefix("Error: ")
+    said = {"error": {"code": 2, "message": message}} if "--json" in args else None
+    assert (json.loads(result.stdout) if result.stdout else None) == said
     assert not unknown_options(message, args[0]), message
     return message
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,6 +182,7 @@ def make_place(folder: Path, *, graphs: bool = True) -> Path:
     with quiet_transformers():
         write_vit(place / "vit", 0)
         make_sentences(place / "sentences")
+    with warnings.catch_warnings(action="ignore"):  # of peft
         adapt(place / "dense", place / "adapter", ["q_proj", "down_proj"])
     write_processor(place / "vit")
     make_sounds(place)
