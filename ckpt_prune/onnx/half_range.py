@@ -79,11 +79,11 @@ def measure_half_range(model: nn.Module, run: Callable[[], Any]) -> HalfRange:
     return HalfRange(watch.largest, watch.place)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at every tensor in float16 that is computed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.largest, self.place = 0.0, ""
         self._modules: list[str] = []
 

@@ -14,7 +14,7 @@ from ckpt_prune.runtimes.task import Array, RuntimeAnswer, RuntimeTask, compute
 
 def run(task: RuntimeTask) -> RuntimeAnswer:
     torch.set_num_threads(task.threads)
-    torch.load = _refuse_pickle  # of an adapter that lies there it would read a .bin file
+    vars(torch)["load"] = _refuse_pickle  # of an adapter that lies there it would read a .bin file
     model = AutoModelForCausalLM.from_pretrained(
         task.folder, trust_remote_code=True, dtype=torch.float32, use_safetensors=True
     ).eval()

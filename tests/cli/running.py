@@ -79,8 +79,10 @@ def unknown_options(message: str, command: str) -> set[str]:
     """Return the options that a message names, and neither its command nor one that it names before them has."""
     known, unknown = options_of(command), set()
     ours = re.sub(r"`(?!ckpt-prune)[^`]*`", "", message)
-    for word in re.findall(r"(?<![\w-])(?:--[a-z][a-z0-9-]*|[a-z]+)", ours):
-        if word in COMMANDS:
+    for word in re.findall(r"(?<![\w-])(?:--[a-z][a-z0-9-]*|the command that began it|[a-z]+)", ours):
+        if word == "the command that began it":
+            known |= {"--resume", "--overwrite"}
+        elif word in COMMANDS:
             known |= options_of(word)
         elif word.startswith("--") and word not in known:
             unknown.add(word)
