@@ -88,7 +88,7 @@ def measure_point(args: argparse.Namespace, model: str, share: float, name: str)
     recipe, changes = entrants()[name]
     dense = Model.open(folder)
     gone = max(1, round(share * dense.blocks))
-    size: dict[str, str] = {}
+    size: dict[str, Any] = {}
     if recipe == "depth":
         changes = changes | {"depth.drop": gone}
     elif args.latency is not None:
@@ -97,7 +97,8 @@ def measure_point(args: argparse.Namespace, model: str, share: float, name: str)
         size = {"target_params": str(cost_of(without(dense, range(gone))).parameters)}
     with tempfile.TemporaryDirectory() as scratch:
         out, start = Path(scratch) / "out", time.monotonic()
-        ckpt_prune.prune(folder, output=out, recipe=recipe, overrides=changes, **calibration, **size, progress=False)
+        size |= {"evaluate_samples": 0, "progress": False}
+        ckpt_prune.prune(folder, output=out, recipe=recipe, overrides=changes, **calibration, **size)
         seconds = round(time.monotonic() - start, 1)
         report = json.loads((out / REPORT).read_text())
         line: dict[str, Any] = {

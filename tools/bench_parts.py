@@ -40,8 +40,8 @@ SHAPES = {
 }
 JOBS: dict[str, list[str]] = {
     "fisher": ["calibrate", "--collect", "moments,gram,fisher", "--folds", str(FOLDS)],
-    "ridge": ["prune", "--ratio", str(RATIO), "--recipe", "ridge"],
-    "best": ["prune", "--ratio", str(RATIO), "--recipe", "best", "--set", "weigh_by=energy"],
+    "ridge": ["prune", "--ratio", str(RATIO), "--recipe", "ridge", "--evaluate-samples", "0"],
+    "best": ["prune", "--ratio", str(RATIO), "--recipe", "best", "--set", "weigh_by=energy", "--evaluate-samples", "0"],
 }
 
 

@@ -23,9 +23,9 @@ from tools.bench_lines import add_line, by_key
 
 JOBS: dict[str, list[str]] = {
     "calibrate": ["calibrate", "--collect", "moments,gram", "--folds", "4"],
-    "ridge": ["prune", "--recipe", "ridge", "--ratio", "0.2"],
+    "ridge": ["prune", "--recipe", "ridge", "--ratio", "0.2", "--evaluate-samples", "0"],
     "recover": ["recover", "--epochs", "1"],
-    "best": ["prune", "--recipe", "best", "--ratio", "0.2"],
+    "best": ["prune", "--recipe", "best", "--ratio", "0.2", "--evaluate-samples", "0"],
 }
 SHARED_OPTIONS = ["--compute-dtype", "float32"]
 POLL = 0.2

@@ -46,6 +46,7 @@ def measure_recipe(args: argparse.Namespace, recipe: str, ratio: float, size: in
             data = calibration(args) if recipe in FROM_TEXT else ["--statistics", str(statistics(args))]
             amount = ["--ratio", f"{ratio:g}"] if size is None else ["--target-params", str(size)]
             how = ["--recipe", recipe, *amount, "--container", "any", "-o", str(out), "--json"]
+            how += ["--evaluate-samples", "0"]
             took = command("prune", str(args.model), *how, *data)
             line = {"seconds": round(took.seconds), "gibibytes": took.gibibytes}
             line["parameters"] = json.loads(took.printed)["after"]["parameters"]

@@ -187,7 +187,9 @@ def run_pruning(data: Data, pruning: str, log: Log, args: argparse.Namespace, he
     with tempfile.TemporaryDirectory() as scratch:
         pruned = Path(scratch) / "pruned"
         try:
-            cost = tool("prune", data.model, *prunings()[pruning], *data.calibration, "-o", pruned)[1]
+            cost = tool(
+                "prune", data.model, *prunings()[pruning], *data.calibration, "--evaluate-samples", "0", "-o", pruned
+            )[1]
             if "pruned" in missing:
                 record("pruned", pruned, cost)
             for kind in [kind for kind in missing if kind in RECOVERED]:

@@ -66,9 +66,8 @@ def measure_model(given: argparse.Namespace, recipe: str, target: int, dense: fl
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         data: dict[str, Any] = {"text": str(given.text), "samples": given.samples, "window": given.window}
-        result = cp.prune(
-            str(given.model), recipe=recipe, target_params=str(target), output=f"{folder}/out", progress=False, **data
-        )
+        data |= {"target_params": str(target), "evaluate_samples": 0, "progress": False}
+        result = cp.prune(str(given.model), recipe=recipe, output=f"{folder}/out", **data)
         seconds = time.monotonic() - start
         report = result.report
         assert report is not None

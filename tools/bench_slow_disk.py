@@ -63,7 +63,8 @@ def main() -> None:
         block_thread.BlockThread = walk.BlockThread = thread  # type: ignore[misc, assignment]
         out = folder / name.replace(" ", "-")
         start = time.perf_counter()
-        prune(folder / "model", recipe="wanda-sp", ratio=0.2, text=[args.text], samples=8, window=512, output=out)
+        given = {"text": [args.text], "samples": 8, "window": 512, "evaluate_samples": 0}
+        prune(folder / "model", recipe="wanda-sp", ratio=0.2, output=out, **given)
         seconds = time.perf_counter() - start
         weights = b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
         outputs.append(weights)

@@ -45,7 +45,7 @@ def seconds(recipe: str, model: Path, samples: int) -> float:
     options = ["--recipe", recipe, "--ratio", "0.2", "--device", "cpu"]
     if recipe != BASE:
         text = DATA / "text-tinystories" / "calib_bos.txt"
-        options += ["--text", str(text), "--samples", str(samples), "--window", "512"]
+        options += ["--text", str(text), "--samples", str(samples), "--window", "512", "--evaluate-samples", "0"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "ckpt_prune", "prune", str(model), "-o", f"{folder}/out", *options]

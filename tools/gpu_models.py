@@ -143,6 +143,7 @@ def prune(
         **source,
         recipe=recipe,
         ratio=ratio,
+        evaluate_samples=0,
         overrides=overrides or {},
         output=out,
         device=device,

@@ -70,7 +70,19 @@ class Run:
         amount = [] if self.ratio is None else ["--ratio", f"{self.ratio:g}"]
         samples = ["--images", calibration] if self.takes_images else ["--text", calibration]
         samples += ["--samples", "256"] if self.takes_images else ["--samples", "32", "--window", "512"]
-        words = ["prune", model, "--recipe", self.recipe, *amount, *shlex.split(self.options), *samples, "-o", out]
+        words = [
+            "prune",
+            model,
+            "--recipe",
+            self.recipe,
+            *amount,
+            *shlex.split(self.options),
+            *samples,
+            "--evaluate-samples",
+            "0",
+            "-o",
+            out,
+        ]
         return [str(word) for word in words]
 
 

@@ -125,29 +125,20 @@ def _measure(options: EvaluateOptions) -> "Result":
 
 
 def _note_loss(options: EvaluateOptions, result: "Result") -> None:
-    """Put what was measured into card and report of an output, if the reference is what it was made from."""
-    from ckpt_prune.checkpoint.checkpoint import CONFIG
-    from ckpt_prune.checkpoint.json_files import read_json_object
-    from ckpt_prune.model.descriptions import OUTSIDE_KEY
-    from ckpt_prune.runner.publish import replace_record
-    from ckpt_prune.stages.report import find_report
-    from ckpt_prune.verification.verify import open_dense
+    """Put what was measured into card and record of an output, if the reference is what it was made from."""
+    from ckpt_prune.runner.publish import note_loss
+    from ckpt_prune.verification.dense_source import is_source
 
     out, dense, loss = Path(options.model), Path(str(options.against)), result.loss()
     if loss is None or not (out.is_dir() and os.access(out, os.W_OK)) or find_graph(options.model) is not None:
         return  # in the Hub's cache, too, nothing is changed
-    try:
-        report = find_report(out)
-        if report is None:
-            return
-        open_dense(out, report, dense, read_json_object(out / CONFIG).get(OUTSIDE_KEY))
-    except UserError:  # an output that is damaged, or of another model: what was measured is of use without it
+    if not is_source(out, dense):
         return
     # Names without folders: a card is shown to others.
     read = [Path(text).name for text in options.text] or [Path(str(options.images)).name]
     loss = loss.model_copy(update={"data": ", ".join([*read, loss.data])})
     try:
-        replace_record(out, report.model_copy(update={"loss": loss}))
+        note_loss(out, loss)
     except UserError as error:
         Notices()(f"the model card of {out} does not say what was measured: {error}")
 

@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.function import takes
+from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.collection import collection_of_new_objects, without_collection
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options.commands import ExportOptions
 from ckpt_prune.options.graphs import GraphSettings
@@ -51,10 +53,11 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
         from ckpt_prune.evaluation.device_map import spread
         from ckpt_prune.model.containers.opening import Opening, open_checkpoint
         from ckpt_prune.onnx.export import GraphWriter, write_proven
-        from ckpt_prune.onnx.proof import find_dense
+        from ckpt_prune.onnx.proof import Dense, find_dense
         from ckpt_prune.onnx.quantization.deciding import check_rounding
         from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, choose_proof_samples
         from ckpt_prune.onnx.session import default_provider
+        from ckpt_prune.verification.dense_source import find_dense_source
 
     trust = options.trust_remote_code
     with spread(options), collection_of_new_objects():
@@ -63,7 +66,12 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
         writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
         provider = options.provider or default_provider(settings.optimize)
         check_rounding(settings, writer.task, images=options.images is not None, provider=provider)
-        samples = None
+        samples, dense = None, find_dense(options.dense, options.max_loss_dense)
+        found = find_dense_source(source.path) if options.proof and dense is None else None
+        if found is not None and found.folder is not None:
+            dense = Dense(found.folder)
+        elif found is not None:
+            Notices()(found.lacking)
         if options.proof or settings.is_rounded:
             windows = WINDOWS if settings.is_rounded or options.dense else FEW_WINDOWS
             samples = choose_proof_samples(
@@ -76,7 +84,7 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
             provider=options.provider,
             tolerance=settings.tolerance,
             max_loss=settings.max_loss,
-            dense=find_dense(options.dense, options.max_loss_dense),
+            dense=dense,
             trust=trust,
         )
 
@@ -87,7 +95,10 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
     require_gguf()
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.gguf.export import export_gguf
+    from ckpt_prune.onnx.proof import find_dense
+    from ckpt_prune.verification.dense_source import DenseSource
 
+    dense = find_dense(options.dense, None)
     with spread(options):
         return export_gguf(
             options.model,
@@ -95,6 +106,7 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
             options,
             kind=options.gguf_type,
             proof=options.proof,
+            dense=None if dense is None else DenseSource(model_name(dense.folder), dense.folder),
             overwrite=options.overwrite,
             trust=options.trust_remote_code,
         )

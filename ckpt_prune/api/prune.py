@@ -10,7 +10,7 @@ from ckpt_prune.api.function import takes
 from ckpt_prune.api.latency import time_output, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
-from ckpt_prune.checkpoint.model_folder import refuse_adapter
+from ckpt_prune.api.quality import check_quality, is_measured, measure_quality
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
@@ -28,6 +28,7 @@ from ckpt_prune.runner.resuming import resumable
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
     from ckpt_prune.gguf.export import ExportedGguf, GgufStep
+    from ckpt_prune.job.job import Job
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.model.model import Model
     from ckpt_prune.onnx.export import Exported, GraphStep
@@ -43,7 +44,7 @@ class Pruned:
         settled: the job with all that was decided; None if an earlier run had done everything but the graph.
         report: as in the output's ckpt_prune.json; None after a dry run.
         graph: the ONNX graph or GGUF file of a recipe with `export`.
-        evaluation: what `evaluate` measured, as `cp.evaluate` returns it.
+        evaluation: what was measured of it beside the dense model, as `cp.evaluate` returns it; None if nothing was.
     """
 
     path: Path
@@ -64,10 +65,19 @@ class Pruned:
         """True if there is no graph, or it computes what the model does."""
         return self.graph is None or self.graph.passed
 
+    @property
+    def fewer_bits(self) -> str | None:
+        """A line with the command that makes a model no larger by fewer bits, which loses less; None without one."""
+        if self.settled is None:
+            return None
+        from ckpt_prune.runner.fewer_bits import fewer_bits_line
+
+        return fewer_bits_line(self.settled)
+
     def data(self) -> dict[str, Any]:
         if self.report is None:
-            return _dry_data(self.settled)
-        data = self.report.data()
+            return _dry_data(self.settled) | {"fewer_bits": self.fewer_bits}
+        data = self.report.data() | {"fewer_bits": self.fewer_bits}
         if self.settled is not None:
             from ckpt_prune.runner.messages import messages
 
@@ -138,10 +148,12 @@ def prune_as(options: PruneOptions, tell: Tell = lambda _pruned, _following: Non
 
     That is the key of `Pruned.data`: onnx, gguf, evaluation or pushed.
     """
-    pruned = _prune(options, tell)
-    if options.evaluate and not options.dry_run:
+    pruned, job = _prune(options, tell)
+    # An earlier run that did everything has measured too, unless it ended before.
+    has_loss = pruned.report is not None and pruned.report.loss is not None
+    if job is not None and is_measured(options) and (options.evaluate or not has_loss):
         tell(pruned, "evaluation")
-        pruned = process_group().alone(lambda: _evaluate(options, pruned))
+        pruned = process_group().alone(lambda: _evaluate(options, pruned, job))
     if options.push is None or options.dry_run or not pruned.passed:
         return pruned
     tell(pruned, "pushed")
@@ -153,7 +165,8 @@ def prune_as(options: PruneOptions, tell: Tell = lambda _pruned, _following: Non
         raise PushFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
 
 
-def _prune(options: PruneOptions, tell: Tell) -> Pruned:
+def _prune(options: PruneOptions, tell: Tell) -> "tuple[Pruned, Job | None]":
+    """Prune; return the output and the job that made it, None after a dry run."""
     out = options.output
     # Refuse what can be refused before torch is imported.
     _check_together(options)
@@ -164,9 +177,7 @@ def _prune(options: PruneOptions, tell: Tell) -> Pruned:
         process_group().on_first(lambda: check_output(model, out, resume=options.resume, overwrite=replaced))
     check_supported(options.model, options.family, options.part)
     check_texts(options.text)
-    check_texts(tuple(place for place in options.evaluate if not Path(place).is_dir()))
-    if options.evaluate:
-        refuse_adapter(Path(options.model))
+    check_quality(options, options.model)
     if options.statistics is not None:
         check_statistics(options.statistics)
     if options.push is not None:
@@ -192,7 +203,7 @@ def _prune(options: PruneOptions, tell: Tell) -> Pruned:
     if options.resume and not options.overwrite and not options.dry_run:
         finished = process_group().alone(lambda: _missing_graph(options, chosen, dense, say, tell))
         if finished is not None:
-            return finished
+            return finished, read_job(options, chosen, dense, say) if is_measured(options) else None
     job = with_latencies(read_job(options, chosen, dense, say), say, trust=options.trust_remote_code)
     start = check_job(job, needs_data=not options.dry_run)
     preview = preview_job(job, start)
@@ -208,7 +219,7 @@ def _prune(options: PruneOptions, tell: Tell) -> Pruned:
     for line in filter(None, (small_share_line(options.sizes), extreme_line(preview))):
         say(line)
     if options.dry_run:
-        return Pruned(out, settled, None, None, tuple(say.lines))
+        return Pruned(out, settled, None, None, tuple(say.lines)), None
     if not options.resume:
         warning = process_group().alone(lambda: estimate_job(preview).warning)
         if warning is not None:
@@ -220,28 +231,23 @@ def _prune(options: PruneOptions, tell: Tell) -> Pruned:
     has_graph = step is None or process_group().once(lambda: done.finished and step.recipe.is_done(out))
     tell(pruned, "" if step is None or has_graph else step.recipe.format)
     if step is None or has_graph:
-        return pruned
+        return pruned, job
     graph = process_group().alone(lambda: _graph(pruned, step, say))
-    return replace(pruned, graph=graph, notices=tuple(say.lines))
+    return replace(pruned, graph=graph, notices=tuple(say.lines)), job
 
 
-def _evaluate(options: PruneOptions, pruned: Pruned) -> Pruned:
+def _evaluate(options: PruneOptions, pruned: Pruned, job: "Job") -> Pruned:
     """Measure the output and the dense model on held-out data."""
-    from ckpt_prune.api.evaluate import evaluate
-    from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.stages.report import find_report
 
-    given: dict[str, Any] = {"images": options.evaluate[0]}
-    if not Path(options.evaluate[0]).is_dir():
-        window = options.window or open_model(options.model, Opening.of(options)).tokens
-        given = {"text": options.evaluate, "window": window}
-    given |= {"device": options.device, "trust_remote_code": options.trust_remote_code, "progress": options.progress}
+    say = Notices()
     try:
-        result = evaluate(pruned.path, against=options.model, samples=options.evaluate_samples, **given)
+        results = measure_quality(pruned.path, job, options, say)
     except UserError as error:
         again = f"`ckpt-prune evaluate {pruned.path} --against {options.model}`"
         raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
-    return replace(pruned, evaluation=result, report=pruned.report and find_report(pruned.path))
+    report, notices = pruned.report and find_report(pruned.path), (*pruned.notices, *say.lines)
+    return replace(pruned, evaluation=results[0] if results else None, report=report, notices=notices)
 
 
 def _check_together(options: PruneOptions) -> None:
@@ -250,8 +256,6 @@ def _check_together(options: PruneOptions) -> None:
         raise UserError("--public goes with --push")
     if options.recipe is not None and options.plan is not None:
         raise UserError("a plan has settled its recipe: give --recipe or --plan, not both")
-    if len(options.evaluate) > 1 and any(Path(place).is_dir() for place in options.evaluate):
-        raise UserError("--evaluate takes text files, or one folder of images")
     size = asked_size(options.sizes, options.ratio)
     changes = (options.ratio is not None, size, options.overrides, options.container, options.runs_on)
     if options.plan is not None and any((*changes, options.pattern, options.rotate)):

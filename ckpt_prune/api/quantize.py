@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.api.function import takes
+from ckpt_prune.api.quality import check_quality, is_measured, measure_quality
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.text_files import check_texts
@@ -12,18 +13,24 @@ from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options.commands import QuantizeOptions
 from ckpt_prune.options.data import has_data
+from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.resuming import resumable
 
 if TYPE_CHECKING:
+    from ckpt_prune.evaluation.results import Result
     from ckpt_prune.stages.quantize.record import QuantizationRecord
 
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """The output of `quantize`, and the record in its ckpt_prune_quantised.json."""
+    """The output of `quantize`, and the record in its ckpt_prune_quantised.json.
+
+    `evaluations` are what was measured of it beside MODEL, and beside the dense model if MODEL is a pruned one.
+    """
 
     path: Path
     record: "QuantizationRecord"
+    evaluations: "tuple[Result, ...]" = ()
 
     def data(self) -> dict[str, Any]:
         return self.record.data()
@@ -41,13 +48,15 @@ def quantize(options: QuantizeOptions) -> QuantizedModel:
     Gram matrices, and the hidden states of the samples. An interrupted run leaves OUT.partial, which --resume
     continues.
 
-    `verify OUT --against MODEL` proves it, `evaluate OUT --against MODEL` measures what it cost.
+    `verify OUT --against MODEL` proves it. With data at hand, OUT and MODEL are measured on windows of it that were not
+    used for rounding; if MODEL is a pruned model, its dense one is measured too, if it lies beside it.
     """
     measures = has_data(options)
     if measures and options.statistics is not None:
         raise UserError("--statistics takes the place of --text: give one of them")
     check_supported(options.model, None, None)
     check_texts(options.text)
+    check_quality(options, options.model)
     if options.statistics is not None:
         check_statistics(options.statistics)
 
@@ -58,4 +67,15 @@ def quantize(options: QuantizeOptions) -> QuantizedModel:
     job = read_quantization(options, measures, say)
     with resumable(options.output, say):
         done = run_job(job, options.output, resume=options.resume, overwrite=options.overwrite, announce=say)
-    return QuantizedModel(options.output, done.report)
+    record, results = done.report, []
+    if is_measured(options) and (options.evaluate or not record.losses):
+        from ckpt_prune.stages.quantize.record import read_record
+        from ckpt_prune.verification.dense_source import find_dense_source
+
+        dense = find_dense_source(job.model.checkpoint.path)
+        others = [dense.folder] if dense is not None and dense.folder is not None else []
+        if dense is not None and not others:
+            say(dense.lacking)
+        results = process_group().alone(lambda: measure_quality(options.output, job, options, say, others))
+        record = read_record(options.output)
+    return QuantizedModel(options.output, record, tuple(results))

@@ -101,7 +101,7 @@ class PointMeasurer:
         if self.images is not None:
             data = {"images": self.images}
         with scratch_folder() as folder:
-            small = prune(**options, output=str(folder / "point"), diagnostics=False)
+            small = prune(**options, output=str(folder / "point"), diagnostics=False, evaluate_samples=0)
             return small, _scores(evaluate(small, against=self.model, samples=self.samples, **data, **how))
 
 

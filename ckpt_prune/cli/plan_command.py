@@ -197,7 +197,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
         rows.append(row | ({"margin": figure(site.margin, ".1%")} if has_margins else {}))
     if plan.depth is None:
         click.echo(f"{table_of(rows)}\n")
-        lines = plan_legend(settled.model, plan.sites, language=plan.before.cache is not None)
+        lines = plan_legend(settled.model, plan.sites)
     else:
         lines = section_lines([show_depth(plan.depth)])
     for line in lines:

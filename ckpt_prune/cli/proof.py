@@ -93,7 +93,7 @@ def graph_lines(validation: Validation) -> list[str]:
         else f"{100 * validation.max_loss:.4g}% of the metric may be lost"
     )
     lines.append(f"the graph {verdict} with {validation.against.name} ({kind}, {validation.provider}, {verdict_words})")
-    return lines
+    return lines + [loss.verdict for loss in validation.losses() if loss.verdict is not None]
 
 
 def _alike(metric: Metric) -> str:

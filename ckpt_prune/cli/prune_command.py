@@ -35,9 +35,11 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
     if as_json:
         echo_json(pruned.data())
     elif pruned.report is None:
-        _print_dry(pruned.settled)
+        _print_dry(pruned)
     else:
         _print_new(pruned, done[-1][0])
+        if pruned.fewer_bits is not None:
+            click.echo(pruned.fewer_bits)
     if not pruned.passed:
         click.get_current_context().exit(1)
 
@@ -105,7 +107,7 @@ def hints(pruned: Pruned, settled: Any) -> list[str]:
     return [*lines, f"it also runs in {', '.join(others)} ({out}/README.md has the commands)"] if others else lines
 
 
-def _print_dry(settled: Any) -> None:
+def _print_dry(pruned: Pruned) -> None:
     from ckpt_prune.cli.rendering import container_line, kept_line, ranks_line
     from ckpt_prune.common.formatting import plural
     from ckpt_prune.common.zero_patterns import describe_mask
@@ -114,6 +116,7 @@ def _print_dry(settled: Any) -> None:
     from ckpt_prune.runner.sections import cost_table
     from ckpt_prune.show.terminal import print_table
 
+    settled: Any = pruned.settled
     for message in messages(settled):
         click.echo(message)
     click.echo(print_table(cost_table(settled.before, settled.output.cost)))
@@ -149,7 +152,7 @@ def _print_dry(settled: Any) -> None:
     if settled.foreseen:
         click.echo(container_line(settled))
     unmeasured = list(unmeasured_lines(settled))
-    for line in unmeasured:
+    for line in (*unmeasured, *filter(None, [pruned.fewer_bits])):
         click.echo(line)
     click.echo(f"it takes {estimate_job(settled).line}")
     click.echo(f"everything {'that needs no measuring is ' if unmeasured else ''}checked, nothing written")

@@ -6,6 +6,7 @@ import click
 
 from ckpt_prune.api.quantize import QuantizedModel, quantize
 from ckpt_prune.cli.command import Command
+from ckpt_prune.cli.evaluate_command import result_text
 from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
 
@@ -24,6 +25,8 @@ def _show(quantized: QuantizedModel, _options: dict[str, Any]) -> None:
         f"{worst.weight}"
     )
     click.echo(f"written to {quantized.path}")
+    for result in quantized.evaluations:
+        click.echo(result_text(result))
 
 
 command = Command(

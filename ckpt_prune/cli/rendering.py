@@ -14,7 +14,7 @@ from ckpt_prune.stages.depth.show import name_gone
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.show import dimensions_line
 from ckpt_prune.stages.hidden.stage import Hidden
-from ckpt_prune.stages.spaces.show import NO_PERPLEXITY, YARDSTICK, relative_floor
+from ckpt_prune.stages.spaces.show import NO_PERPLEXITY, relative_floor
 
 
 def kept_line(prepared: Prepared) -> str:
@@ -129,8 +129,8 @@ def container_line(prepared: Prepared) -> str:
     )
 
 
-def plan_legend(model: Model, sites: Sequence[SiteRecord], *, language: bool) -> Iterable[str]:
-    """Explain the columns of a plan that hold a number; for a language model, say what errors mean for perplexity."""
+def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:
+    """Explain the columns of a plan that hold a number."""
     spaces_by_name = first_expert_spaces(model.family.spaces)
     named = {
         site.space: model.family.spaces[spaces_by_name[site.space]].unit
@@ -154,4 +154,4 @@ def plan_legend(model: Model, sites: Sequence[SiteRecord], *, language: bool) ->
     if any(site.margin is not None for site in sites):
         yield "margin: how much larger, at least, the held-out error of the next best method is"
     if any(site.error_uncompensated is not None for site in sites):
-        yield NO_PERPLEXITY + (YARDSTICK if language else "")
+        yield NO_PERPLEXITY

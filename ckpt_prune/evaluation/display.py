@@ -37,6 +37,14 @@ class Figures:
         values = [(getattr(self, name), style) for _, name, style in self.columns]
         return ["–" if value is None else format(value, style) for value, style in values]
 
+    def amount(self) -> str:
+        """Say how much was measured on: window 256, tokens 30,600."""
+        return ", ".join(
+            f"{heading} {cell}"
+            for (heading, name, _), cell in zip(self.columns, self.cells(), strict=True)
+            if isinstance(getattr(self, name), int)
+        )
+
     def remarks(self, against: Path | None) -> list[str]:
         return [self.remark.format(against=against, **vars(self))] if self.remark else []
 
@@ -49,7 +57,7 @@ class Result(ABC):
         """Return what `--json` prints."""
 
     def loss(self) -> Loss | None:
-        """Return what the report of an output says of it; None if it has no place there."""
+        """Return what the report of an output says of it, with a verdict; None if it has no place there."""
         return None
 
     @abstractmethod

@@ -22,29 +22,25 @@ from ckpt_prune.model.supported import declared_family
 from ckpt_prune.options.data import EvaluationOptions
 
 
-def measure_images(pair: Pair, options: EvaluationOptions) -> AccuracyResult | ComparisonResult:
-    """Measure a classifier of images by its classes, or compare a base model's features with those of its reference."""
-    assert options.images is not None
+def measure_images(
+    pair: Pair, options: EvaluationOptions, given: ImageSamples | None = None
+) -> AccuracyResult | ComparisonResult:
+    """Measure a classifier of images by its classes, or compare a base model's features with those of its reference.
+
+    `given` are images to measure on, in place of those of the options.
+    """
     folder, reference = pair.folder, pair.reference
-    base = None
-    if is_vision(folder) and purpose_of_folder(folder) == "feature-extraction":
-        base = reference_of_base(folder, reference)
-        check_same_kind(folder, base)
-    classes = _read_classes(pair) if base is None else None
-    processor = load_shared_processor(pair)
-    files = find_images(options.images, labels=options.labels, split="eval", id2label=classes)
-    if files.labels is None and reference is None:
-        raise UserError(
-            f"{options.images}: images without classes say nothing of one model; give --labels FILE, a sub-folder per "
-            "class, or --against MODEL2"
-        )
-    samples = choose_image_samples(pair, files, processor, options)
+    has_head = not (is_vision(folder) and purpose_of_folder(folder) == "feature-extraction")
+    if not has_head:
+        check_same_kind(folder, reference_of_base(folder, reference))
+    classes = _read_classes(pair) if has_head else None
+    samples = given or _read_images(pair, options, classes)
     skipped = tuple(sorted(samples.skipped))
     model = pair.load()
-    if reference is None or pair.reference_name is None:
+    if pair.reference is None or pair.reference_name is None:
         return AccuracyResult(pair.name, classify(model, samples), skipped=skipped)
     other = pair.load_reference()
-    if base is not None:
+    if not has_head:
         with images_refused():
             return ComparisonResult(
                 pair.name, pair.reference_name, compare_features(model, other, samples), skipped=skipped
@@ -53,6 +49,18 @@ def measure_images(pair: Pair, options: EvaluationOptions) -> AccuracyResult | C
     return AccuracyResult(
         pair.name, both.score, pair.reference_name, both.reference_score, both.kl, both.agreement, skipped
     )
+
+
+def _read_images(pair: Pair, options: EvaluationOptions, classes: dict[int, str] | None) -> ImageSamples:
+    assert options.images is not None
+    processor = load_shared_processor(pair)
+    files = find_images(options.images, labels=options.labels, split="eval", id2label=classes)
+    if files.labels is None and pair.reference is None:
+        raise UserError(
+            f"{options.images}: images without classes say nothing of one model; give --labels FILE, a sub-folder per "
+            "class, or --against MODEL2"
+        )
+    return choose_image_samples(pair, files, processor, options)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.safe_text import to_one_line
 from ckpt_prune.common.short_repr import short_repr
@@ -22,6 +23,7 @@ from ckpt_prune.evaluation.heads import HeadComparison
 from ckpt_prune.evaluation.image_classes import Classification
 from ckpt_prune.evaluation.perplexity import PerplexityScore
 from ckpt_prune.evaluation.sentences import SentenceComparison
+from ckpt_prune.job.quality import judge
 from ckpt_prune.job.report import Loss
 from ckpt_prune.show.section import MISSING, Table
 
@@ -32,6 +34,15 @@ S = TypeVar("S", bound=Figures)
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
+
+
+def _name(path: Path | None) -> str | None:
+    return None if path is None else model_name(path)
+
+
+def _verdict(result: Result) -> list[Table | str]:
+    loss = result.loss()
+    return [] if loss is None or loss.verdict is None else [loss.verdict]
 
 
 def _name_skipped(skipped: Sequence[str] | None) -> list[Table | str]:
@@ -51,6 +62,7 @@ class ScoredResult(Result, Generic[S]):
     Attributes:
         kl: mean over tokens or images of KL(reference ‖ model), nats.
         agreement: share of the tokens, images or labelled pixels for which both put the same token or class first.
+        on: what was measured on, in words, if it was chosen for the user.
     """
 
     model: Path
@@ -59,6 +71,7 @@ class ScoredResult(Result, Generic[S]):
     reference: S | None = None
     kl: float | None = None
     agreement: float | None = None
+    on: str | None = field(default=None, kw_only=True)
 
     def data(self) -> dict[str, Any]:
         details = {each.name: getattr(self, each.name) for each in fields(self)[len(fields(ScoredResult)) :]}
@@ -75,15 +88,26 @@ class ScoredResult(Result, Generic[S]):
             return None
         of, key, _ = self.score.columns[0]
         of = "top-1 accuracy" if of == "top-1" else of
-        before, after = getattr(self.reference, key), getattr(self.score, key)
-        return Loss(of=of, before=before, after=after, kl=self.kl, agreement=self.agreement, data=self._amount())
+        figures = getattr(self.reference, key), getattr(self.score, key), self.kl, self.agreement
+        before, after, kl, agreement = (each if each is not None and math.isfinite(each) else None for each in figures)
+        return judge(
+            Loss(
+                of=of,
+                before=before,
+                after=after,
+                kl=kl,
+                agreement=agreement,
+                data=self.on or self.score.amount(),
+                against=_name(self.against),
+            )
+        )
 
     def paragraphs(self) -> list[Table | str]:
         remarks = [*self.score.remarks(self.against), *self._sentences()]
         if self.reference is None:
             return [Table(["model", *self.score.headings()], [[str(self.model), *self.score.cells()]]), *remarks]
-        both = f"before: {self.against}, after: {self.model}; {self._amount()}"
-        return [Table(["", "before", "after", "share"], list(self._compare())), both, *remarks]
+        both = f"before: {self.against}, after: {self.model}; {self.on or self.score.amount()}"
+        return [Table(["", "before", "after", "share"], list(self._compare())), both, *remarks, *_verdict(self)]
 
     def _compare(self) -> Iterator[list[str]]:
         """Yield a row for each figure that both models have, as `prune` and `plan` print sizes."""
@@ -94,14 +118,6 @@ class ScoredResult(Result, Generic[S]):
             before, after = getattr(self.reference, key), getattr(self.score, key)
             if not isinstance(after, int):
                 yield [heading, old, new, f"{after / before:.1%}" if before and after is not None else MISSING]
-
-    def _amount(self) -> str:
-        """Say how much was measured on: window 256, tokens 30,600."""
-        return ", ".join(
-            f"{heading} {cell}"
-            for (heading, name, _), cell in zip(self.score.columns, self.score.cells(), strict=True)
-            if isinstance(getattr(self.score, name), int)
-        )
 
     def _data_of(self, model: Path | None, score: Any) -> dict[str, Any]:
         return {"model": str(model), **score.data()}
@@ -160,22 +176,35 @@ class AccuracyResult(ScoredResult[Classification]):
 class ComparisonResult(Result):
     """A model compared with a reference, without knowing what is right: features, predictions or embeddings.
 
-    `skipped` are the names of images that do not decode; None for text.
+    `skipped` are the names of images that do not decode; None for text. `on` is as in `ScoredResult`.
     """
 
     model: Path
     against: Path
     comparison: FeatureComparison | HeadComparison | SentenceComparison
     skipped: tuple[str, ...] | None = field(default=None, repr=False)
+    on: str | None = field(default=None, kw_only=True)
 
     def data(self) -> dict[str, Any]:
         data = {"model": str(self.model), "against": str(self.against), **self.comparison.data()}
         return data if self.skipped is None else data | {"skipped": self.skipped}
 
+    def loss(self) -> Loss:
+        """Return how near both are, with what that was measured on."""
+        both, kl, agreement = self.comparison, None, None
+        if isinstance(both, HeadComparison):
+            of, after, kl, agreement = "rank correlation", both.rank_correlation, both.kl, both.agreement
+        else:
+            of = "cosine of the embeddings" if isinstance(both, SentenceComparison) else "cosine of the features"
+            after = both.cosine
+        data, against = self.on or both.amount(), _name(self.against)
+        return judge(Loss(of=of, after=after, kl=kl, agreement=agreement, data=data, against=against))
+
     def paragraphs(self) -> list[Table | str]:
         figures = self.comparison
         table = Table(["model", *figures.headings()], [[str(self.model), *figures.cells()]])
-        return [table, *figures.remarks(self.against), *_name_skipped(self.skipped)]
+        on = [] if self.on is None else [f"measured on {self.on}"]
+        return [table, *figures.remarks(self.against), *on, *_name_skipped(self.skipped), *_verdict(self)]
 
 
 @dataclass(frozen=True)

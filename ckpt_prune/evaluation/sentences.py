@@ -36,6 +36,9 @@ from ckpt_prune.model.context import context_length
 _CHUNK = 1024
 """Texts whose similarities with all others are held at once."""
 
+_TEXT_TOKENS = 48
+"""Of a text that is cut out of a window, at most."""
+
 Layer = Callable[[Tensor, Tensor], Tensor]
 """Makes new states (B, T, d) or embeddings (B, d) from these and the mask of tokens (B, T)."""
 
@@ -103,7 +106,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _read_pooling(folder: Path) -> Layer:
+def pooling_modes(folder: Path) -> list[str]:
+    """Return the modes of a module Pooling, keys of `POOLING`, in their order."""
     config = read_json_object(folder / "config.json")
     name = config.get("pooling_mode")  # newer versions name the mode
     modes = [name] if isinstance(name, str) else []
@@ -113,7 +117,11 @@ def _read_pooling(folder: Path) -> Layer:
     if unknown or not modes:
         what = f"asks for {unknown[0]}" if unknown else "says no pooling mode"
         raise UserError(f"{folder / 'config.json'} {what}; known are {', '.join(POOLING)}")
-    layers = [layer for mode, layer in POOLING.items() if mode in modes]
+    return [mode for mode in POOLING if mode in modes]
+
+
+def _read_pooling(folder: Path) -> Layer:
+    layers = [POOLING[mode] for mode in pooling_modes(folder)]
     return lambda states, mask: torch.cat([layer(states, mask) for layer in layers], -1)
 
 
@@ -121,11 +129,17 @@ def _read_normalize(_folder: Path) -> Layer:
     return lambda values, _mask: functional.normalize(values, dim=-1)
 
 
-def _read_dense(folder: Path) -> Layer:
+def activation_of(folder: Path) -> str:
+    """Return the activation of a module Dense: Identity, Tanh, ReLU, GELU or Sigmoid."""
     config = read_json_object(folder / "config.json")
     name = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
     if name not in _ACTIVATIONS:
         raise UserError(f"{folder / 'config.json'} asks for {name}; known are {', '.join(_ACTIVATIONS)}")
+    return name
+
+
+def _read_dense(folder: Path) -> Layer:
+    name = activation_of(folder)
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}")
     tensors = read_tensors(folder, read_header(folder / WEIGHTS).tensors.values())
@@ -236,6 +250,14 @@ def compare_sentences(
         pairs=len(cosines),
         tokens=tokens,
     )
+
+
+def cut_texts(windows: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return short texts for windows of a long one, int64 (N, T): two or more of each, as long as sentences are."""
+    length = min(_TEXT_TOKENS, max(1, windows.shape[1] // 2))
+    pieces = [piece.tolist() for window in windows for piece in window.split(length)]
+    texts = [str(tokenizer.decode(piece, skip_special_tokens=True)).strip() for piece in pieces]
+    return [text for text in texts if text]
 
 
 def _compare_texts(embeddings: Tensor) -> tuple[Tensor, Tensor]:

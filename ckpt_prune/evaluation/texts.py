@@ -25,7 +25,7 @@ from ckpt_prune.evaluation.purpose import (
     reference_of_base,
 )
 from ckpt_prune.evaluation.results import ComparisonResult, MaskedResult, PerplexityResult, TextsResult
-from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences
+from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences, cut_texts
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of_folder, read_config
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import (
@@ -50,10 +50,15 @@ class _Lines:
     window: int
 
 
-def measure_texts(pair: Pair, options: EvaluationOptions) -> TextResult | TextsResult:
+def measure_texts(pair: Pair, options: EvaluationOptions, given: Tensor | None = None) -> TextResult | TextsResult:
     """Measure a model of text on each of the texts by itself, and compare it with its reference.
 
     All texts are read before the first is measured.
+
+    Args:
+        pair: both of them.
+        options: the texts, and how they are cut into windows.
+        given: windows in place of those of the texts, int64 (N, T), within the frame of an encoder's tokenizer.
     """
     folder = pair.folder
     for path in pair.folders:
@@ -80,6 +85,9 @@ def measure_texts(pair: Pair, options: EvaluationOptions) -> TextResult | TextsR
     if base is not None and read_modules(folder):
         _check_sentences(pair, base, tokenizer)
         read, measure = _read_lines, _compare_sentences
+    if given is not None:
+        pieces = measure is _compare_sentences
+        return measure(pair, tokenizer, _Lines(cut_texts(given, tokenizer), given.shape[1]) if pieces else given)
     readings = [read(text, tokenizer, options) for text in options.text]
     results = [measure(pair, tokenizer, reading) for reading in readings]
     return results[0] if len(results) == 1 else TextsResult(tuple(zip(options.text, results, strict=True)))

@@ -27,6 +27,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import CalibrationOptions, ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
 from ckpt_prune.stages.export.stage import Export
+from ckpt_prune.verification.dense_source import DenseSource, find_dense_source
 
 _LARGE = 2**32
 """Bytes in float32, from which on a line says that the proof takes so many."""
@@ -88,6 +89,7 @@ def export_gguf(
     *,
     kind: GgufType | None = None,
     proof: bool = True,
+    dense: DenseSource | None = None,
     overwrite: bool = False,
     trust: bool = False,
 ) -> ExportedGguf:
@@ -99,6 +101,7 @@ def export_gguf(
         proving: what to compare on.
         kind: type of the matrices; None: what the checkpoint has.
         proof: compare the file in llama.cpp with PyTorch.
+        dense: the model that the checkpoint was pruned from; by default it is looked for.
         overwrite: replace another GGUF file.
         trust: accept a checkpoint that asks for code of its own.
 
@@ -136,7 +139,8 @@ def export_gguf(
             else:
                 write_gguf(place, layout, chosen, kinds, tokenizer, folder)
             if proof:
-                result = prove(place, folder, chosen, proving, trust=trust)
+                dense = dense or find_dense_source(folder)
+                result = prove(place, folder, chosen, proving, dense=dense, trust=trust)
                 if not result.passed:
                     raise _FailedProofError
             size = place.stat().st_size
@@ -167,7 +171,8 @@ def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: boo
     require_runtime()
     source = open_model(against, Opening(trust, packed=True))
     kind = type_of_file(file)
-    proof = prove(file, source.checkpoint.whole, kind, proving, trust=trust)
+    folder = source.checkpoint.whole
+    proof = prove(file, folder, kind, proving, dense=find_dense_source(folder), trust=trust)
     return proof.model_copy(update={"other_weights": tuple(other_weights(file, source, kind))})
 
 
@@ -192,12 +197,14 @@ class GgufStep:
         recipe: what to write.
         kind: type of the matrices.
         proving: what to compare the file on.
+        dense: the model that is pruned.
         trust: run code that the checkpoint brings.
     """
 
     recipe: Export
     kind: GgufType
     proving: ProofOptions
+    dense: DenseSource | None
     trust: bool
 
     @classmethod
@@ -213,10 +220,11 @@ class GgufStep:
             require_runtime()
         kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
         needs_program(kind)
-        layout = lay_out(source)
+        layout, dense = lay_out(source), None
         if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
             tokenizer_values(source.checkpoint.path, layout.values["vocab_size"])
-        return cls(recipe, kind, ProofOptions(text=calibration.text, window=calibration.window), trust)
+            dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
+        return cls(recipe, kind, ProofOptions(text=calibration.text, window=calibration.window), dense, trust)
 
     def bytes(self, parameters: int) -> int:
         """Return what the file takes at most."""
@@ -227,7 +235,13 @@ class GgufStep:
         file = output / GGUF_FILES[self.kind]
         try:
             return export_gguf(
-                str(output), file, self.proving, kind=self.kind, proof=self.recipe.proof, trust=self.trust
+                str(output),
+                file,
+                self.proving,
+                kind=self.kind,
+                proof=self.recipe.proof,
+                dense=self.dense,
+                trust=self.trust,
             )
         except BaseException:
             command = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]

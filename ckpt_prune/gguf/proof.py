@@ -1,6 +1,7 @@
 """Proving a GGUF file in llama.cpp: it splits text into the same tokens, and computes what PyTorch does."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from ckpt_prune.gguf.llama_cpp import Answer, Task, require_runtime, run_llama_c
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import LARGEST_KL, Proof, choose_windows, compare_logs, reference_logs
+from ckpt_prune.verification.dense_source import DenseSource
 
 _HARD_TEXT = (
     "Hello, world! It's 3,141,592 or 2025-11-26; they'll \u00e9t\u00e9 na\u00efve \u4f60\u597d \U0001f680\n\n\n"
@@ -19,7 +21,14 @@ _CHAT = [{"role": "user", "content": "Hello"}]
 
 
 def prove(
-    file: Path, folder: Path, kind: str, options: ProofOptions, *, trust: bool = False, threads: int = 0
+    file: Path,
+    folder: Path,
+    kind: str,
+    options: ProofOptions,
+    *,
+    dense: DenseSource | None = None,
+    trust: bool = False,
+    threads: int = 0,
 ) -> Proof:
     """Compare a file with the checkpoint that it was made from. The whole model is loaded.
 
@@ -28,6 +37,7 @@ def prove(
         folder: of the checkpoint.
         kind: type of the file's matrices.
         options: text, number of windows and their length.
+        dense: the model that the checkpoint was pruned from.
         trust: run code that the checkpoint brings.
         threads: of llama.cpp; 0: as PyTorch.
 
@@ -52,6 +62,10 @@ def prove(
     _check_tokens(texts, expected, answer)
     if chat is not None and answer.chat != chat:
         raise UserError(f"llama.cpp fills the chat template differently: {answer.chat!r}, and transformers {chat!r}")
+    found = None if dense is None else dense.folder
+    others: dict[str, Any] = {} if dense is None or found is not None else {"lacking": dense.lacking}
+    if dense is not None and found is not None:
+        others["dense"] = dense.name, reference_logs(found, chosen, trust=trust)
     return compare_logs(
         reference_logs(folder, chosen, trust=trust),
         chosen.actual,
@@ -59,12 +73,14 @@ def prove(
         torch.from_numpy(answer.logs).double(),
         torch.from_numpy(answer.actual).double(),
         torch.from_numpy(answer.ids[..., 0]),
+        model=folder,
         type=kind,
         text=chosen.text,
         texts=len(answer.tokens),
         speeds=(answer.prompt_speed, answer.generation_speed),
         memory=answer.memory,
         allowed=LARGEST_KL.get(kind),
+        **others,
     )
 
 

@@ -106,6 +106,24 @@ class Job:
         given = self.live or self.training
         return None if given is None else given.samples
 
+    @property
+    def used(self) -> Samples | list[tuple[int, str]] | None:
+        """The samples that the output is made on, or numbers and fingerprints of several; None if they are not known.
+
+        Samples of one choice begin alike, so the larger of two holds the other, unless they were chosen beside it.
+        """
+        beside = self.training is not None and self.training.seen is False
+        given = [each.samples for each in (self.live, self.training) if each is not None]
+        if self.statistics is None and not (beside and self.live is not None):
+            return max(given, key=len, default=[])
+        used = [(len(samples), samples.fingerprint) for samples in given]
+        if self.statistics is not None:
+            index = self.statistics.index
+            if len(index.data) > 1:
+                return None
+            used.insert(0, (index.samples, index.data[0]))
+        return used if beside else [max(used)]
+
     @cached_property
     def stored(self) -> Container | None:
         """The container of the model, if it carries code of its own."""

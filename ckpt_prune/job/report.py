@@ -139,15 +139,19 @@ class Latency(FixedRecord):
 
 
 class Loss(FixedRecord):
-    """The loss by pruning: scores of the output and of the dense model on held-out data.
+    """The loss by pruning or rounding: scores of the output and of the dense model on held-out data.
 
     Attributes:
-        of: what was measured: perplexity, top-1 accuracy.
-        before, after: of the dense model and of the output.
+        of: what was measured: perplexity, top-1 accuracy, cosine of embeddings.
+        before, after: of the dense model and of the output; a cosine to the dense model has no `before`.
         kl: mean KL(dense ‖ output) over tokens or images, nats.
         agreement: share of them for which both put the same token or class first.
         data: the text or images, and how much of them, in words.
+        against: name of the dense model.
+        verdict: a sentence if the output is bad (`quality.judge`).
     """
+
+    optional = frozenset({"against", "verdict"})
 
     of: str
     before: Figure = None
@@ -155,6 +159,8 @@ class Loss(FixedRecord):
     kl: Figure = None
     agreement: Figure = None
     data: str = ""
+    against: str | None = None
+    verdict: str | None = None
 
 
 class PhaseRecord(FixedRecord):
@@ -185,7 +191,7 @@ class CommonReport(FixedRecord):
         part: of a source that is made of several models; all other figures are about this part.
         asked: what the recipe was changed for.
         changes: keys of the recipe that the model, the data or runtimes gave another value.
-        loss: measured after pruning (`evaluate`, `prune --evaluate`); None if it was not.
+        loss: measured on held-out data when the output was complete, or by `evaluate`; None if it was not.
         warnings: that should be read with the figures, such as of too few calibration tokens.
         calibration: where the moments came from; empty if another tool pruned.
         plan: digest of the plan that was applied.

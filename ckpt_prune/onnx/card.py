@@ -7,10 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.sentence_modules import MODULES, WEIGHTS, find_sentence_use, read_modules
+from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.safe_text import as_code, as_markdown
+from ckpt_prune.evaluation.sentences import activation_of, pooling_modes
+from ckpt_prune.job.quality import lines_of
+from ckpt_prune.job.report import Loss
 from ckpt_prune.model.context import context_length
 from ckpt_prune.onnx.records import GraphEntry, Manifest, Port
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
@@ -27,11 +32,19 @@ _DECODER_KEYS = {
 
 
 def make_card(
-    manifest: Manifest, config: dict[str, Any], *, proved: bool = True, genai: dict[str, Any] | str = ""
+    manifest: Manifest,
+    config: dict[str, Any],
+    *,
+    folder: Path,
+    proved: bool = True,
+    genai: dict[str, Any] | str = "",
+    losses: Sequence[Loss] = (),
 ) -> str:
     """README.md of an exported folder.
 
     Args:
+        folder: with the modules of an embedder.
+        losses: what each graph loses beside its model, and beside a dense one.
         proved: whether there is a validation.json.
         genai: what is in genai_config.json, or why there is none.
     """
@@ -51,13 +64,16 @@ def make_card(
         f"# {as_markdown(manifest.source.name)}, ONNX",
         "",
         "```python",
-        make_snippet(manifest),
+        make_snippet(manifest, folder),
         "```",
         "",
         f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from {as_code(manifest.source.name)} "
         f"({as_markdown(str(config.get('model_type')))}): {manifest.task}{fused}.",
         f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
     ]
+    lines += [as_markdown(f"{line[0].upper()}{line[1:]}.") for loss in losses for line in lines_of(loss)]
+    if find_sentence_use(folder) == "sentence-similarity":
+        lines.append(f"`embedding` is what `{MODULES}` makes of one text. Of texts in a batch, padding does not count.")
     limit = None if manifest.modality == "image" else context_length(SimpleNamespace(**config))
     if limit is not None:  # beyond, a graph fails over an index or reads positions it was never trained on
         lines.append(f"Texts have at most {limit} tokens, a prompt and what is generated after it together.")
@@ -111,8 +127,53 @@ def _split_layer(name: str) -> tuple[str, int | None]:
     return (name, None) if prefix is None else (prefix, int(name.removeprefix(prefix).split(".")[0]))
 
 
-def make_snippet(manifest: Manifest) -> str:
-    """Python that runs the graph in the current folder, on made-up tokens or pixels."""
+_POOLING = {
+    "cls_token": "first[:, 0]",
+    "max_tokens": "first.max(1)",
+    "mean_tokens": "first.mean(1)",
+    "mean_sqrt_len_tokens": "first.sum(1) / first.shape[1] ** 0.5",
+    "weightedmean_tokens": "np.average(first, 1, np.arange(1, first.shape[1] + 1))",
+    "lasttoken": "first[:, -1]",
+}
+"""What each mode of a module Pooling is of one text's states, `first`, in numpy."""
+_ACTIVATIONS = {
+    "Identity": "{}",
+    "Tanh": "np.tanh({})",
+    "ReLU": "np.maximum({}, 0)",
+    "GELU": "(lambda x: x * (1 + np.vectorize(math.erf)(x / 2**0.5)) / 2)({})",
+    "Sigmoid": "1 / (1 + np.exp(-({})))",
+}
+
+
+def _write_modules(folder: Path) -> list[str]:
+    """Python that makes an embedding of `first` as a sentence-transformers folder says; none for other folders."""
+    if find_sentence_use(folder) != "sentence-similarity":
+        return []
+    lines = []
+    for module in read_modules(folder)[1:]:
+        place = folder / (module.folder or "")
+        if module.kind == "Pooling":
+            parts = [_POOLING[mode] for mode in pooling_modes(place)]
+            joined = ", ".join(parts)
+            lines.append(f"embedding = {joined if len(parts) == 1 else f'np.hstack([{joined}])'}")
+        elif module.kind == "Normalize":
+            lines.append("embedding /= np.linalg.norm(embedding, axis=-1, keepdims=True)")
+        elif module.kind == "Dense":
+            names = read_header(place / WEIGHTS).tensors
+            bias = ' + dense["linear.bias"]' if "linear.bias" in names else ""
+            product = f'embedding @ dense["linear.weight"].T{bias}'
+            lines.append(f'dense = safetensors.numpy.load_file("{module.folder}/{WEIGHTS}")')
+            lines.append(f"embedding = {_ACTIVATIONS[activation_of(place)].format(product)}")
+        else:
+            lines.append(f"# then {module.kind}, as {MODULES} says")
+    return lines
+
+
+def make_snippet(manifest: Manifest, folder: Path) -> str:
+    """Python that runs the graph in the current folder, on made-up tokens or pixels.
+
+    `folder` holds the modules of an embedder.
+    """
     providers = ', providers=["CUDAExecutionProvider", "CPUExecutionProvider"]' if manifest.optimize == "cuda" else ""
     lines = [
         "import numpy as np",
@@ -153,6 +214,13 @@ def make_snippet(manifest: Manifest) -> str:
             f"first, *others = session.run(None, {{{_write_feed(manifest, 'ids')}}})",
             "print(first[:, -1].argmax(-1))  # the next token" if generates else "print(first.shape)",
         ]
+        if modules := _write_modules(folder):
+            lines[-1:] = [*modules, "print(embedding.shape)"]
+            code = "\n".join(modules)
+            lines[0:0] = [] if "math." not in code else ["import math", ""]
+            lines[lines.index("import onnxruntime") + 1 : 0] = (
+                ["import safetensors.numpy"] if "safetensors" in code else []
+            )
     return "\n".join(lines)
 
 

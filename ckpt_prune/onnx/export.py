@@ -5,6 +5,7 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from ckpt_prune.common.graph_types import GRAPH_FILES, ROUNDED_TYPES, GraphType
 from ckpt_prune.common.memory import return_freed_memory
 from ckpt_prune.common.progress import Notices, meter
 from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.job.report import Loss
 from ckpt_prune.model.containers.remote import MLX_KEY
 from ckpt_prune.model.skeleton import RefusedConfigError, parse_config
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
@@ -47,6 +49,7 @@ from ckpt_prune.onnx.records import (
     Validations,
     describe_ports,
     hash_tensors,
+    read_manifest,
     runtime_versions,
 )
 from ckpt_prune.onnx.reference import drop_weights
@@ -99,6 +102,12 @@ class Exported:
     def passed(self) -> bool:
         return self.manifest is not None
 
+    @property
+    def losses(self) -> list[Loss]:
+        """What each graph loses beside its own model, and beside a dense one, with verdicts."""
+        graphs = [] if self.validation is None else self.validation.graphs
+        return [loss for graph in graphs for loss in graph.losses()]
+
     def data(self) -> dict[str, Any]:
         return {
             "written": self.passed,
@@ -106,6 +115,7 @@ class Exported:
             "bytes": self.bytes,
             "manifest": None if self.manifest is None else self.manifest.model_dump(),
             "validation": None if self.validation is None else self.validation.model_dump(),
+            "losses": [loss.model_dump() for loss in self.losses],
         }
 
 
@@ -233,6 +243,7 @@ class GraphWriter:
         if isinstance(genai, dict):
             (folder / GENAI).write_text(pretty_json(genai), encoding="utf-8")
         names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        self._describe = partial(make_card, config=config, folder=folder, proved=proved, genai=genai)
         manifest = Manifest(
             versions=runtime_versions(),
             source=Source(name=source.name, fingerprint=source.fingerprint),
@@ -244,8 +255,12 @@ class GraphWriter:
             graphs=graphs,
         )
         (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(make_card(manifest, config, proved=proved, genai=genai), encoding="utf-8")
+        self.write_card(folder, manifest)
         return manifest
+
+    def write_card(self, folder: Path, manifest: Manifest, losses: Sequence[Loss] = ()) -> None:
+        """Write README.md, once more when it is known what the graphs lose."""
+        (folder / "README.md").write_text(self._describe(manifest, losses=losses), encoding="utf-8")
 
 
 def make_graph_config(config: dict[str, Any], external: Sequence[str]) -> dict[str, Any]:
@@ -337,6 +352,9 @@ def write_proven(
             trust=trust,
         )
         validation.write(folder)
+        writer.write_card(
+            folder, read_manifest(folder), [loss for graph in validation.graphs for loss in graph.losses()]
+        )
         validations.append(validation)
         return validation.passed
 
@@ -354,6 +372,7 @@ class GraphStep:
 
     recipe: Export
     samples: ProofSamples | None
+    dense: Dense | None
     trust: bool
 
     @classmethod
@@ -386,7 +405,7 @@ class GraphStep:
                 rounded=recipe.is_rounded,
                 windows=WINDOWS if recipe.is_rounded else FEW_WINDOWS,
             )
-        return cls(recipe, samples, trust)
+        return cls(recipe, samples, None if source.adapter is not None else Dense(source.path), trust)
 
     def bytes(self, parameters: int) -> int:
         return estimate_graphs_bytes(self.recipe, parameters)
@@ -403,6 +422,7 @@ class GraphStep:
                 proof=recipe.proof,
                 tolerance=recipe.tolerance,
                 max_loss=recipe.max_loss,
+                dense=self.dense,
                 trust=self.trust,
             )
         except BaseException:

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.image_classes import compare_classifiers
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import TokenComparison, compare
+from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences, cut_texts
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import load_tokenizer
@@ -74,6 +77,8 @@ def measure_text_metric(
         pair = filled.score.perplexity, filled.reference_score.perplexity
         difference = math.log(pair[0]) - math.log(pair[1]) if all(map(math.isfinite, pair)) else math.inf
         return _compare_perplexities("masked perplexity", pair, difference, of, allowance, filled)
+    if task == "feature-extraction" and find_sentence_use(folder) == "sentence-similarity":
+        return _compare_embeddings(ours, reference, windows, folder, allowance)
     if task == "feature-extraction":
         return _compare_cosine(ours, reference, TokenWindows(windows), of, allowance)
     if task == "text-classification" and theirs.config.num_labels == 1:
@@ -161,6 +166,34 @@ def _compare_cosine(
         onnxruntime=features.cosine,
         pytorch=None,
         of=of,
+        difference=difference,
+        tolerance=most,
+        passed=difference <= most,
+    )
+
+
+def _compare_embeddings(
+    ours: PreTrainedModel, reference: Reference, windows: Tensor, folder: Path, allowance: Allowance
+) -> Metric | str:
+    """Compare what a sentence-transformers folder makes of the hidden states: pooled, and normalised if it says so."""
+    theirs = cast(PreTrainedModel, reference.module)
+    tokenizer = load_tokenizer(folder)
+    texts = cut_texts(windows, tokenizer)
+    try:
+        model, other = (SentenceModel(each, folder, tokenizer) for each in (ours, theirs))
+        cosine = compare_sentences(model, other, texts, windows.shape[1]).cosine
+    except UserError as error:
+        return str(error)
+    lost = max(0.0, 1 - cosine)
+    # Of vectors of one length, the relative error is the root of twice what the cosine loses.
+    difference, most = math.sqrt(2 * lost), allowance.tolerance
+    if allowance.max_loss is not None:
+        difference, most = lost, allowance.max_loss
+    return Metric(
+        name="cosine",
+        onnxruntime=cosine,
+        pytorch=None,
+        of=f"embeddings of {plural(len(texts), 'text')}",
         difference=difference,
         tolerance=most,
         passed=difference <= most,

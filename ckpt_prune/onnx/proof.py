@@ -252,6 +252,7 @@ def _judge_metric(
         return [], None, metric
     metrics, sentences = [metric], [_describe_metric(metric)]
     for other in others:
+        reference.let_go()  # one model at a time
         judged = measure(other.reference, Allowance(0.0, math.inf if other.max_loss is None else other.max_loss))
         if isinstance(judged, Metric):
             passed = other.max_loss is None or judged.passed
@@ -648,6 +649,9 @@ class _KnownLogits:
 
     def eval(self) -> "_KnownLogits":
         return self
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        return ()
 
     def __call__(self, *, input_ids: Tensor, use_cache: bool = False) -> ModelOutput:
         assert torch.equal(input_ids, self._window)

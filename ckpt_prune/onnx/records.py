@@ -16,6 +16,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.versions import versions
+from ckpt_prune.job.quality import judge
+from ckpt_prune.job.report import Loss
 from ckpt_prune.onnx.session import DATA, Provider
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.onnx.writing import get_bytes
@@ -272,6 +274,25 @@ class Metric(BaseModel):
     into different classes which PyTorch itself has nearer than two errors that pass, so that either may come first."""
     passed: bool
 
+    def loss(self, source: str, data: str) -> Loss:
+        """Return what is lost beside a model: the other one, or the graph's own, which `source` names."""
+        values: dict[str, Any] = {"of": self.name, "after": self.onnxruntime, "before": self.pytorch}
+        if self.name == "agreement":
+            values = {"of": self.name}
+        elif self.name == "top-1":
+            values["of"] = "top-1 accuracy"
+        elif self.name == "cosine":
+            values["of"] = "cosine of the embeddings" if "embedding" in self.of else "cosine of the features"
+        return judge(
+            Loss(
+                **values,
+                kl=self.kl,
+                agreement=self.onnxruntime if self.name == "agreement" else self.same,
+                data=f"{self.of} of {data}",
+                against=self.against or source,
+            )
+        )
+
 
 class Continuation(BaseModel):
     """The words of both after a prompt, each taking its own likeliest token.
@@ -310,6 +331,10 @@ class Validation(BaseModel):
     versions: dict[str, str]
     files: dict[str, str]
     """The files that were validated: name → sha256."""
+
+    def losses(self) -> list[Loss]:
+        """Return what is lost beside the graph's own model and beside each other one."""
+        return [metric.loss(self.against.name, str(self.data.get("what"))) for metric in self.metrics]
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         failed = sum(not case.passed for case in self.cases)

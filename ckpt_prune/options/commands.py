@@ -14,6 +14,7 @@ from ckpt_prune.options.data import (
     CalibrationOptions,
     EvaluationOptions,
     ProofOptions,
+    QualityOptions,
     SampleOptions,
     TrainingOptions,
 )
@@ -285,6 +286,7 @@ class PruneOptions(
     StateMemoryOptions,
     RecoveryMeasureOptions,
     PruneDiagnosticsOptions,
+    QualityOptions,
     CalibrationOptions,
     MaskOptions,
     RecipeOrPlanOptions,
@@ -296,11 +298,6 @@ class PruneOptions(
     """Folder to write. A dry run needs none."""
     dry_run: bool = option(default=False)
     """Check everything and print sizes; measure and write nothing. Data to measure on may be left out."""
-    evaluate: Texts = option(default=(), metavar="FILE|DIR", group=MEASURE)
-    """When OUT is complete, measure it and MODEL on this held-out text (perplexity and KL, in windows of --window
-    tokens), or on this folder of images. It loads both whole. May be repeated."""
-    evaluate_samples: int = option(default=16, ge=1, group=MEASURE)
-    """Use at most this many windows of each text of --evaluate, or images."""
     push: str | None = option(default=None, metavar="REPO", group=HUB)
     """Push OUT to this new repository on the Hub (ORG/NAME) when it is complete, as `ckpt-prune push` does. Token and
     name are checked before any work."""
@@ -390,7 +387,7 @@ class ConvertOptions(ResumeOptions):
     """Folder of a model or of a LoRA adapter, a Hub id, or a GGUF file."""
 
 
-class QuantizeOptions(ResumeOptions, StateMemoryOptions, SampleOptions, DeviceOptions):
+class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleOptions, DeviceOptions):
     """Options of `quantize`."""
 
     model: Model = option(kw_only=False)
@@ -476,7 +473,8 @@ class DenseOptions(Options):
 
     group = MEASURE
     dense: AnyFolder = option(default=None, metavar="MODEL")
-    """A dense model: also measure what the graph loses of the task's metric against it."""
+    """A dense model: also measure what is lost against it. [default of `export`: the one that MODEL was pruned from, if
+    it lies beside it, in the current folder or in the Hub's cache]"""
     max_loss_dense: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0)
     """What the task's metric may lose against --dense: 0.01 or 1%. [default: it is only measured]"""
 
@@ -501,7 +499,7 @@ class ExportOptions(
 
     @model_validator(mode="after")
     def _check_onnx_alone(self) -> "ExportOptions":
-        names = (*DenseOptions.model_fields, "provider")
+        names = ("max_loss_dense", "provider")
         changed = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
         if self.format == "gguf" and changed:
             raise ValueError(f"--{changed[0].replace('_', '-')} does not go with --format gguf")

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.datasets.texts import NamedText, Split, parse_text_name
-from ckpt_prune.options.option import DATA, MACHINE, Input, Options, Texts, option
+from ckpt_prune.options.option import DATA, MACHINE, MEASURE, Input, Options, Texts, option
 
 ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Bos = Literal["auto", "always", "never"]
@@ -137,6 +137,18 @@ class ProofOptions(TextOptions, LabelledImageOptions):
     """Tokens per window. [default: the model's context length, at most 512]"""
     seed: int = option(default=0, ge=0, le=2**63 - 1)
     """Seed of the random choice of images, and of noise."""
+
+
+class QualityOptions(Options):
+    """Data that an output is measured on when it is complete."""
+
+    group = MEASURE
+    evaluate: Texts = option(default=(), metavar="FILE|DIR")
+    """Measure OUT and MODEL on this held-out text (in windows of --window tokens), or on this folder of images. May be
+    repeated. [default: windows of --text, or some of --images, that the model was not calibrated on]"""
+    evaluate_samples: int | None = option(default=None, ge=0)
+    """Windows, or images, to measure OUT and MODEL on; both are loaded whole. 0: measure nothing. [default: 16 of
+    --evaluate; of --text and --images an eighth as many as calibrated on, 2 to 8 windows or 16 to 64 images]"""
 
 
 def has_data(options: SampleOptions) -> bool:

@@ -323,11 +323,8 @@ def wider_choice(prepared: Prepared) -> str | None:
     return f"{beginning} less (predicted: {saved:.0%} less), and need remote code"
 
 
-SECOND_ORDER = (
-    "by second order, which is too low where much goes and where samples are few: of small llamas 1.3 to 1.7 times as "
-    "much was measured with 10 to 30 % of the parameters gone, of one that 16 windows were read of 3 times"
-)
-"""Of a predicted divergence; figures of job/README.md, section 5."""
+SECOND_ORDER = "by second order, which is too low where much goes and where samples are few"
+"""Of a predicted divergence."""
 
 
 def predicted_line(model: Model, plan: Plan) -> str | None:

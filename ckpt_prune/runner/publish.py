@@ -11,12 +11,13 @@ from ckpt_prune.checkpoint.json_files import pretty_json, read_json_object
 from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.common.filenames import GRAPH_RECORD, RECIPE, REPORT
+from ckpt_prune.common.filenames import GRAPH_RECORD, QUANTISED_RECORD, RECIPE, REPORT
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.model_card import front_matter, metadata, sentence_class_of
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.report import Loss
 from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE, read_code
@@ -28,6 +29,7 @@ from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.report import report_of
 from ckpt_prune.runner.sections import all_sections, name_report
 from ckpt_prune.show.markdown import print_markdown
+from ckpt_prune.stages.quantize.record import find_record, make_card
 from ckpt_prune.stages.report import Report, find_report
 
 _CARD = "README.md"
@@ -123,6 +125,21 @@ def replace_record(out: Path, report: Report) -> None:
     """
     write_atomically(out / _CARD, model_card(report, read_json_object(out / CONFIG)))
     write_atomically(out / REPORT, pretty_json(report.data()))
+
+
+def note_loss(out: Path, loss: Loss) -> None:
+    """Put what was measured into record and card of a finished output, in place of an earlier one.
+
+    What `quantize` wrote may have one for each model that it was measured beside.
+    """
+    report, rounded = find_report(out), find_record(out)
+    if report is not None:
+        replace_record(out, report.model_copy(update={"loss": loss}))
+    elif rounded is not None:
+        losses = [*(each for each in rounded.losses if each.against != loss.against), loss]
+        rounded = rounded.model_copy(update={"losses": losses})
+        write_atomically(out / _CARD, make_card(rounded))
+        write_atomically(out / QUANTISED_RECORD, pretty_json(rounded.data()))
 
 
 def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:

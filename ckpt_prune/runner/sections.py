@@ -94,9 +94,11 @@ def size_section(report: Report) -> Section:
             style = ".2%" if loss.of.endswith("accuracy") else ".3f"
             share = f"{loss.after / loss.before:.1%}" if loss.before else MISSING
             rows.append([loss.of, format(loss.before, style), format(loss.after, style), share])
-        apart = [] if loss.kl is None else [f"KL divergence from the dense model {loss.kl:.4f} nats"]
+        apart = [f"{loss.of} {loss.after:.4f}"] if loss.before is None and loss.after is not None else []
+        apart += [] if loss.kl is None else [f"KL divergence from the dense model {loss.kl:.4f} nats"]
         apart += [] if loss.agreement is None else [f"the same first choice in {loss.agreement:.1%}"]
         sentences.append(f"Measured on {loss.data}: {', '.join(apart) or loss.of}.")
+        sentences += [f"{loss.verdict[0].upper()}{loss.verdict[1:]}."] if loss.verdict else []
     sentences += [f"{line[0].upper()}{line[1:]}." for line in report.warnings]
     title = "Size" if loss is None else "Size and loss"
     return Section(title, sentences, explanations, tables=[Table(table.columns, rows, bars=True)])

@@ -9,8 +9,11 @@ import torch
 from pydantic import BaseModel, computed_field
 from torch import Tensor
 
+from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.job.quality import judge, lines_of
+from ckpt_prune.job.report import Loss
 from ckpt_prune.onnx.samples import choose_proof_samples
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.options.data import ProofOptions
@@ -19,6 +22,9 @@ WINDOWS, POSITIONS, GENERATED = 8, 16, 64
 """Defaults: windows; places in each at which the next token is predicted; tokens that are timed."""
 LARGEST_KL = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-2}
 """Mean divergence from PyTorch, in nats a token, up to which a file passes. With 4 bits it is only measured."""
+
+
+_REMEDY = "more bits lose less, such as q4_k_m, q6_k or q8_0"
 
 
 class Proof(BaseModel):
@@ -37,6 +43,8 @@ class Proof(BaseModel):
         speeds: tokens a second, read and generated.
         memory: of the process, in bytes.
         allowed: the mean divergence that passes; None: any.
+        losses: beside the checkpoint in PyTorch, and beside the dense model if that was pruned and is there.
+        lacking: a line that says why there is no dense model, if the checkpoint was pruned.
         other_weights: tensors of a file that are not those of the checkpoint.
     """
 
@@ -52,6 +60,8 @@ class Proof(BaseModel):
     speeds: tuple[float, float]
     memory: int
     allowed: float | None
+    losses: tuple[Loss, ...] = ()
+    lacking: str | None = None
     other_weights: tuple[str, ...] = ()
 
     @computed_field  # type: ignore[prop-decorator]
@@ -69,7 +79,10 @@ class Proof(BaseModel):
             f"perplexity {theirs:.4f} (PyTorch {ours:.4f}), at {self.positions} positions of {self.text}",
             f"tokens a second: {self.speeds[0]:.0f} read, {self.speeds[1]:.0f} generated; memory "
             f"{self.memory / 2**20:.0f} MiB{split}",
+            *(line for loss in self.losses[1:] for line in lines_of(loss)[:1]),
+            *([] if self.lacking is None else [self.lacking]),
             self._verdict(),
+            *(loss.verdict for loss in self.losses if loss.verdict is not None),
         ]
 
     def _verdict(self) -> str:
@@ -79,7 +92,11 @@ class Proof(BaseModel):
                 f"failed: {self.other_weights[0]}{more} of the file are not the checkpoint's, rounded: it is "
                 "damaged, or was made from another one"
             )
-        return "passed" if self.passed else f"failed: {self.runtime} computes something else"
+        if not self.passed:
+            return f"failed: {self.runtime} computes something else"
+        if self.allowed is None:
+            return f"no limit is put on what {self.type} loses: it is measured"
+        return f"{self.runtime} computes what PyTorch does, as far as {self.type} can"
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,16 @@ def reference_logs(folder: Path, chosen: ProofWindows, *, trust: bool) -> Tensor
 
 
 def compare_logs(
-    logs: Tensor, actual: Tensor, ids: Tensor, theirs: Tensor, theirs_actual: Tensor, likeliest: Tensor, **others: Any
+    logs: Tensor,
+    actual: Tensor,
+    ids: Tensor,
+    theirs: Tensor,
+    theirs_actual: Tensor,
+    likeliest: Tensor,
+    *,
+    model: Path,
+    dense: tuple[str, Tensor] | None = None,
+    **others: Any,
 ) -> Proof:
     """Compare log-probabilities of PyTorch with those of a runtime.
 
@@ -143,8 +169,33 @@ def compare_logs(
         theirs: their log-probabilities in the runtime.
         theirs_actual: those of `actual`.
         likeliest: the likeliest tokens in the runtime, (windows, positions).
+        model: folder of what PyTorch ran.
+        dense: name of another model, and its log-probabilities in PyTorch.
         others: fields of the proof.
     """
+    answer = (actual, ids, theirs, theirs_actual, likeliest)
+    own = _compare(logs, *answer)
+    figures = [(model_name(model), own)] + ([] if dense is None else [(dense[0], _compare(dense[1], *answer))])
+    losses: list[Loss] = []
+    for name, found in figures:
+        before, after, kl = (value if math.isfinite(value) else None for value in (*found["perplexity"], found["kl"]))
+        loss = Loss(
+            of="perplexity",
+            before=before,
+            after=after,
+            kl=kl,
+            agreement=found["top1"],
+            data=f"{found['positions']} positions of {others['text']}",
+            against=name,
+        )
+        # What is lost beside its own model few bits have done.
+        losses.append(judge(loss, _REMEDY if not losses and others["allowed"] is None else ""))
+    return Proof(**own, losses=tuple(losses), **others)
+
+
+def _compare(
+    logs: Tensor, actual: Tensor, ids: Tensor, theirs: Tensor, theirs_actual: Tensor, likeliest: Tensor
+) -> dict[str, Any]:
     ours = logs.gather(-1, ids)
     # The server adds probabilities up in float32: all its logarithms are some 1e-4 too high, which says nothing of the
     # file. So both are normalised over the listed tokens; what PyTorch holds likelier than a listed one counts in full.
@@ -152,11 +203,10 @@ def compare_logs(
     kl = mass * (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1) + most - mass
     kl = kl.clamp_min(0)
     dense = -logs.gather(-1, actual[..., None]).mean()
-    return Proof(
-        positions=kl.numel(),
-        kl=float(kl.mean()),
-        largest_kl=float(kl.max()),
-        top1=float((logs.argmax(-1) == likeliest).double().mean()),
-        perplexity=(float(dense.exp()), float((-theirs_actual.mean()).exp())),
-        **others,
-    )
+    return {
+        "positions": kl.numel(),
+        "kl": float(kl.mean()),
+        "largest_kl": float(kl.max()),
+        "top1": float((logs.argmax(-1) == likeliest).double().mean()),
+        "perplexity": (float(dense.exp()), float((-theirs_actual.mean()).exp())),
+    }

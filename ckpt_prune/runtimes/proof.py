@@ -106,6 +106,7 @@ def validate_in(
         theirs.gather(-1, ids).double(),
         theirs.gather(-1, chosen.actual[..., None])[..., 0].double(),
         theirs[..., : logs.shape[-1]].argmax(-1),
+        model=model,
         runtime=runtime,
         type=kind,
         text=chosen.text,

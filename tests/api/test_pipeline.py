@@ -63,6 +63,7 @@ def test_data_is_what_json_prints(place):
     written = ckpt_prune.prune("dense", **given, output="out", **QUIET)
     data = written.data()
     assert data.pop("messages") == dry.data()["messages"]
+    assert data.pop("fewer_bits") == written.fewer_bits is not None
     assert data == read_json("out/ckpt_prune.json")
 
 

@@ -59,6 +59,13 @@ def drop_time_line(output: str) -> str:
     return "".join(line for line in lines if not line.startswith("it takes "))
 
 
+def without_quality(output: str) -> list[str]:
+    """Return the lines of a `prune` up to its last file, without what every output is told of itself after that."""
+    lines = [line for line in output.splitlines() if not line.startswith("fewer bits lose less than pruning")]
+    ends = [place for place, line in enumerate(lines, start=1) if line.startswith("written to ")]
+    return lines[: ends[0]] if ends else lines
+
+
 def read_refusal(*args: str) -> str:
     """Return the one line of a command that refuses its input; nothing on disk below the working folder changes."""
     before = listing()

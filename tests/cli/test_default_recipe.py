@@ -13,7 +13,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.scoring.costs import DropOrder
 from tests import families
-from tests.cli.running import TEXT, drop_time_line, listing, ok, read_json, read_refusal
+from tests.cli.running import TEXT, drop_time_line, listing, ok, read_json, read_refusal, without_quality
 from tests.oracles import whole_best
 
 SIZE = ("--target-params", "70%")
@@ -104,12 +104,12 @@ MEASURED = ": the inputs of every block's layers, and what pruning each does to 
 def test_a_dry_run_tells_what_it_can_without_measuring(place):
     dry = ("prune", "dense", "-o", "out", "--dry-run")
     before = listing()
-    assert drop_time_line(ok(*dry, "--ratio", "0.5")) == DRY.format(
+    assert "\n".join(without_quality(drop_time_line(ok(*dry, "--ratio", "0.5")))) + "\n" == DRY.format(
         f"{MEASURED}; give --text FILE for it (128 windows of 32 tokens, unless you say --samples), or --statistics "
         "STATS"
     )
     on_text = f" first{MEASURED}, on 8 windows of 16 tokens of calib.txt"
-    assert drop_time_line(ok(*dry, "--ratio", "0.5", *TEXT)) == DRY.format(on_text)
+    assert "\n".join(without_quality(drop_time_line(ok(*dry, "--ratio", "0.5", *TEXT)))) + "\n" == DRY.format(on_text)
     report = json.loads(ok(*dry, "--ratio", "0.5", *TEXT, "--json"))
     assert (report["widths"], report["widths_are_known"]) == ([{"heads": 1, "mlp": 12}] * 2, False)
     assert report["container"] is None

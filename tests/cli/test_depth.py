@@ -14,7 +14,17 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.runner.messages import SECOND_ORDER
 from ckpt_prune.stages.recovery.block_training import SampleSplit
-from tests.cli.running import TEXT, drop_time_line, edit_weights, ok, read_json, read_refusal, resume_job, run
+from tests.cli.running import (
+    TEXT,
+    drop_time_line,
+    edit_weights,
+    ok,
+    read_json,
+    read_refusal,
+    resume_job,
+    run,
+    without_quality,
+)
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
 from tests.interrupting import interrupt_at
@@ -68,7 +78,7 @@ def states(model: Any, ids: Tensor) -> list[Tensor]:
 
 def test_given_blocks_go_without_any_data(here) -> None:
     output = ok(*GIVEN, "-o", "out")
-    assert output.splitlines()[-7:] == [
+    assert without_quality(output)[-7:] == [
         "gone: block 1, blocks 3 to 4",
         "Blocks",
         "  blocks #.#..# 3 of 6 stay (. is gone)",
@@ -92,7 +102,7 @@ def test_given_blocks_go_without_any_data(here) -> None:
 
 def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
     output = drop_time_line(ok("prune", "deep", "--recipe", "depth", "--ratio", "0.5", "--dry-run", "-o", "out"))
-    assert output.splitlines()[-4:] == [
+    assert without_quality(output)[-4:] == [
         "3 of 6 blocks stay: which ones is measured first",
         "to be stored as llama",
         "to be measured: how far blocks move the residual stream; give --text FILE for it (128 windows of 32 tokens, "
@@ -103,7 +113,7 @@ def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
 
 def test_two_gaps_and_their_maps(here) -> None:
     """The second map is fitted behind the first, to the dense model's own stream."""
-    lines = ok(*LINEAR, "-o", "out").splitlines()
+    lines = without_quality(ok(*LINEAR, "-o", "out"))
     report = read_json("out/ckpt_prune.json")
     assert lines[-5] == "  blocks +.+..# 3 of 6 stay (. is gone, + makes up for it)"
     first, second = report["depth"]["gaps"]
@@ -315,7 +325,7 @@ def test_parts_by_influence(here, part: str) -> None:
     assert [gap["first"] for gap in depth["gaps"]] == least
     assert [gap["distance"] for gap in depth["gaps"]] == pytest.approx([apart[block] for block in least], rel=1e-4)
     picture = "".join("." if block in least else "#" for block in range(6))
-    lines = output.splitlines()
+    lines = without_quality(output)
     assert lines[-8] == f"gone: {part} of block {least[0]}, block {least[1]}"
     assert lines[-6] == f"  {part} of blocks {picture} 4 of 6 stay (. is gone)"
     assert lines[-2].startswith(f"  The last projection of {part} is zeros in 2 of them: a stock class computes it all")

@@ -43,6 +43,9 @@ def test_against(place):
         "before: dense, after: pruned; window 16, tokens 1,470",
         "",
         f"KL divergence {figures['kl']:.4f} nats per token, top-1 agreement {figures['top1_agreement']:.1%}",
+        "",
+        f"the output is hardly of use beside dense: perplexity {after:.4g} for {before:.4g}, KL {figures['kl']:.4f} "
+        f"nats, the same first choice {figures['top1_agreement']:.1%}",
     ]
 
 
@@ -60,6 +63,7 @@ def test_what_was_measured_against_the_dense_model_is_noted_in_the_output(place,
     assert Path("out/README.md").read_text() == card
     evaluation = json.loads(ok(*job, "--against", "dense", "--json"))
     loss = read_json("out/ckpt_prune.json")["loss"]
+    assert loss.pop("verdict").startswith("the output is hardly of use beside dense: perplexity ")
     assert loss == {
         "of": "perplexity",
         "before": evaluation["against"]["perplexity"],
@@ -67,6 +71,7 @@ def test_what_was_measured_against_the_dense_model_is_noted_in_the_output(place,
         "kl": evaluation["kl"],
         "agreement": evaluation["top1_agreement"],
         "data": "calib.txt, window 16, tokens 45",
+        "against": "dense",
     }
     card = Path("out/README.md").read_text()
     assert "What it costs in quality was not measured." not in card

@@ -123,9 +123,10 @@ class TestMasked:
         lines = ok("evaluate", "bert-mlm-2", "--against", "bert-mlm", *DATA).splitlines()
         assert [line.split()[0] for line in lines[:3]] == ["before", "masked", "accuracy"]
         assert lines[4].startswith("before: bert-mlm, after: bert-mlm-2; window ")
-        assert lines[-1] == (
+        assert lines[-3] == (
             f"KL divergence {comparison.kl:.4f} nats per token, top-1 agreement {comparison.top1_agreement:.1%}"
         )
+        assert lines[-1].startswith("the output is hardly of use beside bert-mlm: masked perplexity ")
 
     def test_a_perplexity_too_large_for_json(self, encoders):
         def change(tensors):
@@ -153,7 +154,9 @@ def test_features_of_text(encoders):
     assert lines[1].split() == [
         *("bert-model-2", f"{comparison.cosine:.4f}", f"{comparison.relative_error:.4f}", f"{comparison.tokens:,}")
     ]
-    assert lines[2:] == ["", "last hidden states against those of bert-model"]
+    assert comparison.cosine < 0.95
+    verdict = f"the output is much worse than bert-model: cosine of the features {comparison.cosine:.4f}"
+    assert lines[2:] == ["", "last hidden states against those of bert-model", "", verdict]
 
 
 def pixels(paths) -> Pixels:

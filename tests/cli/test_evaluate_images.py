@@ -88,12 +88,14 @@ def test_against(pictures):
     assert report["kl"] > 0.01
     lines = ok("evaluate", "other", "--against", "vit", "--images", "listed").splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["before", "top-1", "top-5"]
-    assert lines[3:] == [
+    assert lines[3:-1] == [
         "",
         "before: vit, after: other; images 12",
         "",
         f"KL divergence {comparison.kl:.4f} nats per image, top-1 agreement {comparison.agreement:.1%}",
+        "",
     ]
+    assert lines[-1].startswith("the output is hardly of use beside vit: top-1 accuracy ")
 
 
 def test_images_that_do_not_decode(pictures):

@@ -11,7 +11,17 @@ from transformers import PreTrainedModel
 import ckpt_prune
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.running import TEXT, drop_time_line, edit_weights, ok, read_json, read_refusal, resume_job, run
+from tests.cli.running import (
+    TEXT,
+    drop_time_line,
+    edit_weights,
+    ok,
+    read_json,
+    read_refusal,
+    resume_job,
+    run,
+    without_quality,
+)
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import logits, stock, windows
 from tests.interrupting import interrupt_at
@@ -42,7 +52,7 @@ def energy(folder: str) -> list[float]:
 
 
 def test_a_basis_for_every_sub_layer(here) -> None:
-    lines = ok(*PER_BLOCK, "-o", "out").splitlines()
+    lines = without_quality(ok(*PER_BLOCK, "-o", "out"))
     shares = energy("out")
     least = shares.index(min(shares))
     assert len(shares) == 6
@@ -73,7 +83,7 @@ def test_a_basis_for_every_sub_layer(here) -> None:
 
 def test_one_basis_and_one_table(here) -> None:
     """A tied model keeps one table, and its output is an ordinary llama that can be pruned and masked again."""
-    lines = ok(*SHARED, "-o", "out").splitlines()
+    lines = without_quality(ok(*SHARED, "-o", "out"))
     assert lines[-4:] == [
         "  12 of 16 dimensions stay (ratio 0.25).",
         "  All blocks share one basis, principal directions of what norms make of it: "
@@ -148,7 +158,8 @@ def test_a_size_takes_the_most_dimensions(here) -> None:
 
 
 def test_a_dry_run_says_the_width_and_what_is_measured(here) -> None:
-    lines = drop_time_line(ok("prune", "tied", "--recipe", "slicegpt", *SLICE, "--dry-run", "-o", "out")).splitlines()
+    output = ok("prune", "tied", "--recipe", "slicegpt", *SLICE, "--dry-run", "-o", "out")
+    lines = without_quality(drop_time_line(output))
     assert lines[-3:] == [
         "residual stream: 12 of 16 dimensions stay (ratio 0.25)",
         "to be measured: the residual stream, wherever a block reads it; give --text FILE for it (128 windows of 32 "

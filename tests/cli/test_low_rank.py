@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.running import TEXT, edit_weights, ok, read_json, read_refusal, run
+from tests.cli.running import TEXT, edit_weights, ok, read_json, read_refusal, run, without_quality
 from tests.oracles import factors
 
 PRUNE = ("prune", "dense", "--recipe", "svd-llm-w", "--ratio", "0.4")
@@ -23,7 +23,7 @@ def factored(place: Path) -> Path:
 
 
 def test_what_is_said_and_written(factored, capsys):
-    lines = ok(*PRUNE, *TEXT, "-o", "out", "--overwrite").splitlines()
+    lines = without_quality(ok(*PRUNE, *TEXT, "-o", "out", "--overwrite"))
     assert lines[0].startswith("stored as llama with remote code (two thin linears stand in for one)")
     report = read_json("out/ckpt_prune.json")
     linears = report["factored"]

@@ -33,6 +33,7 @@ from tests.cli.running import (
     run,
     same_files,
     set_config,
+    without_quality,
 )
 from tests.evaluation.tiny import random_windows
 from tests.images import write_images, write_vit
@@ -179,7 +180,7 @@ def assert_masked_by_half(folder: str, recipe: str) -> None:
 def test_masks(here, recipe):
     output = ok(*PRUNE, recipe, *TEXT)
     errors = error_line("out") if recipe.startswith("sparsegpt") else ""
-    assert output == COSTS + masked_line(recipe) + errors + "written to out\n"
+    assert output.startswith(COSTS + masked_line(recipe) + errors + "written to out\n")
     assert_masked_by_half("out", recipe)
     before, after = tensors("dense"), tensors("out")
     assert before.keys() == after.keys()
@@ -215,7 +216,8 @@ def test_rotations_and_masks(here, recipe):
         f"({100 * (after - before) / before:+.1f}%), in 3 steps{'' if shared else ' per block'}.\n"
     )
     errors = error_line("out") if importance == "sparsegpt" else ""
-    assert output == (COSTS if shared else TURNED) + rotated + masked_line(recipe) + errors + "written to out\n"
+    costs = COSTS if shared else TURNED
+    assert output.startswith(costs + rotated + masked_line(recipe) + errors + "written to out\n")
     assert_masked_by_half("out", recipe)
     model = stock("out") if shared else ckpt_prune.load("out")
     assert type(model).__name__ == ("LlamaForCausalLM" if shared else "PrunedLlamaForCausalLM")
@@ -581,7 +583,7 @@ EIGHT_TOKENS = ("--text", "calib.txt", "--samples", "1", "--window", "8")
 def test_singular_hessians_are_damped_and_said(here):
     """Eight tokens for 16 and 24 inputs."""
     output = ok(*PRUNE, "sparsegpt-50", "--set", "mask.damp=0", *EIGHT_TOKENS)
-    *_, damped, few, written = output.splitlines()
+    *_, damped, few, written = without_quality(output)
     assert damped == (
         "  14 of 14 Hessians were singular with damping 0 and took up to 0.0001: use more samples (q of block 0, k of "
         "block 0, v of block 0 and 11 more)."

@@ -39,6 +39,11 @@ FLOPs / 32 tokens      418K      229K  54.9%
 KV cache / token      128 B      64 B  50.0%
 """
 COSTS += "kept per block: heads 1/2 (ratio 0.5), mlp 12/24 (ratio 0.5)\n"
+FEWER_BITS = (
+    "fewer bits lose less than pruning at every size that they reach: `ckpt-prune export dense --format gguf --dtype "
+    "q8_0 -o OUT.gguf` takes about 5.40 KiB, this 12.8 KiB; pruning is for latency, for memory where a runtime takes "
+    "float types alone, and for sizes below those of 4 bits\n"
+)
 HALF = ("--ratio", "0.5")
 SEQUENTIAL = ("prune", "dense", "--recipe", "rcpu", *HALF, *TEXT)
 
@@ -60,7 +65,7 @@ def test_statistics(place):
     first, body = output.split("\n", 1)
     assert first == DENSE
     assert body.startswith(COSTS)
-    title, columns, heads, mlp, what, honest, verdict, end = body.removeprefix(COSTS).splitlines()
+    title, columns, heads, mlp, what, honest, verdict, end, instead = body.removeprefix(COSTS).splitlines()
     assert (title, columns.split()) == ("Units", ["space", "units", "kept", "error", "before", "after"])
     assert re.fullmatch(rf"  heads \(.*\) +1 of 2 +0\.\d{{4}}  {mean_error('out', 'heads'):.4f}", heads)
     assert re.fullmatch(rf"  mlp \(.*\) +12 of 24 +0\.\d{{4}}  {mean_error('out', 'mlp'):.4f}", mlp)
@@ -68,9 +73,10 @@ def test_statistics(place):
         "  The error is the share of the energy of a module's output that pruning changes, before and after "
         "compensation: mean over blocks, calibration samples."
     )
-    assert honest.startswith("  It is not perplexity or accuracy: 0.18 (heads)")
+    assert honest == "  It is not perplexity or accuracy."
     assert verdict == "  Compensation lowers the error on calibration samples at 4 of 4 sites."
     assert end == "written to out"
+    assert f"{instead}\n" == FEWER_BITS
     assert calibration("out")["target"] == "dense"
     assert same_files("out", "pruned")
 
@@ -79,7 +85,8 @@ def test_text_and_a_sequential_recipe(place):
     before = listing()
     output = ok(*SEQUENTIAL, "-o", "out")
     assert output.startswith(COSTS)
-    assert output.endswith("written to out\n")
+    assert "written to out\n" in output
+    assert output.endswith(FEWER_BITS)
     new_entries = {Path(name).parts[0] for name in set(listing()) - set(before)}
     assert new_entries == {"out"}
     assert "sequential" in str(calibration("out")["target"])
@@ -106,9 +113,7 @@ def test_a_strength_searched_by_perplexity_is_told(place):
     args += ["spaces.heads.compensation.lambda_grid=[0.001,1]"]
     output = ok("prune", "dense", "--recipe", "ridge-perplexity", *args, *TEXT, "-o", "out")
     chosen = read_json("out/ckpt_prune.json")["lambda_search"]["chosen"]
-    assert (
-        output.splitlines()[-2] == f"  Lambda {chosen:g} has the least calibration perplexity of those that were tried."
-    )
+    assert f"  Lambda {chosen:g} has the least calibration perplexity of those that were tried.\nwritten" in output
 
 
 # ---- options ---------------------------------------------------------------------------------------------------
@@ -126,7 +131,8 @@ def test_dry_run_writes_nothing(place):
     before = listing()
     output = ok(*SEQUENTIAL, "-o", "out", "--dry-run")
     assert output == (
-        f"{COSTS}it takes about 1 s, 1.16 GiB of memory and 12.8 KiB of disk, where nothing else runs on this machine\n"
+        f"{COSTS}{FEWER_BITS}it takes about 1 s, 1.16 GiB of memory and 12.8 KiB of disk, where nothing else runs on "
+        "this machine\n"
         "everything checked, nothing written\n"
     )
     assert listing() == before
@@ -150,7 +156,7 @@ def test_a_warning_of_few_tokens_stands_beside_the_errors_and_in_the_card(place)
         "few calibration tokens: 16 for 19 inputs of a projection, so errors are those of a fit, not a prediction; use "
         "more samples (38 tokens or more)"
     )
-    assert lines[-2:] == [f"warning: {warning}", "written to out"]
+    assert lines[lines.index(f"warning: {warning}") + 1] == "written to out"
     assert read_json("out/ckpt_prune.json")["warnings"] == [warning]
     assert f"- F{warning[1:]}." in Path("out/README.md").read_text().partition("## How to load it")[0]
     assert sum(warning in line for line in lines) == 1
@@ -164,6 +170,9 @@ def test_json_alone_is_on_standard_output(place, recipe):
     assert (result.exit_code, result.stderr) == (0, "")
     report = json.loads(result.stdout)
     assert all(isinstance(message, str) for message in report.pop("messages"))
+    assert report.pop("fewer_bits").startswith("fewer bits lose less than pruning")
+    assert ("evaluation" in report) == (report["loss"] is not None)
+    report.pop("evaluation")
     assert report == read_json("out/ckpt_prune.json")
 
 
@@ -399,7 +408,7 @@ def test_evaluate_ends_with_what_evaluate_prints(place):
     job = ("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "--window", "16", "--evaluate", "held_out.txt")
     output = ok(*job, "-o", "out")
     alone = ok("evaluate", "out", "--against", "dense", "--text", "held_out.txt", "--window", "16", "--samples", "16")
-    assert output.endswith(f"written to out\n{alone}")
+    assert f"written to out\n{alone}" in output
     report = json.loads(ok(*job, "--json", "--overwrite", "-o", "out"))
     evaluation, loss = report["evaluation"], json.loads(Path("out/ckpt_prune.json").read_text())["loss"]
     assert evaluation["kl"] > 0

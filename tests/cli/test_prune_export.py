@@ -72,14 +72,18 @@ def test_one_command_says_what_was_pruned_and_how_its_graph_compares(finished):
     lines = graph.splitlines()
     assert lines[0].startswith("onnxruntime - PyTorch ")
     assert not [line for line in lines if "FAILED" in line]
-    match = re.fullmatch(r"perplexity (\S+) in onnxruntime, (\S+) in PyTorch \(1 window of 16 tokens\)", lines[-4])
+    end = lines.index("compared on: calib.txt")
+    match = re.fullmatch(r"perplexity (\S+) in onnxruntime, (\S+) in PyTorch \(1 window of 16 tokens\)", lines[end - 2])
     assert match is not None
     assert float(match[1]) == pytest.approx(float(match[2]), rel=1e-4)
-    assert lines[-3:-1] == [
-        "compared on: calib.txt",
-        "the graph agrees with out (fp32, cpu, tolerance 0.0001 of the largest output)",
-    ]
-    assert re.fullmatch(r"text-generation, with cache, fp32, opset 20, \d+\.\d KiB: written to out/onnx", lines[-1])
+    assert lines[end - 1].startswith(f"perplexity {match[1]} in onnxruntime, ")
+    assert " in PyTorch of dense (1 window of 16 tokens): " in lines[end - 1]
+    assert lines[end + 1] == "the graph agrees with out (fp32, cpu, tolerance 0.0001 of the largest output)"
+    assert lines[end + 2].startswith(f"the output is hardly of use beside dense: perplexity {float(match[1]):.4g} for ")
+    written = r"text-generation, with cache, fp32, opset 20, \d+\.\d KiB: written to out/onnx"
+    assert re.fullmatch(written, lines[end + 3])
+    assert lines[-1].startswith("fewer bits lose less than pruning")
+    assert "2 windows of 16 tokens of calib.txt that it was not calibrated on" in graph
 
 
 def test_verify_checks_model_and_graph(finished, monkeypatch):
@@ -193,6 +197,7 @@ def test_an_export_that_ends_in_the_middle_names_the_command_that_finishes(
         report = json.loads(result.stdout)
         assert report.pop("onnx") == {"written": False, "error": "cannot be exported" if code == 2 else "interrupted"}
         assert report.pop("messages") == []
+        assert report.pop("fewer_bits").startswith("fewer bits lose less than pruning")
         assert report == read_json("out/ckpt_prune.json")
     assert_complete("out")
 
@@ -215,8 +220,12 @@ def test_resumed_with_the_graph_alone(again, monkeypatch):
     result = run(*PRUNE, *EXPORT, "-o", "out", "--resume")
     assert (result.exit_code, result.stderr) == (0, "out is complete: only its graph is missing\n")
     assert result.stdout.startswith("onnxruntime - PyTorch ")
-    assert result.stdout.endswith(": written to out/onnx\n")
-    assert {name: listing()[name] for name in before} == before
+    assert ": written to out/onnx\n" in result.stdout
+    assert read_json("out/ckpt_prune.json")["loss"]["verdict"] in result.stdout
+    told = {"out", "out/README.md", "out/ckpt_prune.json"}
+    assert {name: listing()[name] for name in before.keys() - told} == {
+        name: before[name] for name in before.keys() - told
+    }
     assert INSIDE in ok("verify", "out", "--against", "dense")
     # Then there is nothing to resume.
     before = listing()

@@ -1,12 +1,17 @@
 """`export --format gguf`, `validate FILE.gguf` and `convert FILE.gguf`, as people call them."""
 
 import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
 from ckpt_prune.gguf import llama_cpp
+from ckpt_prune.runtimes.comparison import choose_windows, reference_logs
 from tests.gguf_files.tiny import proving, save
 
 
@@ -26,7 +31,7 @@ def test_a_file_is_written_proven_validated_and_read_back(model, tmp_path):
     compare = ["--text", text, "--samples", 2, "--window", 48]
     code, output = run("export", model, "--format", "gguf", "--dtype", "f16", "-o", file, *compare)
     assert code == 0, output
-    assert "passed\nllama, f16, " in output
+    assert "llama.cpp computes what PyTorch does, as far as f16 can\nllama, f16, " in output
     code, output = run("validate", file, "--runtime", "llama.cpp", "--against", model, *compare, "--json")
     assert code == 0, output
     proof = json.loads(output)
@@ -47,6 +52,51 @@ def test_a_file_is_written_proven_validated_and_read_back(model, tmp_path):
     code, output = run("validate", file, "--against", model, *compare)
     assert code == 2
     assert "lies outside the file" in output
+
+
+def test_a_file_of_a_pruned_model_is_held_to_the_dense_one_too(model, tmp_path, monkeypatch):
+    """It computes what its own model does, and that is no good model."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    monkeypatch.chdir(tmp_path)
+    dense, compare = tmp_path / "model", ["--text", proving(model).text[0], "--samples", 2, "--window", 48]
+    shutil.copytree(model, dense)
+    code, output = run("prune", dense, "--recipe", "magnitude", "--ratio", 0.5, "-o", "out")
+    assert code == 0, output
+    how = ["export", "out", "--format", "gguf", "--dtype", "f32", *compare]
+    code, output = run(*how, "-o", "beside.gguf")
+    assert code == 0, output
+    lines = output.splitlines()
+    passed = lines.index("llama.cpp computes what PyTorch does, as far as f32 can")
+    chosen = choose_windows(dense, proving(model).model_copy(update={"samples": 2, "window": 48}), trust=False)
+    perplexities = [
+        float((-reference_logs(Path(folder), chosen, trust=False).gather(-1, chosen.actual[..., None]).mean()).exp())
+        for folder in ("out", dense)
+    ]
+    first = f"perplexity {perplexities[0]:.4g} for {perplexities[1]:.4g}, KL "
+    assert lines[passed - 1].startswith(f"beside model, on {chosen.actual.numel()} positions of ")
+    assert first in lines[passed - 1]
+    assert re.match(
+        rf"the output is (much worse than|hardly of use beside) model: {re.escape(first)}", lines[passed + 1]
+    )
+    assert [loss["against"] for loss in validated(tmp_path / "beside.gguf", compare)["losses"]] == ["out", "model"]
+    dense.rename("elsewhere")
+    code, output = run(*how, "-o", "alone.gguf")
+    assert code == 0, output
+    assert "not compared with the dense model: model lies neither beside the model, nor here, nor in" in output
+    code, output = run(*how, "-o", "named.gguf", "--dense", "elsewhere")
+    assert code == 0, output
+    assert "beside elsewhere, on " in output
+    (tmp_path / "model").mkdir()
+    shutil.copytree(save(tmp_path / "another", "llama"), dense, dirs_exist_ok=True)
+    code, output = run(*how, "-o", "other.gguf")
+    assert "not compared with the dense model: model lies neither" in output
+
+
+def validated(file: Path, compare: list[object]) -> dict[str, Any]:
+    code, output = run("validate", file, "--against", "out", *compare, "--json")
+    assert code == 0, output
+    proof: dict[str, Any] = json.loads(output)
+    return proof
 
 
 def test_without_llama_cpp_the_file_is_refused_with_the_command_that_installs_it(model, tmp_path, monkeypatch):
@@ -113,12 +163,15 @@ def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
     assert (code, "to be exported: gguf, q8_0" in output) == (0, True), output
     code, output = run("prune", model, *recipe, *export, "-o", out)
     assert code == 0, output
-    assert "passed\ndeci, q8_0, " in output
+    assert "llama.cpp computes what PyTorch does, as far as q8_0 can\n" in output
+    assert "\ndeci, q8_0, " in output
     assert run("verify", out)[0] == 0
     (out / "model-q8_0.gguf").unlink()
     code, output = run("prune", model, *recipe, *export, "-o", out, "--resume", "--json")
     assert code == 0, output
-    assert json.loads(output[output.index("{") :])["gguf"]["validation"]["passed"]
+    proof = json.loads(output[output.index("{") :])["gguf"]["validation"]
+    assert proof["passed"]
+    assert [loss["against"] for loss in proof["losses"]] == ["out", "model"]
     assert (out / "model-q8_0.gguf").is_file()
     code, output = run("prune", model, *recipe, "-o", out, "--overwrite")
     assert code == 0, output

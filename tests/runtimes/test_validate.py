@@ -134,7 +134,7 @@ def test_llama_cpp_computes_what_pytorch_does(output, text, tmp_path):
     )
     assert code == 0, command_output
     assert "llama.cpp, f32: KL to PyTorch" in command_output
-    assert "passed" in command_output
+    assert "computes what PyTorch does, as far as " in command_output
 
 
 @posix

@@ -14,7 +14,8 @@ from ckpt_prune.common.formatting import human_bytes, plural
 from ckpt_prune.common.records import Count, Figure, FixedRecord
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.job.model_card import described_by_card, front_matter
-from ckpt_prune.job.report import Source
+from ckpt_prune.job.quality import lines_of
+from ckpt_prune.job.report import Loss, Source
 from ckpt_prune.stages.quantize.scheme import Format, PackingScheme, Rounding
 
 QUANTISATION_KIND = FolderKind(QUANTISED_RECORD, "what `quantize` wrote", frozenset({"README.md"}))
@@ -74,10 +75,13 @@ class QuantizationRecord(QuantizedWeights):
         statistics: digest of those that gptq rounded by, if they were measured before.
         samples, sample_digest: number and fingerprint of the samples that it measured behind the rounded blocks.
         report: `ckpt_prune.json` of the source, if it has one.
+        losses: measured on held-out data beside the source, and beside the dense model if the source was pruned.
         files: file → sha256.
         side_files: names of other files written.
         job: digest of all that the output depends on.
     """
+
+    optional = frozenset({"losses"})
 
     version: Literal[1] = 1
     ckpt_prune: str
@@ -92,6 +96,7 @@ class QuantizationRecord(QuantizedWeights):
     samples: Count | None = None
     sample_digest: str | None = None
     report: dict[str, Any] | None = None
+    losses: list[Loss] = Field(default_factory=list)
     files: dict[str, str] = Field(default_factory=dict)
     side_files: list[str] = Field(default_factory=list)
     job: str = ""
@@ -154,6 +159,8 @@ def make_card(record: QuantizationRecord) -> str:
             f"{human_bytes(record.after)} of {human_bytes(record.before)} ({share:.1%}), in the form of "
             f"compressed-tensors (pack-quantized). What it was made from is in `{QUANTISED_RECORD}`.",
             "",
+            *(f"- {as_markdown(f'{line[0].upper()}{line[1:]}.')}" for loss in record.losses for line in lines_of(loss)),
+            *([""] if record.losses else ["What it costs in quality was not measured.", ""]),
             "```python",
             f"from transformers import {record.auto_class}  # needs the package compressed-tensors",
             "",

@@ -1,0 +1,109 @@
+"""How good an output is, beside the model that it was made from, on data that it was not made on.
+
+`prune` and `quantize` measure every output so. It costs little: an eighth as many windows as the model was calibrated
+on, each read once by either model, where calibrating reads each of its own twice or more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes, plural
+from ckpt_prune.common.memory import available_bytes
+from ckpt_prune.evaluation.images import measure_images
+from ckpt_prune.evaluation.pair import Pair
+from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsResult
+from ckpt_prune.evaluation.texts import measure_texts
+from ckpt_prune.measure.samples.choose import choose_fresh_samples
+from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.model.model import Model
+from ckpt_prune.options.data import EvaluationOptions, SampleOptions
+
+SHARE = 8
+"""One sample is measured on for so many that the model was calibrated on."""
+WINDOWS, IMAGES = (2, 8), (16, 64)
+"""The least and the most that are measured on."""
+_ROOM = 0.8
+"""Share of the free memory that two models may take."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Data to measure an output on, and in words what it is."""
+
+    samples: TokenWindows | ImageSamples
+    words: str
+
+
+def choose_held_out(
+    model: Model,
+    options: SampleOptions,
+    used: Samples | Sequence[tuple[int, str]] | None,
+    count: int | None,
+    *,
+    trust: bool,
+) -> HeldOut:
+    """Choose windows or images of the data at hand that a model was not calibrated on.
+
+    If the data has no others, some that it was calibrated on are taken, and the words say so.
+
+    Args:
+        model: that was pruned or rounded.
+        options: the data, and how the model's own samples were chosen of it.
+        used: those samples, or their numbers and fingerprints; None if they are not known.
+        count: how many to take; by default a share of those.
+        trust: run the image processor's own code.
+
+    Raises:
+        UserError: the model reads something else, or data that is not measured on (audio).
+    """
+    is_text = model.family.modality == "text"
+    if options.audio is not None:
+        raise UserError("outputs are not measured on audio")
+    least, most = WINDOWS if is_text else IMAGES
+    calibrated = 0 if used is None else len(used) if not isinstance(used, Sequence) else sum(each for each, _ in used)
+    count = count or max(least, min(most, calibrated // SHARE))
+    wanted = options.model_copy(update={"samples": count})
+    fresh = choose_fresh_samples(model, wanted, used, trust=trust, say=lambda _line: None)
+    samples = fresh.samples
+    assert isinstance(samples, TokenWindows | ImageSamples)
+    names = ", ".join(path.name for path in options.text) or str(options.images and options.images.name)
+    what = f"{len(samples)} windows of {samples.tokens} tokens" if is_text else plural(len(samples), "image")
+    words = f"{what} of {names}"
+    if fresh.seen is None:
+        return HeldOut(samples, f"{words}, of which some may be among those that it was calibrated on")
+    if fresh.seen:
+        reason = f"{names} has no others: what is lost elsewhere is more"
+        return HeldOut(samples, f"{words} that it was calibrated on, because {reason}")
+    return HeldOut(samples, f"{words} that it was not calibrated on")
+
+
+def measure_held_out(pair: Pair, held_out: HeldOut) -> ScoredResult[Any] | ComparisonResult:
+    """Measure a model beside its reference on these samples. Both are loaded WHOLE.
+
+    Raises UserError if they do not fit in memory, or cannot be measured.
+    """
+    samples = held_out.samples
+    _check_room(pair)
+    if isinstance(samples, ImageSamples):
+        return replace(measure_images(pair, EvaluationOptions(), samples), on=held_out.words)
+    result = measure_texts(pair, EvaluationOptions(window=samples.tokens), samples.windows)
+    assert not isinstance(result, TextsResult)
+    return replace(result, on=held_out.words)
+
+
+def _check_room(pair: Pair) -> None:
+    """Refuse two models that do not fit in memory together, as they are loaded: in float32."""
+    free = available_bytes()
+    if pair.device.type != "cpu" or free is None:
+        return
+    whole = (Checkpoint.open(folder, packed=True).tensors for folder in pair.folders)
+    needed = 4 * len(pair.folders) * max(sum(tensor.numel for tensor in tensors.values()) for tensors in whole)
+    if needed > _ROOM * free:
+        raise UserError(
+            f"both models are loaded whole, in float32, and take {human_bytes(needed)} of the {human_bytes(free)} of "
+            "memory that are free"
+        )

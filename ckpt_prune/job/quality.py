@@ -1,0 +1,58 @@
+"""What a loss means in words: all limits from which on an output is called worse than the model it was made from.
+
+They are of the tool, not of a paper. A perplexity or an accuracy is held to that of the dense model, on the same data.
+"""
+
+from ckpt_prune.job.report import Loss
+
+WORDS = ("worse than", "much worse than", "hardly of use beside")
+MORE_PERPLEXITY = (1.05, 1.25, 5.0)
+"""Times the dense model's, from which on each of `WORDS` is said."""
+LESS_AGREEMENT = (0.9, 0.75, 0.25)
+"""Share of the tokens, images or texts with the same first choice, below which each is said."""
+LESS_COSINE = (0.98, 0.95, 0.7)
+"""Mean cosine of embeddings or features, below which each is said."""
+LESS_ACCURACY = (0.02, 0.05, 0.25)
+"""What an accuracy falls by, from which on each is said."""
+
+
+def judge(loss: Loss, remedy: str = "") -> Loss:
+    """Return a loss with its verdict: a sentence, with a remedy, if the output is bad; None if it is not."""
+    reached = max(_levels(loss), default=0)
+    if not reached:
+        return loss.model_copy(update={"verdict": None})
+    figures = ", ".join(figures_of(loss))
+    beside = loss.against or "the dense model"
+    sentence = f"the output is {WORDS[reached - 1]} {beside}: {figures}{f'; {remedy}' if remedy else ''}"
+    return loss.model_copy(update={"verdict": sentence})
+
+
+def _levels(loss: Loss) -> list[int]:
+    """Return for each figure how many of its limits it passes."""
+    levels = []
+    if loss.agreement is not None:
+        levels.append(sum(loss.agreement < limit for limit in LESS_AGREEMENT))
+    if loss.after is None:
+        # A perplexity that no number holds.
+        return [*levels, len(WORDS)] if loss.before is not None else levels
+    if loss.before is None:
+        return [*levels, sum(loss.after < limit for limit in LESS_COSINE)]
+    if loss.of.endswith("perplexity"):
+        return [*levels, sum(loss.after >= limit * loss.before for limit in MORE_PERPLEXITY)]
+    return [*levels, sum(loss.before - loss.after >= limit for limit in LESS_ACCURACY)]
+
+
+def figures_of(loss: Loss) -> list[str]:
+    """Return the figures in words: perplexity 36.45 for 28.52, KL 0.2311 nats, the same first choice 71.2%."""
+    style = ".2%" if loss.of.endswith("accuracy") else ".4f" if loss.before is None else ".4g"
+    after = "beyond any number" if loss.after is None else format(loss.after, style)
+    figures = [f"{loss.of} {after}{'' if loss.before is None else f' for {loss.before:{style}}'}"]
+    figures = [] if loss.after is None and loss.before is None else figures
+    figures += [] if loss.kl is None else [f"KL {loss.kl:.4f} nats"]
+    return figures + ([] if loss.agreement is None else [f"the same first choice {loss.agreement:.1%}"])
+
+
+def lines_of(loss: Loss) -> list[str]:
+    """Return the lines that a terminal shows of an output beside another model."""
+    beside = f"beside {loss.against or 'the dense model'}, on {loss.data}: {', '.join(figures_of(loss))}"
+    return [beside] if loss.verdict is None else [beside, loss.verdict]

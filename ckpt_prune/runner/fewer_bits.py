@@ -1,0 +1,50 @@
+"""What fewer bits would do in place of pruning: at every size that they reach, they lose less."""
+
+import shlex
+
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.model.runtimes import RUNTIMES
+from ckpt_prune.runner.messages import asked_size_of
+from ckpt_prune.stages.export.stage import Export
+from ckpt_prune.stages.quantize.stage import Quantize
+
+_EIGHT, _FOUR = 8.5, 4.85
+"""Bits of a weight with its scales: of q8_0, and of q4_k_m, which keeps some weights in more."""
+_GRAPHS = {"onnxruntime", "genai", "transformers.js", "openvino"}
+_FEW = "fewer bits lose less than pruning at every size that they reach"
+_FOR = "pruning is for latency, for memory where a runtime takes float types alone, and for sizes below those of 4 bits"
+
+
+def fewer_bits_line(prepared: Prepared) -> str | None:
+    """Name the command that makes a model no larger than this one and loses less.
+
+    None if there is none: the output is smaller than 4 bits make it, is rounded itself, was made for its latency or
+    FLOPs, is masked, or is a part of a model.
+    """
+    recipe, checkpoint, size = prepared.whole.recipe, prepared.job.model.checkpoint, asked_size_of(prepared)
+    export = recipe.get(Export)
+    is_rounded = export is not None and not {"f32", "f16", "bf16", "fp32", "fp16"}.issuperset(export.dtype)
+    if recipe.has("mask") or recipe.get(Quantize) is not None or is_rounded or checkpoint.within is not None:
+        return None
+    if size is not None and size.kind in ("latency", "flops"):
+        return None
+    before, after = prepared.before, prepared.output.cost.bytes
+    sizes = {bits: round(before.parameters * bits / 8) for bits in (_EIGHT, _FOUR)}
+    bits = next((bits for bits, reached in sizes.items() if reached <= after), None)
+    if bits is None or after >= before.bytes:
+        return None
+    model = shlex.quote(checkpoint.name if "/" in checkpoint.name else str(checkpoint.path))
+    command = _command(prepared, eight=bits == _EIGHT).format(model=model)
+    return f"{_FEW}: `{command}` takes about {human_bytes(sizes[bits])}, this {human_bytes(after)}; {_FOR}"
+
+
+def _command(prepared: Prepared, *, eight: bool) -> str:
+    family = prepared.job.model.family
+    runs_on = {name.partition(":")[0] for name in prepared.whole.recipe.runs_on or ()}
+    if family.causal and runs_on & {"vllm", "transformers"}:
+        return f"ckpt-prune quantize {{model}} --format {'int8' if eight else 'int4'} -o OUT"
+    has_file = family.model_type in (RUNTIMES["llama.cpp"].families or ())
+    if family.causal and has_file and not runs_on & _GRAPHS:
+        return f"ckpt-prune export {{model}} --format gguf --dtype {'q8_0' if eight else 'q4_k_m'} -o OUT.gguf"
+    return f"ckpt-prune export {{model}} --dtype {'int8' if eight else 'int4'} -o OUT"

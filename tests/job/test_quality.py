@@ -1,0 +1,52 @@
+"""From where on an output is called worse than its dense model."""
+
+import pytest
+
+from ckpt_prune.job.quality import judge, lines_of
+from ckpt_prune.job.report import Loss
+
+WORSE, MUCH, USELESS = "worse than", "much worse than", "hardly of use beside"
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"of": "perplexity", "before": 20.0, "after": 20.9}, None),
+        ({"of": "perplexity", "before": 20.0, "after": 21.1}, WORSE),
+        ({"of": "perplexity", "before": 36.0, "after": 154.0}, MUCH),
+        ({"of": "masked perplexity", "before": 4.0, "after": 21.0}, USELESS),
+        ({"of": "perplexity", "before": 20.0, "after": 12.0}, None),
+        ({"of": "perplexity", "before": 20.0, "after": None}, USELESS),
+        ({"of": "perplexity", "before": 20.0, "after": 20.0, "agreement": 0.91}, None),
+        ({"of": "perplexity", "before": 20.0, "after": 20.0, "agreement": 0.89}, WORSE),
+        ({"of": "perplexity", "before": 20.0, "after": 21.1, "agreement": 0.66}, MUCH),
+        ({"of": "top-1 accuracy", "agreement": 0.95, "kl": 0.1}, None),
+        ({"of": "top-1 accuracy", "agreement": 0.2, "kl": 3.0}, USELESS),
+        ({"of": "top-1 accuracy", "before": 0.8, "after": 0.79}, None),
+        ({"of": "top-1 accuracy", "before": 0.8, "after": 0.7}, MUCH),
+        ({"of": "cosine of the embeddings", "after": 0.993}, None),
+        ({"of": "cosine of the embeddings", "after": 0.96}, WORSE),
+        ({"of": "cosine of the embeddings", "after": 0.921}, MUCH),
+    ],
+)
+def test_the_worst_figure_decides(figures, words):
+    loss = judge(Loss(**figures, data="a text", against="dense"))
+    if words is None:
+        assert loss.verdict is None
+    else:
+        assert loss.verdict is not None
+        assert loss.verdict.startswith(f"the output is {words} dense: ")
+
+
+def test_what_is_said_of_an_output():
+    loss = Loss(
+        of="perplexity", before=20.5, after=30.25, kl=0.4, agreement=0.7, data="8 windows of a.txt", against="m"
+    )
+    figures = "perplexity 30.25 for 20.5, KL 0.4000 nats, the same first choice 70.0%"
+    assert lines_of(judge(loss)) == [
+        f"beside m, on 8 windows of a.txt: {figures}",
+        f"the output is much worse than m: {figures}",
+    ]
+    assert lines_of(judge(loss.model_copy(update={"after": 20.5, "agreement": 1.0}))) == [
+        "beside m, on 8 windows of a.txt: perplexity 20.5 for 20.5, KL 0.4000 nats, the same first choice 100.0%"
+    ]
