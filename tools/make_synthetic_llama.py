@@ -30,10 +30,12 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=11008)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int)
+    parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     config = LlamaConfig(
+        vocab_size=args.vocab,
         hidden_size=args.hidden,
         intermediate_size=args.intermediate,
         num_hidden_layers=args.layers,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ckpt_prune.evaluation.pair import Pair
     from ckpt_prune.evaluation.results import OneResult, Result, TaskResult
+    from ckpt_prune.evaluation.streamed import StreamedModel
 
 
 @takes(EvaluateOptions)
@@ -59,8 +60,9 @@ def evaluate(options: EvaluateOptions) -> "Result":
     tasks, and --json has an object for each of them.
 
     MODEL and MODEL2 may be ONNX graphs, of this tool or another, next to their config and tokenizer or image processor
-    (OUT/onnx/model_q4.onnx), or a folder with one graph; onnxruntime runs them on the CPU. Otherwise the whole model is
-    loaded, and both with --against. --device-map auto spreads them over GPUs, memory and disk.
+    (OUT/onnx/model_q4.onnx), or a folder with one graph; onnxruntime runs them on the CPU. Causal language models run
+    on --text block by block, one model after the other. Otherwise whole models are loaded, both with --against;
+    --device-map auto spreads them over GPUs, memory and disk.
 
     If MODEL is a folder that `prune` wrote, and MODEL2 the model that it was made from, the result is also noted in its
     model card and ckpt_prune.json, in place of an earlier one. Noted are the perplexity or accuracy of both, and the
@@ -93,9 +95,9 @@ def _measure(options: EvaluateOptions) -> "Result":
         target = resolve_device(options.device)
         graph, folder = _place(options.model)
         if options.dry_run:
-            if places is None:
-                raise UserError("--dry-run tells where the parts of a model would go: it goes with --device-map auto")
             both = [folder] if options.against is None else [folder, _place(options.against)[1]]
+            if places is None:
+                return _foresee_text(Pair(folder, both[-1] if both[1:] else None, target, False), options)
             return memory_plans(both, places, default_dtype(target))
         names = _names(options.tasks)
         other, reference = (None, None) if options.against is None else _place(options.against)
@@ -104,7 +106,7 @@ def _measure(options: EvaluateOptions) -> "Result":
             raise UserError(f"{graph or other} is a graph: --generate is for checkpoints; validate lets both continue")
         measures = [bool(options.text), bool(names), bool(options.generate)]
         trust, keeps = options.trust_remote_code, sum(measures) > 1 or len(options.text) > 1
-        pair = Pair(folder, reference, target, trust, graph, other, _open_graph, keeps=keeps)
+        pair = Pair(folder, reference, target, trust, graph, other, _open_graph, keeps=keeps, foresee=_foresee)
         results: dict[str, OneResult] = {}
         # Answers first: they are quick, and refuse what does not suit the model before the long run over the text.
         if options.generate:
@@ -179,6 +181,33 @@ def _open_graph(path: Path) -> "PreTrainedModel":
     from ckpt_prune.onnx.session import open_graph
 
     return open_graph(path, "cpu")
+
+
+def _foresee(models: "Sequence[StreamedModel]", windows: int, window: int) -> None:
+    """Say what measuring takes, if that is long or more than there is."""
+    from ckpt_prune.runner.estimate import estimate_evaluation
+
+    warning = estimate_evaluation(models, windows, window).warning if models else None
+    if warning is not None:
+        Notices()(warning)
+
+
+def _foresee_text(pair: "Pair", options: EvaluateOptions) -> "Result":
+    from ckpt_prune.evaluation.results import Foreseen
+    from ckpt_prune.evaluation.texts import read_windows
+    from ckpt_prune.measure.samples.text import load_tokenizer
+    from ckpt_prune.runner.estimate import estimate_evaluation
+
+    models = pair.find_streamed()
+    if not options.text or options.window is None or len(models) < len(set(pair.folders)):
+        raise UserError(
+            "--dry-run tells what it takes to measure causal language models on --text in windows of --window, or, "
+            "with --device-map auto, where the parts of any model would go"
+        )
+    tokenizer = load_tokenizer(pair.folder)
+    windows = sum(len(read_windows(text, tokenizer, options)) for text in options.text)
+    estimate = estimate_evaluation([models[folder] for folder in pair.folders], windows, options.window)
+    return Foreseen(estimate.data(), estimate.line)
 
 
 def _names(tasks: str | None) -> list[str]:

@@ -10,7 +10,7 @@ from ckpt_prune.api.function import takes
 from ckpt_prune.api.latency import time_output, with_latencies
 from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
-from ckpt_prune.api.quality import check_quality, is_measured, measure_quality
+from ckpt_prune.api.quality import check_quality, count_windows, is_measured, measure_quality
 from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.model.model import Model
     from ckpt_prune.onnx.export import Exported, GraphStep
+    from ckpt_prune.runner.estimate import Estimate
     from ckpt_prune.runner.read_recipe import ChosenRecipe
     from ckpt_prune.stages.report import Report
 
@@ -45,6 +46,7 @@ class Pruned:
         report: as in the output's ckpt_prune.json; None after a dry run.
         graph: the ONNX graph or GGUF file of a recipe with `export`.
         evaluation: what was measured of it beside the dense model, as `cp.evaluate` returns it; None if nothing was.
+        estimate: of time, memory and disk, after a dry run.
     """
 
     path: Path
@@ -54,6 +56,7 @@ class Pruned:
     notices: tuple[str, ...] = ()
     evaluation: "Result | None" = None
     pushed: "Pushed | None" = None
+    estimate: "Estimate | None" = None
 
     def __repr__(self) -> str:
         job = self.settled if self.report is None else None
@@ -76,7 +79,7 @@ class Pruned:
 
     def data(self) -> dict[str, Any]:
         if self.report is None:
-            return _dry_data(self.settled) | {"fewer_bits": self.fewer_bits}
+            return _dry_data(self.settled, self.estimate) | {"fewer_bits": self.fewer_bits}
         data = self.report.data() | {"fewer_bits": self.fewer_bits}
         if self.settled is not None:
             from ckpt_prune.runner.messages import messages
@@ -190,7 +193,6 @@ def _prune(options: PruneOptions, tell: Tell) -> "tuple[Pruned, Job | None]":
 
     from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.runner.checks import check_training
-    from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.messages import extreme_line
     from ckpt_prune.runner.read_job import read_job
     from ckpt_prune.runner.run_job import check_job, preview_job, run_job
@@ -219,9 +221,9 @@ def _prune(options: PruneOptions, tell: Tell) -> "tuple[Pruned, Job | None]":
     for line in filter(None, (small_share_line(options.sizes), extreme_line(preview))):
         say(line)
     if options.dry_run:
-        return Pruned(out, settled, None, None, tuple(say.lines)), None
+        return Pruned(out, settled, None, None, tuple(say.lines), estimate=_estimate(options, preview, step)), None
     if not options.resume:
-        warning = process_group().alone(lambda: estimate_job(preview).warning)
+        warning = process_group().alone(lambda: _estimate(options, preview, step).warning)
         if warning is not None:
             say(warning)
     with resumable(out, say):
@@ -234,6 +236,23 @@ def _prune(options: PruneOptions, tell: Tell) -> "tuple[Pruned, Job | None]":
         return pruned, job
     graph = process_group().alone(lambda: _graph(pruned, step, say))
     return replace(pruned, graph=graph, notices=tuple(say.lines)), job
+
+
+def _estimate(options: PruneOptions, preview: "Prepared", step: "GraphStep | GgufStep | None") -> "Estimate":
+    """Return what pruning takes, with the file that is exported and the measuring that follows."""
+    from ckpt_prune.evaluation.streamed import StreamedModel
+    from ckpt_prune.runner.estimate import estimate_evaluation, estimate_job
+
+    estimate, job = estimate_job(preview), preview.job
+    if step is not None:
+        size = step.bytes(preview.output.cost.parameters)
+        estimate = replace(estimate, disk_bytes=estimate.disk_bytes + size, export_bytes=size)
+    windows, files = count_windows(options, job)
+    # A token takes a byte at the least.
+    window = options.window or job.model.tokens
+    windows = min(windows, sum(file.stat().st_size for file in files) // window)
+    dense = StreamedModel.open(job.model.checkpoint.path, job.device, job.model.dtype) if windows else None
+    return estimate if dense is None else estimate.followed_by(estimate_evaluation([dense, dense], windows, window))
 
 
 def _evaluate(options: PruneOptions, pruned: Pruned, job: "Job") -> Pruned:
@@ -341,11 +360,11 @@ def _check_before_measuring(preview: "Prepared", step: "GraphStep | GgufStep | N
         check_free_space(out.absolute().parent, cost.bytes + (step.bytes(cost.parameters) if step else 0))
 
 
-def _dry_data(settled: "Prepared | None") -> dict[str, Any]:
-    from ckpt_prune.runner.estimate import estimate_job
+def _dry_data(settled: "Prepared | None", estimate: "Estimate | None") -> dict[str, Any]:
     from ckpt_prune.runner.messages import messages, unmeasured_lines
 
     assert settled is not None
+    assert estimate is not None
     stored = settled.output.container
     container = {"model_type": stored.model_type, "remote_code": stored.remote_class is not None}
     return {
@@ -356,5 +375,5 @@ def _dry_data(settled: "Prepared | None") -> dict[str, Any]:
         "before": settled.before.model_dump(),
         "after": settled.output.cost.model_dump(),
         "messages": [*messages(settled), *unmeasured_lines(settled)],
-        "estimate": estimate_job(settled).data(),
+        "estimate": estimate.data(),
     }

@@ -34,6 +34,18 @@ def is_measured(options: Any) -> bool:
     return options.evaluate_samples != 0 and bool(options.evaluate or options.text or options.images)
 
 
+def count_windows(options: Any, job: "Job") -> tuple[int, list[Path]]:
+    """Return how many windows of text an output will be measured on at most, and of which files; 0 of none."""
+    from ckpt_prune.evaluation.held_out import count_default
+
+    files = [Path(place) for place in options.evaluate or options.text]
+    if options.evaluate_samples == 0 or not files or not all(file.is_file() for file in files):
+        return 0, []
+    if options.evaluate:
+        return len(files) * (options.evaluate_samples or _SAMPLES), files
+    return options.evaluate_samples or count_default(len(job.samples or ()), is_text=True), files
+
+
 def measure_quality(out: Path, job: "Job", options: Any, say: Notices, others: Sequence[Path] = ()) -> "list[Result]":
     """Measure an output beside its model on held-out data, and note it in the output's record and card.
 

@@ -102,6 +102,9 @@ def _print(found: "ModelDescription") -> None:
         "for": found.purpose,
         "weights": f"{found.dtype}, {human_bytes(found.bytes)} in {found.files} file(s)",
         "parameters": human_count(found.parameters) + (", tied head" if found.tied_head else ""),
+        "of these": ", ".join(
+            f"{part} {human_count(count)} ({count / found.parameters:.0%})" for part, count in found.parts.items()
+        ),
         "blocks": f"{found.blocks}, {human_count(found.block.parameters)} parameters each; "
         + (f"all stay: {found.block.stay}" if found.block.stay else "whole ones can go (--recipe depth)"),
         "FLOPs": f"{human_count(found.flops)} for one sample of {found.tokens} tokens",

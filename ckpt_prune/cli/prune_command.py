@@ -111,7 +111,6 @@ def _print_dry(pruned: Pruned) -> None:
     from ckpt_prune.cli.rendering import container_line, kept_line, ranks_line
     from ckpt_prune.common.formatting import plural
     from ckpt_prune.common.zero_patterns import describe_mask
-    from ckpt_prune.runner.estimate import estimate_job
     from ckpt_prune.runner.messages import messages, unmeasured_lines
     from ckpt_prune.runner.sections import cost_table
     from ckpt_prune.show.terminal import print_table
@@ -154,7 +153,7 @@ def _print_dry(pruned: Pruned) -> None:
     unmeasured = list(unmeasured_lines(settled))
     for line in (*unmeasured, *filter(None, [pruned.fewer_bits])):
         click.echo(line)
-    click.echo(f"it takes {estimate_job(settled).line}")
+    click.echo(f"it takes {pruned.estimate.line}")
     click.echo(f"everything {'that needs no measuring is ' if unmeasured else ''}checked, nothing written")
 
 

@@ -1,6 +1,7 @@
 """Batches for forward passes of whole models that fit in memory, and checks of what goes in and comes out."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,7 +19,15 @@ BATCH_TOKENS = 8192
 """A batch has no more tokens than this: a small vocabulary does not mean that the layers are narrow."""
 
 
-def check_windows(model: PreTrainedModel, windows: Tensor) -> None:
+class Configured(Protocol):
+    """Any model, in memory or not."""
+
+    @property
+    def config(self) -> Any:
+        """The config of transformers."""
+
+
+def check_windows(model: Configured, windows: Tensor) -> None:
     """Refuse windows, int64 of shape (windows, window), that the model cannot read."""
     context = context_length(model.config.get_text_config())
     if context is not None and windows.shape[1] > context:
@@ -29,7 +38,7 @@ def check_windows(model: PreTrainedModel, windows: Tensor) -> None:
     check_vocabulary(windows, model.config)
 
 
-def check_same_vocabulary(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+def check_same_vocabulary(model: Configured, reference: Configured) -> None:
     """Refuse two models whose vocabularies differ in size."""
     sizes = [each.config.get_text_config().vocab_size for each in (model, reference)]
     if sizes[0] != sizes[1]:
@@ -45,17 +54,23 @@ def check_finite(what: str, *values: Tensor) -> None:
         raise UserError(f"the {what} are not finite numbers: the weights are damaged or overflow in this dtype")
 
 
-def count_windows(model: PreTrainedModel, window: int) -> int:
+def count_windows(model: Configured, window: int) -> int:
     """Return how many windows of so many tokens make a batch: at least one."""
     bytes_per_window: int = window * model.config.get_text_config().vocab_size * 4
     return max(1, min(LOGIT_BYTES // bytes_per_window, BATCH_TOKENS // window))
 
 
-def iterate_windows(model: PreTrainedModel, windows: Tensor, *, what: str) -> Iterator[Tensor]:
-    """Yield the windows, with a progress bar, in batches on the model's device."""
+def iterate_rows(model: Configured, windows: Tensor, *, what: str) -> Iterator[slice]:
+    """Yield slices of windows (windows, window) that make a batch each, with a progress bar."""
     size = count_windows(model, windows.shape[1])
     for start in track(range(0, len(windows), size), what, unit="batch"):
-        yield windows[start : start + size].to(model.device)
+        yield slice(start, start + size)
+
+
+def iterate_windows(model: PreTrainedModel, windows: Tensor, *, what: str) -> Iterator[Tensor]:
+    """Yield the windows, with a progress bar, in batches on the model's device (`iterate_rows`)."""
+    for rows in iterate_rows(model, windows, what=what):
+        yield windows[rows].to(model.device)
 
 
 def iterate_samples(samples: Samples, what: str) -> Iterator[tuple[int, dict[str, Tensor]]]:

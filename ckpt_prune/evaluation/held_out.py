@@ -63,9 +63,8 @@ def choose_held_out(
     is_text = model.family.modality == "text"
     if options.audio is not None:
         raise UserError("outputs are not measured on audio")
-    least, most = WINDOWS if is_text else IMAGES
     calibrated = 0 if used is None else len(used) if not isinstance(used, Sequence) else sum(each for each, _ in used)
-    count = count or max(least, min(most, calibrated // SHARE))
+    count = count or count_default(calibrated, is_text=is_text)
     wanted = options.model_copy(update={"samples": count})
     fresh = choose_fresh_samples(model, wanted, used, trust=trust, say=lambda _line: None)
     samples = fresh.samples
@@ -81,10 +80,16 @@ def choose_held_out(
     return HeldOut(samples, f"{words} that it was not calibrated on")
 
 
-def measure_held_out(pair: Pair, held_out: HeldOut) -> ScoredResult[Any] | ComparisonResult:
-    """Measure a model beside its reference on these samples. Both are loaded WHOLE.
+def count_default(calibrated: int, *, is_text: bool) -> int:
+    """Return how many windows or images are measured on by default, for so many calibrated on."""
+    least, most = WINDOWS if is_text else IMAGES
+    return max(least, min(most, calibrated // SHARE))
 
-    Raises UserError if they do not fit in memory, or cannot be measured.
+
+def measure_held_out(pair: Pair, held_out: HeldOut) -> ScoredResult[Any] | ComparisonResult:
+    """Measure a model beside its reference on these samples: block by block, or both loaded WHOLE.
+
+    Raises UserError if these do not fit in memory, or cannot be measured.
     """
     samples = held_out.samples
     _check_room(pair)
@@ -96,12 +101,13 @@ def measure_held_out(pair: Pair, held_out: HeldOut) -> ScoredResult[Any] | Compa
 
 
 def _check_room(pair: Pair) -> None:
-    """Refuse two models that do not fit in memory together, as they are loaded: in float32."""
+    """Refuse models that do not fit in memory together, as they are loaded whole: in float32."""
     free = available_bytes()
     if pair.device.type != "cpu" or free is None:
         return
-    whole = (Checkpoint.open(folder, packed=True).tensors for folder in pair.folders)
-    needed = 4 * len(pair.folders) * max(sum(tensor.numel for tensor in tensors.values()) for tensors in whole)
+    streamed = pair.find_streamed()
+    whole = [Checkpoint.open(folder, packed=True).tensors for folder in pair.folders if folder not in streamed]
+    needed = 4 * sum(tensor.numel for tensors in whole for tensor in tensors.values())
     if needed > _ROOM * free:
         raise UserError(
             f"both models are loaded whole, in float32, and take {human_bytes(needed)} of the {human_bytes(free)} of "

@@ -81,8 +81,8 @@ def fill_in(
 
 
 def _predict(model: PreTrainedModel, inputs: Tensor, chosen: Tensor) -> Tensor:
-    """Return float32 log-probabilities (masked tokens, vocabulary), on the device of the inputs."""
+    """Return logits (masked tokens, vocabulary), on the device of the inputs."""
     output = model(input_ids=inputs.to(model.device))
     logits = output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
-    predictions: Tensor = logits[chosen.to(logits.device)].to(inputs.device).float().log_softmax(-1)
-    return predictions
+    predicted: Tensor = logits[chosen.to(logits.device)].to(inputs.device)
+    return predicted

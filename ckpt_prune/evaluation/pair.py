@@ -7,7 +7,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.memory import available_bytes
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.evaluation.device_map import current_device_map
+from ckpt_prune.evaluation.perplexity import LanguageModel
+from ckpt_prune.evaluation.streamed import StreamedModel, have_room
+from ckpt_prune.evaluation.whole_model import default_dtype, load_model
 
 
 @dataclass(frozen=True)
@@ -19,6 +27,8 @@ class Pair:
         graph, reference_graph: their ONNX graphs, if they are graphs; the folders are those that they lie in.
         open_graph: opens a graph as what is called like a model. It belongs to another room.
         keeps: hold each model once it is loaded, because several measurements follow.
+        foresee: told what will be run block by block on how many windows of how many tokens, before it is. What it
+            takes is known in another room.
     """
 
     folder: Path
@@ -29,6 +39,7 @@ class Pair:
     reference_graph: Path | None = None
     open_graph: Callable[[Path], PreTrainedModel] | None = None
     keeps: bool = False
+    foresee: Callable[[list[StreamedModel], int, int], None] | None = None
     _loaded: dict[Path, PreTrainedModel] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -49,6 +60,28 @@ class Pair:
         """Load the WHOLE model. Raises UserError if it does not load."""
         return self._load(self.folder, self.graph)
 
+    def open_text_models(self) -> list[LanguageModel]:
+        """Open a causal language model and its reference, if there is one: loaded WHOLE, or to be run block by block.
+
+        Whole are those that something else is measured of as well, and those that an accelerator has room for.
+        """
+        streamed: dict[Path, StreamedModel] = {}
+        if current_device_map() is None and not self._loaded:
+            streamed = self.find_streamed()
+        if have_room(list(streamed.values())):
+            streamed = {}
+        places = [(self.folder, self.graph)]
+        if self.reference is not None:
+            places.append((self.reference, self.reference_graph))
+        return [streamed.get(folder) or self._load(folder, graph) for folder, graph in places]
+
+    def find_streamed(self) -> dict[Path, StreamedModel]:
+        """Return those of the two that can be run block by block, by their folders."""
+        graphs = {graph.parent for graph in (self.graph, self.reference_graph) if graph is not None}
+        dtype = default_dtype(self.device)
+        found = {each: StreamedModel.open(each, self.device, dtype) for each in self.folders if each not in graphs}
+        return {folder: model for folder, model in found.items() if model is not None}
+
     def load_reference(self) -> PreTrainedModel:
         """Load the WHOLE reference, of which there has to be one. Raises UserError if it does not load."""
         assert self.reference is not None
@@ -61,7 +94,24 @@ class Pair:
         if graph is not None and self.open_graph is not None:
             model = self.open_graph(graph)
         else:
+            self._warn_of_size(folder)
             model = load_model(folder, device=self.device, trust_remote_code=self.trust)
         if self.keeps:
             self._loaded[place] = model
         return model
+
+    def _warn_of_size(self, folder: Path) -> None:
+        """Say so if a model that is to be loaded whole is larger than the memory that is free."""
+        free = available_bytes()
+        if self.device.type != "cpu" or free is None or current_device_map() is not None:
+            return
+        try:
+            tensors = Checkpoint.open(str(folder), packed=True).tensors.values()
+        except UserError:  # loading says what is wrong
+            return
+        size = sum(tensor.numel for tensor in tensors) * torch.float32.itemsize
+        if size > free:
+            Notices()(
+                f"{folder} is loaded whole, which takes {human_bytes(size)} of memory, and only {human_bytes(free)} "
+                "are free: close other programs, or say --device-map auto"
+            )

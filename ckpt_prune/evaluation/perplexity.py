@@ -1,9 +1,9 @@
 """Perplexity of a model on windows of tokens, and its divergence from a reference (README.md, section 1)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,11 +11,15 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.batches import check_same_vocabulary, check_windows, iterate_windows
+from ckpt_prune.evaluation.batches import check_same_vocabulary, check_windows, iterate_rows
 from ckpt_prune.evaluation.display import Columns, Figures
+from ckpt_prune.evaluation.streamed import StreamedModel, Strip
 
-CHUNK_BYTES = 64 * 2**20
-"""Log-probabilities are worked out for so many bytes of positions at a time, in float32."""
+LanguageModel: TypeAlias = PreTrainedModel | StreamedModel
+STRIP_BYTES = 64 * 2**20
+"""A head makes logits of so many bytes at a time, counted as float32."""
+CHUNK = 2**20
+"""Logits whose log-probabilities are worked out at once: 4 MiB of float32, which stay in a cache."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,13 @@ class PredictionSums:
     def __init__(self) -> None:
         self.tokens, self.nll, self.right, self.kl, self.agreeing = 0, [0.0, 0.0], [0, 0], 0.0, 0
 
-    def add(self, predictions: list[Tensor], targets: Tensor) -> None:
-        """Add the models' log-probabilities, float32 (N, vocabulary), of targets, (N,)."""
+    def add(self, logits: Sequence[Tensor], targets: Tensor) -> None:
+        """Add what the models say, by logits (N, vocabulary) of any floating dtype each, of targets, (N,)."""
+        rows = max(1, CHUNK // logits[0].shape[-1])
+        for part in zip(*(torch.split(each, rows) for each in (targets, *logits)), strict=True):
+            self._add([each.float().log_softmax(-1) for each in part[1:]], part[0])
+
+    def _add(self, predictions: Sequence[Tensor], targets: Tensor) -> None:
         self.tokens += len(targets)
         for place, predicted in enumerate(predictions):
             nll = functional.nll_loss(predicted, targets, reduction="none")
@@ -85,7 +94,7 @@ class PredictionSums:
         return math.exp(nll) if nll < 700 else math.inf, nll
 
 
-def perplexity(model: PreTrainedModel, windows: Tensor, *, what: str = "perplexity") -> PerplexityScore:
+def perplexity(model: LanguageModel, windows: Tensor, *, what: str = "perplexity") -> PerplexityScore:
     """Measure perplexity on windows, int64 (windows, window): exp of the mean over every token but each window's first.
 
     Puts the model in evaluation mode.
@@ -94,7 +103,7 @@ def perplexity(model: PreTrainedModel, windows: Tensor, *, what: str = "perplexi
 
 
 def compare(
-    model: PreTrainedModel, reference: PreTrainedModel, windows: Tensor, *, what: str = "comparing"
+    model: LanguageModel, reference: LanguageModel, windows: Tensor, *, what: str = "comparing"
 ) -> TokenComparison:
     """Measure both perplexities, KL(reference ‖ model) and top-1 agreement in one pass over the windows.
 
@@ -106,26 +115,40 @@ def compare(
     return TokenComparison(score, reference_score, sums.kl / sums.tokens, sums.agreeing / sums.tokens)
 
 
-@torch.inference_mode()
-def _add_up(models: list[PreTrainedModel], windows: Tensor, what: str) -> PredictionSums:
+@torch.no_grad()
+def _add_up(models: Sequence[LanguageModel], windows: Tensor, what: str) -> PredictionSums:
     for model in models:
         check_windows(model, windows)
-        model.eval()
-    sums = PredictionSums()
-    for batch in iterate_windows(models[0], windows, what=what):
-        logits = [model(input_ids=batch.to(model.device), use_cache=False).logits.to(batch.device) for model in models]
-        for predictions, targets in _split(logits, batch):
-            sums.add(predictions, targets)
+    # One after the other: what is run block by block holds none of its blocks afterwards.
+    readers = [
+        model.read(windows, what) if isinstance(model, StreamedModel) else WholeLogits(model.eval(), windows)
+        for model in models
+    ]
+    sums, device = PredictionSums(), models[0].device
+    positions = max(1, STRIP_BYTES // (models[0].config.get_text_config().vocab_size * 4))
+    for rows in iterate_rows(models[0], windows, what=what):
+        strips = [reader.of_batch(rows) for reader in readers]
+        for row, tokens in enumerate(windows[rows].to(device)):
+            for start in range(0, len(tokens) - 1, positions):
+                targets = tokens[start + 1 : start + 1 + positions]
+                part = slice(start, start + len(targets))
+                sums.add([strip(row, part).to(device) for strip in strips], targets)
     return sums
 
 
-def _split(logits: list[Tensor], batch: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Yield each model's float32 log-probabilities (positions, vocabulary), and the tokens that they should predict."""
-    positions = max(1, CHUNK_BYTES // (logits[0].shape[-1] * 4))
-    for row, tokens in enumerate(batch):
-        for start in range(0, len(tokens) - 1, positions):
-            targets = tokens[start + 1 : start + 1 + positions]
-            yield [each[row, start : start + len(targets)].float().log_softmax(-1) for each in logits], targets
+@dataclass(frozen=True)
+class WholeLogits:
+    """Logits of windows by a model that is in memory as a whole, those of a batch at once."""
+
+    model: PreTrainedModel
+    windows: Tensor
+
+    @torch.inference_mode()
+    def of_batch(self, rows: slice) -> Strip:
+        """Return what gives the logits of some windows."""
+        ids = self.windows[rows].to(self.model.device)
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        return lambda row, part: logits[row, part]
 
 
 def _count(windows: Tensor) -> tuple[int, int, int]:

@@ -498,6 +498,20 @@ class MemoryPlans(Result):
         return parts
 
 
+@dataclass(frozen=True)
+class Foreseen(Result):
+    """What a measurement will take: `estimate` as JSON has it, and `line` in words."""
+
+    estimate: dict[str, Any]
+    line: str
+
+    def data(self) -> dict[str, Any]:
+        return {"estimate": self.estimate}
+
+    def paragraphs(self) -> list[Table | str]:
+        return [f"it takes {self.line}"]
+
+
 OneResult = (
     ChoiceResult
     | LabelResult
@@ -509,6 +523,7 @@ OneResult = (
     | TextsResult
     | TaskResult
     | MemoryPlans
+    | Foreseen
 )
 
 

@@ -26,6 +26,7 @@ from ckpt_prune.evaluation.purpose import (
 )
 from ckpt_prune.evaluation.results import ComparisonResult, MaskedResult, PerplexityResult, TextsResult
 from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences, cut_texts
+from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of_folder, read_config
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import (
@@ -78,7 +79,7 @@ def measure_texts(pair: Pair, options: EvaluationOptions, given: Tensor | None =
         auto = auto_class(read_config(folder)).removeprefix("AutoModelFor")
         raise UserError(f"{folder} is a {auto} model, which evaluate does not measure")
     tokenizer = load_tokenizer(folder)
-    read: Callable[..., Any] = _read_windows
+    read: Callable[..., Any] = read_windows
     measure: Callable[..., TextResult] = _measure_perplexity
     if not generates:
         read, measure = _read_framed_windows, _measure_masked if purpose == "fill-mask" else _compare_outputs
@@ -93,7 +94,8 @@ def measure_texts(pair: Pair, options: EvaluationOptions, given: Tensor | None =
     return results[0] if len(results) == 1 else TextsResult(tuple(zip(options.text, results, strict=True)))
 
 
-def _read_windows(text: Path, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions) -> Tensor:
+def read_windows(text: Path, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions) -> Tensor:
+    """Return the windows of a text that a causal language model is measured on, int64 (windows, window)."""
     assert options.window is not None
     stream = tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos)
     return cut_windows(stream, window=options.window, limit=options.samples)
@@ -110,10 +112,12 @@ def _read_framed_windows(text: Path, tokenizer: PreTrainedTokenizerBase, options
 
 
 def _measure_perplexity(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> PerplexityResult:
-    model = pair.load()
-    if pair.reference is None:
-        return PerplexityResult(pair.name, perplexity(model, windows))
-    both = compare(model, pair.load_reference(), windows)
+    models = pair.open_text_models()
+    if pair.foresee is not None:
+        pair.foresee([each for each in models if isinstance(each, StreamedModel)], *windows.shape)
+    if len(models) == 1:
+        return PerplexityResult(pair.name, perplexity(models[0], windows))
+    both = compare(models[0], models[1], windows)
     return PerplexityResult(
         pair.name, both.score, pair.reference_name, both.reference_score, both.kl, both.top1_agreement
     )

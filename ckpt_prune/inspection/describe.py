@@ -22,7 +22,7 @@ from ckpt_prune.inspection.answer import (
     UnknownDescription,
     Zeros,
 )
-from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.cost import cost_of, count_by_part
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
 from ckpt_prune.job.recipe import Recipe
@@ -94,6 +94,7 @@ def _model(
         tied_head=model.tied,
         spaces={name: _space(model, first) for name, first in first_expert_spaces(family.spaces).items()},
         **cost_of(model).model_dump(),
+        parts=count_by_part(model),
         weights=weights,
         ignored=sorted([*model.checkpoint.ignored, *model.checkpoint.shadowed]),
         ignored_words=ignored_words(model) if model.checkpoint.ignored else None,

@@ -1,6 +1,9 @@
 """The cost of a model, from shapes alone: parameters, bytes on disk, FLOPs, and its cache of keys and values."""
 
+import re
+from collections.abc import Mapping
 from math import prod
+from posixpath import commonpath
 
 import torch
 
@@ -22,12 +25,7 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
     shapes = model.shapes if shapes is None else shapes
     head, embedding = f"{family.head}.weight", f"{family.on_disk(family.embedding or '')}.weight"
     sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if is_parameter(name)}
-    # A head's bias is tied in some classes (BERT's) and its own in others (DistilBERT's).
-    tied: frozenset[str] = frozenset()
-    if model.tied and model.has_remote_code:
-        tied = stored_container(model.checkpoint).names().tied
-    elif model.tied:
-        tied = stock_names(model.checkpoint.config, family.architecture).tied
+    tied = _tied(model)
     parameters = sum(size for name, size in sizes.items() if name not in tied)
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     probe = family.architectures[family.architecture].probe
@@ -61,6 +59,54 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
         kept = queries[1][0] - columns if fused else keys[1][0] + values[1][0]
         cache += kept * values[0].itemsize
     return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens, cache=cache if family.causal else None)
+
+
+def count_by_part(model: Model) -> dict[str, int]:
+    """Return the parameters of a model's parts, the largest first; `rest` are norms and what stands behind the blocks.
+
+    A tied head is in the embedding. All layers of a block outside its attention are its mlp.
+    """
+    family, tied, parts = model.family, _tied(model), dict[str, int]()
+    blocks = re.compile(re.escape(family.block).replace(re.escape("{block}"), r"\d+") + "(.+)")
+    shared = commonpath([module.replace(".", "/") for module in family.attention.modules]).replace("/", ".")
+    attention = [shared] if shared else family.attention.modules
+    # A bias, which has one dimension as a norm has, goes where its weight goes.
+    matrices = {name.rpartition(".")[0] for name, (_, shape) in model.shapes.items() if len(shape) > 1}
+    for name, (_, shape) in model.shapes.items():
+        if name in tied or not is_parameter(name):
+            continue
+        inside = blocks.fullmatch(name)
+        if inside is not None and any(_is_below(inside[1], path) for path in attention):
+            part = "attention"
+        elif inside is not None:
+            part = "mlp" if name.rpartition(".")[0] in matrices or len(shape) > 1 else "rest"
+        elif family.head is not None and _is_below(name, family.head):
+            part = "head"
+        elif len(shape) == 4 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):
+            part = "embedding"
+        else:
+            part = "rest"
+        parts[part] = parts.get(part, 0) + prod(shape)
+    return dict(sorted(parts.items(), key=lambda each: (-each[1], each[0])))
+
+
+def part_words(parts: Mapping[str, int]) -> str:
+    """Return how parameters are divided, in words: embedding 63%, mlp 26%, attention 11%."""
+    total = sum(parts.values())
+    shares = {part: count / total for part, count in parts.items()}
+    return ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.005)
+
+
+def _tied(model: Model) -> frozenset[str]:
+    """Return on-disk names of tensors that share another's parameters.
+
+    A head's bias is tied in some classes (BERT's) and its own in others (DistilBERT's).
+    """
+    if not model.tied:
+        return frozenset()
+    if model.has_remote_code:
+        return stored_container(model.checkpoint).names().tied
+    return stock_names(model.checkpoint.config, model.family.architecture).tied
 
 
 def _whole(shapes: TensorSpecs, weight: str) -> tuple[torch.dtype, tuple[int, ...]]:

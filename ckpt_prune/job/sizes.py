@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor
+from math import floor
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
@@ -228,14 +228,6 @@ class TargetSize(Strict):
         """A question, if the size is a bare number that looks like a percentage; else empty."""
         bare = self.text.isascii() and self.text.isdigit() and int(self.text) <= 100
         return f": did you mean {self.text}%?" if bare else ""
-
-    def out_of_reach(self, recipe: str, what: str, least: float, dense: float) -> str:
-        """Return the message for a size below the least that a recipe can reach: `what` leaves so much."""
-        reached, share = size_words(self.kind, least), ceil(1000 * least / dense) / 10
-        return (
-            f"{self.words}: out of reach of recipe {recipe}, {what} {reached} at the least, {share:g}% of "
-            f"{size_words(self.kind, dense)}{self.share_meant}"
-        )
 
     @property
     def timed(self) -> Timed:

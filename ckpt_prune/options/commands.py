@@ -450,7 +450,8 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
     generate_tokens: int = option(default=64, ge=1)
     """Tokens to generate after each prompt, at most."""
     dry_run: bool = option(default=False, group=MACHINE)
-    """With --device-map: print where the parts of the models would go, from their configs, and load nothing."""
+    """Print what measuring causal language models on --text takes, or with --device-map where the parts of any model
+    would go; measure nothing."""
 
 
 class InspectOptions(OpeningOptions):

@@ -147,7 +147,7 @@ class QualityOptions(Options):
     """Measure OUT and MODEL on this held-out text (in windows of --window tokens), or on this folder of images. May be
     repeated. [default: windows of --text, or some of --images, that the model was not calibrated on]"""
     evaluate_samples: int | None = option(default=None, ge=0)
-    """Windows, or images, to measure OUT and MODEL on; both are loaded whole. 0: measure nothing. [default: 16 of
+    """Windows, or images, to measure OUT and MODEL on. 0: measure nothing. [default: 16 of
     --evaluate; of --text and --images an eighth as many as calibrated on, 2 to 8 windows or 16 to 64 images]"""
 
 

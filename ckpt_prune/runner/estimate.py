@@ -10,13 +10,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt_prune.common.formatting import format_duration, human_bytes
 from ckpt_prune.common.memory import available_bytes, resident_bytes
+from ckpt_prune.evaluation.perplexity import STRIP_BYTES, PredictionSums
+from ckpt_prune.evaluation.streamed import StreamedModel, states_limit
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.plan import Plan
@@ -27,7 +31,9 @@ from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindows
 from ckpt_prune.measure.statistics.measurement import count_statistics_bytes
 from ckpt_prune.measure.streams.hidden_stream import TOKENS_PER_BATCH
+from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.containers.container import container_of
+from ckpt_prune.model.context import image_size
 from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
@@ -54,17 +60,39 @@ class Estimate:
         seconds: wall time, if nothing else runs on this machine; None if it is not known.
         peak_bytes: of memory.
         disk_bytes: of what is written, scratch included.
+        export_bytes: of them those of a graph or GGUF file, whose export and proof `seconds` leave out.
+        assumed: samples that stand for those that were not given; 0 if none do.
     """
 
     seconds: float | None
     peak_bytes: int
     disk_bytes: int
+    export_bytes: int = 0
+    assumed: int = 0
 
     @property
     def line(self) -> str:
         spent = "" if self.seconds is None else f"about {format_duration(self.seconds)}, "
-        size = f"{human_bytes(self.peak_bytes)} of memory and {human_bytes(self.disk_bytes)} of disk"
-        return size if self.seconds is None else f"{spent}{size}, where nothing else runs on this machine"
+        spent = f"with {self.assumed} samples {spent}" if self.assumed else spent
+        size = f"{human_bytes(self.peak_bytes)} of memory"
+        size += f" and {human_bytes(self.disk_bytes)} of disk" if self.disk_bytes else ""
+        if self.export_bytes:
+            size += f", {human_bytes(self.export_bytes)} of that for what is exported"
+        if self.seconds is None:
+            return spent + size
+        more = ", without the time of the export" if self.export_bytes else ""
+        return f"{spent}{size}, where nothing else runs on this machine{more}"
+
+    def followed_by(self, other: "Estimate") -> "Estimate":
+        """Return the estimate of this work and another one after it."""
+        known = self.seconds is not None and other.seconds is not None
+        return Estimate(
+            (self.seconds or 0) + (other.seconds or 0) if known else None,
+            max(self.peak_bytes, other.peak_bytes),
+            self.disk_bytes + other.disk_bytes,
+            self.export_bytes + other.export_bytes,
+            self.assumed,
+        )
 
     @property
     def warning(self) -> str | None:
@@ -79,7 +107,8 @@ class Estimate:
 
     def data(self) -> dict[str, Any]:
         seconds = None if self.seconds is None else round(self.seconds, 3)
-        return {"seconds": seconds, "peak_bytes": self.peak_bytes, "disk_bytes": self.disk_bytes}
+        data = {"seconds": seconds, "peak_bytes": self.peak_bytes, "disk_bytes": self.disk_bytes}
+        return data | ({"export_bytes": self.export_bytes} if self.export_bytes else {})
 
 
 def estimate_job(preview: Prepared) -> Estimate:
@@ -103,17 +132,18 @@ def estimate_job(preview: Prepared) -> Estimate:
     # Before the first block is timed: what that leaves behind is used again.
     # A site's own and the part that stays; where folds are held out, those of folds, too.
     grams = 0 if "gram" not in recipe.collect else 5 if recipe.needs_folds else 2
-    peak = _peak(model, samples if live else 0, tokens, _dtype(job), grams)
+    peak = _peak(model, samples if live else 0, tokens, _dtype(job), grams, remembered=_limit_remembered(preview))
     seconds = None
     multiple = _multiple(recipe)
-    if multiple is not None and job.plan is None and not recipe.has("export"):
+    if multiple is not None and job.plan is None:
         run = time_run(model, job.device, _dtype(job), job.samples) if live else 0.0
         if run is not None:
             # Only what follows the choice of widths takes all samples: as long as `ridge`, or twice that with drift.
             on_all = min(multiple, 2.0 if preview.recipe.target == "drift" else 1.0)
             runs = on_all * samples + (multiple - on_all) * part
             seconds = model.blocks * (run * runs + multiple * time_solve(model, job.device))
-    return Estimate(seconds, peak, preview.output.cost.bytes + (measured if preview.measures_first else 0))
+    disk = preview.output.cost.bytes + (measured if preview.measures_first else 0)
+    return Estimate(seconds, peak, disk, assumed=samples if live and job.samples is None else 0)
 
 
 def estimate_plan(job: Job, plan: Plan) -> Estimate:
@@ -141,25 +171,84 @@ def estimate_calibration(
     return Estimate(seconds, peak, size)
 
 
-def time_run(model: Model, device: torch.device, dtype: torch.dtype, samples: Samples | None) -> float | None:
-    """Return the seconds that the first block with spaces takes for one sample, with the Grams of its inputs.
+def estimate_evaluation(models: Sequence[StreamedModel], windows: int, tokens: int) -> Estimate:
+    """Return what it takes to measure models, one or two, on so many windows of text, block by block."""
+    seconds, states, outside, busiest, copied = 0.0, 0, 0, 0, 0
+    for each in models:
+        model, dtype = each.model, each.dtype
+        one = TokenWindows(torch.zeros(windows, tokens, dtype=torch.long))
+        seconds += model.blocks * windows * (time_run(model, each.device, dtype, one, False) or 0.0)
+        states += _count_states(model, windows, tokens, dtype)
+        unread = "" if model.tied else _embedding_name(model)
+        others = [model.checkpoint.tensors[name] for name in model.outside() if name != unread]
+        outside += sum(info.numel for info in others) * dtype.itemsize
+        copied = max(copied, *(info.nbytes for info in others))
+        busiest = max(busiest, 3 * _block_bytes(model) + _activations(model, windows * tokens, dtype))
+    vocabulary, hidden = models[0].config.get_text_config().vocab_size, models[0].model.dimension("hidden")
+    seconds += windows * tokens * _time_head(vocabulary, hidden, len(models), models[0].device)
+    heads = outside + copied + (1 + len(models)) * STRIP_BYTES
+    base = (resident_bytes() or 0) + LIBRARIES
+    held = min(states, len(models) * states_limit())
+    return Estimate(seconds, base + held + max(busiest, heads), states - held)
 
-    As many samples are run as run together. If there are none, that is a window of the model's context; there is none
-    for images and sounds.
+
+@dataclass(frozen=True, eq=False)
+class _BlankImage:
+    """One image, as a vision model is called with it, in place of samples."""
+
+    pixels: Tensor
+    tokens: int
+    fingerprint: str = ""
+
+    def __len__(self) -> int:
+        return 1
+
+    def batch(self, rows: slice) -> dict[str, Tensor]:
+        return {"pixel_values": self.pixels[rows]}
+
+
+def _time_head(vocabulary: int, hidden: int, models: int, device: torch.device) -> float:
+    """Return the seconds that heads, and what is made of their logits, take for one position."""
+    classes, rows = min(vocabulary, 8192), 256
+    states, weight = torch.randn(rows, hidden, device=device), torch.randn(classes, hidden, device=device)
+    targets, spent = torch.zeros(rows, dtype=torch.long, device=device), 0.0
+    for _ in range(2):  # once to warm up
+        start = _clock(device)
+        PredictionSums().add([states @ weight.T for _ in range(models)], targets)
+        spent = _clock(device) - start
+    return spent / rows * vocabulary / classes
+
+
+def time_run(
+    model: Model, device: torch.device, dtype: torch.dtype, samples: Samples | None, measured: bool = True
+) -> float | None:
+    """Return the seconds that the first block with spaces takes for one sample, `measured` with Grams of its inputs.
+
+    As many samples are run as run together. If there are none, that is a window of the model's context, or an image of
+    its config's size; there is none for sounds.
     """
-    family = model.family
-    if samples is None and family.modality != "text":
+    family, one = model.family, samples
+    if one is None and family.modality == "text":
+        one = TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long))
+    elif one is None and family.modality == "image":
+        channels, size = getattr(model.config, "num_channels", 3), image_size(family, model.config)
+        one = _BlankImage(torch.zeros(1, channels, *size), model.tokens)
+    if one is None:
         return None
-    one: Samples = TokenWindows(torch.zeros(1, model.tokens, dtype=torch.long)) if samples is None else samples
     view = ModelView(model, device, container=container_of(model) if model.has_remote_code else None)
     block = model.spaced_blocks.start
     count = min(len(one), max(1, TOKENS_PER_BATCH // one.tokens))
     stream, tensors = view.stream(SampleRange(one, 0, count), dtype), view.block(block)
-    grams = dict.fromkeys(family.inputs, True)
-    stream.observe(block, tensors, grams)  # once to warm up
-    start = _clock(device)
-    stream.observe(block, tensors, grams)
-    return (_clock(device) - start) / count
+    grams, spent = dict.fromkeys(family.inputs, True), 0.0
+    for _ in range(2):  # once to warm up
+        start = _clock(device)
+        if measured:
+            stream.observe(block, tensors, grams)
+        else:
+            module = stream.factory.build_block(block, tensors)
+            stream.pass_through(module, block, stream.states, torch.empty_like(stream.states))
+        spent = _clock(device) - start
+    return spent / count
 
 
 def time_solve(model: Model, device: torch.device) -> float:
@@ -205,11 +294,51 @@ def _dtype(job: Job) -> torch.dtype:
     return torch.float32 if data is None else data.compute_dtype
 
 
-def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype, grams: int) -> int:
-    """Return bytes of memory: four blocks (read, pruned, the next and the last), all hidden states, float64 Grams."""
-    block = sum(model.checkpoint.tensors[name].nbytes for name in model.weights(model.spaced_blocks.start))
-    states = samples * tokens * model.dimension("hidden") * dtype.itemsize
-    return (resident_bytes() or 0) + LIBRARIES + 4 * block + states + grams * 8 * _widest(model) ** 2
+def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype, grams: int, remembered: float = 0) -> int:
+    """Return bytes of memory: four blocks (read, pruned, the next and the last), hidden states, float64 Grams.
+
+    Args:
+        grams: of the widest input, that are held when a site is solved.
+        remembered: most bytes of a block's results that are kept for its next run, hidden states included.
+    """
+    states, gram = _count_states(model, samples, tokens, dtype), 8 * _widest(model) ** 2
+    blocks, solve = 4 * _block_bytes(model), grams * gram
+    base = (resident_bytes() or 0) + LIBRARIES + states
+    if not samples:
+        return base + blocks + solve
+    # The input of the mlp's last layer, and what norms, attention and mlp hand on.
+    kept = samples * tokens * (_widest(model) + 4 * model.dimension("hidden")) * dtype.itemsize
+    blocks += int(max(0, min(kept, remembered - states)))
+    embedding = model.checkpoint.tensors.get(_embedding_name(model))
+    # It is gone before blocks run.
+    entry = 0 if embedding is None else embedding.nbytes + embedding.numel * dtype.itemsize
+    return base + max(entry, blocks + max(solve, min(grams, 1) * gram + _activations(model, samples * tokens, dtype)))
+
+
+def _limit_remembered(preview: Prepared) -> float:
+    """Return how many bytes of states and results of a block `--state-memory` leaves (`BlockMemory`)."""
+    live = preview.live
+    if live is None or not preview.sequential or preview.job.device.type != "cpu":
+        return 0
+    return live.allocate.free if isinstance(live.allocate, StateMemory) else inf
+
+
+def _embedding_name(model: Model) -> str:
+    return f"{model.family.on_disk(model.family.embedding or '')}.weight"
+
+
+def _count_states(model: Model, samples: int, tokens: int, dtype: torch.dtype) -> int:
+    return samples * tokens * model.dimension("hidden") * dtype.itemsize
+
+
+def _block_bytes(model: Model) -> int:
+    return sum(model.checkpoint.tensors[name].nbytes for name in model.weights(model.spaced_blocks.start))
+
+
+def _activations(model: Model, tokens: int, dtype: torch.dtype) -> int:
+    """Return bytes of a running block: its weights, and four tensors (gate, up, both and the next) of its width."""
+    numel = sum(model.checkpoint.tensors[name].numel for name in model.weights(model.spaced_blocks.start))
+    return (numel + 4 * min(tokens, TOKENS_PER_BATCH) * _widest(model)) * dtype.itemsize
 
 
 def _widest(model: Model) -> int:

@@ -110,7 +110,8 @@ def test_what_means_nothing_is_refused(place, monkeypatch):
     assert read_refusal(*evaluate, *little) == no_room
     assert read_refusal("evaluate", "dense", "--dry-run", *little) == no_room
     assert read_refusal("evaluate", "dense", "--dry-run") == (
-        "--dry-run tells where the parts of a model would go: it goes with --device-map auto"
+        "--dry-run tells what it takes to measure causal language models on --text in windows of --window, or, with "
+        "--device-map auto, where the parts of any model would go"
     )
     monkeypatch.setattr(device_map, "find_spec", lambda _name: None)
     assert read_refusal(*evaluate, "--device-map", "auto") == (

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
@@ -128,6 +129,44 @@ def test_models_that_are_not_whole(place):
         "sharded asks for remote code that is not this tool's (auto_map in config.json): it is not run; "
         "where you have read and trust it, say --trust-remote-code"
     )
+
+
+def test_blocks_run_one_at_a_time_and_no_model_is_loaded(place, monkeypatch):
+    measured = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, "--json"))
+    monkeypatch.setattr("ckpt_prune.evaluation.pair.load_model", None)
+    assert json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, "--json")) == measured
+
+
+def test_what_it_takes_is_told_before(place, monkeypatch):
+    """A block takes a second for a window, here, and a head nothing. 98 windows, two models of two blocks."""
+    monkeypatch.setattr("ckpt_prune.runner.estimate.time_run", lambda *_: 1.0)
+    monkeypatch.setattr("ckpt_prune.runner.estimate._time_head", lambda *_: 0.0)
+    pair = ("evaluate", "dense", "--against", "dense", *TEXT)
+    foreseen = json.loads(ok(*pair, "--dry-run", "--json"))["estimate"]
+    blocks = read_json("dense/config.json")["num_hidden_layers"]
+    assert foreseen["seconds"] == 2 * blocks * 98
+    # Behind the blocks, both models hold head and norm in float32, and the states of all windows.
+    for name in ("_block_bytes", "_activations", "STRIP_BYTES"):
+        monkeypatch.setattr(f"ckpt_prune.runner.estimate.{name}", 0 if name.isupper() else lambda *_: 0)
+    one, two = (
+        json.loads(ok("evaluate", "dense", *more, *TEXT, "--dry-run", "--json"))["estimate"]["peak_bytes"]
+        for more in ((), ("--against", "dense"))
+    )
+    tensors = load_file("dense/model.safetensors")
+    assert read_json("dense/config.json")["tie_word_embeddings"] is False  # so what tokens look up is gone by then
+    outside = 4 * (tensors["lm_head.weight"].numel() + tensors["model.norm.weight"].numel())
+    assert two - one == outside + 98 * 16 * read_json("dense/config.json")["hidden_size"] * 4
+    line = ok(*pair, "--dry-run").removeprefix("it takes ").strip()
+    monkeypatch.setattr("ckpt_prune.runner.estimate.available_bytes", lambda: 2**20)
+    told = run(*pair).stderr
+    assert f"this takes {line}, and only 1.00 MiB of memory are free: close other programs" in told
+
+
+def test_a_model_that_is_loaded_whole_says_so_where_memory_is_short(place, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.evaluation.pair.available_bytes", lambda: 100)
+    told = run("evaluate", "dense", "--generate", "the cat").stderr
+    assert "dense is loaded whole, which takes " in told
+    assert "and only 100 B are free: close other programs, or say --device-map auto" in told
 
 
 def test_text_tasks_and_prompts_in_one_call_load_each_model_once(place, monkeypatch):

@@ -28,6 +28,7 @@ family      llama (LlamaForCausalLM)
 for         text-generation
 weights     float32, 20.3 KiB in 1 file(s)
 parameters  5.20K
+of these    mlp 2.30K (44%), attention 1.54K (30%), embedding 640 (12%), head 640 (12%), rest 80 (2%)
 blocks      2, 1.95K parameters each; whole ones can go (--recipe depth)
 FLOPs       418K for one sample of 32 tokens
 KV cache    128 B a token

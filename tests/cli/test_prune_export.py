@@ -13,6 +13,7 @@ from ckpt_prune.checkpoint import writer as writing
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.onnx import export as exporting
 from tests.cli.conftest import EXPORT, PRUNE
 from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json, read_refusal, run
@@ -122,8 +123,9 @@ def test_a_graph_of_another_model_inside(again, finished):
 def test_the_disk_has_room_for_both(place, monkeypatch, dtype, size):
     """For a recipe that measures before it writes, as for a dry run."""
     args = ["prune", "dense", "--recipe", "flap", "--ratio", "0.5", *TEXT, "-o", "out"]
-    after = json.loads(ok(*args, "--dry-run", "--json"))["after"]
-    needed = after["bytes"] + size * after["parameters"]
+    foreseen = json.loads(ok(*args, "--dry-run", "--json"))
+    after, graph = foreseen["after"], size * foreseen["after"]["parameters"]
+    needed = after["bytes"] + graph
     args += [*EXPORT, "--set", f"export.dtype={dtype}"]
     monkeypatch.setattr(writing, "_MARGIN_BYTES", 0)
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
@@ -133,7 +135,11 @@ def test_the_disk_has_room_for_both(place, monkeypatch, dtype, size):
             "free space or choose another place"
         )
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
-    ok(*args, "--dry-run")
+    told = json.loads(ok(*args, "--dry-run", "--json"))["estimate"]
+    assert (told["export_bytes"], told["disk_bytes"]) == (graph, foreseen["estimate"]["disk_bytes"] + graph)
+    assert told["seconds"] == foreseen["estimate"]["seconds"]
+    line = f"of disk, {human_bytes(graph)} of that for what is exported, where nothing else runs on this machine"
+    assert f"{line}, without the time of the export" in ok(*args, "--dry-run")
 
 
 # ---- what fails before the first block -----------------------------------------------------------------------------

@@ -27,7 +27,8 @@ def test_equals_the_oracle():
 def test_batches_and_chunks_of_positions_do_not_change_it(monkeypatch):
     in_one_batch = compare(tiny_llama(1), tiny_llama(0), WINDOWS)
     monkeypatch.setattr(batches, "BATCH_TOKENS", 14)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 3 * VOCAB * 4)
+    monkeypatch.setattr(module, "STRIP_BYTES", 3 * VOCAB * 4)
+    monkeypatch.setattr(module, "CHUNK", 2 * VOCAB)
     parts = compare(tiny_llama(1), tiny_llama(0), WINDOWS)
     assert parts.kl == pytest.approx(in_one_batch.kl, rel=1e-6)
     assert parts.score.nll == pytest.approx(in_one_batch.score.nll, rel=1e-6)

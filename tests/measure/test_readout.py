@@ -219,3 +219,23 @@ def test_a_head_of_one_number_tells_two_classes_apart(tmp_path, architecture):
     drawn = readout.gradients(batch, some_states(samples.tokens, 0), torch.Generator().manual_seed(0))
     assert len(drawn) == (module.DRAWS if architecture.startswith("Bert") else 1)
     assert all(gradient.values.abs().sum() > 0 for gradient in drawn)
+
+
+@pytest.mark.parametrize(("variant", "read"), [("llama", False), ("llama-gqa-tied", True)])
+def test_an_embedding_is_read_only_if_a_head_shares_it(tmp_path, variant, read):
+    """What tokens look up, given states take the place of."""
+    checkpoint, whole = make_model(tmp_path, variant)
+    asked: list[str] = []
+
+    def recording(names: list[str]) -> dict[str, Tensor]:
+        asked.extend(names)
+        return checkpoint.read(names)
+
+    readout = Readout(factory_of(checkpoint), checkpoint.tensors, recording)
+    assert ("model.embed_tokens.weight" in asked) is read
+    assert "model.norm.weight" in asked
+    states = some_states(3, 2)
+    (logits,) = readout.outputs({"input_ids": torch.ones(BATCH, 3, dtype=torch.long)}, states)
+    with torch.no_grad():
+        expected = whole.lm_head(whole.model.norm(states))
+    torch.testing.assert_close(logits, expected)

@@ -356,7 +356,7 @@ def test_a_size_below_the_least_widths_is_refused(dense, weighed, widths):
         _ = job(str(least - 1)).widths
     assert str(caught.value) == (
         f"{least - 1} parameters: out of reach of recipe test, whose spaces leave {least:,} at the least, 30.2% of "
-        "7,632"
+        "7,632 (parameters: mlp 42%, attention 40%, embedding 8%, head 8%, rest 1%)"
     )
 
 

@@ -55,8 +55,8 @@ class Readout:
     """The model's own forward pass, with given hidden states in place of what its blocks would make.
 
     Every head is thus the model's own: its final norm, pooler, projections, and weights tied as it ties them. Memory,
-    on the factory's device: everything outside the blocks, for as long as this lives, and the outputs of the samples
-    that are asked for together (of a causal language model tokens x vocabulary).
+    on the factory's device: everything outside the blocks but an embedding that no head shares, for as long as this
+    lives, and the outputs of the samples that are asked for together (of a causal language model tokens x vocabulary).
 
     Args:
         factory: of the model's blocks; its skeleton is copied, not changed.
@@ -203,9 +203,16 @@ class Readout:
         factory, model = self.factory, self._model
         parameters = {name: factory.find_parameters(name) for name in tensors if not is_stored_buffer(name)}
         parameters = {name: own for name, own in parameters.items() if own and self._is_outside(own[0])}
-        stored = read(list(parameters))
-        for name, own in parameters.items():
-            for parameter, part in zip(own, stored[name].chunk(len(own)), strict=True):
+        # What tokens look up, the last block's states take the place of: it needs room only if a head shares it.
+        embedding, ties = f"{factory.family.embedding}.weight", factory.names.ties
+        unread = {embedding} - ties.keys() - set(ties.values())
+        for name, own in parameters.items():  # one by one: each takes its room twice while it is cast
+            if unread.issuperset(own):
+                zero = torch.zeros((), device=factory.device, dtype=factory.dtype)
+                parts: Sequence[Tensor] = [zero.expand(model.get_parameter(embedding).shape)]
+            else:
+                parts = read([name])[name].chunk(len(own))
+            for parameter, part in zip(own, parts, strict=True):
                 place, _, attribute = parameter.rpartition(".")
                 value = nn.Parameter(part.to(factory.device, factory.dtype), requires_grad=False)
                 model.get_submodule(place).register_parameter(attribute, value)

@@ -32,10 +32,24 @@ class StateMemory:
         limit: bytes in memory at most.
         folder: the files are there, or beside it if it does not exist (yet). Each is unlinked as soon as it is mapped,
             so that none is left however a run ends.
+        what: the states that go there, and `remedy`, what takes fewer, for the message of a full disk.
     """
 
-    def __init__(self, limit: int, folder: Path) -> None:
+    def __init__(
+        self,
+        limit: int,
+        folder: Path,
+        *,
+        what: str = "hidden states beyond --state-memory",
+        remedy: str = "fewer samples, shorter windows or --compute-dtype bfloat16",
+    ) -> None:
         self._free, self._folder = limit, folder
+        self._what, self._remedy = f"{what} need", f", or take {remedy}"
+
+    @property
+    def free(self) -> int:
+        """Bytes that may still be taken in memory."""
+        return self._free
 
     def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor on CPU whose values are to be written."""
@@ -46,9 +60,8 @@ class StateMemory:
             # The storage lives as long as any view of the tensor.
             weakref.finalize(tensor.untyped_storage(), self._give_back, size).atexit = False
             return tensor
-        remedy = ", or take fewer samples, shorter windows or --compute-dtype bfloat16"
         folder = self._folder if self._folder.is_dir() else self._folder.parent
-        check_free_space(folder, size, "hidden states beyond --state-memory need", remedy)
+        check_free_space(folder, size, self._what, self._remedy)
         with disk_failures(folder):
             descriptor, name = tempfile.mkstemp(prefix=".ckpt-prune-states-", dir=folder)
             path, nameless = Path(name), Path(f"/proc/self/fd/{descriptor}")

@@ -15,7 +15,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.stages.depth.runs import runs_of
 from ckpt_prune.stages.depth.stage import Depth
-from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of
+from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of, out_of_reach
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,10 @@ def allowed_blocks(prepared: Prepared) -> list[int]:
 
 def _count_for_size(prepared: Prepared, allowed: Sequence[int]) -> int:
     """Return the fewest blocks without which a model is within the recipe's size."""
-    size = prepared.recipe.size
-    assert size is not None
     count, reached = _fewest(prepared, allowed)
     if count is not None:
         return count
-    dense = dense_size(prepared, size.kind)
-    raise UserError(size.out_of_reach(prepared.recipe.name, "whose blocks leave", reached, dense))
+    raise UserError(out_of_reach(prepared, "whose blocks leave", reached))
 
 
 def _fewest(prepared: Prepared, allowed: Sequence[int]) -> tuple[int | None, int]:

@@ -17,7 +17,14 @@ from ckpt_prune.stages.hidden.sliced_checkpoint import Bases, SlicedCheckpoint, 
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.output import sliced_output
 from ckpt_prune.stages.rotation.absorbing import residual_of
-from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of, time_in_stream
+from ckpt_prune.stages.spaces.size_search import (
+    at_own_size,
+    check_reachable,
+    dense_size,
+    limit_of,
+    out_of_reach,
+    time_in_stream,
+)
 
 
 def hidden_of(prepared: Prepared) -> Hidden:
@@ -101,7 +108,7 @@ def _width_for_size(prepared: Prepared, least: int) -> int:
     low, high = least // step, (width - 1) // step
     if low > high or size_at(low * step) > limit:
         reached = size_at(max(low, 1) * step) if low <= high else dense
-        raise UserError(size.out_of_reach(prepared.recipe.name, "which leaves", reached, dense))
+        raise UserError(out_of_reach(prepared, "which leaves", reached))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if size_at(middle * step) <= limit else (low, middle - 1)

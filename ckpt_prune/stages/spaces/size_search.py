@@ -4,16 +4,17 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import ceil
 
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.cost import cost_of
+from ckpt_prune.job.cost import cost_of, count_by_part, part_words
 from ckpt_prune.job.decisions import Decisions, keep_count, kept_units, multiple_of, rounding_of
 from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.sizes import SizeKind, TargetSize, cost_in
+from ckpt_prune.job.sizes import SizeKind, TargetSize, cost_in, size_words
 from ckpt_prune.model.containers.container import Widths
 from ckpt_prune.model.spaces import COUPLED, Site, SpaceName, recipe_space
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
@@ -172,12 +173,22 @@ def _least_size(prepared: Prepared) -> int:
 
 def unreachable(prepared: Prepared, least: float) -> str:
     """Return the message for a size below the least that can be reached."""
-    size = prepared.recipe.size
-    assert size is not None
-    dense = dense_size(prepared.whole, size.kind)
     parts = ["blocks"] * (prepared.depth is not None) + ["stream"] * (prepared.hidden is not None)
     what = " and ".join(filter(None, [", ".join(parts), "spaces"]))
-    return size.out_of_reach(prepared.recipe.name, f"whose {what} leave", least, dense)
+    return out_of_reach(prepared, f"whose {what} leave", least)
+
+
+def out_of_reach(prepared: Prepared, what: str, least: float) -> str:
+    """Return the message for a size below the least that a recipe can reach: `what` leaves so much."""
+    size = prepared.recipe.size
+    assert size is not None
+    dense, parts = dense_size(prepared.whole, size.kind), ""
+    if size.kind in ("params", "bytes"):
+        parts = f" (parameters: {part_words(count_by_part(prepared.whole.model))})"
+    return (
+        f"{size.words}: out of reach of recipe {prepared.recipe.name}, {what} {size_words(size.kind, least)} at the "
+        f"least, {ceil(1000 * least / dense) / 10:g}% of {size_words(size.kind, dense)}{parts}{size.share_meant}"
+    )
 
 
 def taken_up(prepared: Prepared) -> str:
