@@ -153,6 +153,7 @@ def _print_dry(pruned: Pruned) -> None:
     unmeasured = list(unmeasured_lines(settled))
     for line in (*unmeasured, *filter(None, [pruned.fewer_bits])):
         click.echo(line)
+    assert pruned.estimate is not None
     click.echo(f"it takes {pruned.estimate.line}")
     click.echo(f"everything {'that needs no measuring is ' if unmeasured else ''}checked, nothing written")
 

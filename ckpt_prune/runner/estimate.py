@@ -186,7 +186,8 @@ def estimate_evaluation(models: Sequence[StreamedModel], windows: int, tokens: i
         busiest = max(busiest, 3 * _block_bytes(model) + _activations(model, windows * tokens, dtype))
     vocabulary, hidden = models[0].config.get_text_config().vocab_size, models[0].model.dimension("hidden")
     seconds += windows * tokens * _time_head(vocabulary, hidden, len(models), models[0].device)
-    heads = outside + copied + (1 + len(models)) * STRIP_BYTES
+    strip = min(STRIP_BYTES, windows * tokens * vocabulary * 4)
+    heads = outside + copied + (1 + len(models)) * strip
     base = (resident_bytes() or 0) + LIBRARIES
     held = min(states, len(models) * states_limit())
     return Estimate(seconds, base + held + max(busiest, heads), states - held)

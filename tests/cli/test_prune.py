@@ -17,6 +17,7 @@ from ckpt_prune.cli.prune_command import hints
 from tests.cli.running import (
     DENSE,
     TEXT,
+    changed,
     interrupt_job,
     listing,
     ok,
@@ -97,7 +98,7 @@ def test_text_and_a_sequential_recipe(place):
 def test_report_and_card_say_which_texts_the_windows_are_of(place):
     """Equal shares of each text; conversations need the model's chat template."""
     Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "the cat sat on the mat"}]}\n' * 9)
-    how = (*SEQUENTIAL, "--text", "chats.jsonl", "--samples", "6", "--window", "8", "-o", "mixed")
+    how = (*changed(SEQUENTIAL, "--samples", "6", "--window", "8"), "--text", "chats.jsonl", "-o", "mixed")
     assert read_refusal(*how).startswith(
         "chats.jsonl, line 1: a conversation, and the tokenizer dense has no chat template"
     )
@@ -386,7 +387,7 @@ def test_recovery_that_a_model_or_its_data_does_not_allow(place):
         assert read_refusal(*command, *option, "--set", "recovery.layers=9:12") == (
             "layers 9:12: the model has blocks 0 to 1, say 0:2 for all"
         )
-        assert read_refusal(*command, *option, "--samples", "1") == (
+        assert read_refusal(*changed(command, "--samples", "1"), *option) == (
             "recovery needs samples to train on and others to hold out: give at least 2, not 1"
         )
         assert read_refusal(*command, *option, "--compute-dtype", "float16") == (

@@ -28,7 +28,15 @@ def test_what_blocks_keep_for_their_next_run_is_counted(tmp_path):
     """The input of the mlp's last layer, and what norms, attention and mlp hand on, as far as --state-memory goes."""
     dense, text = make(tmp_path / "dense"), tmp_path / "calib.txt"
     text.write_text("the cat sat on the mat " * 200)
-    given = {"recipe": "ridge", "ratio": 0.2, "text": text, "window": CONTEXT, "samples": 64, "dry_run": True}
+    given = {
+        "recipe": "ridge",
+        "ratio": 0.2,
+        "text": text,
+        "window": CONTEXT,
+        "samples": 64,
+        "dry_run": True,
+        "evaluate_samples": 0,
+    }
     peaks = {}
     for memory in (0.0, 8.0):
         data = ckpt_prune.prune(dense, state_memory=memory, progress=False, **given).data()

@@ -10,13 +10,18 @@ from ckpt_prune.job.decisions import Losses
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.messages import wider_choice
 from ckpt_prune.runner.open_run import summary
+from tests.families import SIZES, model_of
 
 DEFAULT = load_recipe("best-uniform", ratio=0.3)
 
 
 def settle(losses: Losses | None, *, by_default: bool = True) -> Any:
     return SimpleNamespace(
-        recipe=DEFAULT, job=SimpleNamespace(by_default=by_default), decisions=SimpleNamespace(losses=losses)
+        recipe=DEFAULT,
+        whole=SimpleNamespace(recipe=DEFAULT),
+        model=model_of({"model_type": "llama", **SIZES}),
+        job=SimpleNamespace(by_default=by_default),
+        decisions=SimpleNamespace(losses=losses),
     )
 
 
