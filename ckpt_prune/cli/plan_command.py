@@ -174,7 +174,13 @@ def _print_plan(settled: Any, plan: Any) -> None:
     from ckpt_prune.runner.sections import cost_table
     from ckpt_prune.show.terminal import print_table, section_lines
     from ckpt_prune.stages.depth.show import show_depth
-    from ckpt_prune.stages.spaces.show import compare_errors, mean_lines, relative_floor, warn_of_sites
+    from ckpt_prune.stages.spaces.show import (
+        compare_errors,
+        count_left_out,
+        mean_lines,
+        relative_floor,
+        warn_of_sites,
+    )
 
     click.echo(f"{print_table(cost_table(plan.before, plan.after))}\n")
     rows = []

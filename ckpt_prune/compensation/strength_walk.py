@@ -3,6 +3,8 @@
 See compensation/README.md, section 5.
 """
 
+import math
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,18 +13,13 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.fit import Blend, Fit
+from ckpt_prune.compensation.fit import Blend, Fit, Solution, squared_error
 from ckpt_prune.compensation.least_squares import solve
-from ckpt_prune.compensation.methods import Method, Units, absolute_strength
+from ckpt_prune.compensation.methods import Method, Units, absolute_strength, derive_strength
 from ckpt_prune.sparsity.damping import single_cholesky
 
 OUTPUTS = 128
 """Outputs that strengths are compared on: random orthonormal mixtures of all, the same for every strength and fold."""
-START = 0.3
-"""The strength that is tried first, relative to the mean of the Gram's diagonal.
-
-At most sites of real models the best strength of `methods.GRID` is this one or its neighbour.
-"""
 SMALLEST_PIVOT = 1e-4
 """Relative to its entry of the diagonal: with a smaller one float32 has too few digits for a factor."""
 
@@ -144,11 +141,58 @@ def mixture_of(outputs: int) -> Tensor | None:
     return rows.mul_((outputs / OUTPUTS) ** 0.5)
 
 
+def unseen_errors(
+    method: Method, weight_kept: Tensor, folds: Sequence[Blend], total: Blend, share: float, *, wide: bool
+) -> list[float]:
+    """Return errors on held-out folds of a ridge to all others at the rule's strength, one or two of them.
+
+    They are shares of what W_K as it is loses there. The first fold is asked if the fit loses on the last. Nothing is
+    returned of a fold that has no token, or all of them, or where nothing is lost.
+
+    Args:
+        weight_kept: W_K, (d_out, k) float64.
+        folds: if `wide`, of what W_K x lacks, and scored on mixtures of the outputs if there are many; else of y.
+        total: their sum.
+        share: of the drift, that the weights are fitted to.
+    """
+    towards_kept = method.ridge_towards == "kept"
+    base = None if wide == towards_kept else weight_kept * (-1 if wide else 1)
+    errors: list[float] = []
+    for fold in dict.fromkeys((len(folds) - 1, 0)):
+        blend = folds[fold]
+        train, held_out = total - blend, blend.at(1.0)
+        if not held_out.count or not train.fit.count or (errors and errors[0] < 1):
+            continue
+        kept_loses = squared_error(Solution(weight_kept * (not wide)), held_out)
+        ridge = RidgeErrors.of(train, held_out, base, centred=method.adds_bias)
+        mixture = mixture_of(len(ridge.target_sum)) if wide and towards_kept else None
+        ridge = ridge if mixture is None else ridge.mix(mixture.to(ridge.gram.device))
+        rule = derive_strength(weight_kept.shape[1], train.fit.count)
+        strength = absolute_strength(rule, "relative", train.fit)
+        error = float(ridge.at(strength, [share], ridge.factor(strength)))
+        errors += [max(error, 0.0) / kept_loses] if kept_loses > 0 else []
+    return errors
+
+
+def loses_to_none(seen: float, unseen: Sequence[float]) -> bool:
+    """Return True if a fit is worse than the kept weights as they are, by the .632 estimate of its error.
+
+    Errors are shares of the kept weights' own on the same tokens. That of a fit to all tokens lies between what it has
+    on these, and what a fit to half of them has on the other half: half of the tokens, as a bootstrap sample is worth
+    (Efron 1983, J. Am. Stat. Assoc. 78). By the second alone a few windows would rule out fits that win.
+
+    Args:
+        seen: of the fit to all tokens, on these.
+        unseen: of fits to other tokens, each on a part held out; if there is none, False.
+    """
+    return bool(unseen) and 0.368 * seen + 0.632 * sum(unseen) / len(unseen) > 1
+
+
 @dataclass
 class StrengthWalk:
     """Walks downhill on a grid to the strength of least held-out error of one ridge.
 
-    The first fold is walked down from the strength next to `START`. The others are scored there and at the better of
+    The first fold is walked down from the strength nearest to the rule's (`methods.derive_strength`). The others are scored there and at the better of
     its two neighbours alone. If the sum over folds is least at that one, the folds are gone through again around it.
     All this is in float32 on mixtures of the outputs, if there are many. Mixtures misjudge what the ridge gains on its
     base. By how much is measured on the first fold, where all outputs are solved for at the best strength and share.
@@ -181,8 +225,9 @@ class StrengthWalk:
         self._energies[number] = all_outputs.energy
         strengths = [absolute_strength(value, self.units, train.fit) for value in self.grid]
         if self.best is None:
-            start = absolute_strength(START, "relative", train.fit)
-            nearest = min(range(len(strengths)), key=lambda index: abs(strengths[index] - start))
+            start = absolute_strength(derive_strength(len(train.fit.sum), train.fit.count), "relative", train.fit)
+            logarithms = [math.log(strength or sys.float_info.min) for strength in strengths]
+            nearest = min(range(len(strengths)), key=lambda index: abs(logarithms[index] - math.log(start or 1.0)))
             best_factor = self._walk_down(nearest, errors, strengths)
             if mixture is not None:
                 self._measure_gain(all_outputs, strengths, best_factor)

@@ -325,6 +325,11 @@ class Recipe(Strict):
         return any(stage.needs_folds(self) for stage in self.stages)
 
     @property
+    def folds(self) -> int:
+        """The groups of samples whose sums are kept apart by default: to choose on, or to see whether a fit wins."""
+        return 4 if self.needs_folds else 2 if any(own.compensation.by_rule for own in self.spaces.values()) else 1
+
+    @property
     def decides_widths(self) -> bool:
         return any(stage.decides_widths(self) for stage in self.stages)
 
@@ -347,7 +352,7 @@ class Recipe(Strict):
     @property
     def calibration(self) -> str:
         """The command that measures statistics for this recipe."""
-        folds = " --folds 4" if self.needs_folds else ""
+        folds = f" --folds {self.folds}" if self.folds > 1 else ""
         kinds = f" --collect {','.join(self.collect)}" if "taylor" in self.collect else ""
         return f"ckpt-prune calibrate{folds}{kinds}"
 

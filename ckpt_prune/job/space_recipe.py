@@ -13,6 +13,7 @@ from ckpt_prune.model.spaces import Rounding
 ScoreName = Annotated[str, OneOf("score", SCORE_NAMES)]
 MethodName = Annotated[str, OneOf("method", FACTS)]
 CandidateName = Annotated[str, OneOf("candidate", METHODS)]
+_RIDGES = [method.name for method in METHODS.values() if method.uses_strength]
 
 
 class Compensation(Strict):
@@ -23,11 +24,12 @@ class Compensation(Strict):
         description="Closed form that makes up for what goes; the weights that read the space absorb it (logit and "
         "low-rank: q and k do; factors: q does). auto: for each site the one of least error on held-out folds.",
     )
-    lam: float | None = Field(
+    lam: Annotated[float, Field(ge=0)] | Literal["auto"] | None = Field(
         None,
         alias="lambda",
-        ge=0,
-        description="Ridge strength, for ridge, affine, grail, logit, low-rank, factors. Default 0.01.",
+        description="Ridge strength, for ridge, affine, grail, logit, low-rank, factors. auto, of the first three, is "
+        "the default: 1.5 times kept inputs over calibration tokens, and no fit at sites where it does worse on held-out "
+        "samples. Default of the others: 0.01.",
     )
     lambda_units: Literal["relative", "absolute"] = Field(
         "relative",
@@ -71,6 +73,8 @@ class Compensation(Strict):
             raise ValueError(f"centre_keys is for {' and '.join(FITS_LOGITS)}, not {self.method}")
         if self.method == AUTO and (self.lam is not None or self.lambda_by is not None):
             raise ValueError("method auto chooses lambda on folds: lambda and lambda_by do not go with it")
+        if self.lam == AUTO and self.method not in _RIDGES:
+            raise ValueError(f"lambda: auto is for {', '.join(_RIDGES)}, not {self.method}: give a number")
         if self.method != AUTO and (self.lambda_grid is None) != (self.lambda_by is None):
             raise ValueError("lambda_grid and lambda_by go together")
         if self.candidates is not None and self.method != AUTO:
@@ -81,14 +85,21 @@ class Compensation(Strict):
             raise ValueError("several shares of the drift are chosen from by method auto or lambda_by: folds")
         if self.lambda_grid is not None and self.lam is not None:
             raise ValueError("give lambda or lambda_grid, not both")
+        if self.lambda_units == "absolute" and self.by_rule:
+            raise ValueError("lambda_units: absolute says what a lambda or lambda_grid is in: give one")
         if self.lambda_grid is not None and min(self.lambda_grid) < 0:
             raise ValueError("lambda_grid holds a negative strength")
         return self
 
     @property
+    def by_rule(self) -> bool:
+        """True if each site's strength is `methods.derive_strength`, and a fit is left out where it does not win."""
+        return self.method in _RIDGES and self.lam in (None, AUTO) and self.lambda_by is None
+
+    @property
     def strength(self) -> float:
-        """The strength if it is fixed."""
-        return 0.01 if self.lam is None else self.lam
+        """The strength if it is fixed, and not by the rule."""
+        return 0.01 if self.lam is None or self.lam == AUTO else self.lam
 
     @property
     def by_folds(self) -> bool:

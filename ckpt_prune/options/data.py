@@ -80,7 +80,7 @@ class CalibrationOptions(SampleOptions):
 
     folds: int | None = option(default=None, ge=1)
     """Keep sums apart for this many groups of samples. Recipes that choose lambda by folds need it, and so do held-out
-    errors. [default: 1, or 4 if the recipe needs folds]"""
+    errors. [default: 1, 2 if the recipe sees whether fits win, 4 if it chooses by folds]"""
 
 
 class TrainingOptions(SampleOptions):

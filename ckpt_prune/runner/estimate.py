@@ -122,7 +122,7 @@ def estimate_job(preview: Prepared) -> Estimate:
     tokens = model.tokens if job.samples is None else job.samples.tokens
     live, measured = recipe.needs_moments and job.statistics is None, 0
     if live:
-        folds = job.live.folds if job.live is not None else 4 if recipe.needs_folds else 1
+        folds = job.live.folds if job.live is not None else recipe.folds
         measured = count_statistics_bytes(model, collect=recipe.collect, folds=folds, samples=samples)
     part = samples
     if job.live is not None and preview.measures_first:
@@ -131,7 +131,7 @@ def estimate_job(preview: Prepared) -> Estimate:
         measured += 0 if kept is None else kept.bytes
     # Before the first block is timed: what that leaves behind is used again.
     # A site's own and the part that stays; where folds are held out, those of folds, too.
-    grams = 0 if "gram" not in recipe.collect else 5 if recipe.needs_folds else 2
+    grams = 0 if "gram" not in recipe.collect else 1 + recipe.folds
     peak = _peak(model, samples if live else 0, tokens, _dtype(job), grams, remembered=_limit_remembered(preview))
     seconds = None
     multiple = _multiple(recipe)

@@ -12,17 +12,19 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count, plural
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.zero_patterns import describe_mask
+from ckpt_prune.compensation.methods import COLUMN_METHODS, FAR_FROM_RULE, derive_strength
 from ckpt_prune.job.decisions import multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.selection import units_kept
 from ckpt_prune.job.sizes import TargetSize, size_words
+from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.containers.choosing import unprunable_spaces
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import SpaceName, first_expert_spaces
+from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.runner.changes import change_lines
 from ckpt_prune.runner.runtimes import fit_to_runtimes
@@ -145,18 +147,26 @@ def tied_words(model: Model) -> str | None:
 
 
 def few_tokens(prepared: Prepared) -> str | None:
-    """Warn if there are so few calibration tokens that a fit only memorises them, or return None."""
+    """Warn if a fit only memorises so few calibration tokens, or its strength does not suit their number."""
     model, recipe = prepared.model, prepared.recipe
     if prepared.lacks_moments:
         return None
     tokens = prepared.statistics.index.tokens if prepared.statistics else 0
     if prepared.live is not None and not tokens:
         tokens = len(prepared.live.samples) * prepared.live.samples.tokens
-    widths = [
-        max(width[space] for width in prepared.spaced_widths) * model.copies(space) * model.unit_columns(space)
+    inputs = {
+        space: max(width[space] for width in prepared.spaced_widths) * model.copies(space) * model.unit_columns(space)
         for space in recipe.spaces
         if recipe.gram_for(space) is not None
-    ]
+        and any(width[space] < model.units(space) for width in prepared.spaced_widths)
+    }
+    far = list(filter(None, (_far_strength(space, recipe.spaces[space], inputs[space], tokens) for space in inputs)))
+    if far:
+        return (
+            f"recipe {recipe.name} keeps its own strength: {'; '.join(far)}. On other text that of the rule, 1.5 x kept "
+            "inputs / calibration tokens, mostly loses less"
+        )
+    widths = [width for space, width in inputs.items() if not _has_strength(recipe.spaces[space])]
     depth, hidden = prepared.whole.recipe.get(Depth), prepared.whole.recipe.get(Hidden)
     if hidden is not None and not recipe.spaces:
         width = model.dimension("hidden")
@@ -178,6 +188,23 @@ def few_tokens(prepared: Prepared) -> str | None:
         f"few calibration tokens: {tokens:,} for {max(widths):,} inputs of a projection, so errors are those of a fit, "
         f"not a prediction; use more samples ({2 * max(widths):,} tokens or more)"
     )
+
+
+def _has_strength(own: SpaceRecipe) -> bool:
+    """Return True if a strength in proportion to the Gram keeps fits from memorising tokens, or there is no fit."""
+    method, fit = COLUMN_METHODS[own.compensation.method], own.compensation
+    return not method.needs_gram or (method.uses_strength and fit.lambda_units == "relative")
+
+
+def _far_strength(space: SpaceName, own: SpaceRecipe, inputs: int, tokens: int) -> str | None:
+    """Say what a strength would be by the rule, if the recipe's own is far from it."""
+    fit, rule = own.compensation, derive_strength(inputs, tokens)
+    if not isinstance(fit.lam, float) or not _has_strength(own):
+        return None
+    if max(rule, fit.lam) <= FAR_FROM_RULE * min(rule, fit.lam):
+        return None
+    key = f"spaces.{recipe_space(space)}.compensation.lambda"
+    return f"lambda {fit.lam:g} of {space}, by the rule {rule:.2g} (--set {key}=auto)"
 
 
 def asked_size_of(prepared: Prepared) -> TargetSize | None:

@@ -155,7 +155,7 @@ def _live(
 ) -> LiveSamples:
     """The samples and how they are to be measured on."""
     samples = choose_samples(model, options, trust=options.trust_remote_code, say=say)
-    folds = options.folds or (min(4, len(samples)) if chosen.recipe.needs_folds else 1)
+    folds = options.folds or min(chosen.recipe.folds, len(samples))
     if folds > len(samples):
         raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
     source = ", ".join(map(str, options.text)) or str(options.images or options.audio)

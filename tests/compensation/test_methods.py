@@ -7,7 +7,7 @@ from oracles import closed_forms
 
 from ckpt_prune.compensation.fit import fit_from_moments, squared_error
 from ckpt_prune.compensation.least_squares import shrink
-from ckpt_prune.compensation.methods import METHODS, absolute_strength
+from ckpt_prune.compensation.methods import METHODS, absolute_strength, derive_strength
 
 from .sites import SHAPES, TALL, WIDE, make_site
 
@@ -35,6 +35,42 @@ def test_equals_its_oracle(name, shape):
     assert squared_error(solution, site.fit) == pytest.approx(
         closed_forms.residual(*arguments[1:], (weight, bias)), rel=1e-7
     )
+
+
+@pytest.mark.parametrize("shape", [TALL, WIDE], ids=["many tokens", "few tokens"])
+def test_the_rule_s_strength_is_that_of_bayes_where_two_fifths_can_be_predicted(shape):
+    """ρ² = k · change · mean square / (that + noise) = 0.4, and the prior's mean is W_K."""
+    site = make_site(*shape)
+    inputs, targets = site.inputs.numpy(), site.targets.numpy()
+    tokens, kept = inputs.shape
+    change, noise = 0.7, 1.5 * 0.7 * kept * np.mean(np.square(inputs))
+    strength = absolute_strength(derive_strength(kept, tokens), "relative", site.fit)
+    solution = METHODS["ridge"].fit(site.weight_kept, site.fit, strength)
+    close(solution.weight, closed_forms.bayes(site.weight_kept.numpy(), inputs, targets, change, noise)[0])
+
+
+def test_the_rule_s_strength_loses_little_on_other_tokens():
+    """Made-up sites of which the kept inputs predict 20 to 60 %, at k / n from 0.05 to 1.6; the best of a fine grid."""
+    rng, kept, lost = np.random.default_rng(0), 32, []
+    for tokens in (20, 64, 640):
+        for predicted in (0.2, 0.4, 0.6):
+            for _ in range(8):
+                change = rng.normal(size=(16, kept)) * np.sqrt(predicted / kept)
+                inputs = rng.normal(size=(tokens, kept))
+                targets = inputs @ change.T + np.sqrt(1 - predicted) * rng.normal(size=(tokens, 16))
+
+                def error(
+                    strength: float, inputs=inputs, targets=targets, change=change, noise=16 * (1 - predicted)
+                ) -> float:
+                    """Beside that of the noise: other tokens have inputs without correlations."""
+                    absolute = strength * np.mean(np.sum(np.square(inputs), 0))
+                    fitted = closed_forms.ridge(np.zeros_like(change), inputs, targets, absolute)[0]
+                    return float(np.sum(np.square(fitted - change))) + noise
+
+                best = min(map(error, np.geomspace(1e-3, 100, 41)))
+                lost.append(error(derive_strength(kept, tokens)) / best - 1)
+    assert np.mean(lost) < 0.02
+    assert derive_strength(10, 10**9) == 1e-3
 
 
 @pytest.mark.parametrize("name", METHODS)

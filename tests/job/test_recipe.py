@@ -138,6 +138,12 @@ COMPENSATION = "spaces.mlp.compensation"
         ),
         ("{method: auto, lambda_grid: [-1, 1]}", "lambda_grid holds a negative strength"),
         ("{method: ridge, lambda_grid: [1, 2]}", "lambda_grid and lambda_by go together"),
+        ("{method: auto, lambda: auto}", "method auto chooses lambda on folds: lambda and lambda_by do not go with it"),
+        ("{method: bias, lambda: auto}", "method bias has no lambda"),
+        (
+            "{method: ridge, lambda_units: absolute}",
+            "lambda_units: absolute says what a lambda or lambda_grid is in: give one",
+        ),
     ],
 )
 def test_contradictions_of_a_compensation(tmp_path, compensation, message):

@@ -57,6 +57,20 @@ def ridge(W: Array, X: Array, Y: Array, strength: float) -> Answer:
     return np.linalg.lstsq(X, Y, rcond=None)[0].T, np.zeros(W.shape[0])
 
 
+def bayes(W: Array, X: Array, Y: Array, change: float, noise: float) -> Answer:
+    """Posterior mean of Ŵ, output by output, where Ŵ is W plus independent changes and Y is seen through noise.
+
+    Args:
+        change, noise: variances of a change of a weight and of an output's noise.
+    """
+    precision = np.eye(X.shape[1]) / change + sum(np.outer(x, x) for x in X) / noise
+    means = [
+        np.linalg.inv(precision) @ (w / change + sum(x * v for x, v in zip(X, y, strict=True)) / noise)
+        for w, y in zip(W, Y.T, strict=True)
+    ]
+    return np.array(means), np.zeros(W.shape[0])
+
+
 def affine(W: Array, X: Array, Y: Array, strength: float) -> Answer:
     weight, _ = ridge(W, X - X.mean(0), Y - Y.mean(0), strength)
     return weight, (Y - X @ weight.T).mean(0)

@@ -96,7 +96,8 @@ def test_code_in_yaml_is_not_run(tmp_path):
 def test_numbers_on_the_command_line(text, value):
     loaded = load_recipe("ridge", (f"spaces.mlp.compensation.lambda={text}",))
     assert loaded.spaces["mlp"].compensation.strength == value
-    assert loaded.spaces["heads"].compensation.strength == 0.01
+    assert loaded.spaces["heads"].compensation.by_rule
+    assert not loaded.spaces["mlp"].compensation.by_rule
 
 
 @pytest.mark.parametrize("recipe", ["ridge", "ridge-folds", "ridge-perplexity", "corp"])

@@ -20,7 +20,7 @@ from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.solvers import columns as sites
 from tests import encoders
 from tests.families import BLOCKS, prune
-from tests.oracles import choice, drift, effects, whole_best
+from tests.oracles import choice, closed_forms, drift, effects, whole_best
 from tests.oracles.choice import Tokens
 from tests.pairs import every
 from tests.stages.test_drift_source import samples_of, until
@@ -97,6 +97,38 @@ def test_what_is_chosen_is_best_on_folds_of_the_dense_models_tokens(dense, varia
         assert site.margin == pytest.approx(expected.margin, rel=1e-3, abs=1e-4)
         chosen.add((site.method, site.strength))
     assert len(chosen) > 1
+
+
+def error_of(method: str, W: Array, kept: list[int], fitted: Array, other: Array) -> float:
+    """The error on other tokens of a fit by the rule's strength, as a share of the kept weights' own there."""
+    strength = max(0.001, 1.5 * len(kept) / len(fitted)) * np.square(fitted[:, kept]).sum(0).mean()
+    fit = getattr(closed_forms, method)(W[:, kept], fitted[:, kept], fitted @ W.T, strength)
+    none = W[:, kept], np.zeros(len(W))
+    return closed_forms.residual(other[:, kept], other @ W.T, fit) / closed_forms.residual(
+        other[:, kept], other @ W.T, none
+    )
+
+
+@pytest.mark.parametrize(("variant", "method"), [("llama", "ridge"), ("opt", "affine")])
+def test_the_strength_follows_the_tokens_and_a_fit_that_loses_on_held_out_ones_is_left_out(dense, variant, method):
+    folder = dense.folder(variant)
+    job = encoders.job_on(folder, make_recipe({"method": method}), dense.statistics(variant, 2))
+    model = whole(stock(folder, variant), variant)
+    paths = {space: f"{model.layers}.{{}}.{site.consumer}" for space, site in drift.SITES[variant].items()}
+    every = [paths[space].format(block) for block in range(BLOCKS) for space in paths]
+    seen = encoders.watch(model.model, data_of(variant), inputs=every)
+    for site in make_plan(job).sites:
+        path = paths[site.space].format(site.block)
+        W = model.model.get_submodule(path).weight.detach().double().numpy()
+        kept = columns_of(job.model, site.space, site.kept)
+        first, last = in_folds(seen[path], 2)
+        unseen = [error_of(method, W, kept, first, last)]
+        unseen += [error_of(method, W, kept, last, first)] if unseen[0] >= 1 else []
+        both = np.concatenate([first, last])
+        wins = 0.368 * error_of(method, W, kept, both, both) + 0.632 * np.mean(unseen) < 1
+        assert site.method == (method if wins else "none")
+        assert site.strength == (max(0.001, 1.5 * len(kept) / len(both)) if wins else None)
+        assert site.error_held_out == pytest.approx(np.mean(unseen) * site.error_uncompensated, rel=1e-4)
 
 
 # ---- the drift -----------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def sections(report: Report) -> list[Section]:
     sentences = [*_errors(sites), *compare_errors(sites)]
     if sentences and (report.recovery is not None or report.adapters is not None):
         sentences.append("These errors are from before recovery.")
-    sentences += warn_of_sites(sites)
+    sentences += [*warn_of_sites(sites), *([] if recipe is None else count_left_out(sites, recipe))]
     explanations = [] if recipe is None or report.asked is not None else [*_coarse(sites, recipe)]
     if search is not None:
         sentences.append(f"Lambda {search.chosen:g} has the least calibration perplexity of those that were tried.")
@@ -177,6 +177,19 @@ def compare_errors(sites: Sequence[SiteRecord], *, warnings: bool = False) -> It
             exceptions = f"; not at {name_some(worse)}{advice}" if worse else ""
             count = f"{len(pairs) - len(worse)} of {len(pairs)} sites"
             yield f"Compensation lowers the error on {where} samples at {count}{exceptions}."
+
+
+def count_left_out(sites: Sequence[SiteRecord], recipe: Recipe) -> Iterator[str]:
+    """Say at how many sites a fit loses to the kept weights by held-out samples, so that these stay as they are."""
+    ruled = {space for space, own in recipe.spaces.items() if own.compensation.by_rule}
+    fitted = [site for site in sites if recipe_space(site.space) in ruled and len(site.kept) < site.units]
+    held_out = [site for site in fitted if site.error_held_out is not None]
+    left_out = [_place(site) for site in held_out if site.method == "none"]
+    if left_out:
+        yield (
+            f"At {len(left_out)} of {plural(len(held_out), 'site')} a fit loses to the kept weights as they are on "
+            f"held-out samples, and was left out: {name_some(left_out)}."
+        )
 
 
 def _place(site: SiteRecord) -> str:

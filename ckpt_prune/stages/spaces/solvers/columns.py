@@ -23,9 +23,10 @@ from ckpt_prune.compensation.fit import (
     squared_error,
 )
 from ckpt_prune.compensation.logit import absolute_logit_strength
-from ckpt_prune.compensation.methods import METHODS, absolute_strength
+from ckpt_prune.compensation.methods import METHODS, absolute_strength, derive_strength
 from ckpt_prune.compensation.shift import degrees_of_freedom, measure_shift
 from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
+from ckpt_prune.compensation.strength_walk import loses_to_none, unseen_errors
 from ckpt_prune.compensation.wide_sites import choose_wide, fit_change, is_wide
 from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
@@ -198,9 +199,16 @@ class ColumnSolver(Solver):
         # The sum of folds only if something is chosen on them: diagnostics must not change a bit of the result.
         summed = compensation.by_folds and len(moments) > 1 and not wide
         blend = reduce(add, blends) if summed else blends.of(summed_moments)
+        unseen: list[float] = []
         if by_folds:
-            shares, units = compensation.drift_shares, compensation.lambda_units
-            how = (weight_kept, blends, methods, compensation.grid, shares, units)
+            how = (
+                weight_kept,
+                blends,
+                methods,
+                compensation.grid,
+                compensation.drift_shares,
+                compensation.lambda_units,
+            )
             choice = choose_wide(*how, total=blend, energies=energies) if wide else choose_form(*how, total=blend)
             plan.method, plan.strength, plan.share = choice.best.method, choice.best.strength, choice.best.share
             plan.error_held_out = choice.best.error
@@ -211,6 +219,10 @@ class ColumnSolver(Solver):
         else:
             plan.strength = compensation.strength if METHODS[methods[0]].uses_strength else None
             plan.share = compensation.drift_shares[0]
+            if compensation.by_rule:
+                plan.strength = derive_strength(len(columns), summed_moments.count)
+                if len(moments) > 1:
+                    unseen = unseen_errors(METHODS[plan.method], weight_kept, blends, blend, plan.share, wide=wide)
         if summed_moments.drift is None:
             plan.share = None
         fit, target = blend.at(plan.share or 0.0), blend.at(1.0)
@@ -218,11 +230,16 @@ class ColumnSolver(Solver):
         energy = sum(energies) if wide else target.target_energy
         if energy:
             plain = target.second_moments()[2] if wide else squared_error(Solution(weight_kept), target)
-            plan.error_uncompensated = plain / energy
-            plan.error_compensated = squared_error(solution, target) / energy
+            error = squared_error(solution, target)
+            if plain and loses_to_none(error / plain, unseen):
+                plan.method, plan.strength, error = "none", None, plain
+                solution = self._solve(plan, weight_kept, fit, wide)
+            plan.error_uncompensated, plan.error_compensated = plain / energy, error / energy
+            if unseen:
+                plan.error_held_out = sum(unseen) / len(unseen) * plan.error_uncompensated
         if self.diagnostics and summed_moments.gram is not None:
             self._enter_diagnostics(plan, weight, summed_moments, columns)
-            if len(moments) > 1 and plan.method == "none":
+            if len(moments) > 1 and plan.method == "none" and plan.error_held_out is None:
                 plan.error_held_out = plan.error_uncompensated
             elif len(moments) > 1 and energy and plan.error_held_out is None:
                 plan.error_held_out = self._held_out_error(plan, weight_kept, blends, blend) / energy

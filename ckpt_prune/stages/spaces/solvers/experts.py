@@ -12,7 +12,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.choice import choose_form
 from ckpt_prune.compensation.fit import Solution, blend_from_moments, squared_error
-from ckpt_prune.compensation.methods import METHODS, absolute_strength
+from ckpt_prune.compensation.methods import METHODS, absolute_strength, derive_strength
+from ckpt_prune.compensation.strength_walk import loses_to_none, unseen_errors
 from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.selection import select_in_heads
 from ckpt_prune.job.step import Tensors
@@ -69,6 +70,7 @@ class ExpertSolver(Solver):
         settings = self.own.compensation
         grid, shares, units = settings.grid, settings.drift_shares, settings.lambda_units
         new: dict[str, Tensor] = {}
+        methods: set[str] = set()
         strengths: set[float | None] = set()
         energy = before = after = 0.0
         for space, each in moments.items():
@@ -79,20 +81,29 @@ class ExpertSolver(Solver):
                 raise UserError(NO_FOLDS)
             columns = torch.arange(weight.shape[1], device=self.device)
             blends = [blend_from_moments(weight, fold, columns) for fold in folds]
-            blend, share, strength = reduce(add, blends), shares[0], settings.strength
+            blend, share, method = reduce(add, blends), shares[0], settings.method
+            strength: float | None = settings.strength
+            unseen: list[float] = []
             if settings.by_folds:
-                choice = choose_form(weight.double(), blends, [settings.method], grid, shares, units, total=blend)
+                choice = choose_form(weight.double(), blends, [method], grid, shares, units, total=blend)
                 share = choice.best.share
                 strength = strength if choice.best.strength is None else choice.best.strength
+            elif settings.by_rule:
+                strength = derive_strength(len(columns), blend.fit.count)
+                unseen = unseen_errors(METHODS[method], weight.double(), blends, blend, share, wide=False)
             fit, target = blend.at(share), blend.at(1.0)
-            solution = METHODS[settings.method].fit(weight.double(), fit, absolute_strength(strength, units, fit))
+            solution = METHODS[method].fit(weight.double(), fit, absolute_strength(strength or 0.0, units, fit))
+            plain, error = squared_error(Solution(weight.double()), target), squared_error(solution, target)
+            if plain and loses_to_none(error / plain, unseen):
+                method, strength, error, solution = "none", None, plain, Solution(weight.double())
             new[name] = solution.weight.cpu()
+            methods.add(method)
             strengths.add(strength)
             energy += target.second_moments()[2]
-            before += squared_error(Solution(weight.double()), target)
-            after += squared_error(solution, target)
+            before += plain
+            after += error
         return new, {
-            "method": settings.method,
+            "method": "none" if methods == {"none"} else settings.method,
             "strength": strengths.pop() if len(strengths) == 1 else None,
             "error_uncompensated": before / energy if energy else None,
             "error_compensated": after / energy if energy else None,
