@@ -216,7 +216,12 @@ def _print_plan(settled: Any, plan: Any) -> None:
             f"the recipe ends with recovery ({settled.recipe.recovery.method}), which these figures leave out: "
             "`prune --plan` asks for the samples that it takes"
         )
-    warnings = (*warn_of_sites(plan.sites), *mean_lines(plan.sites), *compare_errors(plan.sites, warnings=True))
+    warnings = (
+        *warn_of_sites(plan.sites),
+        *count_left_out(plan.sites, plan.recipe),
+        *mean_lines(plan.sites),
+        *compare_errors(plan.sites, warnings=True),
+    )
     for line in filter(None, (few_tokens(settled), *warnings)):
         click.echo(line)
     for line in filter(None, (plan.container_note, wider_choice(settled), multiples_line(settled))):

@@ -186,9 +186,9 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the drift that are tried if a recipe does not list its own."""
 
 
-SHARE_OF_UNKNOWNS, LEAST_STRENGTH = 1.5, 1e-3
+LEAST_STRENGTH = 1e-3
 FAR_FROM_RULE = 3.0
-"""Strengths whose ratio is larger differ on other text: within it, what is lost stays small."""
+"""With a strength so many times the rule's, or less than the rule's by as much, more is lost on other text."""
 
 
 def derive_strength(inputs: int, tokens: int) -> float:
@@ -196,9 +196,10 @@ def derive_strength(inputs: int, tokens: int) -> float:
 
     At least `LEAST_STRENGTH`. For inputs of one size and a change of the weights without a preferred direction the best
     ridge is the mean of Bayesian regression, λ = (k / n) (1 − ρ²) / ρ², with ρ² the share of what is lost that the kept
-    inputs predict: 1.5 k / n at 40 % (README.md, section 2). Source: this project, after Hoerl, Kennard and Baldwin 1975.
+    inputs predict: 1.5 k / n at 40 % (README.md, section 2). Source: this project; Hoerl, Kennard and Baldwin 1975 have
+    the same with k σ² / ‖Δ‖² in its place.
     """
-    return max(SHARE_OF_UNKNOWNS * inputs / max(tokens, 1), LEAST_STRENGTH)
+    return max(1.5 * inputs / max(tokens, 1), LEAST_STRENGTH)
 
 
 def absolute_strength(value: float, units: Units, fit: Fit) -> float:

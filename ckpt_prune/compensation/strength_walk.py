@@ -192,11 +192,11 @@ def loses_to_none(seen: float, unseen: Sequence[float]) -> bool:
 class StrengthWalk:
     """Walks downhill on a grid to the strength of least held-out error of one ridge.
 
-    The first fold is walked down from the strength nearest to the rule's (`methods.derive_strength`). The others are scored there and at the better of
-    its two neighbours alone. If the sum over folds is least at that one, the folds are gone through again around it.
-    All this is in float32 on mixtures of the outputs, if there are many. Mixtures misjudge what the ridge gains on its
-    base. By how much is measured on the first fold, where all outputs are solved for at the best strength and share.
-    The errors of all folds are corrected for it.
+    The first fold is walked down from the strength nearest to the rule's (`methods.derive_strength`). The others are
+    scored there and at the better of its two neighbours alone. If the sum over folds is least at that one, the folds
+    are gone through again around it. All this is in float32 on mixtures of the outputs, if there are many. Mixtures
+    misjudge what the ridge gains on its base. By how much is measured on the first fold, where all outputs are solved
+    for at the best strength and share. The errors of all folds are corrected for it.
 
     Args:
         method: a ridge.

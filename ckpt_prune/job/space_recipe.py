@@ -27,9 +27,9 @@ class Compensation(Strict):
     lam: Annotated[float, Field(ge=0)] | Literal["auto"] | None = Field(
         None,
         alias="lambda",
-        description="Ridge strength, for ridge, affine, grail, logit, low-rank, factors. auto, of the first three, is "
-        "the default: 1.5 times kept inputs over calibration tokens, and no fit at sites where it does worse on held-out "
-        "samples. Default of the others: 0.01.",
+        description="Ridge strength, for ridge, affine, grail, logit, low-rank, factors. auto, for the first "
+        "three, is the default: 1.5 times kept inputs over calibration tokens, and no fit at sites where that loses on "
+        "held-out samples. Default of the others: 0.01.",
     )
     lambda_units: Literal["relative", "absolute"] = Field(
         "relative",

@@ -163,8 +163,8 @@ def few_tokens(prepared: Prepared) -> str | None:
     far = list(filter(None, (_far_strength(space, recipe.spaces[space], inputs[space], tokens) for space in inputs)))
     if far:
         return (
-            f"recipe {recipe.name} keeps its own strength: {'; '.join(far)}. On other text that of the rule, 1.5 x kept "
-            "inputs / calibration tokens, mostly loses less"
+            f"recipe {recipe.name} keeps its own strength: {'; '.join(far)}. The rule's, 1.5 x kept inputs / "
+            "calibration tokens, mostly loses less on other samples"
         )
     widths = [width for space, width in inputs.items() if not _has_strength(recipe.spaces[space])]
     depth, hidden = prepared.whole.recipe.get(Depth), prepared.whole.recipe.get(Hidden)

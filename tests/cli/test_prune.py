@@ -150,19 +150,37 @@ def test_a_dry_run_needs_no_place_for_an_output(place, where):
         assert "everything checked" in ok("prune", "OUT", "--recipe", "magnitude", "--dry-run")
 
 
-def test_a_warning_of_few_tokens_stands_beside_the_errors_and_in_the_card(place):
+@pytest.mark.parametrize(
+    ("recipe", "warning"),
+    [
+        (
+            "rcpu",
+            "few calibration tokens: 16 for 19 inputs of a projection, so errors are those of a fit, not a prediction; "
+            "use more samples (38 tokens or more)",
+        ),
+        (
+            "grail",
+            "recipe grail keeps its own strength: lambda 0.001 of mlp, by the rule 1.8 (--set "
+            "spaces.mlp.compensation.lambda=auto). The rule's, 1.5 x kept inputs / calibration tokens, mostly loses "
+            "less on other samples",
+        ),
+    ],
+)
+def test_a_warning_of_few_tokens_stands_beside_the_errors_and_in_the_card(place, recipe, warning):
     few = ("--text", "calib.txt", "--samples", "2", "--window", "8")
-    lines = ok("prune", "dense", "--recipe", "ridge", *few, "-o", "out").splitlines()
-    warning = (
-        "few calibration tokens: 16 for 19 inputs of a projection, so errors are those of a fit, not a prediction; use "
-        "more samples (38 tokens or more)"
-    )
+    lines = ok("prune", "dense", "--recipe", recipe, *few, "-o", "out").splitlines()
     assert lines[lines.index(f"warning: {warning}") + 1] == "written to out"
     assert read_json("out/ckpt_prune.json")["warnings"] == [warning]
-    assert f"- F{warning[1:]}." in Path("out/README.md").read_text().partition("## How to load it")[0]
+    assert (
+        f"- {warning[0].upper()}{warning[1:]}." in Path("out/README.md").read_text().partition("## How to load it")[0]
+    )
     assert sum(warning in line for line in lines) == 1
-    assert "warning: " not in ok("prune", "dense", "--recipe", "ridge", *TEXT, "-o", "enough")
+    assert "warning: " not in ok("prune", "dense", "--recipe", "rcpu", *TEXT, "-o", "enough")
     assert "warnings" not in read_json("enough/ckpt_prune.json")
+    ruled = ok(
+        "prune", "dense", "--recipe", recipe, "--set", "spaces.mlp.compensation={method: ridge}", *few, "-o", "ruled"
+    )
+    assert "warning: " not in ruled
 
 
 @pytest.mark.parametrize("recipe", every(2, ["rcpu", "flap", "flap-global", "magnitude", "ridge-folds", "vbp"]))
