@@ -188,19 +188,21 @@ def wanda_in_fours(W: Tensor, X: Tensor) -> Tensor:
 
 def sparsegpt(W: Tensor, X: Tensor) -> Tensor:
     """Half of every eight columns."""
-    return _surgeon(W, X, 8, lambda scores: masks.drop_in_matrix(scores, scores.numel() // 2))
+    return _surgeon(W, X, 0.01, 8, lambda scores: masks.drop_in_matrix(scores, scores.numel() // 2))
 
 
 def sparsegpt_in_fours(W: Tensor, X: Tensor) -> Tensor:
-    return _surgeon(W, X, 4, lambda scores: masks.drop_in_groups(scores, 2, 4))
+    """Damped by 1.5 times the half of a row that stays over tokens."""
+    damp = min(max(0.001, 1.5 * W.shape[1] / 2 / len(X)), 1.0)
+    return _surgeon(W, X, damp, 4, lambda scores: masks.drop_in_groups(scores, 2, 4))
 
 
-def _surgeon(W: Tensor, X: Tensor, step: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
-    """`masks.sparsegpt` with all rows at once, the Hessian damped by 1 % of its mean diagonal over live inputs."""
+def _surgeon(W: Tensor, X: Tensor, damp: float, step: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    """`masks.sparsegpt` with all rows at once, the Hessian damped by a share of its mean diagonal over live inputs."""
     W, H = W.clone(), X.T @ X
     dead = H.diagonal() == 0
     W[:, dead] = 0
-    H = H + torch.diag(torch.where(dead, 1.0, 0.01 * H.diagonal()[~dead].mean()))
+    H = H + torch.diag(torch.where(dead, 1.0, damp * H.diagonal()[~dead].mean()))
     width = W.shape[1]
     inverses = [torch.linalg.inv(H[q:, q:]) for q in range(width)]
     for start in range(0, width, step):

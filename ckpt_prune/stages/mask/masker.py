@@ -11,6 +11,7 @@ from torch import Tensor
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.common.zero_patterns import GroupPattern
+from ckpt_prune.compensation.methods import derive_strength
 from ckpt_prune.job.model_view import fill_biases
 from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
@@ -18,6 +19,7 @@ from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity import sparsegpt
+from ckpt_prune.sparsity.damping import MOST_DAMP
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
 from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.mask.stage import Mask
@@ -106,7 +108,7 @@ class Masker:
                         pattern=self.groups,
                         ratio=self.ratio,
                         block=self.mask.block,
-                        damp=self.mask.damp,
+                        damp=self._damp(weight.shape[1], moments.count),
                     )
             except UserError as error:
                 raise UserError(f"{name}: {error}") from error
@@ -126,6 +128,13 @@ class Masker:
             damp=damp,
             dead=dead,
         )
+
+    def _damp(self, inputs: int, tokens: int) -> float:
+        """Return SparseGPT's damping: a row is a ridge towards itself of the weights that stay (`derive_strength`)."""
+        if self.mask.damp != "auto":
+            return self.mask.damp
+        ratio = self.ratio if self.groups is None else self.groups.ratio
+        return min(derive_strength(round(inputs * (1 - ratio)), tokens), MOST_DAMP)
 
     @phase("ranking")
     def _keep(self, weight: Tensor, moments: Moments | None) -> Tensor:

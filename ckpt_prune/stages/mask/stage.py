@@ -1,7 +1,7 @@
 """The stage `mask`: zeros in the weights of every block. Shapes stay as they are."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,7 +10,7 @@ from ckpt_prune.job.names import Backbone
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
+from ckpt_prune.sparsity.damping import MOST_DAMP
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
@@ -51,8 +51,10 @@ class Mask(Stage):
         "as published; sparsegpt chooses among its blocks of columns.",
     )
     block: int = Field(128, ge=1, description="Columns that sparsegpt prunes together.")
-    damp: float = Field(
-        DAMP, ge=0, le=MOST_DAMP, description="Added to the diagonal of sparsegpt's Hessian, as a share of its mean."
+    damp: Annotated[float, Field(ge=0, le=MOST_DAMP)] | Literal["auto"] = Field(
+        "auto",
+        description="Added to the diagonal of sparsegpt's Hessian, as a share of its mean. auto: 1.5 times the weights "
+        "of a row that stay over calibration tokens; published: 0.01.",
     )
 
     allocation: Literal["uniform", "owl", "alpha", "divergence"] = Field(
