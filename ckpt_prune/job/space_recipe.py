@@ -99,7 +99,7 @@ class Compensation(Strict):
     @property
     def strength(self) -> float:
         """The strength if it is fixed, and not by the rule."""
-        return 0.01 if self.lam is None or self.lam == AUTO else self.lam
+        return self.lam if isinstance(self.lam, float) else 0.01
 
     @property
     def by_folds(self) -> bool:
