@@ -56,7 +56,7 @@ BY_PERPLEXITY = {"score": "rcpu", "compensation": {"method": "ridge", "lambda_gr
 @pytest.mark.parametrize(
     ("top", "needs", "calibration"),
     [
-        ({}, "any", "ckpt-prune calibrate"),
+        ({}, "any", "ckpt-prune calibrate --folds 2"),
         ({"spaces": {"mlp": {"score": "magnitude"}}}, "none", None),
         ({"spaces": {"mlp": {"score": "magnitude"}}, "recovery": {}}, "text or images", None),
         (BY_GRADIENTS, "text or statistics", "ckpt-prune calibrate --collect moments,taylor"),
