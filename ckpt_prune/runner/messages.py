@@ -28,7 +28,6 @@ from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.runner.changes import change_lines
 from ckpt_prune.runner.runtimes import fit_to_runtimes
-from ckpt_prune.sparsity.damping import MOST_DAMP
 from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.low_rank.stage import LowRank
@@ -162,12 +161,6 @@ def few_tokens(prepared: Prepared) -> str | None:
         and any(width[space] < model.units(space) for width in prepared.spaced_widths)
     }
     far = [_far_strength(space, recipe.spaces[space], inputs[space], tokens) for space in inputs]
-    low_rank, mask = recipe.get(LowRank), recipe.get(Mask)
-    weights = chain.from_iterable(map(model.weights, range(model.blocks)))
-    widest = max((model.checkpoint.tensors[name].shape[1] for name in weights), default=0)
-    if mask is not None and mask.method == "sparsegpt":
-        rule = min(derive_strength(round(widest * (1 - recipe.ratio)), tokens), MOST_DAMP)
-        far.append(_compare(mask.damp, rule, "damp", f"a weight of {widest:,} inputs", "mask.damp"))
     if far := list(filter(None, far)):
         return (
             f"recipe {recipe.name} keeps its own strength: {'; '.join(far)}. The rule's, 1.5 x kept inputs / "
@@ -185,8 +178,10 @@ def few_tokens(prepared: Prepared) -> str | None:
         )
     if depth is not None and depth.compensation.linear and prepared.whole.live is not None:
         widths = [model.dimension("hidden")]
-    if low_rank is not None and low_rank.whitens:
-        widths = [widest]
+    low_rank, mask = recipe.get(LowRank), recipe.get(Mask)
+    if (low_rank is not None and low_rank.whitens) or (mask is not None and mask.method == "sparsegpt"):
+        weights = chain.from_iterable(map(model.weights, range(model.blocks)))
+        widths = [model.checkpoint.tensors[name].shape[1] for name in weights]
     if not widths or tokens >= 2 * max(widths):
         return None
     return (
@@ -202,17 +197,12 @@ def _has_strength(own: SpaceRecipe) -> bool:
 
 
 def _far_strength(space: SpaceName, own: SpaceRecipe, inputs: int, tokens: int) -> str | None:
-    if not _has_strength(own):
+    """Say what a strength would be by the rule, if it is a number far from it."""
+    given, rule = own.compensation.lam, derive_strength(inputs, tokens)
+    if not _has_strength(own) or not isinstance(given, float) or max(rule, given) <= FAR_FROM_RULE * min(rule, given):
         return None
     key = f"spaces.{recipe_space(space)}.compensation.lambda"
-    return _compare(own.compensation.lam, derive_strength(inputs, tokens), "lambda", space, key)
-
-
-def _compare(own: float | str | None, rule: float, what: str, of: str, key: str) -> str | None:
-    """Say what a strength would be by the rule, if it is a number far from it."""
-    if not isinstance(own, float) or max(rule, own) <= FAR_FROM_RULE * min(rule, own):
-        return None
-    return f"{what} {own:g} of {of}, by the rule {rule:.2g} (--set {key}=auto)"
+    return f"lambda {given:g} of {space}, by the rule {rule:.2g} (--set {key}=auto)"
 
 
 def asked_size_of(prepared: Prepared) -> TargetSize | None:

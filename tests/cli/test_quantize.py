@@ -336,8 +336,7 @@ def test_every_weight_is_rounded_by_what_reaches_it_in_the_rounded_model(here: P
         weight = dense.get_submodule(name).weight.detach().double()
         scales = tensors[f"{name}.weight_scale"].double().repeat_interleave(64, dim=1).numpy()
         codes = bits_of(tensors[f"{name}.weight_packed"].numpy(), 4, weight.shape[1])
-        damp = min(1.5 * weight.shape[1] / ids.numel(), 1.0)
-        assert (codes == slow_gptq(weight.numpy(), grams[name], scales, 4, damp)).mean() > 0.999, name
+        assert (codes == slow_gptq(weight.numpy(), grams[name], scales, 4)).mean() > 0.999, name
 
 
 RIDGE = """version: 1

@@ -29,7 +29,10 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
     "wanda matrix": ({"method": "wanda", "compare": "matrix"}, masked_model.wanda_in_matrix),
     "wanda 2:4": ({"method": "wanda", "pattern": "2:4"}, masked_model.wanda_in_fours),
     "sparsegpt": ({"method": "sparsegpt", "block": 8, "damp": 0.01}, masked_model.sparsegpt),
-    "sparsegpt 2:4": ({"method": "sparsegpt", "pattern": "2:4", "block": 8}, masked_model.sparsegpt_in_fours),
+    "sparsegpt 2:4": (
+        {"method": "sparsegpt", "pattern": "2:4", "block": 8, "damp": "auto"},
+        masked_model.sparsegpt_in_fours,
+    ),
 }
 TARGETS: dict[Target, dict[str, Any]] = {
     "dense": {"target": "dense"},

@@ -10,7 +10,7 @@ from ckpt_prune.job.names import Backbone
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.sparsity.damping import MOST_DAMP
+from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 
 if TYPE_CHECKING:
     from ckpt_prune.job.prepared import Prepared
@@ -52,9 +52,9 @@ class Mask(Stage):
     )
     block: int = Field(128, ge=1, description="Columns that sparsegpt prunes together.")
     damp: Annotated[float, Field(ge=0, le=MOST_DAMP)] | Literal["auto"] = Field(
-        "auto",
+        DAMP,
         description="Added to the diagonal of sparsegpt's Hessian, as a share of its mean. auto: 1.5 times the weights "
-        "of a row that stay over calibration tokens; published: 0.01.",
+        "of a row that stay over calibration tokens.",
     )
 
     allocation: Literal["uniform", "owl", "alpha", "divergence"] = Field(

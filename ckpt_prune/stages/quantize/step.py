@@ -12,7 +12,6 @@ from ckpt_prune.checkpoint.packed import unpack_weights
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.common.versions import versions
-from ckpt_prune.compensation.methods import derive_strength
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.layout import Output, layout_of
@@ -28,7 +27,7 @@ from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.sparsity.damping import MOST_DAMP
+from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise_largest_first
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.quantize.output import check_model, pack_output, scheme_of
@@ -112,15 +111,10 @@ class Rounder:
     ) -> dict[str, tuple[dict[str, Tensor], RoundedWeight]]:
         """Round weights that read the same input. Return the tensors that stand in for each, and its record."""
         folds = select_input_moments(moments)
-        summed = sum_folds(folds) if folds else None
-        gram = None if summed is None else summed.gram
+        gram = sum_folds(folds).gram if folds else None
         if self._by_gptq and gram is None:
             raise UserError(f"there is no Gram of the inputs of {' and '.join(weights)}: calibrate again")
-        factor = None
-        if summed is not None and gram is not None:
-            # What GPTQ moves is fitted to these tokens as ridges are.
-            damp = min(derive_strength(len(gram), summed.count), MOST_DAMP)
-            factor = factorise_largest_first(gram, damp, MOST_DAMP)
+        factor = None if gram is None else factorise_largest_first(gram, DAMP, MOST_DAMP)
         rounded = {}
         with phase("compensation"):
             for name, weight in weights.items():

@@ -111,13 +111,13 @@ def test_words_hold_the_codes_bit_by_bit(monkeypatch, format, bits, columns):
     assert torch.equal(unpack_codes(packed["m.weight_packed"], columns, scheme), codes)
 
 
-def slow_gptq(weight: np.ndarray, gram: np.ndarray, scales: np.ndarray, bits: int, damp: float = 0.01) -> np.ndarray:
+def slow_gptq(weight: np.ndarray, gram: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     """GPTQ as its paper states it, columns of large inputs first: each time with the inverse of what is left.
 
     `scales` is of every weight.
     """
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    damped = gram / np.diag(gram).mean() + damp * np.eye(len(gram))
+    damped = gram / np.diag(gram).mean() + 0.01 * np.eye(len(gram))
     moved, codes = weight.copy(), np.zeros_like(weight)
     remaining = sorted(range(weight.shape[1]), key=lambda j: -gram[j, j])
     while remaining:
