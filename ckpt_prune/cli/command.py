@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from ckpt_prune.api.function import group_of, ordered_options
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count
+from ckpt_prune.common.progress import show_progress
 from ckpt_prune.options.option import OUTPUT, Options, flags_of, joins_values, shell_of
 from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
@@ -69,6 +70,10 @@ class Command(click.Command):
 
     def _run(self, *, as_json: bool = False, **given: Any) -> None:
         options = {name: value for name, value in given.items() if value is not None and value != ()}
+        with show_progress(True):
+            self._call(options, as_json)
+
+    def _call(self, options: dict[str, Any], as_json: bool) -> None:
         if self.call is not None:
             self.call(options, as_json)
             return

@@ -23,9 +23,12 @@ from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.runtimes import Change, changes_of_config
 
 Strip = Callable[[int, slice], Tensor]
 """Number of a window in its batch, and some of its positions → their logits, (positions, vocabulary)."""
+_BETWEEN_BLOCKS: set[Change] = {"low rank", "slicing", "rotations"}
+"""Changes that blocks alone do not show, or that streams put together anew."""
 _STATES_SHARE = 4
 """Hidden states of a model take at most this part of the memory that is free."""
 
@@ -46,8 +49,9 @@ class StreamedModel:
     def open(cls, folder: Path, device: torch.device, dtype: torch.dtype | str) -> "StreamedModel | None":
         """Open the model in a folder, whose weights stay there; None if it has to be loaded whole.
 
-        That is so of what the families do not describe, of parts of other models, of code that the folder brings, and
-        where tensors and config.json differ: transformers then leaves out or makes up some, which is what users get.
+        That is so of what the families do not describe, of parts of other models, of code that the folder brings, of
+        outputs with factors or with matrices between their blocks, and where tensors and config.json differ:
+        transformers then leaves out or makes up some, which is what users get.
         """
         try:
             model = open_model(str(folder), Opening(packed=True))
@@ -56,6 +60,8 @@ class StreamedModel:
             return None
         family = model.family
         if not (family.causal and family.gives_logits) or family.auto_class != "AutoModelForCausalLM":
+            return None
+        if changes_of_config(model.checkpoint.config) & _BETWEEN_BLOCKS:
             return None
         return cls(model, device, model.dtype if isinstance(dtype, str) else dtype)
 

@@ -154,7 +154,8 @@ def check_options(kind: type[T], given: Mapping[str, Any]) -> T:
     fields = kind.model_fields
     for name, value in given.items():
         if any("\0" in str(each) for each in (value if isinstance(value, tuple | list) else (value,))):
-            flag = flags_of(name, fields[name])[-1] if name in fields else f"--{name}"
+            by_name = name in fields and fields[name].kw_only
+            flag = flags_of(name, fields[name])[-1] if by_name else name.upper()
             raise UserError(f"{flag} holds a null character, which no name of a file has: give another")
     defaulted = {
         name for name, field in fields.items() if field.default_factory is not None and given.get(name) is None

@@ -85,12 +85,14 @@ def read_refusal(*args: str) -> str:
 def unknown_options(message: str, command: str) -> set[str]:
     """Return the options that a message names, and neither its command nor one that it names before them has."""
     known, unknown = options_of(command), set()
-    ours = re.sub(r"`(?!ckpt-prune)[^`]*`", "", message)
-    for word in re.findall(r"(?<![\w-])(?:--[a-z][a-z0-9-]*|the command that began it|[a-z]+)", ours):
+    ours = re.sub(r"`([^`]*)`", lambda quoted: quoted[1] if quoted[1].startswith("ckpt-prune") else "", message)
+    for word in re.findall(r"(?<![\w-])(?:--[a-z][a-z0-9-]*\*?|the command that began it|[a-z]+)", ours):
         if word == "the command that began it":
             known |= {"--resume", "--overwrite"}
         elif word in COMMANDS:
             known |= options_of(word)
+        elif word.endswith("*") and any(each.startswith(word[:-1]) for each in known):
+            continue  # all of that beginning
         elif word.startswith("--") and word not in known:
             unknown.add(word)
     return unknown

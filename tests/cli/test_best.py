@@ -153,9 +153,10 @@ def test_a_plan_of_best(here):
         assert row[-1] == ("-" if site["margin"] is None else f"{site['margin']:.1%}")
     assert any(row[-1].endswith("%") for row in rows)
     ok("prune", "llama", "--plan", "plan.json", "-o", "planned")
-    ok("prune", "llama", *BEST, "--target-params", "70%", "-o", "direct")
+    ok("prune", "llama", *BEST, "--target-params", "70%", "--evaluate-samples", "0", "-o", "direct")
     ours, theirs = families.contents(Path("planned")), families.contents(Path("direct"))
-    assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == {"ckpt_prune.json"}
+    # The card says how to measure the output: by the text at hand, which a plan has none of.
+    assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == {"ckpt_prune.json", "README.md"}
     assert read_json("planned/ckpt_prune.json")["sites"] == read_json("direct/ckpt_prune.json")["sites"]
 
 
@@ -216,8 +217,9 @@ def test_sizes_that_are_refused(here, command):
 )
 def test_who_asks_for_a_small_share_is_told_what_it_keeps(here, job):
     line = "--target-params 45% keeps 45% of the parameters; to make it 45% smaller say 55%\n"
-    assert run(*job, "--target-params", "45%").stderr == line
-    assert run(*job, *(["--overwrite"] if "-o" in job else []), "--target-params", "55%").stderr == ""
+    assert run(*job, "--target-params", "45%").stderr.startswith(line)
+    told = run(*job, *(["--overwrite"] if "-o" in job else []), "--target-params", "55%").stderr
+    assert "--target-params" not in told
 
 
 # ---- the curve -----------------------------------------------------------------------------------------------------
@@ -342,5 +344,6 @@ def test_an_estimate_counts_the_samples_that_widths_are_decided_on(here, monkeyp
     monkeypatch.setattr("ckpt_prune.runner.estimate.time_run", lambda *_: 1.0)
     monkeypatch.setattr("ckpt_prune.runner.estimate.time_solve", lambda *_: 0.0)
     options = ("--recipe", "best", "--set", f"target={target}", *TEXT, "--dry-run", "--json", "-o", "out")
+    options += ("--evaluate-samples", "0")
     estimate = json.loads(ok("prune", "llama", *options))["estimate"]
     assert estimate["seconds"] == pytest.approx(2 * runs)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.running import TEXT, ok
+from tests.cli.running import TEXT, changed, ok
 from tests.pairs import every
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
-SHORT = (*TEXT, "--samples", "8")
+SHORT = changed(TEXT, "--samples", "8")
 LIVE = ("prune", "dense", *SHORT, "-o", "out", "--recipe")
 JOBS = {
     "best": (*LIVE, "best", "--ratio", "0.3"),

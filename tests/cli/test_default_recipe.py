@@ -13,7 +13,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.scoring.costs import DropOrder
 from tests import families
-from tests.cli.running import TEXT, drop_time_line, listing, ok, read_json, read_refusal, without_quality
+from tests.cli.running import TEXT, changed, drop_time_line, listing, ok, read_json, read_refusal, without_quality
 from tests.oracles import whole_best
 
 SIZE = ("--target-params", "70%")
@@ -125,9 +125,9 @@ def test_a_dry_run_tells_what_it_can_without_measuring(place):
         (("--target-params", "2%"), "2% of the parameters: out of reach of recipe best-uniform, whose spaces leave "),
         (("--ratio", "0.99"), "ratio 0.99 would drop all 24 units of a space: at least one must stay"),
         (("--text", "none.txt"), "none.txt: no such text file"),
-        ((*TEXT, "--samples", "1"), "method auto needs at least two folds: give at least two samples"),
+        (changed(TEXT, "--samples", "1"), "method auto needs at least two folds: give at least two samples"),
         (("--set", "spaces.qk.ratio=0.5"), "--set: spaces.qk.score is missing"),
-        (("--images", "images"), "dense reads text: give --text FILE"),
+        (("--images", "."), "dense reads text: give --text FILE"),
         (("--statistics", "stats"), "stats holds no statistics.json: "),
     ],
 )

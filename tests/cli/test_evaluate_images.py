@@ -150,7 +150,9 @@ def test_images_without_labels_and_no_reference(pictures):
 
 def test_images_that_do_not_fit(pictures):
     assert read_refusal("evaluate", "vit", "--images", "nowhere") == "--images nowhere: there is no such file or folder"
-    assert read_refusal("evaluate", "vit", "--images", "listed", "--labels", "no.csv") == "no.csv: no such labels file"
+    assert read_refusal("evaluate", "vit", "--images", "listed", "--labels", "no.csv") == (
+        "--labels no.csv: there is no such file or folder"
+    )
     Path("foldered/n01").rename("foldered/goldfish")
     assert read_refusal("evaluate", "vit", "--images", "foldered") == (
         "foldered/goldfish: label 'goldfish' is none of the model's 6 classes, which look like 'n01 tench'; "

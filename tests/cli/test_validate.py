@@ -199,7 +199,7 @@ def test_a_model_of_a_type_of_its_own_is_read_where_it_is_trusted(place: Path, m
             "decoder-onnx --against decoder --images .",
             "decoder-onnx reads text: --images does not go with it; give --text FILE",
         ),
-        ("vision-onnx --against vision --labels labels.csv", "--labels goes with --images"),
+        ("vision-onnx --against vision --labels vision-onnx/config.json", "--labels goes with --images"),
         (
             "decoder-onnx --against decoder --text text.txt --window 33",
             "--window 33 is longer than the model's context of 32 tokens: give at most that",
