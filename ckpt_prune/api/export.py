@@ -105,6 +105,7 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
             options.output,
             options,
             kind=options.gguf_type,
+            embedding=options.embedding_type,
             proof=options.proof,
             dense=None if dense is None else DenseSource(model_name(dense.folder), dense.folder),
             overwrite=options.overwrite,

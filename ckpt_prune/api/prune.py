@@ -12,7 +12,7 @@ from ckpt_prune.api.push import Pushed
 from ckpt_prune.api.push import push as push_output
 from ckpt_prune.api.quality import check_quality, count_windows, is_measured, measure_quality
 from ckpt_prune.checkpoint.staging import check_output
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import DiskError, UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.job.sizes import asked_size, small_share_line
@@ -21,7 +21,7 @@ from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.data import has_data
-from ckpt_prune.parallel.group import process_group
+from ckpt_prune.parallel.group import ALONE, process_group, working_in
 from ckpt_prune.recipe.places import check_recipe
 from ckpt_prune.runner.resuming import resumable
 
@@ -132,7 +132,7 @@ def prune(options: PruneOptions) -> Pruned:
     recovery.method=scales). If it has `export` (--set export.format=onnx), OUT/onnx is its graph, or with
     export.format=gguf OUT/model-TYPE.gguf a file for llama.cpp, compared with PyTorch as `ckpt-prune export` does it.
     The exit code is 1 if the graph or file computes something else, and 2 if it cannot be made; OUT is complete without
-    it either way.
+    it either way. A run that is stopped while it exports leaves OUT.partial.
 
     A long run starts with an estimate of time, memory and disk; --dry-run always prints one. The output appears only
     when it is complete. An interrupted run leaves OUT.partial, which --resume continues.
@@ -226,15 +226,29 @@ def _prune(options: PruneOptions, tell: Tell) -> "tuple[Pruned, Job | None]":
         warning = process_group().alone(lambda: _estimate(options, preview, step).warning)
         if warning is not None:
             say(warning)
+    exports = None if step is None else _Exports(step, out)
     with resumable(out, say):
-        done = run_job(job, out, start=settled, resume=options.resume, overwrite=options.overwrite, announce=say)
+        done = run_job(
+            job,
+            out,
+            start=settled,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            announce=say,
+            export=None if exports is None else exports.write,
+        )
     report = time_output(done.report, job, out, say, trust=options.trust_remote_code)
     pruned = Pruned(out, None if done.finished else done.prepared, report, None, tuple(say.lines))
-    has_graph = step is None or process_group().once(lambda: done.finished and step.recipe.is_done(out))
-    tell(pruned, "" if step is None or has_graph else step.recipe.format)
-    if step is None or has_graph:
+    if exports is None:
+        tell(pruned, "")
         return pruned, job
-    graph = process_group().alone(lambda: _graph(pruned, step, say))
+    # Of several processes, the first one has exported.
+    graph, failure, is_done = process_group().once(lambda: (exports.graph, exports.failure, exports.is_done))
+    tell(pruned, "" if is_done and graph is None else exports.step.recipe.format)
+    if failure is not None:
+        raise GraphFailedError(failure, replace(pruned, notices=_say_missing(exports.step, out, say)))
+    if graph is None and not is_done:  # an earlier run has put the output in its place without it
+        graph = process_group().alone(lambda: _graph(pruned, exports.step, say))
     return replace(pruned, graph=graph, notices=tuple(say.lines)), job
 
 
@@ -253,6 +267,42 @@ def _estimate(options: PruneOptions, preview: "Prepared", step: "GraphStep | Ggu
     windows = min(windows, sum(file.stat().st_size for file in files) // window)
     dense = StreamedModel.open(job.model.checkpoint.path, job.device, job.model.dtype) if windows else None
     return estimate if dense is None else estimate.followed_by(estimate_evaluation([dense, dense], windows, window))
+
+
+class _Exports:
+    """What a recipe exports of its output, while that grows.
+
+    Attributes:
+        graph: what was exported; None if nothing was.
+        failure: why nothing could be.
+    """
+
+    def __init__(self, step: "GraphStep | GgufStep", out: Path) -> None:
+        self.step, self._out = step, out
+        self.graph: Exported | ExportedGguf | None = None
+        self.failure: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.step.recipe.is_done(self._out)
+
+    def write(self, folder: Path) -> None:
+        """Export what is in a staging folder. If that cannot be, the output takes its place without it."""
+        try:
+            with working_in(ALONE):
+                graph = self.step.run(folder)
+        except DiskError:
+            raise
+        except UserError as error:
+            self.failure = str(error).replace(str(folder), str(self._out))
+        else:
+            self.graph = replace(graph, path=self._out / graph.path.name)
+
+
+def _say_missing(step: "GraphStep | GgufStep", out: Path, say: Notices) -> tuple[str, ...]:
+    what = "GGUF file" if step.recipe.format == "gguf" else "graph"
+    say(f"{out} is complete without its {what}: `{step.command(out)}` writes it")
+    return tuple(say.lines)
 
 
 def _evaluate(options: PruneOptions, pruned: Pruned, job: "Job") -> Pruned:
@@ -317,10 +367,14 @@ def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -
 
 
 def _graph(pruned: Pruned, step: "GraphStep | GgufStep", say: Notices) -> "Exported | ExportedGguf":
+    """Export what is in its place."""
     try:
-        return step.run(pruned.path, say)
-    except UserError as error:
-        raise GraphFailedError(str(error), replace(pruned, notices=tuple(say.lines))) from error
+        return step.run(pruned.path)
+    except BaseException as error:
+        notices = _say_missing(step, pruned.path, say)
+        if not isinstance(error, UserError):
+            raise
+        raise GraphFailedError(str(error), replace(pruned, notices=notices)) from error
 
 
 def _missing_graph(

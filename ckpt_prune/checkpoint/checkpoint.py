@@ -19,7 +19,7 @@ from ckpt_prune.checkpoint.fp8 import attach_scales
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import canonical_json, check_side_files, read_json_object
 from ckpt_prune.checkpoint.model_folder import ADAPTER_CONFIG, is_adapter, model_name, refuse_adapter, resolve_model
-from ckpt_prune.checkpoint.packed import attach_groups
+from ckpt_prune.checkpoint.packed import attach_groups, shape_infos
 from ckpt_prune.checkpoint.quantised import class_name, drop_quantisation, is_packed, is_plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.shard import (
     CODES,
@@ -146,7 +146,8 @@ class Checkpoint:
         if is_plain_fp8(config):
             tensors, config = attach_scales(path, tensors, config), drop_quantisation(config)
         elif is_packed(config):
-            tensors, config = attach_groups(path, tensors, config), drop_quantisation(config)
+            shapes = read_tensors(path, shape_infos(tensors))
+            tensors, config = attach_groups(path, tensors, config, shapes), drop_quantisation(config)
         # A file of nothing but scales has nothing that is read for itself.
         used = {info.file for info in tensors.values()}
         files = tuple(file for file in headers if file in used or not headers[file].tensors)

@@ -15,6 +15,8 @@ from ckpt_prune.common.errors import UserError
 JOURNAL = ".ckpt_prune_journal.json"
 _FRESH = f"{JOURNAL}.tmp"
 _VERSION = 4
+WRITTEN = "everything but exports"
+"""Entry of an output that lacks nothing but what is exported of it."""
 _RECORDING = threading.Lock()
 
 
@@ -66,6 +68,11 @@ class Journal:
             )
         except (OSError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(str(error)) from error
+
+    @property
+    def is_written(self) -> bool:
+        """Whether nothing but exports, which a complete output may have, is left to do before the swap."""
+        return self.complete or WRITTEN in self.entries
 
     def record(
         self, entry: str, digests: Mapping[str, str] | None = None, note: Any = None, files: Iterable[Path] = ()
@@ -126,12 +133,15 @@ def is_unfinished_run(folder: Path) -> bool:
 
 
 def refuse_unfinished(folder: Path) -> None:
-    """Refuse to treat the staging folder of an unfinished run as an output."""
+    """Refuse to treat the staging folder of an unfinished run as an output, unless only exports are left to do."""
     # A kill may leave the journal for a moment in a finished output: the name tells.
     if not (folder.absolute().name.endswith(".partial") and (folder / JOURNAL).is_file()):
         return
     try:
-        resumable = Journal.read(folder).resumable
+        journal = Journal.read(folder)
+        if journal.is_written:
+            return
+        resumable = journal.resumable
     except ValueError:
         resumable = False
     goes_on = "goes on with --resume, or " if resumable else ""

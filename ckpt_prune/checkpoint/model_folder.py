@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 from ckpt_prune.checkpoint.hub_files import hub_failures
+from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.quantised import refuse_by_config, refuse_gguf
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.similar_names import similar_siblings
@@ -68,13 +69,16 @@ def refuse_adapter(folder: Path) -> None:
 def model_name(folder: Path) -> str:
     """Return the name of a model: of its folder, or the Hub id if the folder is a snapshot in the Hub's cache.
 
+    A folder that is being written has the name that it will have.
+
     Bytes that are not Unicode, which JSON cannot hold, become U+FFFD.
     """
     place = folder.resolve()
     cached = place.parent.parent.name
     if place.parent.name == "snapshots" and cached.startswith(_CACHED):
         return cached.removeprefix(_CACHED).replace("--", "/")
-    return os.fsencode(place.name).decode(errors="replace")
+    name = place.name.removesuffix(".partial") if (place / JOURNAL).is_file() else place.name
+    return os.fsencode(name).decode(errors="replace")
 
 
 def check_output_folder(folder: Path) -> Path:

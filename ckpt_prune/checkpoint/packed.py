@@ -30,8 +30,21 @@ def unpack_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return plain
 
 
-def attach_groups(path: Path, tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+def shape_infos(tensors: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+    """Return the tensors that hold shapes of weights: the last word of a row may be filled up."""
+    return [info for name, info in tensors.items() if name.endswith(f".{SHAPE}") and info.shape == (2,)]
+
+
+def attach_groups(
+    path: Path, tensors: dict[str, TensorInfo], config: Mapping[str, Any], shapes: Mapping[str, Tensor]
+) -> dict[str, TensorInfo]:
     """Return the tensors of a packed checkpoint as they are read: plain weights, in the type of their scales.
+
+    Args:
+        path: of the folder.
+        tensors: by name, as the headers have them.
+        config: of the folder.
+        shapes: what `shape_infos` hold.
 
     Raises:
         UserError: weights are packed in another way than `quantize` packs them, or scales do not fit them.
@@ -50,10 +63,12 @@ def attach_groups(path: Path, tensors: dict[str, TensorInfo], config: Mapping[st
         elif name.endswith(f".{PACKED}"):
             module = name.removesuffix(PACKED)
             scale = tensors.get(module + SCALE)
-            rows, columns = (info.shape[0], info.shape[1] * 32 // bits) if len(info.shape) == 2 else (0, 0)
-            if scale is None or len(scale.shape) != 2 or scale.shape[0] != rows or columns % max(1, scale.shape[1]):
-                raise UserError(f"{path}: {name} has no scales that fit it; download it again")
-            group = Scaled(info.dtype, scale, (1, columns // scale.shape[1]), bits)
+            rows, columns = shapes[module + SHAPE].tolist() if module + SHAPE in shapes else (0, 0)
+            fits = info.shape == (rows, -(-columns * bits // 32)) and columns > 0
+            groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 and scale.shape[0] == rows else 0
+            if not fits or scale is None or not groups or columns % groups:
+                raise UserError(f"{path}: {name} has no shape or scales that fit it; download it again")
+            group = Scaled(info.dtype, scale, (1, columns // groups), bits)
             plain = f"{module}weight"
             read[plain] = replace(info, name=plain, dtype=scale.dtype, shape=(rows, columns), scaled=group)
     return read

@@ -16,6 +16,7 @@ from ckpt_prune.common.filenames import (
     CONVERSION_RECORD,
     EXPORT_ERROR,
     GENAI,
+    GRAPH_FOLDER,
     GRAPH_RECORD,
     QUANTISED_RECORD,
     RECIPE,
@@ -84,8 +85,12 @@ def find_side_files(folder: Path) -> SideFiles:
     modules = check_module_weights(folder)
     found = SideFiles()
     own = _weights_of(folder)
+    # Of an output that lacks nothing but its exports: its journal, what was measured, what was exported.
+    being_written = (JOURNAL, "measured", GRAPH_FOLDER) if (folder / JOURNAL).is_file() else ()
     for path in sorted(folder.iterdir()):
         name = path.name
+        if name in being_written:
+            continue
         if path.is_dir() and not path.is_symlink():
             if name.endswith(".partial") or (path / JOURNAL).is_file():
                 continue  # an output that is being written

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from ckpt_prune.checkpoint.files import absolute_path, check_place, sync
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, FolderKind, WantedNames, find_foreign, refuse_lost
-from ckpt_prune.checkpoint.journal import JOURNAL, Journal, is_unfinished_run
+from ckpt_prune.checkpoint.journal import JOURNAL, WRITTEN, Journal, is_unfinished_run
 from ckpt_prune.checkpoint.locks import lock_file, lock_folder
 from ckpt_prune.checkpoint.swap import complete, swap
 from ckpt_prune.common.errors import DiskError, UserError
@@ -157,6 +157,16 @@ class Staging:
         elif self.journal.layout != layout:
             raise UserError(f"{self.path} was begun with other tensors or shapes; --overwrite starts afresh")
 
+    def mark_written(self) -> None:
+        """Enter that nothing but exports is left to do."""
+        with disk_failures(self.path):
+            self._sync()
+            self.journal.record(WRITTEN)
+
+    def _sync(self) -> None:
+        for file in self.path.iterdir():
+            sync(file)
+
     def publish(self) -> list[str]:
         """Put the staging folder in OUT's place; an old OUT is moved aside first and deleted last.
 
@@ -165,8 +175,7 @@ class Staging:
         """
         with disk_failures(self.path):
             if not self.journal.complete:
-                for file in self.path.iterdir():
-                    sync(file)
+                self._sync()
                 self.journal.complete = True
                 self.journal.save()
             names = {path.name: path for path in self.path.iterdir() if path.name not in (JOURNAL, SCRATCH)}
@@ -236,6 +245,7 @@ class Staging:
     def reopen(self) -> None:
         """Take a complete output for one that is not: what is not as it was written is made again."""
         self.journal.complete = False
+        self.journal.entries.pop(WRITTEN, None)
         self._drop_changed()
         self.resumed = bool(self.journal.entries)
 

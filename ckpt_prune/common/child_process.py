@@ -1,22 +1,66 @@
-"""Starting another Python that imports what this one imports, and nothing of the folder that the user stands in."""
+"""Starting another process, which ends with this one.
 
+A Python imports what this one imports, and nothing of the folder that the user stands in.
+"""
+
+import ctypes
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CODE = (
-    "import sys; sys.path[:] = {path}; import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+_END_WITH = (
+    "import sys; sys.path[:] = {path}; from ckpt_prune.common.child_process import end_with; end_with({parent}); "
 )
+_MODULE = "import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+_PROGRAM = "import os; os.execv(sys.argv[1], sys.argv[1:])"
+_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux."""
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module as a program in a new Python.
+    """Return the command that runs a module as a program in a new Python, which ends with this process.
 
     Start it in a folder of its own, with `safe_environment`: Python, Node and the libraries that they load would run
     files such as `numpy.py` of the working folder.
     """
-    return [sys.executable, "-P", "-c", _CODE.format(path=import_path(), module=module), *arguments]
+    return [sys.executable, "-P", "-c", _begin() + _MODULE.format(module=module), *arguments]
+
+
+def program_command(program: str, *arguments: str) -> list[str]:
+    """Return the command that runs a program, given by its path, so that it ends with this process if it can."""
+    if sys.platform != "linux":
+        return [program, *arguments]
+    return [sys.executable, "-P", "-c", _begin() + _PROGRAM, program, *arguments]
+
+
+def _begin() -> str:
+    return _END_WITH.format(path=import_path(), parent=os.getpid())
+
+
+def end_with(parent: int) -> None:
+    """End this process as soon as its parent has ended, also if that was killed.
+
+    On Linux that holds for a program in its place, too.
+
+    Args:
+        parent: id of the process that started this one.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    elif os.name == "posix":
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.name == "posix" and os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def import_path() -> list[str]:

@@ -14,6 +14,10 @@ GGUF_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 9, "q6_k": 9} | dict.from
     ("q4_0", "q4_1", *get_args(MixedGgufType)[:-1]), 8
 )
 """GGUF type → bits of a weight at most, with what embeddings and rows that do not divide take."""
+EmbeddingType = Literal[
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k"
+]
+"""Types that a GGUF file's embedding and head can have."""
 GraphType = Literal["fp32", "fp16", "int8", "int4", "q4f16"]
 """32 or 16 bits; 8 or 4 bits computed in float32; 4 bits computed in float16."""
 GRAPH_FILES: dict[GraphType, str] = {

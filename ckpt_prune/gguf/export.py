@@ -2,24 +2,26 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ckpt_prune.checkpoint.files import check_place
-from ckpt_prune.checkpoint.staging import staged_file
+from ckpt_prune.checkpoint.staging import disk_failures, staged_file
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
-from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GgufType
+from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, EmbeddingType, GgufType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import prove
+from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.rounding import needs_program, run_program
-from ckpt_prune.gguf.tokenizer import tokenizer_values
-from ckpt_prune.gguf.types import default_type, kinds_of, tensor_bytes, type_of, zero_bytes
+from ckpt_prune.gguf.tokenizer import FileTokenizer, read_tokenizer
+from ckpt_prune.gguf.types import OUTER, default_type, describe_type, kinds_of, tensor_bytes, type_of, zero_bytes
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
@@ -88,6 +90,7 @@ def export_gguf(
     proving: ProofOptions,
     *,
     kind: GgufType | None = None,
+    embedding: EmbeddingType | None = None,
     proof: bool = True,
     dense: DenseSource | None = None,
     overwrite: bool = False,
@@ -100,6 +103,7 @@ def export_gguf(
         out: file to write.
         proving: what to compare on.
         kind: type of the matrices; None: what the checkpoint has.
+        embedding: type of the embedding and the head; None: by `kind`.
         proof: compare the file in llama.cpp with PyTorch.
         dense: the model that the checkpoint was pruned from; by default it is looked for.
         overwrite: replace another GGUF file.
@@ -115,13 +119,13 @@ def export_gguf(
     folder = source.checkpoint.whole
     chosen = kind or default_type(source.checkpoint)
     layout = lay_out(source, chosen)
-    tokenizer = tokenizer_values(folder, layout.values["vocab_size"])
-    kinds, changed = kinds_of(layout, chosen)
-    by_program = needs_program(chosen)
+    tokenizer = read_tokenizer(folder, layout.values["vocab_size"])
+    kinds, changed = kinds_of(layout, chosen, embedding)
+    by_program = needs_program(chosen, embedding)
     notes = Notices()
     whole, zeros = sum(tensor_bytes(layout, kinds).values()), zero_bytes(layout, kinds)
     filled = [f"zeros take {human_bytes(zeros)} of {human_bytes(whole)}"] if zeros else []
-    for line in (*layout.notes, *filled, *changed):
+    for line in (*layout.notes, *tokenizer.notes, *filled, *changed):
         notes(line)
     in_float32 = 4 * sum(math.prod(weight.shape) for weight in layout.tensors.values())
     if proof and in_float32 > _LARGE:
@@ -135,12 +139,23 @@ def export_gguf(
         with staged_file(check_place(out)) as (place, _):
             if by_program:
                 with _plain(place, layout, type_of(source.checkpoint.dtype), tokenizer, folder) as plain:
-                    run_program(plain, place, chosen)
+                    run_program(plain, place, chosen, embedding)
             else:
                 write_gguf(place, layout, chosen, kinds, tokenizer, folder)
             if proof:
+                shown = describe_type(chosen, embedding)
                 dense = dense or find_dense_source(folder)
-                result = prove(place, folder, chosen, proving, dense=dense, trust=trust)
+                with _empty_folder(place) as scratch:
+                    result = prove(
+                        place,
+                        folder,
+                        shown,
+                        proving,
+                        ends=tokenizer.ends,
+                        dense=dense,
+                        scratch=scratch,
+                        trust=trust,
+                    )
                 if not result.passed:
                     raise _FailedProofError
             size = place.stat().st_size
@@ -152,7 +167,20 @@ def export_gguf(
 
 
 @contextmanager
-def _plain(place: Path, layout: Layout, kind: GgufType, tokenizer: Mapping[str, Any], folder: Path) -> Iterator[Path]:
+def _empty_folder(place: Path) -> Iterator[Path]:
+    """Yield a folder beside a file that grows, and delete it at the end; a killed run may have left one."""
+    folder = place.with_name(f"{place.name}-proof")
+    shutil.rmtree(folder, ignore_errors=True)
+    with disk_failures(folder):
+        folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _plain(place: Path, layout: Layout, kind: GgufType, tokenizer: FileTokenizer, folder: Path) -> Iterator[Path]:
     """Yield a file for llama.cpp's own program to round, beside its place."""
     plain = place.with_name(f"{place.name}-{kind}")
     try:
@@ -170,22 +198,24 @@ def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: boo
     """
     require_runtime()
     source = open_model(against, Opening(trust, packed=True))
-    kind = type_of_file(file)
-    folder = source.checkpoint.whole
-    proof = prove(file, folder, kind, proving, dense=find_dense_source(folder), trust=trust)
+    kind, folder = type_of_file(file), source.checkpoint.whole
+    ends: tuple[int, ...] = ()
+    with suppress(UserError):  # a tokenizer that only another tool writes
+        ends = read_tokenizer(folder, len(open_gguf(file).values["tokenizer.ggml.tokens"])).ends
+    outer = [tensor.kind.name.lower() for name, tensor in open_gguf(file).tensors.items() if name in OUTER]
+    shown = max((describe_type(kind, each) for each in outer), key=len, default=kind)
+    proof = prove(file, folder, shown, proving, ends=ends, dense=find_dense_source(folder), trust=trust)
     return proof.model_copy(update={"other_weights": tuple(other_weights(file, source, kind))})
 
 
 def type_of_file(file: Path) -> str:
-    """The type of most bytes of a file's matrices: the one whose limit a proof holds it to."""
-    from ckpt_prune.gguf.reading import open_gguf
-
+    """The type of most bytes of the matrices in a file's blocks: the one whose limit a proof holds it to."""
     sizes: dict[str, int] = {}
-    for tensor in open_gguf(file).tensors.values():
-        if len(tensor.shape) > 1:
+    for name, tensor in open_gguf(file).tensors.items():
+        if len(tensor.shape) > 1 and name.startswith("blk."):
             sizes[tensor.kind.name.lower()] = sizes.get(tensor.kind.name.lower(), 0) + tensor.bytes
     if not sizes:
-        raise UserError(f"{file} has no matrices")
+        raise UserError(f"{file} has no matrices in blocks")
     return max(sizes, key=lambda kind: sizes[kind])
 
 
@@ -219,31 +249,34 @@ class GgufStep:
         if recipe.proof:
             require_runtime()
         kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
-        needs_program(kind)
+        needs_program(kind, recipe.embedding_type)
         layout, dense = lay_out(source), None
+        kinds_of(layout, kind, recipe.embedding_type)
         if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
-            tokenizer_values(source.checkpoint.path, layout.values["vocab_size"])
+            read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
             dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
         return cls(recipe, kind, ProofOptions(text=calibration.text, window=calibration.window), dense, trust)
 
     def bytes(self, parameters: int) -> int:
         """Return what the file takes at most."""
-        return int(parameters * GGUF_BITS[self.kind] // 8)
+        return int(parameters * max(GGUF_BITS[self.kind], GGUF_BITS.get(self.recipe.embedding_type or "", 0)) // 8)
 
-    def run(self, output: Path, say: Callable[[str], None]) -> ExportedGguf:
-        """Write the file of a finished output beside its weights. If that fails, pass `say` the command for it."""
-        file = output / GGUF_FILES[self.kind]
-        try:
-            return export_gguf(
-                str(output),
-                file,
-                self.proving,
-                kind=self.kind,
-                proof=self.recipe.proof,
-                dense=self.dense,
-                trust=self.trust,
-            )
-        except BaseException:
-            command = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]
-            say(f"{output} is complete without its GGUF file: `{shlex.join(command)}` writes it")
-            raise
+    def run(self, output: Path) -> ExportedGguf:
+        """Write the file of an output beside its weights."""
+        return export_gguf(
+            str(output),
+            output / GGUF_FILES[self.kind],
+            self.proving,
+            kind=self.kind,
+            embedding=self.recipe.embedding_type,
+            proof=self.recipe.proof,
+            dense=self.dense,
+            overwrite=True,
+            trust=self.trust,
+        )
+
+    def command(self, output: Path) -> str:
+        """Return the command that writes the file of an output."""
+        file, embedding = output / GGUF_FILES[self.kind], self.recipe.embedding_type
+        words = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]
+        return shlex.join(words + (["--embedding-type", embedding] if embedding else []))

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.common.child_process import python_command, safe_environment
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.memory import peak_bytes
@@ -33,7 +34,8 @@ class Task:
         texts: to be split into tokens, with the tokens that the file itself adds.
         windows: token ids of each window.
         positions: after how many tokens of a window the next one is predicted.
-        chat: messages to put into the file's chat template.
+        chats: conversations to put into the file's chat template.
+        ends: tokens at which a text may end.
         generate: tokens to generate, to be timed.
     """
 
@@ -43,7 +45,8 @@ class Task:
     texts: list[str] = field(default_factory=list)
     windows: list[list[int]] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    chat: list[dict[str, str]] | None = None
+    chats: list[list[dict[str, str]]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     generate: int = 0
 
 
@@ -53,7 +56,9 @@ class Answer:
 
     Attributes:
         tokens: of each text.
-        chat: the messages in the template; None if they were not asked for.
+        prompts: each conversation in the template.
+        prompt_tokens: of each prompt, with those that the file itself adds.
+        stops: which of the ends end a text.
         ids: token ids, (windows, positions, top), the likeliest first.
         logs: their log-probabilities, float32.
         actual: log-probability of the token that follows in the window, (windows, positions).
@@ -63,7 +68,9 @@ class Answer:
     """
 
     tokens: list[list[int]]
-    chat: str | None
+    prompts: list[str]
+    prompt_tokens: list[list[int]]
+    stops: list[int]
     ids: "np.ndarray[Any, Any]"
     logs: "np.ndarray[Any, Any]"
     actual: "np.ndarray[Any, Any]"
@@ -78,15 +85,17 @@ def require_runtime() -> None:
         raise UserError(f"llama.cpp is not installed, and the file is proven in it: {INSTALL}, or give --no-validate")
 
 
-def run_llama_cpp(task: Task) -> Answer:
-    """Do a task in a new process.
+def run_llama_cpp(task: Task, scratch: Path | None = None) -> Answer:
+    """Do a task in a new process, which ends with this one.
+
+    Args:
+        scratch: an empty folder for what the processes exchange; None: one in TMPDIR.
 
     Raises:
         UserError: llama.cpp is not installed, cannot load the file, or ended; its own message is passed on.
     """
     require_runtime()
-    with tempfile.TemporaryDirectory(prefix="ckpt_prune-") as folder:
-        place = Path(folder)
+    with nullcontext(scratch) if scratch is not None else scratch_folder() as place:
         values = asdict(task) | {"model": str(Path(task.model).absolute())}
         (place / "task.json").write_text(json.dumps(values), encoding="utf-8")
         environment = safe_environment() | {"OMP_NUM_THREADS": str(task.threads)}
@@ -133,12 +142,16 @@ def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
-    tokens = [
-        _post(server, "/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
-        for text in task.texts
-    ]
-    chat = None if task.chat is None else _post(server, "/apply-template", {"messages": task.chat})["prompt"]
+    prompts = [_post(server, "/apply-template", {"messages": chat})["prompt"] for chat in task.chats]
+    tokens, prompt_tokens = (
+        [
+            _post(server, "/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+            for text in texts
+        ]
+        for texts in (task.texts, prompts)
+    )
     plain = _post(server, "/tokenize", {"content": "a"})["tokens"][-1]
+    stops = [end for end in task.ends if _complete(server, [plain], end)["stop_type"] == "eos"]
     ids, logs, actual = [], [], []
     for window in task.windows:
         for position in task.positions:
@@ -162,16 +175,19 @@ def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
         }
         speeds = server.handle_completions(body)["timings"]
     shape = (len(task.windows), len(task.positions))
+    top = -1 if ids else 0
     answer = {
         "tokens": tokens,
-        "chat": chat,
+        "prompts": prompts,
+        "prompt_tokens": prompt_tokens,
+        "stops": stops,
         "prompt_speed": speeds["prompt_per_second"],
         "generation_speed": speeds["predicted_per_second"],
         "memory": peak_bytes() or 0,
     }
     arrays: dict[str, Any] = {
-        "ids": np.array(ids, dtype=np.int64).reshape(*shape, -1),
-        "logs": np.array(logs, dtype=np.float32).reshape(*shape, -1),
+        "ids": np.array(ids, dtype=np.int64).reshape(*shape, top),
+        "logs": np.array(logs, dtype=np.float32).reshape(*shape, top),
         "actual": np.array(actual, dtype=np.float32).reshape(shape),
     }
     return answer, arrays
@@ -182,10 +198,15 @@ def _predict(server: Any, prompt: list[int], top: int, plain: int) -> list[dict[
 
     What is sampled is the token `plain`: without half a character or an end of text, of which the server says nothing.
     """
-    body = {"prompt": prompt, "n_predict": 1, "n_probs": top, "temperature": 0, "logit_bias": [[plain, 1000.0]]}
-    answer = _post(server, "/completion", body | {"cache_prompt": True})
+    answer = _complete(server, prompt, plain, n_probs=top, cache_prompt=True)
     found: list[dict[str, Any]] = answer["completion_probabilities"][0]["top_logprobs"]
     return found
+
+
+def _complete(server: Any, prompt: list[int], token: int, **more: Any) -> Any:
+    """Let a token come next, whatever is likely."""
+    body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "logit_bias": [[token, 1000.0]]}
+    return _post(server, "/completion", body | more)
 
 
 def _post(server: Any, path: str, body: dict[str, Any]) -> Any:

@@ -1,23 +1,17 @@
 """Proving a GGUF file in llama.cpp: it splits text into the same tokens, and computes what PyTorch does."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.llama_cpp import Answer, Task, require_runtime, run_llama_cpp
-from ckpt_prune.measure.samples.text import load_tokenizer
+from ckpt_prune.gguf.tokenizer import CHATS, TEXTS, fill_chats, find_frame, load_stored_tokenizer, split
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import LARGEST_KL, Proof, choose_windows, compare_logs, reference_logs
 from ckpt_prune.verification.dense_source import DenseSource
-
-_HARD_TEXT = (
-    "Hello, world! It's 3,141,592 or 2025-11-26; they'll \u00e9t\u00e9 na\u00efve \u4f60\u597d \U0001f680\n\n\n"
-    "\tdef f(x):\n        return x**2  # 100%\n\r\n   spaces   IS'T can't  WON'T \u0623\u0647 12345678 ___ \u00bd\u00b2"
-)
-_CHAT = [{"role": "user", "content": "Hello"}]
 
 
 def prove(
@@ -26,7 +20,9 @@ def prove(
     kind: str,
     options: ProofOptions,
     *,
+    ends: Sequence[int] = (),
     dense: DenseSource | None = None,
+    scratch: Path | None = None,
     trust: bool = False,
     threads: int = 0,
 ) -> Proof:
@@ -37,17 +33,22 @@ def prove(
         folder: of the checkpoint.
         kind: type of the file's matrices.
         options: text, number of windows and their length.
+        ends: tokens at which llama.cpp is to end a text.
         dense: the model that the checkpoint was pruned from.
+        scratch: an empty folder for temporary files; None: one in TMPDIR.
         trust: run code that the checkpoint brings.
         threads: of llama.cpp; 0: as PyTorch.
 
     Raises:
-        UserError: llama.cpp is not installed, does not load the file, or splits text into other tokens.
+        UserError: llama.cpp is not installed, does not load the file, splits text or a filled chat template into other
+            tokens, or goes on after an end.
     """
     require_runtime()
     chosen = choose_windows(folder, options, trust=trust)
     windows = chosen.windows
-    texts, expected, chat = _texts(folder, windows)
+    tokenizer = load_stored_tokenizer(folder)
+    texts = [*TEXTS, *(tokenizer.decode(window.tolist(), skip_special_tokens=True) for window in windows[:4])]
+    prompts = fill_chats(tokenizer)
     task = Task(
         model=str(file),
         context=windows.shape[1],
@@ -55,13 +56,17 @@ def prove(
         texts=texts,
         windows=windows.tolist(),
         positions=chosen.positions,
-        chat=None if chat is None else _CHAT,
+        chats=[CHATS[place] for place in prompts],
+        ends=list(ends),
         generate=chosen.generate,
     )
-    answer = run_llama_cpp(task)
-    _check_tokens(texts, expected, answer)
-    if chat is not None and answer.chat != chat:
-        raise UserError(f"llama.cpp fills the chat template differently: {answer.chat!r}, and transformers {chat!r}")
+    answer = run_llama_cpp(task, scratch)
+    for text, tokens in zip(texts, answer.tokens, strict=True):
+        _check_tokens(text, split(tokenizer, text), tokens)
+    _check_prompts(tokenizer, [*prompts.values()], answer)
+    if left := [end for end in ends if end not in answer.stops]:
+        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in left)
+        raise UserError(f"llama.cpp goes on after {named}, where generate ends a text")
     found = None if dense is None else dense.folder
     others: dict[str, Any] = {} if dense is None or found is not None else {"lacking": dense.lacking}
     if dense is not None and found is not None:
@@ -76,7 +81,7 @@ def prove(
         model=folder,
         type=kind,
         text=chosen.text,
-        texts=len(answer.tokens),
+        texts=len(texts) + len(prompts),
         speeds=(answer.prompt_speed, answer.generation_speed),
         memory=answer.memory,
         allowed=LARGEST_KL.get(kind),
@@ -84,22 +89,28 @@ def prove(
     )
 
 
-def _texts(folder: Path, windows: Tensor) -> tuple[list[str], list[list[int]], str | None]:
-    tokenizer = load_tokenizer(folder)
-    decoded = [tokenizer.decode(window.tolist(), skip_special_tokens=True) for window in windows[:4]]
-    texts = [_HARD_TEXT, "", " ", *decoded]
-    expected = [list(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
-    if not tokenizer.chat_template:
-        return texts, expected, None
-    chat = tokenizer.apply_chat_template(_CHAT, tokenize=False, add_generation_prompt=True)
-    return texts, expected, str(chat)
+def _check_prompts(tokenizer: Any, prompts: list[str], answer: Answer) -> None:
+    """Refuse a file whose chat template becomes other letters or tokens.
+
+    llama.cpp leaves the first and last token of a filled template out if it puts them around the prompt itself.
+    """
+    start, end = find_frame(tokenizer)
+    first, last = (
+        token if there else "" for token, there in ((tokenizer.bos_token, start), (tokenizer.eos_token, end))
+    )
+    for prompt, theirs, tokens in zip(prompts, answer.prompts, answer.prompt_tokens, strict=True):
+        if theirs != prompt.removeprefix(first).removesuffix(last):
+            raise UserError(f"llama.cpp fills the chat template differently: {theirs!r}, and transformers {prompt!r}")
+        expected = split(tokenizer, prompt, framed=False)
+        expected = [tokenizer.bos_token_id] * (start and expected[:1] != [tokenizer.bos_token_id]) + expected
+        expected += [tokenizer.eos_token_id] * (end and expected[-1:] != [tokenizer.eos_token_id])
+        _check_tokens(prompt, expected, tokens)
 
 
-def _check_tokens(texts: list[str], expected: list[list[int]], answer: Answer) -> None:
-    for text, ours, theirs in zip(texts, expected, answer.tokens, strict=True):
-        if ours != theirs:
-            place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
-            raise UserError(
-                f"llama.cpp splits {text[:40]!r} into other tokens than the checkpoint's tokenizer: from token {place} "
-                f"{theirs[place : place + 5]} and not {ours[place : place + 5]}"
-            )
+def _check_tokens(text: str, ours: list[int], theirs: list[int]) -> None:
+    if ours != theirs:
+        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
+        raise UserError(
+            f"llama.cpp splits {text[:40]!r} into other tokens than the checkpoint's tokenizer: from token {place} "
+            f"{theirs[place : place + 5]} and not {ours[place : place + 5]}"
+        )

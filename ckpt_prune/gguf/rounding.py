@@ -17,9 +17,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from ckpt_prune.common.child_process import program_command
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
-from ckpt_prune.common.graph_types import GgufType, MixedGgufType
+from ckpt_prune.common.graph_types import EmbeddingType, GgufType, MixedGgufType
 from ckpt_prune.sparsity.steps import find_steps
 
 Array = np.ndarray[Any, Any]
@@ -30,13 +31,18 @@ _BY_LLAMA_CPP = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 """Types that gguf-py reads and does not write."""
 
 
-def needs_program(chosen: GgufType) -> bool:
+def needs_program(chosen: GgufType, embedding: EmbeddingType | None = None) -> bool:
     """Return whether llama.cpp's own program rounds a file, since xllamacpp does not.
+
+    Args:
+        chosen: type of the file.
+        embedding: type of its embedding, if it has one of its own.
 
     Raises:
         UserError: neither is there.
     """
-    if chosen not in get_args(MixedGgufType) or _rounder() is not None:
+    by_llama_cpp = chosen in get_args(MixedGgufType) or (embedding or "").endswith("_k")
+    if not by_llama_cpp or _rounder() is not None:
         return False
     if shutil.which(_PROGRAM) is None:
         raise UserError(
@@ -46,11 +52,19 @@ def needs_program(chosen: GgufType) -> bool:
     return True
 
 
-def run_program(plain: Path, rounded: Path, chosen: GgufType) -> None:
+def run_program(plain: Path, rounded: Path, chosen: GgufType, embedding: EmbeddingType | None = None) -> None:
     """Round a file by llama.cpp's own program."""
-    command = [_PROGRAM, str(plain), str(rounded), chosen.upper(), str(torch.get_num_threads())]
+    options = ("--token-embedding-type", "--output-tensor-type") if embedding else ()
+    given = [word for option in options for word in (option, str(embedding))]
+    program = Path(shutil.which(_PROGRAM) or _PROGRAM).absolute()
+    words = [*given, str(plain), str(rounded), chosen.upper(), str(torch.get_num_threads())]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+        program_command(str(program), *words),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]

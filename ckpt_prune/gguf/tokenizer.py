@@ -4,19 +4,24 @@ llama.cpp has its own tokenizers. One that it does not have is refused, by name:
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.gguf.special_tokens import CONTROL, UNKNOWN, USER_DEFINED, Flags, describe_ends, find_stops, name_ends
 from ckpt_prune.measure.samples.text import load_tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""llama.cpp's token types."""
+NORMAL, UNUSED, BYTE = 1, 5, 6
+"""llama.cpp's token types, beside those of special tokens."""
 _ADDED_SCORE = -1000.0
 _CONFIGS = ("config.json", "generation_config.json")
 _SPACE = "▁"
@@ -50,8 +55,85 @@ _IGNORING_MERGES = ("llama-bpe", "tekken")
 """Pre-tokenizers with which llama.cpp looks up a whole word before it merges. dbrx is llama-bpe without that."""
 
 
-def tokenizer_values(folder: Path, rows: int) -> dict[str, Any]:
-    """Keys of GGUF that hold the tokenizer of a checkpoint folder.
+CHATS: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": "Hello"}],
+    [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "It's 12 o'clock."},
+        {"role": "user", "content": "And now?"},
+    ],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+)
+"""Conversations that fill a chat template, where it takes them."""
+HARD_TEXT = (
+    "Hello, world! It's 3,141,592 or 2025-11-26; they'll \u00e9t\u00e9 na\u00efve \u4f60\u597d \U0001f680\n\n\n"
+    "\tdef f(x):\n        return x**2  # 100%\n\r\n   spaces   IS'T can't  WON'T \u0623\u0647 12345678 ___ \u00bd\u00b2"
+)
+TEXTS = (HARD_TEXT, "", " ", "  two")
+
+
+@dataclass(frozen=True)
+class FileTokenizer:
+    """The tokenizer of a checkpoint as a GGUF file has it.
+
+    Attributes:
+        values: keys of the file.
+        name: under which the file is known. llama.cpp chooses rules for some tokens by it.
+        ends: at which llama.cpp ends a text as `generate` does.
+        notes: what llama.cpp does otherwise, a line each.
+    """
+
+    values: Mapping[str, Any]
+    name: str
+    ends: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def load_stored_tokenizer(folder: Path, used: Any = None) -> Any:
+    """Load the tokenizer that a folder's tokenizer.json describes, as llama.cpp's own converter reads it.
+
+    Some classes of transformers, such as LlamaTokenizer, put steps of their own in the place of those in the file.
+
+    Args:
+        used: what `load_tokenizer` returns, if it is loaded already.
+    """
+    used = used or load_tokenizer(folder)
+    if type(used) is PreTrainedTokenizerFast or not (folder / "tokenizer.json").is_file():
+        return used
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def fill_chats(tokenizer: Any) -> dict[int, str]:
+    """Return the prompts that a tokenizer's chat template makes of `CHATS`, by their places; it may refuse some."""
+    filled: dict[int, str] = {}
+    for place, messages in enumerate(CHATS if tokenizer.chat_template else ()):
+        with suppress(TemplateError, ValueError, TypeError):
+            filled[place] = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return filled
+
+
+def find_frame(tokenizer: Any) -> tuple[bool, bool]:
+    """Return whether a tokenizer puts its first and its last token around a text."""
+    plain, framed = (split(tokenizer, "a", framed=each) for each in (False, True))
+    start = framed[:1] == [tokenizer.bos_token_id] != plain[:1]
+    end = framed[-1:] == [tokenizer.eos_token_id] != plain[-1:]
+    if framed[start : len(framed) - end] != plain:
+        raise UserError("llama.cpp puts no tokens around a text other than the first and last of a sequence")
+    return start, end
+
+
+def split(tokenizer: Any, text: str, *, framed: bool = True) -> list[int]:
+    """Return the tokens of a text, with those that the tokenizer puts around it."""
+    return list(tokenizer(text, verbose=False, add_special_tokens=framed)["input_ids"])
+
+
+def tokenizer_values(folder: Path, rows: int) -> Mapping[str, Any]:
+    """Keys of GGUF that hold the tokenizer of a checkpoint folder. See `read_tokenizer`."""
+    return read_tokenizer(folder, rows).values
+
+
+def read_tokenizer(folder: Path, rows: int) -> FileTokenizer:
+    """Return the tokenizer of a checkpoint folder as a GGUF file has it.
 
     Args:
         folder: of the checkpoint.
@@ -60,38 +142,68 @@ def tokenizer_values(folder: Path, rows: int) -> dict[str, Any]:
     Raises:
         UserError: llama.cpp has no such tokenizer; what it lacks is named.
     """
-    tokenizer: Any = load_tokenizer(folder)
+    used: Any = load_tokenizer(folder)
+    tokenizer = load_stored_tokenizer(folder, used)
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"{folder}: llama.cpp has no tokenizer like {type(tokenizer).__name__}")
-    values = _content(json.loads(tokenizer.backend_tokenizer.to_str()), rows, folder)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    values = _content(content, rows, folder)
     config, generation = (read_json_object(file) if file.is_file() else {} for file in map(folder.joinpath, _CONFIGS))
+    ends = [end for end in _ends(generation if "eos_token_id" in generation else config) if end < rows]
     ids = {
         "bos": _first(tokenizer.bos_token_id, config.get("bos_token_id")),
-        "eos": _first(tokenizer.eos_token_id, config.get("eos_token_id")),
+        "eos": _first(tokenizer.eos_token_id, config.get("eos_token_id"), *ends),
         "unknown": tokenizer.unk_token_id,
         "padding": _first(tokenizer.pad_token_id, config.get("pad_token_id")),
     }
-    ends = generation.get("eos_token_id")
-    ids["eot"] = next((end for end in ends if end != ids["eos"]), None) if isinstance(ends, list) else None
+    ids |= name_ends(ends, ids["eos"], values["tokenizer.ggml.tokens"])
     for key, index in ids.items():
         if index is not None and 0 <= index < rows:
             values[f"tokenizer.ggml.{key}_token_id"] = int(index)
         elif index is not None and key in ("bos", "eos"):
             raise UserError(f"{folder}: {key}_token_id is {index}, and the embedding has {rows} rows")
-    plain, framed = (list(tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (False, True))
-    start, end = (
-        framed[:1] == [tokenizer.bos_token_id] != plain[:1],
-        framed[-1:] == [tokenizer.eos_token_id] != plain[-1:],
-    )
-    if framed[start : len(framed) - end] != plain:
-        raise UserError(f"{folder}: llama.cpp puts no tokens around a text other than the first and last of a sequence")
+    try:
+        start, end = find_frame(tokenizer)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
     values |= {"tokenizer.ggml.add_bos_token": start, "tokenizer.ggml.add_eos_token": end}
     template = tokenizer.chat_template
     if isinstance(template, dict) and "default" not in template:
         raise UserError(f"{folder}: none of the chat templates is named default: {', '.join(template)}")
     for name, text in (template if isinstance(template, dict) else {"default": template} if template else {}).items():
         values["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = text
-    return values
+    flags = Flags(content, values)
+    file_name = flags.choose_name(model_name(folder).rpartition("/")[2], str(config.get("model_type")))
+    prompts = [*fill_chats(tokenizer).values()]
+    try:
+        strips = flags.check(file_name, prompts)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    notes = (*describe_ends(values, ends), *strips, *_differences(used, tokenizer, prompts, start=start, end=end))
+    stops = find_stops(values)
+    return FileTokenizer(values, file_name, tuple(end for end in ends if end in stops), notes)
+
+
+def _ends(config: Mapping[str, Any]) -> list[int]:
+    """Return the tokens at which `generate` ends a text, by a generation_config.json or config.json."""
+    ends = config.get("eos_token_id")
+    every = ends if isinstance(ends, list) else [ends]
+    return [end for end in every if isinstance(end, int) and not isinstance(end, bool) and end >= 0]
+
+
+def _differences(used: Any, tokenizer: Any, prompts: list[str], *, start: bool, end: bool) -> Iterator[str]:
+    """Yield lines on what transformers does otherwise with a text, or a filled chat template, than llama.cpp."""
+    if type(used) is not type(tokenizer):
+        other = next((text for text in (*TEXTS, *prompts) if split(used, text) != split(tokenizer, text)), None)
+        if other is not None:
+            yield (
+                f"transformers' {type(used).__name__} splits {other[:40]!r} into other tokens than tokenizer.json, "
+                "which the file follows, as llama.cpp does"
+            )
+    if start and any(split(tokenizer, prompt, framed=False)[:1] != [tokenizer.bos_token_id] for prompt in prompts):
+        yield f"llama.cpp begins chats with {tokenizer.bos_token}, which apply_chat_template leaves out"
+    if end and prompts:
+        yield f"llama.cpp ends every prompt with {tokenizer.eos_token}, those of chats too"
 
 
 def _first(*values: Any) -> int | None:

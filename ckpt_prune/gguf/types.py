@@ -10,7 +10,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType, MixedGgufType
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import GGUF_ROWS, EmbeddingType, GgufType, MixedGgufType
 from ckpt_prune.gguf.layout import Layout
 
 FILE_TYPES: Mapping[GgufType, int] = {
@@ -19,6 +20,8 @@ FILE_TYPES: Mapping[GgufType, int] = {
 }
 """llama.cpp's numbers for a file whose matrices mostly have a type."""
 
+OUTER = ("token_embd.weight", "output.weight")
+"""The embedding, and the head if it has weights of its own."""
 _Rule = tuple[Callable[[int, int], bool], Kind]
 """Whether a block, by its index and the number of all, has the type."""
 
@@ -63,18 +66,28 @@ def default_type(checkpoint: Checkpoint) -> GgufType:
     return "q4_0" if packed else type_of(checkpoint.dtype)
 
 
-def kinds_of(layout: Layout, chosen: GgufType) -> tuple[dict[str, Kind], tuple[str, ...]]:
+def kinds_of(
+    layout: Layout, chosen: GgufType, embedding: EmbeddingType | None = None
+) -> tuple[dict[str, Kind], tuple[str, ...]]:
     """Return the type of every tensor, and lines that say which have another one than was asked for.
 
-    Vectors and norms are float32. With 4 bits the embedding and the head have 8. Rows that do not divide into blocks
-    get the types that llama.cpp's own tool gives them.
+    Vectors and norms are float32. With 4 bits the embedding and the head have 8, unless a type is given for them. Rows
+    that do not divide into blocks get the types that llama.cpp's own tool gives them.
+
+    Raises:
+        UserError: rows of the embedding do not divide into blocks of the type that is asked for.
     """
+    if embedding is not None:
+        _check_rows(embedding, int(layout.values["embedding_length"]))
     kinds: dict[str, Kind] = {}
     changed: Counter[tuple[str, str]] = Counter()
     rows: set[int] = set()
     for name, weight in layout.tensors.items():
         if len(weight.shape) == 1 or "_norm." in name:
             kinds[name] = Kind.F32
+            continue
+        if embedding is not None and name in OUTER:
+            kinds[name] = Kind[embedding.upper()]
             continue
         chosen_kind = kind = _choose_kind(layout, name, chosen)
         for other in (_ELSE.get(chosen_kind, chosen_kind), Kind.F16):
@@ -93,6 +106,30 @@ def kinds_of(layout: Layout, chosen: GgufType) -> tuple[dict[str, Kind], tuple[s
     return kinds, (f"rows of {sizes} are no multiple of {GGUF_ROWS[chosen]}: {counts}{hint}",)
 
 
+def _check_rows(embedding: EmbeddingType, width: int) -> None:
+    """Refuse a type whose blocks do not divide rows."""
+    block = gguf.GGML_QUANT_SIZES[Kind[embedding.upper()]][0]
+    if width % block:
+        fitting = [each for each in get_args(EmbeddingType) if not width % gguf.GGML_QUANT_SIZES[Kind[each.upper()]][0]]
+        raise UserError(
+            f"--embedding-type {embedding} has blocks of {block} columns, and the embedding has {width}: take "
+            f"{', '.join(fitting)}"
+        )
+
+
+def describe_type(chosen: str, embedding: str | None) -> str:
+    """Return the type of a file in words, with a coarser embedding: the limit of `chosen` says nothing of that."""
+    if embedding is None or _bits(embedding) >= _bits(chosen):
+        return chosen
+    return f"{chosen} with an embedding of {embedding}"
+
+
+def _bits(name: str) -> float:
+    """Return the bits of a weight; of a mixture, what most of its weights have."""
+    elements, size = gguf.GGML_QUANT_SIZES[Kind[name.upper().removesuffix("_S").removesuffix("_M").removesuffix("_L")]]
+    return 8 * size / elements
+
+
 def tensor_bytes(layout: Layout, kinds: Mapping[str, Kind]) -> dict[str, int]:
     blocks = {name: gguf.GGML_QUANT_SIZES[kind] for name, kind in kinds.items()}
     return {
@@ -109,8 +146,7 @@ def zero_bytes(layout: Layout, kinds: Mapping[str, Kind]) -> int:
 def _choose_kind(layout: Layout, name: str, chosen: GgufType) -> Kind:
     is_head = name == ("output.weight" if "output.weight" in layout.tensors else "token_embd.weight")
     if chosen not in get_args(MixedGgufType):
-        is_outer = name in ("token_embd.weight", "output.weight")
-        return Kind.Q8_0 if is_outer and chosen.startswith("q") else Kind[chosen.upper()]
+        return Kind.Q8_0 if name in OUTER and chosen.startswith("q") else Kind[chosen.upper()]
     base = Kind[chosen[:4].upper()]
     if is_head:
         return Kind.Q6_K

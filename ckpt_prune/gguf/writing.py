@@ -18,6 +18,7 @@ from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
 from ckpt_prune.gguf.layout import Layout
 from ckpt_prune.gguf.rounding import encode
+from ckpt_prune.gguf.tokenizer import FileTokenizer
 from ckpt_prune.gguf.types import FILE_TYPES, tensor_bytes
 from ckpt_prune.job.model_card import source_card
 
@@ -39,7 +40,7 @@ def write_gguf(
     layout: Layout,
     chosen: GgufType,
     kinds: Mapping[str, Kind],
-    tokenizer: Mapping[str, Any],
+    tokenizer: FileTokenizer,
     source: Path,
 ) -> None:
     """Write a layout to a path, whatever is there.
@@ -49,7 +50,7 @@ def write_gguf(
         layout: its tensors and the model's keys.
         chosen: type that the file says it has.
         kinds: type of every tensor.
-        tokenizer: keys of the tokenizer.
+        tokenizer: its keys and the file's name.
         source: folder whose card names the licence.
     """
     writer = gguf.GGUFWriter(path, layout.architecture.name)
@@ -60,10 +61,10 @@ def write_gguf(
             raise UserError(f"{path} takes {total:,} bytes, and there is no room for them; choose another place")
     for name, weight in layout.tensors.items():
         writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), sizes[name], raw_dtype=kinds[name])
-    _add_general(writer, layout, source, FILE_TYPES[chosen])
+    _add_general(writer, layout, source, tokenizer.name, FILE_TYPES[chosen])
     for key, value in layout.values.items():
         _add(writer, f"{layout.architecture.name}.{key}", value)
-    for key, value in tokenizer.items():
+    for key, value in tokenizer.values.items():
         _add(writer, key, value)
     with disk_failures(path):
         try:
@@ -77,9 +78,9 @@ def write_gguf(
             writer.close()
 
 
-def _add_general(writer: gguf.GGUFWriter, layout: Layout, source: Path, file_type: int) -> None:
+def _add_general(writer: gguf.GGUFWriter, layout: Layout, source: Path, name: str, file_type: int) -> None:
     writer.add_type("model")
-    writer.add_name(source.name)
+    writer.add_name(name)
     parameters = sum(math.prod(weight.shape) for weight in layout.tensors.values())
     writer.add_size_label(gguf.size_label(parameters, 0, 0, 0))
     card = source_card(source)

@@ -46,6 +46,7 @@ class Run:
         done: what stages have done as a whole, by names of the report.
         report: the record of the output, if an earlier run has finished it.
         sources: checkpoints that the output is made from.
+        export: writes more into the folder of the output, which lacks nothing else, before it takes its place.
     """
 
     out: Path
@@ -57,6 +58,13 @@ class Run:
     done: dict[str, Any] = field(default_factory=dict)
     report: Any = None
     sources: Sequence[Checkpoint] = ()
+    export: Callable[[Path], None] | None = None
+
+    def write_exports(self) -> None:
+        """Write what is exported of the output, in its staging folder."""
+        if self.export is not None and self.staging is not None:
+            self.staging.mark_written()
+            self.export(self.staging.path)
 
     @property
     def journal(self) -> Journal | None:

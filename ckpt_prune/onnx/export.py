@@ -410,27 +410,23 @@ class GraphStep:
     def bytes(self, parameters: int) -> int:
         return estimate_graphs_bytes(self.recipe, parameters)
 
-    def run(self, output: Path, say: Callable[[str], None]) -> Exported:
-        """Write the graph of a finished output into its folder `onnx`. If that fails, `say` gets the command for it."""
+    def run(self, output: Path) -> Exported:
+        """Write the graph of an output into its folder `onnx`."""
         out, recipe = output / GRAPH_FOLDER, self.recipe
-        try:
-            # What a killed run left is dropped; a graph that is there is not replaced.
-            writer = GraphWriter(Checkpoint.open(output, packed=True), out, recipe, overwrite=not out.exists())
-            return write_proven(
-                writer,
-                self.samples,
-                proof=recipe.proof,
-                tolerance=recipe.tolerance,
-                max_loss=recipe.max_loss,
-                dense=self.dense,
-                trust=self.trust,
-            )
-        except BaseException:
-            say(f"{output} is complete without its graph: `{self._command(output, out)}` writes it")
-            raise
+        writer = GraphWriter(Checkpoint.open(output, packed=True), out, recipe, overwrite=True)
+        return write_proven(
+            writer,
+            self.samples,
+            proof=recipe.proof,
+            tolerance=recipe.tolerance,
+            max_loss=recipe.max_loss,
+            dense=self.dense,
+            trust=self.trust,
+        )
 
-    def _command(self, output: Path, out: Path) -> str:
-        words = ["ckpt-prune", "export", str(output), "-o", str(out)]
+    def command(self, output: Path) -> str:
+        """Return the command that writes the graph of an output."""
+        words = ["ckpt-prune", "export", str(output), "-o", str(output / GRAPH_FOLDER)]
         for name, field in GraphSettings.model_fields.items():
             value, option = getattr(self.recipe, name), name.replace("_", "-")
             if value in (field.default, ("fp32",)):

@@ -6,8 +6,6 @@ Nothing heavy is imported before the process needs it: it takes a third of a sec
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -16,7 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from ckpt_prune.common.child_process import import_path, safe_environment
+from ckpt_prune.common.child_process import end_with, import_path, safe_environment
 from ckpt_prune.common.errors import one_line
 
 MOST_BYTES = 2**33
@@ -168,7 +166,7 @@ def serve(connection: Connection) -> None:
     """The process: load a graph, then run it on whatever comes. An answer that is a text is a failure."""
     try:
         graph, threads, providers, mapped, limit, parent = connection.recv()
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        end_with(parent)
         _limit_memory(limit)
         # It logs nothing: what goes wrong is in the answer.
         session = _create_session(Path(graph), threads, providers, mapped, severity=4)
@@ -186,13 +184,6 @@ def serve(connection: Connection) -> None:
         return  # the parent is gone
     except Exception as error:  # onnxruntime's exceptions share no base class
         connection.send(one_line(error))
-
-
-def _end_with(parent: int) -> None:
-    """A graph that never ends does not outlive its parent."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _limit_memory(most: int | None) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 from pydantic import BeforeValidator, ConfigDict, WithJsonSchema, field_serializer, field_validator, model_validator
 
 from ckpt_prune.common.fields import Strict
-from ckpt_prune.common.graph_types import ROUNDED_TYPES, ExportType, GgufType, GraphType
+from ckpt_prune.common.graph_types import ROUNDED_TYPES, EmbeddingType, ExportType, GgufType, GraphType
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.options.option import GRAPH, MODEL, Accepts, as_tuple, option
 
@@ -78,6 +78,10 @@ class GraphSettings(Strict):
     format: Literal["onnx", "gguf"] = option(default="onnx", group=MODEL)
     """onnx: a graph for onnxruntime. gguf: a file for llama.cpp, whose name ends in .gguf."""
 
+    embedding_type: EmbeddingType | None = option(default=None)
+    """Type of a GGUF file's embedding, and of its head if it has one of its own. Rows of the k types are multiples of
+    256. [default: that of --dtype, but q8_0 for q4_0 and q4_1; a mixture gives q6_k to the head]"""
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in_type(cls, values: Any) -> Any:
@@ -117,9 +121,15 @@ class GraphSettings(Strict):
                 )
             raise ValueError(f"--dtype {wrong[0]} does not go with --format {self.format}: take {', '.join(types)}")
         if self.format == "onnx":
+            if self.embedding_type is not None:
+                raise ValueError("--embedding-type goes with --format gguf")
             return self
         fields = GraphSettings.model_fields
-        changed = [name for name in fields.keys() - {"format", "dtype"} if getattr(self, name) != fields[name].default]
+        changed = [
+            name
+            for name in fields.keys() - {"format", "dtype", "embedding_type"}
+            if getattr(self, name) != fields[name].default
+        ]
         if changed:
             raise ValueError(f"--{min(changed).replace('_', '-')} does not go with --format gguf")
         if len(self.dtype) > 1:

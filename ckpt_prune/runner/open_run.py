@@ -22,8 +22,10 @@ from ckpt_prune.runner.publish import form_of, publish_complete, wanted_names
 
 
 @contextmanager
-def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: Announce) -> Iterator[Run]:
-    """Enter the staging folder of a job's run."""
+def open_run(
+    job: Job, out: Path, *, resume: bool, overwrite: bool, announce: Announce, export: Callable[[Path], None] | None
+) -> Iterator[Run]:
+    """Enter the staging folder of a job's run. `export` is as in `Run`."""
     doing = next((stage.doing for stage in reversed(stages_of(job.recipe)) if stage.prunes), "")
     opening = OutputFacts(
         form_of(job.recipe),
@@ -32,7 +34,7 @@ def open_run(job: Job, out: Path, *, resume: bool, overwrite: bool, announce: An
         lambda: wanted_names(job.model.checkpoint, job.recipe),
         lambda journal: summary(journal, job.model.blocks, doing),
     )
-    run = Run(out, None, PhaseTimer(job.device), announce)
+    run = Run(out, None, PhaseTimer(job.device), announce, export=export)
     with open_staging(opening, run, resume=resume, overwrite=overwrite):
         yield run
 
@@ -73,7 +75,7 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
     def begin() -> Staging:
         wants = opening.wanted()
         staging = Staging(out, job=opening.digest, resume=resume, overwrite=overwrite, kind=form.kind, wants=wants)
-        if staging.journal.complete and _is_changed(staging, form):
+        if staging.journal.is_written and _is_changed(staging, form):
             announce(f"{out}.partial is not what was written: what changed is done again")
             staging.reopen()
         if staging.changed is not None:
@@ -95,7 +97,7 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
     staging = run.staging = group.on_first(begin)
     with nullcontext() if staging is None else staging:
         run.report = group.once(
-            lambda: publish_complete(staging, form, announce) if staging and staging.journal.complete else None
+            lambda: publish_complete(staging, form, run) if staging and staging.journal.is_written else None
         )
         yield
 
@@ -128,6 +130,8 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
     """Return what a journal says is done, in words. `done` is what was done to a block that is written."""
     if journal.complete:
         return "all done but putting it in its place"
+    if journal.is_written:
+        return "all done but what is exported of it"
     entries = journal.entries
 
     def count(prefix: str) -> int:

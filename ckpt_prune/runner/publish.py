@@ -102,13 +102,16 @@ def put_in_place(writer: CheckpointWriter, record: Any, form: Form, digests: Map
         writer.write_text(_CARD, model_card(record, read_json_object(writer.folder / CONFIG)))
     elif form.card is not None:
         writer.write_text(_CARD, form.card(record))
+    run.write_exports()
     _announce_stale(writer.out, writer.finish(), run.announce)
     return record
 
 
-def publish_complete(staging: Staging, form: Form, announce: Announce) -> Any:
-    """Put in its place what an interrupted run has written whole. Return its record."""
-    _announce_stale(staging.out, staging.publish(), announce)
+def publish_complete(staging: Staging, form: Form, run: Run) -> Any:
+    """Put in its place what an interrupted run has written whole, but perhaps for exports. Return its record."""
+    if not staging.journal.complete:
+        run.write_exports()
+    _announce_stale(staging.out, staging.publish(), run.announce)
     return form.read(staging.out)
 
 

@@ -1,5 +1,6 @@
 """The story of a job: check it, preview it, run its stages, walk over the blocks, publish."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def run_job(
     resume: bool = False,
     overwrite: bool = False,
     announce: Announce = say_nothing,
+    export: Callable[[Path], None] | None = None,
 ) -> Done:
     """Run a job, or continue it, into a folder that stock transformers loads.
 
@@ -72,6 +74,8 @@ def run_job(
             default the job is checked here.
         resume: continue an interrupted run of the same job.
         overwrite: replace an existing output, or start an interrupted run afresh.
+        export: writes more into the finished folder before it takes its place. Where that is killed, a resumed run
+            calls it again; where it raises, the folder stays as after a crash.
     """
     # 1. Refuse what cannot work, before anything is measured.
     start = start or check_job(job)
@@ -79,7 +83,7 @@ def run_job(
     check_together(job)
 
     # 2. Enter the staging folder with its journal.
-    with open_run(job, out, resume=resume, overwrite=overwrite, announce=announce) as run:
+    with open_run(job, out, resume=resume, overwrite=overwrite, announce=announce, export=export) as run:
         if run.report is not None:
             return Done(start, run.report, finished=True)
 
@@ -103,7 +107,7 @@ def run_job(
         for stage in stages_of(prepared.recipe):
             stage.after_blocks(prepared, run)
 
-        # 6. Config, report and card; then the folder takes its place, whole or not at all.
+        # 6. Config, report, card and exports; then the folder takes its place, whole or not at all.
         return Done(prepared, process_group().once(lambda: publish(prepared, records, run)))
 
 

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -98,14 +98,22 @@ def test_an_output_whose_graph_cannot_be_made_comes_with_the_error(place, monkey
     )
 
 
+@dataclass(frozen=True)
+class Made:
+    """What stands for a graph and for what was pushed."""
+
+    path: Path = Path("onnx")
+    passed: bool = True
+
+
 @pytest.mark.thorough
 def test_of_several_processes_one_makes_the_graph_and_pushes(place, monkeypatch):
     done: list[tuple[str, int]] = []
 
-    def record(what: str) -> Callable[..., SimpleNamespace]:
-        def once(*_args: object, **_options: object) -> SimpleNamespace:
+    def record(what: str) -> Callable[..., Made]:
+        def once(*_args: object, **_options: object) -> Made:
             done.append((what, process_group().size))
-            return SimpleNamespace(passed=True)
+            return Made()
 
         return once
 

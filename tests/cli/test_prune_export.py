@@ -182,30 +182,43 @@ def stop_with(error: BaseException):
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-@pytest.mark.parametrize(
-    ("error", "code", "last"),
-    [(KeyboardInterrupt(), 130, "Interrupted."), (UserError("cannot be exported"), 2, "Error: cannot be exported")],
-)
-def test_an_export_that_ends_in_the_middle_names_the_command_that_finishes(
-    again, monkeypatch, error, code, last, as_json
+def test_an_output_that_cannot_be_exported_takes_its_place_and_the_command_that_writes_its_graph_is_named(
+    again, monkeypatch, as_json
 ):
-    monkeypatch.setattr(exporting, "trace_model", stop_with(error))
+    monkeypatch.setattr(exporting, "trace_model", stop_with(UserError("cannot be exported")))
     result = CliRunner().invoke(main, [*PRUNE, *EXPORT, "-o", "out", *(["--json"] if as_json else [])])
-    assert result.exit_code == code
+    assert result.exit_code == 2
     assert result.stderr.splitlines() == [
         "out is complete without its graph: `ckpt-prune export out -o out/onnx` writes it",
-        last,
+        "Error: cannot be exported",
     ]
     if not as_json:
         assert result.stdout.startswith(COSTS)
         assert result.stdout.endswith("written to out\n")
     else:
         report = json.loads(result.stdout)
-        assert report.pop("onnx") == {"written": False, "error": "cannot be exported" if code == 2 else "interrupted"}
+        assert report.pop("onnx") == {"written": False, "error": "cannot be exported"}
         assert report.pop("messages") == []
         assert report.pop("fewer_bits").startswith("fewer bits lose less than pruning")
         assert report == read_json("out/ckpt_prune.json")
     assert_complete("out")
+
+
+def test_an_export_that_is_interrupted_is_resumed_before_the_output_has_its_name(again, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "trace_model", stop_with(KeyboardInterrupt()))
+        result = CliRunner().invoke(main, [*PRUNE, *EXPORT, "-o", "out"])
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr.splitlines() == [
+        "out.partial keeps what is done: the same command with --resume continues",
+        "Interrupted.",
+    ]
+    assert not Path("out").exists()
+    result = run(*PRUNE, *EXPORT, "-o", "out", "--resume")
+    assert result.exit_code == 0
+    assert result.stderr == "resuming out.partial: all done but what is exported of it\n"
+    assert result.stdout.endswith(": written to out/onnx\n")
+    assert INSIDE in ok("verify", "out", "--against", "dense")
 
 
 def leave_without_graph(monkeypatch: pytest.MonkeyPatch, *more: str) -> str:
@@ -254,7 +267,7 @@ def test_an_export_that_was_killed_is_resumed(again, monkeypatch):
         patch.setattr(Staging, "discard", Staging.release)
         patch.setattr(exporting, "trace_model", stop_with(SystemExit()))
         run(*PRUNE, *EXPORT, "-o", "out")
-    assert Path("out/onnx.partial").is_dir()
+    assert Path("out.partial/onnx.partial").is_dir()
     ok(*PRUNE, *EXPORT, "-o", "out", "--resume")
 
 

@@ -109,6 +109,28 @@ def test_a_weight_that_cannot_be_read_while_numbers_are_tried_is_an_error(machin
     assert Case("narrow", Fault(at, "EACCES"), "overwrite").run(machine) == []
 
 
+@pytest.mark.parametrize("what", every(2, ["SIGKILL", "SIGTERM", "SIGINT", "torn-SIGKILL", "ENOSPC", "EACCES"]))
+def test_an_output_has_no_name_before_its_gguf_file_is_written(machine: Machine, what: str) -> None:
+    """It stood there, complete by its record, and --resume had another thing to do than to finish it."""
+    break_export(machine, "gguf-recipe", "out.partial/.model-f32.gguf", what)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["SIGKILL", "ENOSPC"])
+def test_an_output_has_no_name_before_its_graph_is_written(machine: Machine, what: str) -> None:
+    break_export(machine, "graph", "out.partial/onnx", what)
+
+
+def break_export(machine: Machine, job: str, place: str, what: str) -> None:
+    """Begin, middle and end of what is exported."""
+    seen = machine.reference(job).seen
+    places = [at for at, operation in enumerate(seen, 1) if place in operation.path]
+    assert {seen[at - 1].what for at in places} >= {"create", "write", "rename"}
+    ours = [at for at in places if what in faults_of(seen[at - 1])]
+    for at in {ours[0], ours[len(ours) // 2], ours[-1]}:
+        assert Case(job, Fault(at, what)).run(machine) == []
+
+
 def test_every_operation_has_a_fault_that_changes_nothing_when_it_does_not_come(machine: Machine) -> None:
     """The machine itself: without a fault a job ends well, and a wrong file is seen."""
     assert machine.faulty("plan", Fault(10**6, "EIO"), "overwrite") == []

@@ -370,7 +370,9 @@ def _place_faults(job: Job, place: Path, reference: Reference, ran: Ran) -> Iter
     aside = f".{job.out}.ckpt_prune-replaced"
     new = _below(reference.after, job.out)
     exported = (f"{job.out}/onnx/", f"{job.out}/model-f32.gguf")
-    finished = [new, {name: data for name, data in new.items() if not name.startswith(exported)}]
+    without = {name: data for name, data in new.items() if not name.startswith(exported)}
+    # What was killed never stands there without its exports; what cannot be exported does.
+    finished = [new, *([without] if ran.code == 2 else [])]
     if f"{aside}/{THEIRS}" in files:  # what is not this tool's moves last
         finished += [{name: data for name, data in tree.items() if name != f"{job.out}/{THEIRS}"} for tree in finished]
     settled_files = {

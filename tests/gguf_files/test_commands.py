@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
 from ckpt_prune.gguf import llama_cpp
+from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.runtimes.comparison import choose_windows, reference_logs
 from tests.gguf_files.tiny import proving, save
 
@@ -131,6 +132,8 @@ def test_a_file_that_computes_something_else_is_not_kept(model, tmp_path, monkey
         (["--format", "gguf", "--dtype", "f16", "--dtype", "f32", "-o", "m.gguf"], "a GGUF file has one --dtype"),
         (["--dtype", "f16", "-o", "m"], "--dtype f16 is a type of GGUF files: add --format gguf, or take fp32, fp16"),
         (["--dtype", "q4_k_m", "-o", "m"], "--dtype q4_k_m is a type of GGUF files: add --format gguf"),
+        (["--embedding-type", "q4_0", "-o", "m"], "--embedding-type goes with --format gguf"),
+        (["--format", "gguf", "--embedding-type", "q4_k", "-o", "m.gguf"], "--embedding-type q4_k has blocks of 256"),
         (["-o", "m.gguf"], "-o m.gguf ends in .gguf: add --format gguf"),
         (["--format", "gguf", "-o", "m"], "a name that ends in .gguf"),
     ],
@@ -158,13 +161,14 @@ def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     out, text = tmp_path / "out", proving(model).text[0]
     recipe = ["--recipe", "flap-global", "--ratio", 0.3, "--text", text, "--samples", 4, "--window", 48]
-    export = ["--set", "export={format: gguf, dtype: q8_0}"]
+    export = ["--set", "export={format: gguf, dtype: q8_0, embedding_type: q5_0}"]
     code, output = run("prune", model, *recipe, *export, "-o", out, "--dry-run")
     assert (code, "to be exported: gguf, q8_0" in output) == (0, True), output
     code, output = run("prune", model, *recipe, *export, "-o", out)
     assert code == 0, output
     assert "llama.cpp computes what PyTorch does, as far as q8_0 can\n" in output
     assert "\ndeci, q8_0, " in output
+    assert open_gguf(out / "model-q8_0.gguf").tensors["token_embd.weight"].kind.name == "Q5_0"
     assert run("verify", out)[0] == 0
     (out / "model-q8_0.gguf").unlink()
     code, output = run("prune", model, *recipe, *export, "-o", out, "--resume", "--json")

@@ -11,7 +11,7 @@ from ckpt_prune import prune, quantize
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import MixedGgufType
 from ckpt_prune.gguf import rounding
-from ckpt_prune.gguf.export import export_gguf
+from ckpt_prune.gguf.export import export_gguf, validate_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
@@ -98,6 +98,45 @@ def test_where_xllamacpp_does_not_round_the_program_does(wide, tmp_path, monkeyp
     assert {path.name for path in tmp_path.iterdir()} == {"llama-quantize", "said"}
 
 
+@pytest.mark.parametrize(
+    ("tied", "kind", "embedding"), [(True, "q8_0", "q4_0"), (False, "q4_0", "q5_k"), (False, "q4_k_m", "f16")]
+)
+def test_the_embedding_and_the_head_have_the_type_that_is_asked_for_and_run_in_llama_cpp(
+    tmp_path, tied, kind, embedding
+):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    model = save(tmp_path / "model", "llama", **WIDE | {"num_hidden_layers": 2, "tie_word_embeddings": tied})
+    usual, chosen = (
+        export_gguf(
+            str(model), tmp_path / f"{each}.gguf", proving(model), kind=kind, embedding=each, proof=each is not None
+        )
+        for each in (None, embedding)
+    )
+    assert chosen.passed
+    kinds = {name: tensor.kind.name.lower() for name, tensor in open_gguf(chosen.path).tensors.items()}
+    others = {name: tensor.kind.name.lower() for name, tensor in open_gguf(usual.path).tensors.items()}
+    outer = {"token_embd.weight"} if tied else {"token_embd.weight", "output.weight"}
+    assert {name: kinds[name] for name in outer} == dict.fromkeys(outer, embedding)
+    assert {name: each for name, each in kinds.items() if name not in outer} == {
+        name: each for name, each in others.items() if name not in outer
+    }
+    coarse = embedding == "q4_0"
+    assert chosen.proof.type == (f"{kind} with an embedding of {embedding}" if coarse else kind)
+    # 4 bits of the embedding are farther from PyTorch than the limit of 8 says.
+    assert (chosen.proof.allowed is None) == (coarse or kind != "q8_0")
+    assert validate_gguf(chosen.path, str(model), proving(model)).passed
+
+
+def test_an_embedding_whose_rows_do_not_divide_is_refused_with_the_types_that_it_can_have(tmp_path):
+    model = save(tmp_path / "model", "llama", hidden_size=96, num_hidden_layers=1)
+    says = (
+        "q4_k has blocks of 256 columns, and the embedding has 96: take f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0$"
+    )
+    with pytest.raises(UserError, match=says):
+        export_gguf(str(model), tmp_path / "m.gguf", proving(model), kind="q4_0", embedding="q4_k", proof=False)
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
 def test_the_numbers_of_types_are_those_of_llama_cpp():
     from gguf import LlamaFileType
 
@@ -132,6 +171,42 @@ def check_same_weights(out, packed):
     for name, weight in blocks.items():
         assert file.tensors[name].kind.name == "Q4_0"
         torch.testing.assert_close(file.read(name).float(), weight.read().float(), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("int8", 101), ("int4", 101), ("int4", 98), ("int8", 96)])
+def test_rows_that_end_in_the_middle_of_a_word_are_read(tmp_path, kind, columns):
+    """Each scale is of a whole row; the last word of a row is filled up, and what fills it is no column."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    model = save(tmp_path / "model", "llama", intermediate_size=columns, num_hidden_layers=2)
+    packed = quantize(str(model), output=tmp_path / "packed", format=kind, group_size="channel").path
+    dense, read = (open_model(str(each), Opening(packed=True)).checkpoint for each in (model, packed))
+    names = [name for name in dense.tensors if "_proj" in name]
+    assert {name: read.tensors[name].shape for name in names} == {name: dense.tensors[name].shape for name in names}
+    for name, (plain, rounded) in {name: (dense.read([name])[name], read.read([name])[name]) for name in names}.items():
+        steps = plain.abs().amax(1, keepdim=True) / (127 if kind == "int8" else 7)
+        # No number is farther than half a step, which is no larger than that of the largest number; cut ones are.
+        assert ((plain - rounded).abs() <= 0.51 * steps).float().mean() > 0.98, name
+    exported = export_gguf(str(packed), tmp_path / "m.gguf", proving(model), kind="f32")
+    assert exported.passed
+
+
+@pytest.mark.parametrize("change", ["shape", "missing"])
+def test_a_shape_that_does_not_fit_its_words_is_refused(tmp_path, change):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from safetensors.torch import load_file, save_file
+
+    model = save(tmp_path / "model", "llama", num_hidden_layers=1)
+    packed = quantize(str(model), output=tmp_path / "packed", format="int8").path
+    tensors = load_file(packed / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight_shape"
+    if change == "shape":
+        tensors[name] = torch.tensor([32, 0])
+    else:
+        del tensors[name]
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"down_proj.weight_packed has no shape or scales that fit it"):
+        open_model(str(packed), Opening(packed=True))
 
 
 @pytest.mark.thorough
