@@ -1,6 +1,7 @@
 """Quantised checkpoints: plain fp8 is read as bfloat16, others are refused by name before weights are read."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,27 @@ _METHODS = {
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:\n\s*-\s*)?[\"']?([\w.-]+/[\w.-]+)[\"']?\s*$", re.MULTILINE)
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a file in GGUF, by its name or by its first bytes: some programs name it after its digest."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 def refuse_gguf(path: Path) -> None:
-    """Refuse a GGUF file, or a folder whose weights are in one, with the command that makes a plain copy."""
+    """Refuse a GGUF file, or a folder whose weights are in one, with the command that makes a checkpoint of it."""
     file = path
     if path.is_dir():
         files = sorted(path.iterdir())
         file = next((each for each in files if each.suffix.lower() == ".gguf"), path)
         if file == path or any(each.suffix in _WEIGHTS for each in files):
             return
-    if file.suffix.lower() == ".gguf" and file.is_file():
-        convert = _by_transformers(f"from_pretrained('{file.parent}', gguf_file='{file.name}')")
-        remedy = _remedy(file.parent, convert.format(auto=class_name({})))
-        raise UserError(f"{file} is GGUF, whose weights are quantised; {remedy}")
+    if is_gguf(file):
+        command = shlex.join(["ckpt-prune", "convert", str(file), "-o", f"{file.stem}-checkpoint"])
+        raise UserError(f"{file} is a GGUF file: `{command}` makes a checkpoint of it, which this command takes")
 
 
 def refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:

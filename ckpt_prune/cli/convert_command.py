@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
 
 def _show(conversion: "Conversion", _options: dict[str, Any]) -> None:
+    for line in conversion.proof.lines() if conversion.proof else ():
+        click.echo(line)
+    if not conversion.passed:
+        click.echo(f"nothing is written to {conversion.output}; --no-validate leaves the comparison out")
+        return
     parameters = f"{conversion.parameters} parameters"
     click.echo(f"{conversion.output}: {conversion.model_type}, {conversion.architecture}, {parameters}")
     for note in conversion.notes:

@@ -2,10 +2,10 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pydantic import Field
@@ -18,6 +18,7 @@ from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import canonical_json, parse_json_object, pretty_json
 from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
 from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import CONVERSION_RECORD
 from ckpt_prune.common.progress import track
 from ckpt_prune.common.records import FixedRecord
@@ -27,6 +28,24 @@ from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.model.containers.rope_keys import state_rope
 from ckpt_prune.runner.open_run import OutputFacts, open_staging
 from ckpt_prune.runner.publish import put_in_place
+
+
+class Comparison(Protocol):
+    """How a new checkpoint compares with its source in another runtime: see `runtimes.comparison.Proof`."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether both compute the same."""
+
+    def lines(self) -> list[str]:
+        """Return lines for the user."""
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+
+
+Compare = Callable[[Path], Comparison]
+"""Compares a finished folder, before it takes its place, with its source in another runtime."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +104,25 @@ class StockCheckpoint:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A converted checkpoint: its folder, the stock class that loads it, and lines for the user."""
+    """A converted checkpoint: its folder, the stock class that loads it, lines for the user, perhaps a comparison."""
 
     output: Path
     model_type: str
     architecture: str
     parameters: int
     notes: tuple[str, ...]
+    proof: Comparison | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was written: it is not if it computes something else than its source."""
+        return self.proof is None or self.proof.passed
 
     def data(self) -> dict[str, Any]:
-        return asdict(self) | {"output": str(self.output), "notes": list(self.notes)}
+        plain = asdict(replace(self, proof=None)) | {"output": str(self.output), "notes": list(self.notes)}
+        del plain["proof"]
+        validation = None if self.proof is None else self.proof.model_dump()
+        return plain | {"written": self.passed, "validation": validation}
 
 
 class ConversionRecord(FixedRecord):
@@ -129,32 +157,50 @@ def find_conversion(folder: Path) -> ConversionRecord | None:
 _CONVERTED = Form(find_conversion, kind=FolderKind(CONVERSION_RECORD, "what `convert` wrote"))
 
 
+class _FailedProofError(UserError):
+    """The new checkpoint computes something else than its source."""
+
+    def __init__(self, proof: Comparison) -> None:
+        super().__init__(proof.lines()[-1])
+        self.proof = proof
+
+
 def write_stock(
     stock: StockCheckpoint,
     out: Path,
     *,
     resume: bool = False,
     overwrite: bool = False,
+    compare: Compare | None = None,
     announce: Announce = say_nothing,
 ) -> Conversion:
-    """Write a checkpoint, one tensor at a time, or continue an interrupted run that did."""
+    """Write a checkpoint, one tensor at a time, or continue an interrupted run that did.
+
+    Nothing is kept of one that does not compute what its source does, if `compare` is given.
+    """
     record = ConversionRecord(source=stock.name, fingerprint=stock.fingerprint, notes=list(stock.notes))
+    made = [SINGLE, CONFIG, CONVERSION_RECORD, *stock.texts]
     opening = OutputFacts(
         _CONVERTED,
         hashlib.sha256(canonical_json([__version__, "convert", stock.fingerprint]).encode()).hexdigest(),
         [] if stock.source is None else [stock.source],
-        lambda: top_names(stock.copied) | dict.fromkeys([SINGLE, CONFIG, CONVERSION_RECORD, *stock.texts]),
+        lambda: top_names(stock.copied) | {name.partition("/")[0]: None for name in made},
         lambda journal: f"{len(journal.entries)} of {len(stock.tensors)} tensors converted",
     )
     run = Run(out, None, PhaseTimer(torch.device("cpu")), announce)
-    with open_staging(opening, run, resume=resume, overwrite=overwrite):
-        if run.report is None:
-            _write(stock, record, run)
+    proof: Comparison | None = None
+    try:
+        with open_staging(opening, run, resume=resume, overwrite=overwrite):
+            if run.report is None:
+                proof = _write(stock, record, run, compare)
+    except _FailedProofError as error:
+        proof = error.proof
     parameters = sum(prod(tensor.shape) for tensor in stock.tensors.values())
-    return Conversion(out, stock.config["model_type"], stock.config["architectures"][0], parameters, stock.notes)
+    architecture = stock.config["architectures"][0]
+    return Conversion(out, stock.config["model_type"], architecture, parameters, stock.notes, proof)
 
 
-def _write(stock: StockCheckpoint, record: ConversionRecord, run: Run) -> None:
+def _write(stock: StockCheckpoint, record: ConversionRecord, run: Run, compare: Compare | None) -> Comparison | None:
     assert run.staging is not None
     layout = {SINGLE: {name: (tensor.dtype, tensor.shape) for name, tensor in stock.tensors.items()}}
     writer = CheckpointWriter(run.staging, layout, sharded=False)
@@ -168,8 +214,12 @@ def _write(stock: StockCheckpoint, record: ConversionRecord, run: Run) -> None:
         writer.write_text(name, text)
     for name, path in stock.copied.items():
         writer.copy(path, name)
+    proof = None if compare is None else compare(writer.folder)
+    if proof is not None and not proof.passed:
+        raise _FailedProofError(proof)
     digests = sha256_files(writer.folder, [SINGLE, *sorted(writer.side_names)])
     _ = stock.copied  # raises if one changed while it was copied
     if stock.source is not None and (left_out := side_files_of(stock.source).line) is not None:
         run.announce(left_out)
     put_in_place(writer, record, _CONVERTED, digests, run)
+    return proof

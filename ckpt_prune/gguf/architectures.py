@@ -39,10 +39,15 @@ class Architecture:
             that rows of q and k are reordered.
         norm_offset: what is added to the weights of norms.
         values: GGUF key, without the architecture's name → key of config.json.
+        absent: GGUF key → what llama.cpp takes for it where a file lacks it. Without one, a file must have it.
+        A 0 means the same.
         only: key of config.json → the values that llama.cpp computes.
         biases: modules that may have a bias; None: any.
         window: llama.cpp applies the config's sliding window. Elsewhere the context is cut to the window.
         pattern: block → whether it is an exception (full attention, no rotary positions): the last of every N.
+        large: number of blocks of the model of 27 B, in which llama.cpp scales attention by hidden size / heads.
+        table: llama.cpp reads a table that rotary frequencies are divided by.
+        partial: transformers' class can rotate a part of each head.
         constants: GGUF keys that it asks for besides.
         epsilon: GGUF key of the norms' epsilon.
         differs: blocks may have different shapes.
@@ -55,15 +60,32 @@ class Architecture:
     neighbours: bool = False
     norm_offset: int = 0
     values: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, float | None] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     biases: frozenset[str] | None = None
     window: bool = False
     pattern: int | None = None
+    large: int | None = None
+    table: bool = False
+    partial: bool = False
     constants: Mapping[str, Any] = field(default_factory=dict)
     epsilon: str = "layer_norm_rms_epsilon"
     differs: bool = False
 
+    def query_scalar(self, blocks: int, hidden: int, heads: int, head_dim: int) -> int:
+        """Return the number by whose root llama.cpp divides products of queries and keys."""
+        return hidden // heads if blocks == self.large else head_dim
 
+
+_OLMO = (
+    ATTENTION
+    | GATED
+    | HEAD_NORMS
+    | {
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+)
 _SILU = {"hidden_act": SILU}
 _GELU = {"hidden_activation": (*TANH_GELU, None)}
 _NONE: frozenset[str] = frozenset()
@@ -74,8 +96,8 @@ _SOFTCAPS = {
 }
 
 ARCHITECTURES = (
-    Architecture("llama", "llama", neighbours=True, only=_SILU),
-    Architecture("llama", "mistral", neighbours=True, only=_SILU),
+    Architecture("llama", "llama", neighbours=True, only=_SILU, table=True),
+    Architecture("llama", "mistral", neighbours=True, only=_SILU, table=True),
     Architecture("qwen2", "qwen2", only=_SILU | {"use_sliding_window": (False,)}, biases=_INPUTS),
     Architecture("qwen3", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE),
     Architecture("seed_oss", "seed_oss", LLAMA | {"post_attention_layernorm": "post_attention_norm"},
@@ -84,35 +106,37 @@ ARCHITECTURES = (
                  pattern=4),
     Architecture("gemma", "gemma", norm_offset=1, only=_GELU, biases=_NONE),
     Architecture("gemma2", "gemma2", SANDWICH | ATTENTION | GATED, norm_offset=1, values=_SOFTCAPS, only=_GELU,
-                 biases=_NONE, window=True, pattern=2),
+                 biases=_NONE, window=True, pattern=2, large=46,
+                 absent={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
     Architecture("gemma3", "gemma3_text", SANDWICH | ATTENTION | GATED | HEAD_NORMS, norm_offset=1, only=_GELU |
-                 {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}, biases=_NONE, window=True,
-                 pattern=6),
+                 {"attn_logit_softcapping": (None,)}, biases=_NONE, window=True, pattern=6, large=62,
+                 values={"final_logit_softcapping": "final_logit_softcapping"},
+                 absent={"final_logit_softcapping": None}),
     Architecture("phi3", "phi3", NORMS | {"self_attn.qkv_proj": "attn_qkv", OUTPUT: "attn_output",
                  "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_NONE,
-                 constants={"attention.sliding_window": 0}),
-    Architecture("olmo2", "olmo2", ATTENTION | GATED | HEAD_NORMS | {
-                 "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
-                 only=_SILU, biases=_NONE),
-    Architecture("granite", "granite", neighbours=True, only=_SILU, values={
+                 constants={"attention.sliding_window": 0}, partial=True),
+    Architecture("olmo2", "olmo2", _OLMO, only=_SILU, biases=_NONE),
+    Architecture("olmo2", "olmo3", _OLMO, only=_SILU, biases=_NONE, window=True, pattern=4),
+    Architecture("granite", "granite", neighbours=True, only=_SILU, table=True,
+                 absent={"residual_scale": 1.0, "embedding_scale": 1.0, "attention.scale": None}, values={
                  "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
                  "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}),
     Architecture("starcoder2", "starcoder2", NORMS | ATTENTION | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
                  only={"hidden_act": TANH_GELU}, epsilon="layer_norm_epsilon"),
     Architecture("command-r", "cohere", {"input_layernorm": "attn_norm"} | ATTENTION | GATED, only=_SILU, biases=_NONE,
-                 values={"logit_scale": "logit_scale"}, epsilon="layer_norm_epsilon"),
+                 values={"logit_scale": "logit_scale"}, absent={"logit_scale": 1.0}, epsilon="layer_norm_epsilon"),
     Architecture("ernie4_5", "ernie4_5", only=_SILU, biases=_NONE),
     Architecture("stablelm", "stablelm", only=_SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
                  biases=_INPUTS | frozenset(NORMS) | {"model.norm"}, epsilon="layer_norm_epsilon",
-                 constants={"use_parallel_residual": False}),
+                 constants={"use_parallel_residual": False}, partial=True),
     Architecture("nemotron", "nemotron", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
-                 norm_offset=1, only={"hidden_act": ("relu2",)}, epsilon="layer_norm_epsilon"),
+                 norm_offset=1, only={"hidden_act": ("relu2",)}, epsilon="layer_norm_epsilon", partial=True),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 
 _DECI = dict.fromkeys(("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), LLAMA)
 DIFFERENT = (
-    *(Architecture("deci", each, neighbours=True, only=_SILU, differs=True) for each in _DECI),
+    *(Architecture("deci", each, neighbours=True, only=_SILU, differs=True, table=True) for each in _DECI),
     Architecture("openelm", "qwen3", LLAMA | HEAD_NORMS, only=_SILU | {"use_sliding_window": (False,)}, biases=_NONE,
                  differs=True),
 )  # fmt: skip

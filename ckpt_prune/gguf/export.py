@@ -18,7 +18,7 @@ from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import prove
-from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.gguf.reading import open_gguf, type_of_file
 from ckpt_prune.gguf.rounding import needs_program, run_program
 from ckpt_prune.gguf.tokenizer import FileTokenizer, read_tokenizer
 from ckpt_prune.gguf.types import OUTER, default_type, describe_type, kinds_of, tensor_bytes, type_of, zero_bytes
@@ -206,17 +206,6 @@ def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: boo
     shown = max((describe_type(kind, each) for each in outer), key=len, default=kind)
     proof = prove(file, folder, shown, proving, ends=ends, dense=find_dense_source(folder), trust=trust)
     return proof.model_copy(update={"other_weights": tuple(other_weights(file, source, kind))})
-
-
-def type_of_file(file: Path) -> str:
-    """The type of most bytes of the matrices in a file's blocks: the one whose limit a proof holds it to."""
-    sizes: dict[str, int] = {}
-    for name, tensor in open_gguf(file).tensors.items():
-        if len(tensor.shape) > 1 and name.startswith("blk."):
-            sizes[tensor.kind.name.lower()] = sizes.get(tensor.kind.name.lower(), 0) + tensor.bytes
-    if not sizes:
-        raise UserError(f"{file} has no matrices in blocks")
-    return max(sizes, key=lambda kind: sizes[kind])
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
 _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _ORIGINAL = "original_max_position_embeddings"
+_YARN = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None}
+"""Settings of YaRN that may be stated → the value that llama.cpp has; None: any."""
 _BLOCK = 32
 """Columns that share a scale; the mixtures have 256, and their rows that are no multiple of it get other types."""
 
@@ -341,17 +343,22 @@ def _check_config(source: Source, architecture: Architecture) -> None:
         if source.value(key) not in allowed:
             named = " or ".join(repr(each) for each in allowed)
             raise CannotMapError(f"it computes {key} {named}, and config.json has {source.value(key)!r}")
-    scalar = source.value("query_pre_attn_scalar")
-    if scalar is not None and float(scalar) != source.head_dim:
-        raise CannotMapError(f"it computes query_pre_attn_scalar {source.head_dim}, and config.json has {scalar}")
+    for key, name in architecture.values.items():
+        if source.value(name) is None and architecture.absent.get(key) is not None:
+            raise CannotMapError(f"it always computes {name}, and config.json has none")
     if architecture.name == "openelm" and not source.tied:
         raise CannotMapError("its head is its embedding, and this one has a head of its own")
-    if architecture.pattern is not None:
-        rotated, types = source.value("no_rope_layers"), source.value("layer_types")
-        last = [not each for each in rotated] if rotated else [each == "full_attention" for each in types]
-        if last != [(index + 1) % architecture.pattern == 0 for index in range(len(source.blocks))]:
-            what = "no rotary positions" if rotated else "full attention"
-            raise CannotMapError(f"every {architecture.pattern}th of its blocks has {what}, and here others have")
+    if architecture.pattern is not None and not architecture.window:
+        last = [not each for each in source.value("no_rope_layers")]
+        if last != _lasts(architecture, len(source.blocks)):
+            raise CannotMapError(
+                f"every {architecture.pattern}th of its blocks has no rotary positions, and here others have"
+            )
+
+
+def _lasts(architecture: Architecture, blocks: int) -> list[bool]:
+    """Whether each block is the last of as many as the architecture's pattern has."""
+    return [(index + 1) % (architecture.pattern or 1) == 0 for index in range(blocks)]
 
 
 def _values(source: Source, architecture: Architecture, context: int) -> dict[str, Any]:
@@ -380,6 +387,9 @@ def _values(source: Source, architecture: Architecture, context: int) -> dict[st
     values |= {key: float(value) for key, value in stated.items() if value is not None}
     if architecture.window and source.value("sliding_window"):
         values["attention.sliding_window"] = int(source.value("sliding_window"))
+        full = [each == "full_attention" for each in source.value("layer_types")]
+        if full != _lasts(architecture, len(full)):
+            values["attention.sliding_window_pattern"] = [not each for each in full]
     return values | dict(architecture.constants)
 
 
@@ -389,8 +399,12 @@ def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any],
     context = int(source.value("max_position_embeddings"))
     values: dict[str, Any] = {}
     if "full_attention" in parameters:
-        values["rope.freq_base_swa"] = _number(_mapping(parameters.get("sliding_attention")), "rope_theta")
-        parameters = _mapping(parameters["full_attention"])
+        local, parameters = (_mapping(parameters.get(f"{kind}_attention")) for kind in ("sliding", "full"))
+        values["rope.freq_base_swa"] = _number(local, "rope_theta")
+        if local.get("rope_type", "default") != "default" or (
+            architecture.name == "olmo2" and local["rope_theta"] != parameters.get("rope_theta")
+        ):
+            raise CannotMapError("it scales no rotary positions in windows, and has others there in gemma3 alone")
     elif architecture.name == "gemma2":
         values["rope.freq_base_swa"] = _number(parameters, "rope_theta")
     key = "partial_rotary_factor"
@@ -405,10 +419,17 @@ def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any],
     kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
     if kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(parameters, "factor")}
-    elif kind == "yarn" and not parameters.keys() - {"rope_type", "rope_theta", "factor", _ORIGINAL}:
-        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": _number(parameters, "factor")}
+    elif kind == "yarn" and not parameters.keys() - {"rope_type", "rope_theta", "factor", _ORIGINAL, *_YARN}:
+        factor = _number(parameters, "factor")
+        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": factor}
         values["rope.scaling.original_context_length"] = int(_number(parameters, _ORIGINAL))
-    elif kind == "llama3" and architecture.name in ("llama", "deci", "granite", "smollm3"):
+        if any(parameters.get(key, usual) != usual for key, usual in _YARN.items() if usual is not None):
+            raise CannotMapError(f"its YaRN has {_YARN['beta_fast']} and {_YARN['beta_slow']} turns as bounds")
+        usual_scale = 1 + 0.1 * math.log(max(1.0, factor))
+        scale = _number({"attention_factor": parameters.get("attention_factor") or usual_scale}, "attention_factor")
+        if not math.isclose(scale, usual_scale, rel_tol=1e-6):
+            values["rope.scaling.attn_factor"] = scale / usual_scale
+    elif kind == "llama3" and architecture.table:
         tables["rope_freqs"] = llama3_divisors(parameters, rotated)
     elif kind == "longrope" and architecture.name == "phi3":
         original = int(_number({_ORIGINAL: parameters.get(_ORIGINAL) or source.value(_ORIGINAL)}, _ORIGINAL))
@@ -451,6 +472,7 @@ def llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
 def _tensors(source: Source, architecture: Architecture) -> Iterator[tuple[str, Weight]]:
     for name, weight in source.outer.items():
         yield _map_name(architecture, architecture.outer, name), _offset(architecture, name, weight)
+    scaled, factor = _query_factor(source, architecture)
     for index, (block, shape) in enumerate(zip(source.blocks, source.shapes, strict=True)):
         for name, weight in block.items():
             module = name.rpartition(".")[0]
@@ -463,7 +485,21 @@ def _tensors(source: Source, architecture: Architecture) -> Iterator[tuple[str, 
             if architecture.neighbours and heads:
                 weight = weight.pair_neighbours(heads)
             mapped = _map_name(architecture, architecture.block, name)
-            yield f"blk.{index}.{mapped}", _offset(architecture, name, weight)
+            yield f"blk.{index}.{mapped}", _offset(architecture, name, weight).times(factor if module == scaled else 1)
+
+
+def _query_factor(source: Source, architecture: Architecture) -> tuple[str, float]:
+    """Return the module that makes queries what they are, and what it is multiplied by.
+
+    llama.cpp knows from the number of blocks and heads alone how products of queries and keys are scaled, and
+    config.json may say it otherwise.
+    """
+    module, shape = "self_attn.q_norm" if "self_attn.q_norm" in architecture.block else QUERY, source.shapes[0]
+    computed = architecture.query_scalar(
+        len(source.blocks), int(source.value("hidden_size")), shape.heads, source.head_dim
+    )
+    stated = source.value("query_pre_attn_scalar")
+    return module, 1 if stated is None else math.sqrt(computed / float(stated))
 
 
 def _map_name(architecture: Architecture, names: Mapping[str, str], name: str) -> str:

@@ -79,9 +79,14 @@ class Answer:
     memory: int
 
 
+def has_runtime() -> bool:
+    """Return whether llama.cpp is installed."""
+    return find_spec("xllamacpp") is not None
+
+
 def require_runtime() -> None:
     """Refuse where llama.cpp is not installed."""
-    if find_spec("xllamacpp") is None:
+    if not has_runtime():
         raise UserError(f"llama.cpp is not installed, and the file is proven in it: {INSTALL}, or give --no-validate")
 
 

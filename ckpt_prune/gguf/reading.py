@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,15 +51,6 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     stamp: Stamp
 
-    def value(self, key: str, kind: type) -> Any:
-        """A value that the file must have."""
-        entry = self.values.get(key)
-        if kind is float and isinstance(entry, int) and not isinstance(entry, bool):
-            entry = float(entry)
-        if not isinstance(entry, kind) or (kind is int and isinstance(entry, bool)):
-            raise UserError(f"{self.path}: {key} is {str(entry)[:60]!r}, not {kind.__name__}")
-        return entry
-
     def read(self, name: str) -> Tensor:
         """Return a tensor in float32."""
         info = self.tensors[name]
@@ -91,6 +83,27 @@ def open_gguf(path: Path) -> GgufFile:
                 return _Parser(path, handle, size).parse(stamp)
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror or error})") from error
+
+
+def type_of_file(file: Path) -> str:
+    """The type of most bytes of the matrices in a file's blocks: the one whose limit a proof holds it to."""
+    sizes: dict[str, int] = {}
+    for name, tensor in open_gguf(file).tensors.items():
+        if len(tensor.shape) > 1 and name.startswith("blk."):
+            sizes[tensor.kind.name.lower()] = sizes.get(tensor.kind.name.lower(), 0) + tensor.bytes
+    if not sizes:
+        raise UserError(f"{file} has no matrices in blocks")
+    return max(sizes, key=lambda kind: sizes[kind])
+
+
+@cache
+def _is_decoded(kind: Kind) -> bool:
+    """Whether gguf-py makes floats of a type."""
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 class _Parser:
@@ -145,9 +158,8 @@ class _Parser:
         number = self._number("I")
         if min(shape) < 1 or math.prod(shape) > 2**48:
             raise self._fault(f"tensor {name!r} has the shape {shape}")
-        if number not in iter(Kind):
-            raise self._fault(f"tensor {name!r} has an unknown type ({number})")
-        kind = Kind(number)
+        if number not in iter(Kind) or not _is_decoded(kind := Kind(number)):
+            raise self._fault(f"tensor {name!r} has a type that is not read ({number})")
         elements, size = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % elements:
             raise self._fault(f"tensor {name!r} has rows of {shape[-1]}, which is no multiple of {elements}")

@@ -1,6 +1,10 @@
 """Reading a GGUF file as a checkpoint, so that it can be pruned. Rounded weights become float16."""
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,21 +17,35 @@ from transformers import PreTrainedTokenizerFast
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.conversion.stock_checkpoint import NewTensor, StockCheckpoint
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.memory import available_bytes
+from ckpt_prune.conversion.stock_checkpoint import Compare, NewTensor, StockCheckpoint
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, QUERY, Architecture
+from ckpt_prune.gguf.keys import MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.layout import Weight, llama3_divisors
-from ckpt_prune.gguf.reading import GgufFile, open_gguf
-from ckpt_prune.gguf.tokenizer import tokenizer_of
+from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
+from ckpt_prune.gguf.proof import prove
+from ckpt_prune.gguf.reading import GgufFile, open_gguf, type_of_file
+from ckpt_prune.gguf.source_tokenizer import tokenizer_of
 from ckpt_prune.job.model_card import front_matter
+from ckpt_prune.job.run import Announce
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.descriptions import load_family
-from ckpt_prune.model.skeleton import stock_names
+from ckpt_prune.model.skeleton import RefusedConfigError, stock_names
+from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.runtimes.comparison import Proof
 
 _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 _CARD = {"license": "license", "license_name": "license.name", "license_link": "license.link", "language": "languages"}
+_IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9][0-9]{0,3})\.(?P<tensor>.+)")
 _LLAMA3_TABLE = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Rotary settings that all Llama 3 models share. A file holds only factors that follow from them."""
+_MOST_BLOCKS = 512
+_WINDOWS = {"gemma2": 4096}
+"""Architecture → the window of a file that states none."""
+_YARN = ("llama", "qwen2", "qwen3", "olmo2")
+"""Architectures in which llama.cpp's YaRN was compared with transformers'."""
 _EPSILONS = {
     "starcoder2": "norm_epsilon",
     "cohere": "layer_norm_eps",
@@ -45,15 +63,24 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     file = open_gguf(path)
     architecture = _architecture(file)
     config = _config(file, architecture)
+    stored = tokenizer_of(file.values, path)
+    if stored.count != config["vocab_size"]:
+        raise UserError(
+            f"{path}: {stored.count} tokens, and token_embd.weight has {config['vocab_size']} rows; download it again"
+        )
+    config |= {f"{name}_token_id": index for name, index in stored.ids.items()}
     weights = dict(_tensors(file, architecture, config))
     shapes = {name: weight.shape for name, weight in weights.items()}
-    check_shapes(shapes, stock_names(config, config["architectures"][0]), str(path))
+    try:
+        names = stock_names(config, config["architectures"][0])
+    except RefusedConfigError as error:
+        raise UserError(f"{path}: transformers refuses such a model: {error.rule}") from error
+    check_shapes(shapes, names, str(path))
     dtype = _dtype(file)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    texts = {"generation_config.json": pretty_json(_generation(file, config))}
-    if card := {key: value for key in _CARD if (value := file.values.get(f"general.{_CARD[key]}"))}:
+    texts = {"generation_config.json": pretty_json(stored.generation), **_tokenizer_texts(stored.tokenizer)}
+    if card := {key: value for key in _CARD if _is_text(value := file.values.get(f"general.{_CARD[key]}"))}:
         texts["README.md"] = f"{front_matter(card)}\nMade from {path.name}.\n"
-    texts |= _tokenizer_texts(tokenizer_of(file.values, path))
     kinds = sorted({info.kind.name for info in file.tensors.values()})
     return StockCheckpoint(
         path.name,
@@ -68,100 +95,180 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     )
 
 
+def comparison_with(
+    path: Path, stock: StockCheckpoint, proving: ProofOptions, say: Announce, *, wanted: bool
+) -> Compare | None:
+    """Return what compares a new checkpoint with the file that it is made from; None, and a line, if nothing does.
+
+    Args:
+        path: of the file.
+        stock: what is made of it.
+        proving: what to compare on.
+        say: prints a line.
+        wanted: compare.
+    """
+    later = f"`ckpt-prune validate {shlex.quote(str(path))} --against OUT` compares them"
+    needed = 4 * sum(math.prod(tensor.shape) for tensor in stock.tensors.values()) + path.stat().st_size
+    free = available_bytes()
+    if not wanted:
+        say(f"not compared with llama.cpp; {later}")
+    elif not has_runtime():
+        say(f"not compared with llama.cpp, which is not installed: {INSTALL}; then {later}")
+    elif free is not None and needed > free:
+        say(
+            f"not compared with llama.cpp, which takes {human_bytes(needed)} of memory where {human_bytes(free)} are "
+            f"free; elsewhere {later}"
+        )
+    else:
+        ends = json.loads(stock.texts["generation_config.json"])["eos_token_id"]
+        return partial(_compare, path, proving, ends if isinstance(ends, list) else [ends] * (ends is not None))
+    return None
+
+
+def _compare(path: Path, proving: ProofOptions, ends: Sequence[int], folder: Path) -> Proof:
+    try:
+        return prove(path, folder, type_of_file(path), proving, ends=ends, same_weights=True)
+    except UserError as error:
+        raise UserError(f"{error}; nothing is written (--no-validate leaves the comparison out)") from error
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is a text, or a list of texts, and not empty."""
+    return bool(value) and all(isinstance(each, str) for each in (value if isinstance(value, list) else [value]))
+
+
 def _tokenizer_texts(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     texts = {
         "tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=True),
         "tokenizer_config.json": pretty_json(settings | tokenizer.special_tokens_map),
     }
-    template = tokenizer.chat_template
-    return texts | ({"chat_template.jinja": template} if isinstance(template, str) else {})
-
-
-def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json: a second end of text stands only there."""
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    other = file.values.get("tokenizer.ggml.eot_token_id")
-    return ids | ({"eos_token_id": [ids["eos_token_id"], other]} if other is not None else {})
+    templates = dict(tokenizer.chat_template or {})
+    if (default := templates.pop("default", None)) is not None:
+        texts["chat_template.jinja"] = default
+    return texts | {f"additional_chat_templates/{name}.jinja": text for name, text in templates.items()}
 
 
 def _architecture(file: GgufFile) -> Architecture:
-    name = file.value("general.architecture", str)
-    architecture = next((each for each in (*ARCHITECTURES, *DIFFERENT) if each.name == name), None)
-    if architecture is None:
+    name = file.values.get("general.architecture")
+    candidates = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.name == name]
+    if not candidates:
         convertible = ", ".join(sorted({each.name for each in (*ARCHITECTURES, *DIFFERENT)}))
-        raise UserError(f"{file.path}: GGUF files of {name[:60]} are not converted; of these they are: {convertible}")
+        raise UserError(
+            f"{file.path}: GGUF files of {str(name)[:60]} are not converted; of these they are: {convertible}"
+        )
     if name == "openelm":
         raise UserError(f"{file.path}: openelm is not converted: prune the checkpoint that the file was made from")
-    return architecture
+    # An OLMo 3 is an olmo2 with windows.
+    windows = bool(file.values.get(f"{name}.attention.sliding_window"))
+    return max(candidates, key=lambda each: each.window == windows)
 
 
 def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
-    name, family = architecture.name, load_family(architecture.model_type)
-
-    def number(key: str) -> int:
-        value = file.values.get(f"{name}.{key}")
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise UserError(f"{file.path}: its blocks differ ({key}): prune the checkpoint that it was made from")
-            return int(value[0])
-        return int(file.value(f"{name}.{key}", int))
-
-    heads, hidden = number("attention.head_count"), number("embedding_length")
-    if not 1 <= number("block_count") <= 1000 or not heads or hidden < 1:
-        raise UserError(f"{file.path}: {number('block_count')} blocks of {heads} heads cannot be; download it again")
-    head_dim = number("attention.key_length") if f"{name}.attention.key_length" in file.values else hidden // heads
+    """config.json of a file. What llama.cpp computes where a key is absent is stated, whatever the class would do."""
+    keys, family = Keys(file.values, file.path, architecture.name), load_family(architecture.model_type)
+    heads, hidden, blocks = (keys.number(key) for key in ("attention.head_count", "embedding_length", "block_count"))
+    if blocks > _MOST_BLOCKS:
+        raise keys.refuse("block_count", f"and llama.cpp takes {_MOST_BLOCKS} at most; download it again")
     rows = file.tensors.get("token_embd.weight")
     if rows is None or len(rows.shape) != 2:
         raise UserError(f"{file.path}: there is no token_embd.weight; download it again")
-    kv_heads = number("attention.head_count_kv") if f"{name}.attention.head_count_kv" in file.values else heads
-    epsilon = file.value(f"{name}.attention.{architecture.epsilon}", float)
+    head_dim = keys.number("attention.key_length", hidden // heads, least=2)
+    if keys.number("attention.value_length", hidden // heads) != head_dim:
+        raise keys.refuse("attention.value_length", f"and heads of keys have {head_dim}: no class has both")
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": architecture.model_type,
         "vocab_size": rows.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": number("feed_forward_length"),
-        "num_hidden_layers": number("block_count"),
+        "intermediate_size": keys.number("feed_forward_length"),
+        "num_hidden_layers": blocks,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": number("context_length"),
-        _EPSILONS.get(architecture.model_type, "rms_norm_eps"): float(f"{epsilon:.6g}"),
+        "max_position_embeddings": keys.number("context_length"),
+        _EPSILONS.get(architecture.model_type, "rms_norm_eps"): keys.decimal(f"attention.{architecture.epsilon}"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rope(file, name, head_dim),
+        "rope_parameters": _rope(file, keys, architecture, head_dim),
     }
     for key, allowed in architecture.only.items():
         config[key] = allowed[0]
     for key, target in architecture.values.items():
-        if f"{name}.{key}" in file.values:
-            config[target] = file.value(f"{name}.{key}", float)
+        config[target] = _factor(keys, architecture, key)
+    if config.get("attention_multiplier", 1) is None:
+        config["attention_multiplier"] = head_dim**-0.5
+    if architecture.large:
+        config["query_pre_attn_scalar"] = architecture.query_scalar(blocks, hidden, heads, head_dim)
     _add_biases(file, config)
-    _add_windows(file, architecture, config)
-    for token, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        config[f"{token}_token_id"] = file.values.get(f"tokenizer.ggml.{key}_token_id")
+    _add_windows(keys, architecture, config)
+    rotated = keys.number("rope.dimension_count", head_dim)
+    neutral: dict[str, tuple[Any, ...]] = {
+        "attention.key_length_swa": (head_dim,),
+        "attention.value_length_swa": (head_dim,),
+        "rope.dimension_count_swa": (rotated,),
+        "embedding_length_out": (0, hidden),
+    }
+    if architecture.name == "granite":
+        neutral["rope.scaling.finetuned"] = (True,)
+    keys.check_others(MODEL_WITHOUT_EFFECT, {**MODEL_NEUTRAL, **neutral})
     return config
 
 
-def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-    if f"{name}.rope.freq_base" in file.values:
-        parameters["rope_theta"] = float(f"{file.value(f'{name}.rope.freq_base', float):.7g}")
-    rotated = file.values.get(f"{name}.rope.dimension_count", head_dim)
-    if rotated != head_dim:
+def _factor(keys: Keys, architecture: Architecture, key: str) -> float | None:
+    """A factor of an architecture. Where 1, or none at all, stands for an absent key, 0 means the same."""
+    absent = architecture.absent.get(key)
+    value = keys.decimal(key, absent if key not in architecture.absent else absent or 0)
+    if value:
+        return value
+    if key in architecture.absent and absent in (None, 1.0):
+        return absent
+    raise keys.refuse(key, "and nothing is divided by it; download it again")
+
+
+def _rope(file: GgufFile, keys: Keys, architecture: Architecture, head_dim: int) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.decimal("rope.freq_base", 10000.0)}
+    if not parameters["rope_theta"]:
+        raise keys.refuse("rope.freq_base", "and positions are divided by its powers; download it again")
+    rotated = keys.number("rope.dimension_count", head_dim)
+    if rotated % 2:
+        raise keys.refuse("rope.dimension_count", "and rotary positions come in pairs; download it again")
+    if architecture.partial and rotated <= head_dim:
         parameters["partial_rotary_factor"] = rotated / head_dim
-    kind = file.values.get(f"{name}.rope.scaling.type", "none")
-    if kind == "linear":
-        parameters |= {"rope_type": "linear", "factor": file.value(f"{name}.rope.scaling.factor", float)}
-    elif kind == "none" and _LLAMA3_TABLE in file.tensors:
-        table = file.read(_LLAMA3_TABLE)
-        parameters |= {"rope_type": "llama3", "factor": float(table.max()), **_LLAMA3}
-        expected = llama3_divisors(parameters, rotated)
-        if table.shape != expected.shape or not torch.allclose(table.double(), expected, rtol=1e-4):
-            raise UserError(f"{file.path}: {_LLAMA3_TABLE} is not that of a Llama 3, and is not converted")
-    elif kind != "none" or "rope_factors_long.weight" in file.tensors:
-        raise UserError(f"{file.path}: its rotary positions are scaled in a way that is not converted ({kind})")
-    return parameters
+    elif rotated != head_dim:
+        raise keys.refuse("rope.dimension_count", f"and {architecture.model_type} rotates whole heads, of {head_dim}")
+    # Without a type llama.cpp scales linearly, and by 1 without a factor. The second key is the older one.
+    kind = keys.take("rope.scaling.type") or "linear"
+    factor = keys.decimal("rope.scaling.factor", 0) or keys.decimal("rope.scale_linear", 0) or 1.0
+    has_table = architecture.table and _LLAMA3_TABLE in file.tensors
+    if kind == "yarn" and architecture.name in _YARN and not has_table and factor >= 1:
+        return parameters | _yarn(keys, factor)
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return _table(file, parameters, rotated) if has_table else parameters
+    if kind == "linear" and not has_table:
+        return parameters | {"rope_type": "linear", "factor": factor}
+    raise keys.refuse("rope.scaling.type", f"a way to scale rotary positions that is not converted in {keys.prefix}")
+
+
+def _yarn(keys: Keys, factor: float) -> dict[str, Any]:
+    context = keys.number("rope.scaling.original_context_length", keys.number("context_length"))
+    usual = 1 + 0.1 * math.log(factor)
+    scale = keys.decimal("rope.scaling.attn_factor", 1.0)
+    # llama.cpp's converter writes this one, and its models do not read it.
+    stated = keys.decimal("rope.scaling.yarn_attn_factor", 1.0)
+    if stated != 1 and not math.isclose(stated, usual, rel_tol=1e-3):
+        raise keys.refuse("rope.scaling.yarn_attn_factor", f"and llama.cpp computes {usual:.6g} all the same")
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
+    return yarn if scale == 1 else yarn | {"attention_factor": scale * usual}
+
+
+def _table(file: GgufFile, parameters: dict[str, Any], rotated: int) -> dict[str, Any]:
+    """Settings of a Llama 3, whose table of divisors a file holds."""
+    table = file.read(_LLAMA3_TABLE)
+    llama3 = parameters | {"rope_type": "llama3", "factor": float(table.nan_to_num(1).max()), **_LLAMA3}
+    expected = llama3_divisors(llama3, rotated) if llama3["factor"] >= 1 else table[:0]
+    if table.shape != expected.shape or not torch.allclose(table.double(), expected, rtol=1e-4):
+        raise UserError(f"{file.path}: {_LLAMA3_TABLE} is not that of a Llama 3, and is not converted")
+    return llama3
 
 
 def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
@@ -176,24 +283,43 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
         config["use_bias" if model_type == "starcoder2" else "use_qkv_bias"] = "attn_q" in biases
 
 
-def _add_windows(file: GgufFile, architecture: Architecture, config: dict[str, Any]) -> None:
-    window = file.values.get(f"{architecture.name}.attention.sliding_window")
-    last = [(index + 1) % (architecture.pattern or 1) == 0 for index in range(config["num_hidden_layers"])]
-    if architecture.window:
-        config["sliding_window"] = window
-        config["layer_types"] = ["full_attention" if full else "sliding_attention" for full in last]
-        config["query_pre_attn_scalar"] = config["head_dim"]
-    elif architecture.pattern:
-        config["no_rope_layers"] = [0 if without else 1 for without in last]
-        config["no_rope_layer_interval"] = architecture.pattern
-    else:
+def _add_windows(keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
+    """Which blocks see a window only, and which have no rotary positions."""
+    blocks = config["num_hidden_layers"]
+    if not architecture.window:
         config["sliding_window"] = None
-    if architecture.name == "gemma3":
-        local = float(file.values.get("gemma3.rope.freq_base_swa", 10000.0))
+        if architecture.pattern:
+            config["no_rope_layers"] = [int((index + 1) % architecture.pattern != 0) for index in range(blocks)]
+            config["no_rope_layer_interval"] = architecture.pattern
+        return
+    window = keys.number("attention.sliding_window", _WINDOWS.get(architecture.name, 0), least=0)
+    if not window and architecture.name == "gemma2":
+        raise keys.refuse("attention.sliding_window", "with which no token sees another; download it again")
+    local = _local_blocks(keys, blocks, architecture.pattern or 1) if window else [False] * blocks
+    config["sliding_window"] = window or config["max_position_embeddings"]
+    config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in local]
+    rope = config["rope_parameters"]
+    theta = keys.decimal("rope.freq_base_swa", 10000.0 if architecture.name == "gemma3" else rope["rope_theta"])
+    if not theta:
+        raise keys.refuse("rope.freq_base_swa", "and positions are divided by its powers; download it again")
+    if architecture.name == "gemma3" or architecture.model_type == "olmo3":
         config["rope_parameters"] = {
-            "full_attention": config["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
         }
+    if architecture.name != "gemma3" and window and theta != rope["rope_theta"]:
+        raise keys.refuse("rope.freq_base_swa", f"and rope.freq_base {rope['rope_theta']:g}: one counts for all blocks")
+
+
+def _local_blocks(keys: Keys, blocks: int, usual: int) -> list[bool]:
+    """Whether each block sees a window only: as the file lists them, or all but the last of every so many."""
+    pattern = keys.take("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if not all(isinstance(each, int) for each in pattern):
+            raise keys.refuse("attention.sliding_window_pattern", "not a list of yes and no; download it again")
+        return [bool(each) for each in (pattern + [0] * blocks)[:blocks]]
+    every = keys.number("attention.sliding_window_pattern", usual, least=0)
+    return [every == 0 or index % every < every - 1 for index in range(blocks)]
 
 
 def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight]]:
@@ -203,9 +329,8 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
         if name == _LLAMA3_TABLE and config["rope_parameters"].get("rope_type") == "llama3":
             continue
         base, _, kind = name.rpartition(".")
-        parts = base.split(".", 2)
-        in_block = len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit()
-        module = inner.get(parts[2]) if in_block else outer.get(base)
+        inside = _IN_BLOCK.fullmatch(base)
+        module = outer.get(base) if inside is None else inner.get(inside["tensor"])
         if module is None or kind not in ("weight", "bias"):
             raise UserError(f"{file.path}: transformers' {architecture.model_type} has no place for {name}")
         weight = Weight(info.shape, lambda name=name: file.read(name))  # type: ignore[misc]
@@ -216,7 +341,7 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
             weight = weight.pair_neighbours(heads, back=True)
         if architecture.norm_offset and kind == "weight" and "norm" in module:
             weight = weight.apply(lambda tensor: tensor - architecture.norm_offset)
-        yield (f"model.layers.{int(parts[1])}.{module}.{kind}" if in_block else f"{module}.{kind}"), weight
+        yield (f"{module}.{kind}" if inside is None else f"model.layers.{inside['block']}.{module}.{kind}"), weight
 
 
 def _dtype(file: GgufFile) -> torch.dtype:

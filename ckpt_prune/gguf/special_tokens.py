@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from ckpt_prune.common.errors import UserError
 
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2
-_ENDS = frozenset(
+ENDS = frozenset(
     ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
      "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
      "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
@@ -21,27 +21,29 @@ _ENDS = frozenset(
      "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>",
      "<REPO>", "<reponame>", "<|file_sep|>"]
 )  # fmt: skip
+OTHER_ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Keys of a file that name an end beside its `eos`."""
 _DEFAULT_END = {"gpt2": 11, "llama": 2}
 """Kind of tokenizer → the end of a file that names none."""
-_PHI = re.compile(r"(phi)-?(3)", re.IGNORECASE)
+PHI = re.compile(r"(phi)-?(3)", re.IGNORECASE)
 """In the name of a file: llama.cpp then lets tokens take the white space behind them."""
-_PHI_KEEPS = ("<unk>", "<s>", "<|endoftext|>")
+PHI_KEEPS = ("<unk>", "<s>", "<|endoftext|>")
 """Tokens of such a file that do not. The file does not load without them."""
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 
 def name_ends(ends: Iterable[int], eos: int | None, tokens: Sequence[str]) -> dict[str, int]:
     """Return the ends beside `eos` that a file names: as `eot` and `eom`, first those that llama.cpp does not know."""
-    others = sorted((end for end in dict.fromkeys(ends) if end != eos), key=lambda end: tokens[end] in _ENDS)
+    others = sorted((end for end in dict.fromkeys(ends) if end != eos), key=lambda end: tokens[end] in ENDS)
     return dict(zip(("eot", "eom"), others, strict=False))
 
 
 def find_stops(values: Mapping[str, Any]) -> set[int]:
     """Return the ids at which llama.cpp ends a text, by the keys of a file and the texts of its tokens."""
     tokens: Sequence[str] = values["tokenizer.ggml.tokens"]
-    stops = {index for index, token in enumerate(tokens) if token in _ENDS}
+    stops = {index for index, token in enumerate(tokens) if token in ENDS}
     default = {"eos": _DEFAULT_END[values["tokenizer.ggml.model"]]}
-    named = (values.get(f"tokenizer.ggml.{key}_token_id", default.get(key)) for key in ("eos", "eot", "eom"))
+    named = (values.get(f"tokenizer.ggml.{key}_token_id", default.get(key)) for key in ("eos", *OTHER_ENDS))
     stops |= {index for index in named if index is not None and index < len(tokens)}
     texts = {tokens[index] for index in stops}
     if texts & {"<|call|>", "<|calls|>"} and texts & {"<|return|>", "<|flush|>"}:
@@ -100,17 +102,17 @@ class Flags:
         A name with Phi-3 in it lets tokens take the white space behind them. A file that asks for it is so named if it
         is of that family, and no other file is.
         """
-        plain = _PHI.sub(r"\1_\2", name)
+        plain = PHI.sub(r"\1_\2", name)
         candidates = [plain]
-        if {*_PHI_KEEPS, "</s>"} <= {*self._values["tokenizer.ggml.tokens"]} and (
-            _PHI.search(name) or model_type == "phi3"
+        if {*PHI_KEEPS, "</s>"} <= {*self._values["tokenizer.ggml.tokens"]} and (
+            PHI.search(name) or model_type == "phi3"
         ):
-            candidates.append(name if _PHI.search(name) else f"{name} (Phi-3)")
+            candidates.append(name if PHI.search(name) else f"{name} (Phi-3)")
         return min(candidates, key=lambda each: len(self._unkept(each)))
 
     def _strips(self, name: str, token: str) -> bool:
         """Whether llama.cpp lets a token take the white space behind it."""
-        return _PHI.search(name) is not None and token in {*self._cut, "</s>"} - {*_PHI_KEEPS}
+        return PHI.search(name) is not None and token in {*self._cut, "</s>"} - {*PHI_KEEPS}
 
     def _unkept(self, name: str) -> list[str]:
         """Return the tokens which llama.cpp treats otherwise than they ask for."""

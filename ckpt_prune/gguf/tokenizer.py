@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ckpt_prune.checkpoint.json_files import read_json_object
@@ -51,8 +50,6 @@ PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
     (_TEKKEN,): "tekken",
 }
 """Expressions that split a text, in their order → the name under which llama.cpp has them."""
-_IGNORING_MERGES = ("llama-bpe", "tekken")
-"""Pre-tokenizers with which llama.cpp looks up a whole word before it merges. dbrx is llama-bpe without that."""
 
 
 CHATS: tuple[list[dict[str, str]], ...] = (
@@ -318,14 +315,14 @@ def _scores(pieces: list[str], merges: Iterable[str]) -> dict[str, float]:
     """
     first: dict[str, int] = {}
     for merge in merges:
-        first.setdefault("".join(_cut(merge)), len(first))
+        first.setdefault("".join(cut_merge(merge)), len(first))
     places = [first[piece] for piece in pieces if piece in first]
     if places != sorted(places):
         pieces = sorted(pieces, key=lambda piece: first.get(piece, len(first)))
     return {piece: -float(place) for place, piece in enumerate(pieces)}
 
 
-def _cut(merge: str) -> tuple[str, str]:
+def cut_merge(merge: str) -> tuple[str, str]:
     middle = merge.find(" ", 1)
     return merge[:middle], merge[middle + 1 :]
 
@@ -336,106 +333,3 @@ def _looks_special(token: str) -> bool:
     return named or any(
         token.startswith(start) and token.endswith(start[::-1].replace("<", ">")) for start in ("<|", "<｜")
     )
-
-
-# ---- back to transformers --------------------------------------------------------------------------------------------
-
-
-def tokenizer_of(values: Mapping[str, Any], where: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that a GGUF file holds.
-
-    Args:
-        values: keys of the file.
-
-    Raises:
-        UserError: the keys contradict each other, or the pre-tokenizer is not known.
-    """
-    given = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
-
-    def read_list(key: str, kind: type) -> list[Any]:
-        entries = given.get(key)
-        if not isinstance(entries, list) or not all(isinstance(each, kind) for each in entries):
-            raise UserError(f"{where}: tokenizer.ggml.{key} is no list of {kind.__name__}; download it again")
-        return entries
-
-    model, pre = given.get("model"), given.get("pre")
-    tokens, types = read_list("tokens", str), read_list("token_type", int)
-    if model not in ("gpt2", "llama"):
-        raise UserError(f"{where}: a tokenizer {str(model)[:40]!r} is not converted (gpt2 and llama are)")
-    if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise UserError(f"{where}: {len(tokens)} tokens are there twice or without a type; download it again")
-    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
-    special = {key: given.get(f"{key}_token_id") for key in ("bos", "eos", "unknown", "padding")}
-    if wrong := [each for each in special.values() if each is not None and not 0 <= each < len(tokens)]:
-        raise UserError(f"{where}: a special token has the id {wrong[0]}, of {len(tokens)} tokens; download it again")
-    names = {key: None if index is None else tokens[index] for key, index in special.items()}
-    if model == "gpt2":
-        merges = [_cut(merge) for merge in read_list("merges", str)]
-        if wrong := [merge for merge in merges if not {*merge, "".join(merge)} <= vocabulary.keys()]:
-            raise UserError(f"{where}: the merge {wrong[0]} is of what are no tokens; download it again")
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORING_MERGES))
-        tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
-        tokenizer.pre_tokenizer = _splitting(pre, where)
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
-        scores = read_list("scores", float)
-        if len(scores) != len(tokens):
-            raise UserError(f"{where}: {len(tokens)} tokens have {len(scores)} scores; download it again")
-        merges, unknown = _merges(vocabulary, types, scores, where), names["unknown"]
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-        prefix = given.get("add_space_prefix", True)
-        start, strip = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
-        tokenizer.normalizer = normalizers.Sequence([*start, normalizers.Replace(" ", _SPACE)])
-        back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        tokenizer.decoder = decoders.Sequence([*back, *strip])
-    for token, index in vocabulary.items():
-        if types[index] in (CONTROL, USER_DEFINED, UNKNOWN):
-            added = AddedToken(token, normalized=False, special=types[index] != USER_DEFINED)
-            (tokenizer.add_tokens if types[index] == USER_DEFINED else tokenizer.add_special_tokens)([added])
-    flags = ("bos", given.get("add_bos_token", model == "llama")), ("eos", given.get("add_eos_token", False))
-    if around := {key: names[key] for key, wanted in flags if wanted and names[key] is not None}:
-        single = [*([around["bos"]] if "bos" in around else []), "$A", *([around["eos"]] if "eos" in around else [])]
-        ids = [(name, vocabulary[name]) for name in around.values() if name is not None]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
-    template = values.get("tokenizer.chat_template")
-    short = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    named = {f"{short[key]}_token": name for key, name in names.items() if name is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **named)
-
-
-def _splitting(pre: Any, where: Path) -> pre_tokenizers.PreTokenizer:
-    expressions = next(
-        (steps for steps, name in PRE_TOKENIZERS.items() if name == {"dbrx": "llama-bpe"}.get(pre, pre)), None
-    )
-    if expressions is None:
-        raise UserError(f"{where}: the pre-tokenizer {str(pre)[:40]!r} is not converted")
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    steps = [digits if step == "digits" else pre_tokenizers.Split(Regex(step), "isolated") for step in expressions]
-    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _merges(vocabulary: Mapping[str, int], types: list[int], scores: list[float], where: Path) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the pieces of the highest score first.
-
-    Only of pieces of text: other tokens are cut out of a text before it is merged.
-    """
-    pieces = {token: index for token, index in vocabulary.items() if types[index] == NORMAL}
-    pairs = []
-    made: dict[float, str] = {}
-    for token, index in pieces.items():
-        for place in range(1, len(token)):
-            left, right = token[:place], token[place:]
-            if left in pieces and right in pieces:
-                pairs.append((-scores[index], pieces[left], pieces[right], left, right))
-                if made.setdefault(scores[index], token) != token:
-                    raise UserError(
-                        f"{where}: {made[scores[index]][:40]!r} and {token[:40]!r} have the same score; llama.cpp then "
-                        "merges from the left, which tokenizers of transformers do not: convert the model's checkpoint"
-                    )
-            for one, other in ((left, right), (right, left)):
-                if len(one) == 1 and one not in vocabulary and (other in pieces or len(other) == 1):
-                    raise UserError(
-                        f"{where}: {token[:40]!r} has a character that is no token; llama.cpp makes it all the same, "
-                        "which tokenizers of transformers do not: convert the model's checkpoint"
-                    )
-    return [(left, right) for *_, left, right in sorted(pairs)]

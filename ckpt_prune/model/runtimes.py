@@ -60,6 +60,7 @@ MLX_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gr
 """Families whose outputs MLX-LM computes by the `model_file` within 1e-5 of PyTorch's log-probabilities."""
 _LLAMA_CPP = (
     *("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2"),
+    "olmo3",
     *("granite", "starcoder2", "cohere", "ernie4_5", "stablelm", "nemotron"),
 )
 _TRANSFORMERS_JS = (

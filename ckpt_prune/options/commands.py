@@ -385,6 +385,12 @@ class ConvertOptions(ResumeOptions):
 
     model: Folder = option(kw_only=False)
     """Folder of a model or of a LoRA adapter, a Hub id, or a GGUF file."""
+    proof: bool = option(default=True, flags=("--validate",), group=MEASURE)
+    """Compare OUT in PyTorch with a GGUF file in llama.cpp, if that is installed, before OUT takes its place."""
+    text: Texts = same_option(ProofOptions, "text")
+    samples: int | None = option(default=None, ge=1, group=DATA)
+    """Number of windows to compare on. [default: 2]"""
+    window: int | None = same_option(ProofOptions, "window")
 
 
 class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleOptions, DeviceOptions):

@@ -205,10 +205,9 @@ def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> No
     (tmp_path / "m" / "llama-Q4_K_M.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError) as error:
         Checkpoint.open(given)
-    convert = BY_TRANSFORMERS.format("AutoModelForCausalLM", "from_pretrained('m', gguf_file='llama-Q4_K_M.gguf')")
     assert str(error.value) == (
-        "m/llama-Q4_K_M.gguf is GGUF, whose weights are quantised; give the checkpoint it was made from, or make a "
-        f"plain copy: {convert}"
+        "m/llama-Q4_K_M.gguf is a GGUF file: `ckpt-prune convert m/llama-Q4_K_M.gguf -o llama-Q4_K_M-checkpoint` "
+        "makes a checkpoint of it, which this command takes"
     )
 
 

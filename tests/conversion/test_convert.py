@@ -178,6 +178,8 @@ def test_an_existing_output_is_replaced_when_asked_to() -> None:
         "model_type": "vit",
         "architecture": "ViTForImageClassification",
         "parameters": 4963,
+        "written": True,
+        "validation": None,
         "notes": [],
     }
 

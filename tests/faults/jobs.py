@@ -111,7 +111,7 @@ JOBS = {
     "push": Job(("push", f"{IN}/pruned", "team/small"), repo="team/small"),
     "report": Job(("report", f"{IN}/pruned", "-o", "out.html"), out="out.html"),
     "convert": Job(("convert", f"{IN}/timm", "-o", "out"), resumable=True),
-    "convert-gguf": Job(("convert", f"{IN}/model.gguf", "-o", "out"), resumable=True),
+    "convert-gguf": Job(("convert", f"{IN}/model.gguf", "--no-validate", "-o", "out"), resumable=True),
     "gguf": Job((*_GGUF, "--dtype", "q8_0", "-o", "out.gguf"), out="out.gguf"),
     "gguf-again": Job((*_GGUF, "-o", "out.gguf", "--overwrite"), old="model.gguf", out="out.gguf"),
     "gguf-recipe": Job(

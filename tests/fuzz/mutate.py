@@ -2,8 +2,10 @@
 
 import copy
 import json
+import math
 import random
 import re
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +56,7 @@ def mutate_data(data: bytes, kind: str, rng: random.Random) -> bytes:
 
     Args:
         data: the file.
-        kind: "json", "safetensors" (whose header is JSON), "gguf", "yaml", "npy" or "bytes".
+        kind: "json", "safetensors" (whose header is JSON), "gguf", "gguf keys", "yaml", "npy" or "bytes".
         rng: decides.
     """
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
@@ -68,6 +70,8 @@ def mutate_data(data: bytes, kind: str, rng: random.Random) -> bytes:
             data = _in_text(data, MARKS, rng)
         elif kind == "gguf" and rng.random() < 0.8:
             data = _in_gguf(data, rng)
+        elif kind == "gguf keys":
+            data = in_gguf_keys(data, rng)
         else:
             data = _in_bytes(data, rng)
     return data
@@ -176,6 +180,157 @@ def _in_gguf(data: bytes, rng: random.Random) -> bytes:
     size = rng.choice([4, 8])
     number = rng.choice([0, 1, 2, 3, 7, 8, 9, 31, 33, 255, 2**16, 2**31 - 1, 2**31, 2**48, 2**63, 2**64 - 1])
     return data[:at] + (number % 2 ** (8 * size)).to_bytes(size, "little") + data[at + size :]
+
+
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_NAMES = (
+    *("attention.causal", "attention.clamp_kqv", "attention.scale", "attention.sliding_window", "attention.key_length"),
+    *("attention.sliding_window_pattern", "attention.value_length", "attn_logit_softcapping", "expert_count"),
+    *("final_logit_softcapping", "logit_scale", "nextn_predict_layers", "residual_scale", "rope.dimension_count"),
+    *(
+        "rope.dimension_sections",
+        "rope.freq_base",
+        "rope.freq_base_swa",
+        "rope.scale_linear",
+        "rope.scaling.attn_factor",
+    ),
+    *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.type", "vocab_size", "made_up"),
+)
+_TOKENIZER_NAMES = (
+    *("add_bos_token", "add_eos_token", "add_space_prefix", "bos_token_id", "eom_token_id", "eos_token_id"),
+    *("eot_token_id", "mask_token_id", "model", "padding_token_id", "pre", "scores", "suppress_tokens", "token_type"),
+    *("tokens", "merges", "unknown_token_id", "made_up"),
+)
+_TENSOR_NAMES = (
+    *("blk.00.attn_q.weight", "blk.\u0660.attn_q.weight", "blk.+0.attn_q.weight", "blk. 0.attn_q.weight"),
+    *("blk.9.attn_q.weight", "blk.0.attn_q.bias", "blk.0.attn_qkv.weight", "output.weight", "rope_freqs.weight"),
+    *("token_embd.weight", "blk.-1.attn_q.weight", "blk.1_0.attn_q.weight", "\u202e", "../x.weight"),
+)
+
+
+def in_gguf_keys(data: bytes, rng: random.Random) -> bytes:
+    """Give a GGUF file's key another value, or another name, leave it out, double it, or change what a tensor is."""
+    try:
+        keys, tensors, start = _gguf_parts(data)
+    except (IndexError, KeyError, struct.error):
+        return _in_bytes(data, rng)
+    how, at = rng.random(), rng.randrange(len(keys))
+    if how < 0.5:
+        name, _ = keys[at]
+        keys[at] = (name, gguf_value(rng))
+    elif how < 0.7:
+        start_of = next((key[0] for key in keys if key[0].endswith(b".block_count")), b"x.").split(b".")[0].decode()
+        names = [f"{start_of}.{name}" for name in _NAMES] + [f"tokenizer.ggml.{name}" for name in _TOKENIZER_NAMES]
+        names += [
+            "tokenizer.chat_template",
+            "tokenizer.chat_template.x",
+            "tokenizer.chat_template./etc/x",
+            "general.name",
+        ]
+        name = rng.choice(names)
+        keys = [key for key in keys if key[0] != name.encode()] + [(name.encode(), gguf_value(rng))]
+    elif how < 0.8:
+        keys.insert(at, keys[at]) if rng.random() < 0.3 else keys.pop(at)
+    else:
+        at = rng.randrange(len(tensors))
+        tensors[at] = _other_tensor(tensors[at], tensors, rng)
+    body = b"".join(_gguf_text(name) + value for name, value in keys)
+    body += b"".join(_gguf_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+                     for name, shape, kind, offset in tensors)  # fmt: skip
+    head = data[:8] + struct.pack("<QQ", len(tensors), len(keys)) + body
+    return head + bytes(-len(head) % 32) + data[start:]
+
+
+def _other_tensor(tensor: Any, tensors: list[Any], rng: random.Random) -> Any:
+    name, shape, kind, offset = tensor
+    return rng.choice(
+        [
+            (rng.choice(_TENSOR_NAMES).encode(), shape, kind, offset),
+            (rng.choice(tensors)[0], shape, kind, offset),
+            (name, shape[::-1], kind, offset),
+            (name, (*shape, 1), kind, offset),
+            (name, [rng.choice([0, 1, 2**31, 2**63, each]) for each in shape], kind, offset),
+            (name, shape, rng.choice([*range(32), 34, 35, 39, 40, 255, 2**31]), offset),
+            (name, shape, kind, rng.choice(tensors)[3]),
+        ]
+    )
+
+
+def gguf_value(rng: random.Random) -> bytes:
+    """A type and a value: numbers that cannot be, texts, and lists of them."""
+    numbers = [0, 1, 2, 3, 5, 7, 11, 64, 2**16, 2**31 - 1, 2**31, 2**32 - 1]
+    floats = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e30, math.nan, math.inf, -math.inf]
+    texts = [
+        "",
+        "llama",
+        "gpt2",
+        "bert",
+        "\u0663",
+        "yarn",
+        "linear",
+        "none",
+        "\x1b[31m",
+        "a\nb",
+        "{{ 1/0 }}",
+        "x" * 9999,
+    ]
+    scalars: list[Callable[[], bytes]] = [
+        lambda: struct.pack("<IB", 7, rng.choice([0, 1, 2])),
+        lambda: struct.pack("<II", 4, rng.choice(numbers)),
+        lambda: struct.pack("<Ii", 5, rng.choice([-1, -(2**31), *numbers[:10]])),
+        lambda: struct.pack("<If", 6, rng.choice(floats)),
+        lambda: struct.pack("<IQ", 10, rng.choice([2**63, 2**64 - 1, *numbers])),
+        lambda: struct.pack("<Id", 12, rng.choice([1e300, *floats])),
+        lambda: struct.pack("<I", 8) + _gguf_text(rng.choice(texts).encode()),
+    ]
+    if rng.random() < 0.75:
+        return rng.choice(scalars)()
+    element, count = rng.choice(scalars), rng.choice([0, 1, 2, 3, 2048])
+    values = [element() for _ in range(count)] or [element()]
+    return (
+        struct.pack("<I", 9) + values[0][:4] + struct.pack("<Q", count) + b"".join(each[4:] for each in values[:count])
+    )
+
+
+def _gguf_text(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def _gguf_parts(data: bytes) -> tuple[list[tuple[bytes, bytes]], list[Any], int]:
+    """Return name and bytes of type and value of keys; name, shape, type and place of tensors; where data starts."""
+    at = 24
+
+    def take(form: str) -> tuple[Any, ...]:
+        nonlocal at
+        values = struct.unpack_from(f"<{form}", data, at)
+        at += struct.calcsize(f"<{form}")
+        return values
+
+    def text() -> bytes:
+        (length,) = take("Q")
+        return take(f"{length}s")[0]
+
+    def skip(kind: int) -> None:
+        if kind == 8:
+            text()
+        elif kind == 9:
+            inner, count = take("IQ")
+            for _ in range(count):
+                skip(inner)
+        else:
+            take(f"{_SIZES[kind]}s")
+
+    tensors, keys = struct.unpack_from("<QQ", data, 8)
+    found = []
+    for _ in range(keys):
+        name, begin = text(), at
+        skip(take("I")[0])
+        found.append((name, data[begin:at]))
+    infos = []
+    for _ in range(tensors):
+        name, (count,) = text(), take("I")
+        infos.append((name, take(f"{count}Q"), *take("IQ")))
+    return found, infos, at + -at % 32
 
 
 def _in_bytes(data: bytes, rng: random.Random) -> bytes:

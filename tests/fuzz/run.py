@@ -180,6 +180,13 @@ def _reach(seen: list[str], runtime: str, task: RuntimeTask) -> tuple[RuntimeAns
     raise UserError(f"{runtime} does not run {task.folder}: it is not here")
 
 
+def _not_json(path: Path) -> list[str]:
+    """Names of numbers in a file that JSON does not have: NaN, Infinity."""
+    found: list[str] = []
+    json.loads(path.read_text(encoding="utf-8"), parse_constant=found.append)
+    return found
+
+
 def _clear() -> None:
     for out in (Path("out"), Path("out.gguf")):
         if out.is_dir():
@@ -224,6 +231,7 @@ def _faults(command: tuple[str, ...], file: str, waited: int | None) -> list[str
             faults.append(f"does not name the file: {errors[0][:200]!r}")
         elif len(errors[0]) > 2000:
             faults.append(f"a line of {len(errors[0])} characters")
+    faults += [f"writes {path} with {name}" for path in Path("out").glob("*.json") for name in _not_json(path)]
     if control := _CONTROLS.search(result.stdout + result.stderr):
         faults.append(f"prints {control[0]!r}")
     if time.process_time() - began > SECONDS:

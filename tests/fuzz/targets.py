@@ -37,6 +37,7 @@ class Target:
 
 _JOB = ("prune", "dense", *_MAGNITUDE)
 _RECOVER = ("recover", "rotated", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "out")
+_FROM_GGUF = ("convert", "model.gguf", "--no-validate", "-o", "out")
 _TO_GGUF = ("export", "to-gguf", "--format", "gguf", "--dtype", "q8_0", "--no-validate", "-o", "out.gguf")
 TARGETS = {
     "config": Target(
@@ -126,7 +127,8 @@ TARGETS = {
         "eight-bits/config.json", "json", (("verify", "eight-bits"), ("inspect", "eight-bits", "--json"))
     ),
     "quantised weights": Target("eight-bits/model.safetensors", "safetensors", (("verify", "eight-bits"),)),
-    "gguf": Target("model.gguf", "gguf", (("convert", "model.gguf", "-o", "out"),)),
+    "gguf": Target("model.gguf", "gguf", (_FROM_GGUF,)),
+    "gguf keys": Target("model.gguf", "gguf keys", (_FROM_GGUF,)),
     "gguf tokenizer": Target("to-gguf/tokenizer.json", "json", (_TO_GGUF,)),
     "gguf tokenizer settings": Target("to-gguf/tokenizer_config.json", "json", (_TO_GGUF,)),
     "own code config": Target(

@@ -38,7 +38,10 @@ def test_a_file_is_written_proven_validated_and_read_back(model, tmp_path):
     proof = json.loads(output)
     assert proof["passed"]
     assert proof["kl"] < proof["allowed"] == 1e-3
-    code, output = run("convert", file, "-o", tmp_path / "back")
+    code, output = run("convert", file, "-o", tmp_path / "back", "--text", text, "--window", 48, "--json")
+    assert code == 0, output
+    assert json.loads(output)["validation"]["passed"]
+    code, output = run("validate", file, "--against", tmp_path / "back", *compare)
     assert code == 0, output
     other = save(tmp_path / "other", "llama", tie_word_embeddings=True, rms_norm_eps=0.1)
     code, output = run("validate", file, "--against", other, *compare)
@@ -118,6 +121,71 @@ def test_a_file_that_computes_something_else_is_not_kept(model, tmp_path, monkey
     assert code == 1
     assert "nothing is written to" in output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def file(model):
+    place = model.parent / "plain.gguf"
+    assert run("export", model, "--format", "gguf", "--dtype", "f32", "-o", place, "--no-validate")[0] == 0
+    return place
+
+
+def test_a_checkpoint_that_computes_something_else_than_its_file_is_not_kept(file, model, tmp_path, monkeypatch):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    monkeypatch.setattr("ckpt_prune.gguf.layout.Weight.pair_neighbours", lambda weight, _heads, back: weight)
+    given = ("convert", file, "-o", tmp_path / "out", "--text", proving(model).text[0], "--window", 48)
+    code, output = run(*given)
+    assert code == 1
+    assert output.endswith(
+        "failed: llama.cpp computes something else\n"
+        f"nothing is written to {tmp_path / 'out'}; --no-validate leaves the comparison out\n"
+    )
+    assert not list(tmp_path.iterdir())
+    code, output = run(*given, "--json")
+    assert (code, json.loads(output)["written"]) == (1, False)
+    code, output = run("convert", file, "-o", tmp_path / "out", "--no-validate")
+    assert code == 0, output
+    assert f"not compared with llama.cpp; `ckpt-prune validate {file} --against OUT` compares them" in output
+
+
+def test_a_conversion_that_is_not_compared_says_why(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda _name: None)
+    code, output = run("convert", file, "-o", tmp_path / "out")
+    assert code == 0, output
+    assert output.startswith("not compared with llama.cpp, which is not installed: pip install")
+    monkeypatch.undo()
+    monkeypatch.setattr("ckpt_prune.gguf.source.has_runtime", lambda: True)
+    monkeypatch.setattr("ckpt_prune.gguf.source.available_bytes", lambda: 1000)
+    code, output = run("convert", file, "-o", tmp_path / "out", "--overwrite")
+    assert code == 0, output
+    assert " of memory where 1000 B are free; elsewhere `ckpt-prune validate " in output
+
+
+def test_what_is_compared_on_goes_with_a_file(model, tmp_path):
+    code, output = run("convert", model, "-o", tmp_path / "out", "--window", 48)
+    assert (code, "is no GGUF file: nothing is compared on" in output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "command", ["prune", "evaluate", "inspect", "calibrate", "quantize", "plan", "verify", "export"]
+)
+@pytest.mark.parametrize("place", ["file", "folder", "named after its digest"])
+def test_a_command_that_is_given_a_file_names_convert(file, tmp_path, command, place):
+    given = tmp_path / {"file": "m.gguf", "folder": "m/m.gguf"}.get(place, "sha256-0123")
+    given.parent.mkdir(exist_ok=True)
+    given.write_bytes(file.read_bytes())
+    options = {
+        "quantize": ["--format", "int8", "-o", "out"],
+        "export": ["-o", "out"],
+        "calibrate": ["-o", "out", "--text", __file__],
+    }
+    options["prune"] = ["--recipe", "magnitude", "-o", "out"]
+    options["evaluate"] = ["--text", __file__]
+    code, output = run(command, given.parent if place == "folder" else given, *options.get(command, []))
+    assert code == 2
+    named = f"{given} is a GGUF file: `ckpt-prune convert {given} -o {given.stem}-checkpoint` makes a checkpoint of it"
+    assert named in output
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(

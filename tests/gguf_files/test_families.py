@@ -1,9 +1,16 @@
 """Every mapped family computes in llama.cpp what it computes in PyTorch."""
 
-import pytest
+import json
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt_prune
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.architectures import ARCHITECTURES
 from ckpt_prune.gguf.export import export_gguf
+from ckpt_prune.gguf.reading import open_gguf
 from tests.gguf_files.tiny import LONGROPE, WINDOWED, proving, save
 from tests.pairs import every
 
@@ -16,6 +23,11 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+PARTS = {
+    "full_attention": YARN | {"attention_factor": 1.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 FAMILIES = {
     "llama": ("llama", {}),
@@ -33,6 +45,11 @@ FAMILIES = {
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-longrope": ("phi3", LONGROPE),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 20, "rope_parameters": PARTS}),
+    # Of windows and scales that the number of blocks does not tell.
+    "gemma3-pattern": ("gemma3_text", WINDOWED | {"layer_types": ["full_attention"] + ["sliding_attention"] * 5}),
+    "gemma2-scale": ("gemma2", WINDOWED | {"query_pre_attn_scalar": 40}),
+    "gemma3-scale": ("gemma3_text", WINDOWED | {"query_pre_attn_scalar": 5, "final_logit_softcapping": 3.0}),
     "granite": (
         "granite",
         {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
@@ -54,6 +71,41 @@ def test_a_file_computes_what_pytorch_does(name, tmp_path):
     assert exported.proof.kl < 1e-5
     assert exported.proof.top1 == 1
     assert (tmp_path / "m.gguf").stat().st_size == exported.bytes
+
+
+@pytest.mark.parametrize(("model_type", "blocks"), [("gemma2", 46), ("gemma3_text", 62)])
+def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_type, blocks, tmp_path):
+    """By the root of hidden size / heads (8) in models of 27 B, and of the size of heads (16) in others."""
+    sizes = {"num_hidden_layers": blocks, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = save(tmp_path / "model", model_type, **WINDOWED | sizes | {"query_pre_attn_scalar": 8})
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
+    assert exported.passed, exported.proof
+    assert exported.proof.allowed == 1e-3  # it looks GELU up in a table of float16
+    file, dense = open_gguf(tmp_path / "m.gguf"), load_file(folder / "model.safetensors")
+    scaled = {"gemma2": ("attn_q", "q_proj", 0), "gemma3_text": ("attn_q_norm", "q_norm", 1)}[model_type]
+    stored = file.read(f"blk.3.{scaled[0]}.weight") - scaled[2]
+    torch.testing.assert_close(stored, dense[f"model.layers.3.self_attn.{scaled[1]}.weight"], rtol=0, atol=1e-6)
+    made = ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", text=proving(folder).text, window=48)
+    assert made.passed
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["query_pre_attn_scalar"] == 8
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "says"),
+    [
+        ("gemma2", WINDOWED | {"attn_logit_softcapping": None}, "it always computes attn_logit_softcapping"),
+        (
+            "olmo3",
+            {"rope_parameters": PARTS | {"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}},
+            "it scales no rotary positions in windows, and has others there in gemma3 alone",
+        ),
+        ("qwen2", {"rope_parameters": YARN | {"beta_fast": 16}}, "its YaRN has 32 and 1 turns as bounds"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(model_type, changes, says, tmp_path):
+    folder = save(tmp_path / "model", model_type, **changes)
+    with pytest.raises(UserError, match=says):
+        export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
 
 
 def test_all_architectures_are_run():

@@ -14,7 +14,8 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.reading import open_gguf
-from ckpt_prune.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_of, tokenizer_values
+from ckpt_prune.gguf.source_tokenizer import tokenizer_of
+from ckpt_prune.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_values
 from tests.gguf_files.tiny import DEMO, TEXT, WINDOWED, proving, save
 from tests.pairs import every
 
@@ -274,7 +275,7 @@ def by_scores(values: dict[str, object], text: str) -> list[int]:
 
 def test_pieces_of_a_file_are_merged_by_their_scores(tmp_path):
     values = make_published_keys()
-    tokenizer = tokenizer_of(values, Path("m.gguf"))
+    tokenizer = tokenizer_of(values, Path("m.gguf")).tokenizer
     rng = random.Random(0)
     alphabet = [*LETTERS, "\u00df", "\U0001f600", "<h1>", "<eos>", "banana", "\n\n\n", "    "]
     for _ in range(400):
