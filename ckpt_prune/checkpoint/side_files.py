@@ -16,7 +16,6 @@ from ckpt_prune.common.filenames import (
     CONVERSION_RECORD,
     EXPORT_ERROR,
     GENAI,
-    GRAPH_FOLDER,
     GRAPH_RECORD,
     QUANTISED_RECORD,
     RECIPE,
@@ -85,8 +84,8 @@ def find_side_files(folder: Path) -> SideFiles:
     modules = check_module_weights(folder)
     found = SideFiles()
     own = _weights_of(folder)
-    # Of an output that lacks nothing but its exports: its journal, what was measured, what was exported.
-    being_written = (JOURNAL, "measured", GRAPH_FOLDER) if (folder / JOURNAL).is_file() else ()
+    # Of an output that lacks nothing but its exports: its journal, and what was measured.
+    being_written = (JOURNAL, "measured") if (folder / JOURNAL).is_file() else ()
     for path in sorted(folder.iterdir()):
         name = path.name
         if name in being_written:
@@ -167,6 +166,14 @@ def _check_link(path: Path, folder: Path) -> None:
 
 
 # ---- of a checkpoint ---------------------------------------------------------------------------------------------
+
+
+def name_left_out(checkpoint: Checkpoint, out: Path) -> str | None:
+    """Return a line on the files of a checkpoint that a copy in `out` leaves out, but for `out` itself."""
+    found = side_files_of(checkpoint)
+    if out.resolve().parent in {place.resolve() for place in (checkpoint.path, checkpoint.adapter) if place}:
+        found.left_out.pop(f"{out.name}/", None)
+    return found.line
 
 
 def side_files_of(checkpoint: Checkpoint) -> SideFiles:

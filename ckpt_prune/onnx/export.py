@@ -18,7 +18,7 @@ from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND
 from ckpt_prune.checkpoint.json_files import pretty_json
-from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
+from ckpt_prune.checkpoint.side_files import carried_files, name_left_out, side_files_of, top_names
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import UserError
@@ -359,7 +359,7 @@ def write_proven(
         return validation.passed
 
     manifest = writer.write(prove=prove if proof else None, samples=samples, trust=trust)
-    if manifest is not None and (left_out := side_files_of(writer.source).line) is not None:
+    if manifest is not None and (left_out := name_left_out(writer.source, writer.out)) is not None:
         Notices()(left_out)
     graphs = [] if manifest is None else manifest.graphs
     size = {graph.dtype: count_graph_bytes(writer.out, graph.file) for graph in graphs}

@@ -217,7 +217,8 @@ def test_an_export_that_is_interrupted_is_resumed_before_the_output_has_its_name
     result = run(*PRUNE, *EXPORT, "-o", "out", "--resume")
     assert result.exit_code == 0
     assert result.stderr == "resuming out.partial: all done but what is exported of it\n"
-    assert result.stdout.endswith(": written to out/onnx\n")
+    assert ": written to out/onnx\n" in result.stdout
+    assert result.stdout.endswith(f"{read_json('out/ckpt_prune.json')['loss']['verdict']}\n")
     assert INSIDE in ok("verify", "out", "--against", "dense")
 
 

@@ -94,7 +94,7 @@ def test_what_a_file_leaves_out_is_what_llama_cpp_takes(file, tmp_path, keys):
 
 def test_all_ends_and_all_templates_come_along(file, tmp_path):
     templates = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
-    ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
+    ends = {f"tokenizer.ggml.{key}_token_id": place for key, place in (("eot", 7), ("eom", 9), ("fim_sep", 11))}
     changed = edit_file(
         file,
         tmp_path / "m.gguf",
@@ -103,7 +103,7 @@ def test_all_ends_and_all_templates_come_along(file, tmp_path):
     ckpt_prune.convert(changed, output=tmp_path / "out", proof=False)
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     # Two more by their texts: <|endoftext|> and <|im_end|>.
-    assert generation["eos_token_id"] == [1, 7, 9, 2046, 2047]
+    assert generation["eos_token_id"] == [1, 7, 9, 11, 2046, 2047]
     assert generation["suppress_tokens"] == [4, 5]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 1
     named = AutoTokenizer.from_pretrained(tmp_path / "out").chat_template

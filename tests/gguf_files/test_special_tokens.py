@@ -102,7 +102,7 @@ def test_the_texts_at_which_llama_cpp_stops_are_those_of_this_llama_cpp(tmp_path
     # Of each kind of token for code llama.cpp takes one, and finds the others only where that one is not.
     code = {"<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<fim-repo>", "<REPO>", "<reponame>"}
     for number, without in enumerate(({"<|tool_response>", "<|call|>", "<|calls|>"}, set())):
-        texts = sorted(special_tokens._ENDS - {*ENDS} - code - without)
+        texts = sorted(special_tokens.ENDS - {*ENDS} - code - without)
         folder = with_tokens(
             tmp_path / str(number), *texts, "<|stop|>", "</end>", "<|im_start|>", ends="<<stop>>", template=None
         )
