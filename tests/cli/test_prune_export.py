@@ -164,7 +164,7 @@ def test_a_graph_that_does_not_pass_leaves_the_output_complete(again):
     assert (result.exit_code, result.stderr) == (1, "")
     lines = result.stdout.splitlines()
     assert "written to out" in lines
-    assert lines[-1] == "the graph does not compute what the model does: nothing is written to out/onnx"
+    assert "the graph does not compute what the model does: nothing is written to out/onnx" in lines
     assert_complete("out")
     result = run(*PRUNE, *EXPORT, "--set", "export.tolerance=1e-12", "-o", "other", "--json")
     assert (result.exit_code, result.stderr) == (1, "")
