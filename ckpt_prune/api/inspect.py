@@ -46,7 +46,9 @@ def inspect(options: InspectOptions) -> "Description":
         if options.part is not None:
             checkpoint = extract_part(checkpoint, options.part)
     else:
-        checkpoint = open_checkpoint(options.model, Opening(trust=True, family=options.family, part=options.part))
+        checkpoint = open_checkpoint(
+            options.model, Opening(trust=True, family=options.family, part=options.part, by_class=False)
+        )
         if not has_description(checkpoint.config):
             check_model_type(checkpoint.config)
             return describe_unknown(checkpoint.path, checkpoint.config)

@@ -197,10 +197,11 @@ def _prune(options: PruneOptions, tell: Tell) -> "tuple[Pruned, Job | None]":
     from ckpt_prune.runner.read_job import read_job
     from ckpt_prune.runner.run_job import check_job, preview_job, run_job
     from ckpt_prune.runner.runtimes import check_stored, fit_to_runtimes
-    from ckpt_prune.verification.forward_pass import check_forward
 
     say = Notices()
-    dense = open_model(options.model, Opening.of(options))
+    # What is only told, and of sizes alone, does without transformers' class, which takes seconds to import.
+    told = options.dry_run and not chosen.recipe.needs_moments and chosen.plan is None and not has_data(options)
+    dense = open_model(options.model, Opening.of(options, by_class=not told))
     chosen = replace(chosen, recipe=fit_to_runtimes(chosen.recipe, dense, say))
     if options.resume and not options.overwrite and not options.dry_run:
         finished = process_group().alone(lambda: _missing_graph(options, chosen, dense, say, tell))
@@ -217,6 +218,8 @@ def _prune(options: PruneOptions, tell: Tell) -> "tuple[Pruned, Job | None]":
     if options.dry_run or settled.measures_first or settled is not preview:
         _check_before_measuring(preview, step, out)
     if job.samples is not None:
+        from ckpt_prune.verification.forward_pass import check_forward
+
         check_forward(job.model, job.samples, say)
     for line in filter(None, (small_share_line(options.sizes), extreme_line(preview))):
         say(line)

@@ -36,13 +36,13 @@ def is_measured(options: Any) -> bool:
 
 def count_windows(options: Any, job: "Job") -> tuple[int, list[Path]]:
     """Return how many windows of text an output will be measured on at most, and of which files; 0 of none."""
-    from ckpt_prune.evaluation.held_out import count_default
-
     files = [Path(place) for place in options.evaluate or options.text]
     if options.evaluate_samples == 0 or not files or not all(file.is_file() for file in files):
         return 0, []
     if options.evaluate:
         return len(files) * (options.evaluate_samples or _SAMPLES), files
+    from ckpt_prune.evaluation.held_out import count_default
+
     return options.evaluate_samples or count_default(len(job.samples or ()), is_text=True), files
 
 

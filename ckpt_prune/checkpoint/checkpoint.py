@@ -97,6 +97,8 @@ class Checkpoint:
         copies: tensor that no file has under this name → the one on disk whose bytes it has.
         stated: values of config.json that `config` replaces; None for absent keys.
         adapter: folder of the adapter that is merged into tensors as they are read.
+        by_class: False if the description of its family says what its tensors must be: for answers before any work,
+            as transformers' class takes seconds to import. What writes asks the class.
     """
 
     path: Path
@@ -115,6 +117,7 @@ class Checkpoint:
     copies: Mapping[str, str] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
     adapter: Path | None = None
+    by_class: bool = True
 
     @classmethod
     def open(cls, model: str | Path, *, packed: bool = False) -> "Checkpoint":
@@ -194,7 +197,7 @@ class Checkpoint:
         names = list(names)
         for name in names:
             if name not in self.tensors:
-                raise UserError(f"{self.path} has no tensor {name!r}; `ckpt-prune inspect` lists what it has")
+                raise UserError(f"{self.path} has no tensor {name!r}")
         return read_tensors(self.path, [self.replaced.get(name, self.tensors[name]) for name in names])
 
     def equal(self, one: str, other: str) -> bool:

@@ -1,10 +1,9 @@
 """Batches for forward passes of whole models that fit in memory, and checks of what goes in and comes out."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
@@ -12,6 +11,9 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.samples.text import check_vocabulary
 from ckpt_prune.model.context import context_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LOGIT_BYTES = 512 * 2**20
 """A batch keeps the logits of one model, counted as float32, below this; one window may still exceed it."""
@@ -67,7 +69,7 @@ def iterate_rows(model: Configured, windows: Tensor, *, what: str) -> Iterator[s
         yield slice(start, start + size)
 
 
-def iterate_windows(model: PreTrainedModel, windows: Tensor, *, what: str) -> Iterator[Tensor]:
+def iterate_windows(model: "PreTrainedModel", windows: Tensor, *, what: str) -> Iterator[Tensor]:
     """Yield the windows, with a progress bar, in batches on the model's device (`iterate_rows`)."""
     for rows in iterate_rows(model, windows, what=what):
         yield windows[rows].to(model.device)

@@ -3,19 +3,21 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_same_vocabulary, check_windows, iterate_rows
 from ckpt_prune.evaluation.display import Columns, Figures
 from ckpt_prune.evaluation.streamed import StreamedModel, Strip
 
-LanguageModel: TypeAlias = PreTrainedModel | StreamedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LanguageModel: TypeAlias = "PreTrainedModel | StreamedModel"
 STRIP_BYTES = 64 * 2**20
 """A head makes logits of so many bytes at a time, counted as float32."""
 CHUNK = 2**20
@@ -140,7 +142,7 @@ def _add_up(models: Sequence[LanguageModel], windows: Tensor, what: str) -> Pred
 class WholeLogits:
     """Logits of windows by a model that is in memory as a whole, those of a batch at once."""
 
-    model: PreTrainedModel
+    model: "PreTrainedModel"
     windows: Tensor
 
     @torch.inference_mode()

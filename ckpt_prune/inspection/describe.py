@@ -8,7 +8,6 @@ from typing import Any
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.evaluation.whole_model import purpose_of
 from ckpt_prune.inspection.answer import (
     BlockDescription,
     Description,
@@ -32,7 +31,6 @@ from ckpt_prune.model.containers.remote import remote_class
 from ckpt_prune.model.depth import check_shortened, shorten_model
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.nearest_family import compare_with_families
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.model.supported import declared_family
 from ckpt_prune.recipe.places import locate_recipe
@@ -64,6 +62,8 @@ def describe(
 
 def describe_unknown(folder: Path, config: dict[str, Any]) -> UnknownDescription:
     """Describe a model, by its config.json, of a family that has no description."""
+    from ckpt_prune.model.nearest_family import compare_with_families
+
     return UnknownDescription(model=str(folder), **asdict(compare_with_families(config)))
 
 
@@ -186,6 +186,8 @@ def _size_at(model: Model, recipe: Recipe, ratio: float | None) -> SizeAtRatio:
 
 
 def _remote(checkpoint: Checkpoint, remote: str, zeros: SparsityDescription | None) -> RemoteDescription:
+    from ckpt_prune.evaluation.whole_model import purpose_of
+
     report = find_report(checkpoint.path)
     return RemoteDescription(
         model=str(checkpoint.path),

@@ -11,6 +11,7 @@ from ckpt_prune.job.records import Cost
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.context import patches
 from ckpt_prune.model.factors import factor_names
+from ckpt_prune.model.matching import tied_by_description
 from ckpt_prune.model.model import Model, TensorSpecs
 from ckpt_prune.model.skeleton import is_parameter, stock_names
 
@@ -104,6 +105,8 @@ def _tied(model: Model) -> frozenset[str]:
     """
     if not model.tied:
         return frozenset()
+    if not model.checkpoint.by_class:
+        return frozenset(tied_by_description(model.checkpoint, model.family))
     if model.has_remote_code:
         return stored_container(model.checkpoint).names().tied
     return stock_names(model.checkpoint.config, model.family.architecture).tied

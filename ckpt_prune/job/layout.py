@@ -77,7 +77,8 @@ def plan_layout(
     turned = model.checkpoint.transposed
     plain = stack_shapes(shapes, model.checkpoint.stacks)
     stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in plain.items()}
-    check_shapes(stored, container.names(), "the output")
+    if model.checkpoint.by_class:
+        check_shapes(stored, container.names(), "the output")
     layout: Layout = {file: {} for file in model.checkpoint.files}
     for name in shapes:
         layout[files[name]][name] = shapes[name]

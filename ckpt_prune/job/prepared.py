@@ -158,7 +158,7 @@ class Prepared:
     @property
     def measures_first(self) -> bool:
         """True if the unpruned model is measured on the live samples before anything is pruned."""
-        if self.live is None or self.statistics is not None or not self.recipe.needs_moments:
+        if self.live is None or self.statistics is not None or not self.recipe.needs_statistics:
             return False
         if self.recipe.changes_model:
             return True
@@ -172,7 +172,7 @@ class Prepared:
         if self.recipe.changes_model:
             return False
         has_moments = self.statistics is not None or self.plan is not None or self.ranked is not None
-        has_moments = has_moments or not self.recipe.needs_moments
+        has_moments = has_moments or not self.recipe.needs_statistics
         return has_moments or (self.recipe.allocation == "uniform" and not self.recipe.decides_widths)
 
     # ---- the output ------------------------------------------------------------------------------------------

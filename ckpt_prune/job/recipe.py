@@ -97,6 +97,10 @@ class StageKeys(Strict):
         """Return True if it needs statistics."""
         return False
 
+    def measures_itself(self, recipe: "Recipe") -> bool:
+        """Return True if its moments are measured while blocks are written, and statistics are of no use to it."""
+        return False
+
     def needs_folds(self, recipe: "Recipe") -> bool:
         """Return True if something is chosen on held-out folds."""
         return False
@@ -319,6 +323,11 @@ class Recipe(Strict):
     @property
     def needs_moments(self) -> bool:
         return any(stage.needs_moments(self) for stage in self.stages)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """True if a stage uses moments of the model as it was before, or behind the blocks before."""
+        return any(stage.needs_moments(self) and not stage.measures_itself(self) for stage in self.stages)
 
     @property
     def needs_folds(self) -> bool:

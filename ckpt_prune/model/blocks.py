@@ -3,15 +3,20 @@
 from functools import cache
 from inspect import signature
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig
 
 from ckpt_prune.model.descriptions import load_family, parse_family
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.skeleton import Names, build_skeleton
 from ckpt_prune.model.spaces import ConsumerSpace, Dimension, product
-from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, RotaryFacts, ValuePaths, WidthPaths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ckpt_prune.modeling_pruned import Blocks
 
 
 def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
@@ -24,10 +29,10 @@ def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
     return MappingProxyType({module: held for module, held in paths.items() if "{expert}" not in module})
 
 
-def one_block_config(family: Family) -> PreTrainedConfig:
+def one_block_config(family: Family) -> "PreTrainedConfig":
     """Return a config with its class's own sizes and one block, which has the family's spaces."""
     variant = family.variant
-    config = AutoConfig.for_model(family.model_type, **({variant: True} if variant else {}))
+    config = transformers.AutoConfig.for_model(family.model_type, **({variant: True} if variant else {}))
     setattr(config, family.dimensions["layers"][0], 1)
     if family.leading is not None:
         setattr(config, family.leading, 0)
@@ -54,7 +59,7 @@ def _module_paths(
     )
 
 
-def block_facts(family: Family, dimension: Dimension) -> Blocks:
+def block_facts(family: Family, dimension: Dimension) -> "Blocks":
     """Return what `modeling_pruned` needs to know of a family to rebuild its blocks.
 
     A family with a space that ends in logits has attention of any shape; other classes must take the shapes that their
@@ -63,6 +68,8 @@ def block_facts(family: Family, dimension: Dimension) -> Blocks:
     Args:
         dimension: of the dense model.
     """
+    from ckpt_prune.modeling_pruned import AttentionPaths, Blocks, RotaryFacts, ValuePaths, WidthPaths
+
     paths = module_paths(family)
     attention = family.attention
     modules = (attention.query, attention.key, attention.value, attention.output)

@@ -98,6 +98,9 @@ def can_shorten(model: Model, kept: Sequence[int]) -> bool:
 
 def _differences(model: Model, kept: Sequence[int]) -> Iterator[tuple[int, int, str, str]]:
     """Kept blocks that would be built differently: new number, old number, fact before and after."""
+    if not model.checkpoint.by_class:
+        parse_config(shorten_config(model, kept))  # the config class is asked; the run builds the blocks
+        return
     dense = _skeleton_blocks(model, model.checkpoint.config)
     short = _skeleton_blocks(model, shorten_config(model, kept))
     for new, old in enumerate(kept):

@@ -132,7 +132,9 @@ class Family(StrictModel):
 
     def class_of(self, auto: str) -> str | None:
         """Return the first class that an Auto class loads, or None."""
-        return next((name for name, each in self.classes.items() if each.auto == auto), None)
+        own = next((name for name, each in self.architectures.items() if each.auto == auto), None)
+        # Those of transformers' mappings last: to ask for them imports them.
+        return own or next((name for name, each in self.classes.items() if each.auto == auto), None)
 
     @property
     def purpose(self) -> Purpose | None:

@@ -1,13 +1,14 @@
 """Finds the class of its family that a checkpoint holds, and reads its tensors as that class names them."""
 
 import re
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from typing import Any
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
 from ckpt_prune.checkpoint.shard import Stack
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.descriptions import family_for_config
+from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, has_description
 from ckpt_prune.model.family import REMOTE_PREFIX, Family
 from ckpt_prune.model.skeleton import Names, is_stored_buffer, parse_config, stock_names
 from ckpt_prune.model.supported import declared_family
@@ -43,6 +44,32 @@ def match_family(checkpoint: Checkpoint) -> Family:
             f"are {', '.join(family.classes)}"
         )
     return _with_prefix(next(each for each in candidates if each.architecture == declared.architecture), names)
+
+
+def is_described(config: Mapping[str, Any]) -> bool:
+    """Return whether a description tells by itself what the tensors of a checkpoint are.
+
+    It does in families of one class, without experts, and where files hold no more than that class loads.
+    """
+    if not has_description(config) or OUTSIDE_KEY in config or config.get("auto_map"):
+        return False
+    family = family_for_config(dict(config))
+    named = {name.removeprefix(REMOTE_PREFIX) for name in config.get("architectures") or []}
+    return (
+        family.has_causal
+        and named <= family.architectures.keys()
+        and len(family.architectures) == 1
+        and family.experts is None
+        and family.ahead is None
+    )
+
+
+def tied_by_description(checkpoint: Checkpoint, family: Family) -> dict[str, str]:
+    """Return `ties.ties_on_disk` by the description: a head that the config ties to the embedding."""
+    is_tied = getattr(parse_config(checkpoint.config), TIE_KEY, False)
+    if not is_tied or family.head is None or family.embedding is None:
+        return {}
+    return {f"{family.head}.weight": f"{family.on_disk(family.embedding)}.weight"}
 
 
 def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:
@@ -87,13 +114,10 @@ def apply_family_ties(checkpoint: Checkpoint, family: Family) -> Checkpoint:
 
 
 def _ties(checkpoint: Checkpoint, family: Family) -> dict[str, str]:
-    if not checkpoint.config.get("auto_map"):
-        names = _stock_names(checkpoint, family)
-        return {} if names is None else ties_on_disk(checkpoint, names, family.on_disk)
-    is_tied = getattr(parse_config(checkpoint.config), TIE_KEY, False)
-    if not is_tied or family.head is None or family.embedding is None:
-        return {}
-    return {f"{family.head}.weight": f"{family.on_disk(family.embedding)}.weight"}
+    if checkpoint.config.get("auto_map") or not checkpoint.by_class:
+        return tied_by_description(checkpoint, family)
+    names = _stock_names(checkpoint, family)
+    return {} if names is None else ties_on_disk(checkpoint, names, family.on_disk)
 
 
 def _stock_names(checkpoint: Checkpoint, family: Family) -> Names | None:
@@ -105,7 +129,8 @@ def _stock_names(checkpoint: Checkpoint, family: Family) -> Names | None:
 
 
 def _list_ignored(checkpoint: Checkpoint, family: Family) -> list[str]:
-    names = None if checkpoint.config.get("auto_map") else _stock_names(checkpoint, family)
+    is_asked = checkpoint.by_class and not checkpoint.config.get("auto_map")
+    names = _stock_names(checkpoint, family) if is_asked else None
     if names is None:
         return []
     return [name for name in checkpoint.tensors if not is_stored_buffer(name) and names.ignores(name)]

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import (
@@ -24,12 +23,15 @@ from ckpt_prune.checkpoint.side_files import reader_files
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import context_length, image_size, image_tokens
 from ckpt_prune.model.cuts import KeptUnits, RemainingLines, list_cuts, remaining_lines
+from ckpt_prune.model.described import is_as_described
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.family_keys import GROUPED
-from ckpt_prune.model.matching import match_family, orient_checkpoint
+from ckpt_prune.model.matching import match_family, orient_checkpoint, tied_by_description
 from ckpt_prune.model.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
 from ckpt_prune.model.spaces import Axis, Kind, SpaceName, axis_dim
-from ckpt_prune.modeling_pruned import layer_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 TensorSpecs = Mapping[str, TensorSpec]
@@ -49,7 +51,7 @@ class Model:
 
     checkpoint: Checkpoint
     family: Family
-    config: PreTrainedConfig
+    config: "PreTrainedConfig"
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Model":
@@ -68,6 +70,8 @@ class Model:
                 f"{family.model_type} with {family.leading} {getattr(config, family.leading or '')} in config.json is "
                 "not supported: none of its blocks has experts"
             )
+        if not checkpoint.by_class and not is_as_described(model):
+            return cls.of(replace(checkpoint, by_class=True))
         return model
 
     @classmethod
@@ -75,7 +79,7 @@ class Model:
         """Open the model in a folder, or of a Hub id."""
         return cls.of(Checkpoint.open(path))
 
-    def with_config(self, config: PreTrainedConfig) -> "Model":
+    def with_config(self, config: "PreTrainedConfig") -> "Model":
         return replace(self, config=config)
 
     # ---- dimensions -------------------------------------------------------------------------------------------
@@ -92,8 +96,12 @@ class Model:
         return {}
 
     @cached_property
-    def _first_config(self) -> PreTrainedConfig:
-        return layer_config(self.config, 0) if self.has_remote_code else self.config
+    def _first_config(self) -> "PreTrainedConfig":
+        if not self.has_remote_code:
+            return self.config
+        from ckpt_prune.modeling_pruned import layer_config
+
+        return layer_config(self.config, 0)
 
     @property
     def blocks(self) -> int:
@@ -191,6 +199,8 @@ class Model:
         if noted is not None:
             return dict(zip(spaces, noted.tolist(), strict=True))
         values = {name: space for name, space in spaces.items() if space.ends == "values"}
+        from ckpt_prune.modeling_pruned import layer_config
+
         # Values may be narrower than heads are wide: the block's config says so, and other spaces are counted without.
         block_config = layer_config(self.config, block) if values else self.config
         stated = {name: getattr(block_config, next(iter(space.config)), None) for name, space in values.items()}
@@ -298,6 +308,8 @@ class Model:
     @property
     def tied(self) -> bool:
         """Whether the head is the embedding: its class can tie them, and the config says so."""
+        if not self.checkpoint.by_class:
+            return bool(tied_by_description(self.checkpoint, self.family))
         keys = getattr(stock_class(self.family.architecture, self.config), "_tied_weights_keys", None)
         return bool(keys and getattr(self.config, "tie_word_embeddings", False))
 

@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import MODEL_MAPPING, AutoConfig, PreTrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
-from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from ckpt_prune.common.errors import UserError, find_interruption
+from ckpt_prune.model.config_classes import import_validators
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Shape = tuple[int, ...]
 
@@ -29,19 +29,20 @@ Shape = tuple[int, ...]
 logging.get_logger("transformers.integrations.heterogeneity.configuration_utils").setLevel(logging.ERROR)
 
 
-def parse_config(config: dict[str, Any]) -> PreTrainedConfig:
+def parse_config(config: dict[str, Any]) -> "PreTrainedConfig":
     """Return the transformers config object of a config.json; RefusedConfigError if transformers refuses it."""
     return copy.deepcopy(_parse_config(json.dumps(config)))
 
 
 @lru_cache(maxsize=64)
-def _parse_config(config: str) -> PreTrainedConfig:
+def _parse_config(config: str) -> "PreTrainedConfig":
     """Parse a config once: a command asks for the same one many times, and to copy it takes a fifteenth of the time."""
+    import_validators()
     values = json.loads(config)
     values.pop("auto_map", None)
     model_type = values.pop("model_type")
     try:
-        return AutoConfig.for_model(model_type, **values)
+        return transformers.AutoConfig.for_model(model_type, **values)
     except Exception as error:  # the strict config classes raise several types of their own
         raise _refusal(error) from error
 
@@ -66,7 +67,7 @@ def _refusal(error: Exception) -> RefusedConfigError:
     return RefusedConfigError(" ".join(str(error).split()) or type(error).__name__)
 
 
-def stock_class(architecture: str, config: PreTrainedConfig) -> Any:
+def stock_class(architecture: str, config: "PreTrainedConfig") -> Any:
     """Return a class of transformers, also one that only the module of its model exports."""
     if hasattr(transformers, architecture):
         return getattr(transformers, architecture)
@@ -74,7 +75,7 @@ def stock_class(architecture: str, config: PreTrainedConfig) -> Any:
     return getattr(import_module(module), architecture)
 
 
-def build_skeleton(config: PreTrainedConfig, architecture: str) -> nn.Module:
+def build_skeleton(config: "PreTrainedConfig", architecture: str) -> nn.Module:
     """Build a stock model on the meta device: every module and shape, no memory.
 
     RefusedConfigError if transformers cannot build it from this config.
@@ -101,7 +102,7 @@ def finish_skeleton(model: Any) -> nn.Module:
 
 def base_model_of(model: Any) -> Any:
     """Return the base model inside a model of transformers, or the model itself if it has no head."""
-    base = MODEL_MAPPING.get(type(model.config), None)
+    base = transformers.MODEL_MAPPING.get(type(model.config), None)
     # A base model may call a module of its own by the name that classes with a head give the base model.
     return model if base is not None and isinstance(model, base) else model.base_model
 
@@ -125,6 +126,8 @@ def quiet_transformers() -> Iterator[None]:
 @contextmanager
 def on_meta_device() -> Iterator[None]:
     """Build modules on the meta device, without drawing random numbers, which would take most of the time."""
+    from transformers.initialization import no_init_weights
+
     with torch.device("meta"), no_init_weights():
         yield
 
@@ -132,6 +135,8 @@ def on_meta_device() -> Iterator[None]:
 @contextmanager
 def skip_initialisation() -> Iterator[None]:
     """Build models with unwritten parameters and real buffers."""
+    from transformers.initialization import no_init_weights
+
     with no_init_weights(), warnings.catch_warnings(action="ignore"):
         yield
 
@@ -163,6 +168,9 @@ class Names:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
         self.model = model
         self._parameters_by_name: dict[str, tuple[str, ...]] = {}
         self._parameters = model.state_dict()
@@ -185,6 +193,8 @@ class Names:
         return self._parameters_by_name[disk]
 
     def _rename(self, disk: str) -> tuple[str, str | None]:
+        from transformers.core_model_loading import rename_source_key
+
         renamed = rename_source_key(disk, self._renamings, self._converters, self._prefix, self._parameters)
         return renamed[0], renamed[1]
 
@@ -274,7 +284,7 @@ def is_parameter(name: str) -> bool:
     return not is_stored_buffer(name) and name.rpartition(".")[2] != PAIRS
 
 
-def stored_key(key: str, values: Mapping[str, Any], config: PreTrainedConfig) -> str:
+def stored_key(key: str, values: Mapping[str, Any], config: "PreTrainedConfig") -> str:
     """Return the name that a config.json has for a key of its class, if the class knows the key by several names."""
     names = getattr(config, "attribute_map", {})
     alike = [name for name in {*names, *names.values()} if names.get(name, name) == names.get(key, key)]

@@ -97,5 +97,5 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         expert_families = ", ".join(families_with_experts())
         raise UserError(
             f"model_type {model_type!r} is a mixture of experts ({experts} in config.json) that this version does not "
-            f"know; it knows {expert_families}: `ckpt-prune inspect MODEL` says which family it is like"
+            f"know: take one of {expert_families}"
         )

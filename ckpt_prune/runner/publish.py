@@ -23,7 +23,6 @@ from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE, read_code
 from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_rope
 from ckpt_prune.model.runtimes import MLX_FAMILIES, places, types_exported
-from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.recipe.shipped import text_of_recipe
 from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.report import report_of
@@ -62,6 +61,8 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
         config = state_rope(config)
         modules = []
         if remote:
+            from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
+
             config, modules = config | {WEIGHTS_KEY: REFUSAL}, [REMOTE_MODULE]
             if source.within is None and config["model_type"] in MLX_FAMILIES:
                 config, modules = config | {MLX_KEY: f"{MLX_MODULE}.py"}, [REMOTE_MODULE, MLX_MODULE]

@@ -68,7 +68,7 @@ def _check(targets: Iterable[Target], model: Model, model_type: str, changes: se
     for target in targets:
         reason = refusal(target.name, model_type, changes, generates=model.family.causal)
         if reason is not None:
-            raise UserError(f"--for {target.name}: {reason}")
+            raise UserError(reason)
 
 
 def changes_of_recipe(recipe: Recipe, model: Model) -> set[Change]:

@@ -22,7 +22,7 @@ def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> Moment
             None if no moments are needed.
     """
     recipe = prepared.recipe
-    if grams is None or not recipe.needs_moments:
+    if grams is None or not recipe.needs_statistics:
         return NoMoments()
     if prepared.sequential:
         stream = prepared.live_stream(prepared.view)

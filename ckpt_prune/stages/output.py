@@ -108,6 +108,7 @@ def _container(prepared: Prepared, widths: Widths, rotated: RotatedCheckpoint | 
         requested=REMOTE if turns or ranks else recipe.container,
         per_layer=recipe.widths == "per_layer",
         ranks=ranks,
+        own_code=recipe.get(Quantize) is None,
     )
     _check_part(model, chosen, rotated is not None)
     if ranks:

@@ -1,12 +1,15 @@
 """`inspect`: headers and configs only."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cli.running import edit_weights, ok, read_refusal, read_usage_error
+from tests.evaluation.tiny import tiny_llama
 
 LLAMA_7B = {
     "architectures": ["LlamaForCausalLM"],
@@ -172,3 +175,24 @@ def test_a_config_has_no_zeros(tmp_path):
     assert read_refusal("inspect", str(tmp_path), "--sparsity") == (
         f"{tmp_path} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
     )
+
+
+IMPORTED = """
+import json, sys
+import torch
+before = set(sys.modules)
+from ckpt_prune.cli.main import main
+for words in ("inspect dense", "prune dense --recipe magnitude --dry-run"):
+    try:
+        main(words.split())
+    except SystemExit as end:
+        assert not end.code
+heavy = {"sympy", "torch._dynamo", "transformers.modeling_utils", "ckpt_prune.modeling_pruned"}
+print(json.dumps(sorted(heavy & (sys.modules.keys() - before))), file=sys.stderr)
+"""
+
+
+def test_what_headers_tell_imports_nothing_that_loads_models(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    done = subprocess.run([sys.executable, "-c", IMPORTED], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "[]"), done.stderr

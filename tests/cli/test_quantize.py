@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.stages.quantize import step as quantise
+from ckpt_prune.stages.spaces import measure_dense
 from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
 from tests.contract.models import CASES
 from tests.evaluation.tiny import random_windows, tiny_llama, tiny_tokenizer
 from tests.families import contents
+from tests.gguf_files.tiny import save
 from tests.hub_server import Hub
 from tests.interrupting import stop_before
 from tests.once import once, run_folder
@@ -281,8 +283,8 @@ def test_code_of_its_own_is_refused(place: Path):
         "own",
     )
     assert read_refusal("quantize", "own", "-o", "out", "--format", "int8") == (
-        "own needs code of its own, which runtimes of quantised weights do not run: prune with widths: uniform (recipe "
-        "best-uniform)"
+        "own needs code of its own, which runtimes of quantised weights do not run: prune into a stock class (widths: "
+        "uniform and container: auto, as recipe best-uniform)"
     )
 
 
@@ -378,6 +380,26 @@ def test_one_recipe_prunes_and_rounds_behind_the_pruned_blocks(here: Path, targe
     assert "mlx_lm" not in card
 
 
+def test_rounding_behind_zeros_of_magnitude_measures_the_dense_model_never(here: Path, monkeypatch: pytest.MonkeyPatch):
+    Path("both.yaml").write_text(
+        "version: 1\nname: both\nratio: 0.5\nmask: {method: magnitude}\nquantize: {format: int4}\n"
+    )
+    monkeypatch.setattr(measure_dense, "measure_first", None)
+    ok("prune", "dense", *TEXT, "--recipe", "both.yaml", "-o", "out")
+    assert read_json("out/ckpt_prune.json")["quantize"]["rounding"] == "gptq"
+
+
+def test_own_code_is_not_advised_where_weights_are_rounded(here: Path):
+    save(Path("gemma"), "gemma3_text", head_dim=16)
+    Path("both.yaml").write_text(RIDGE.replace("method: ridge, lambda: 0.01", "method: affine") + "container: any\n")
+    refused = run("prune", "gemma", *TEXT, "--recipe", "both.yaml", "-o", "out")
+    assert (refused.exit_code, refused.stderr.splitlines()[-1]) == (
+        2,
+        "Error: no stock class fits: gemma3_text has no slot for a bias on mlp.down_proj. Take another --ratio or a "
+        "compensation without a bias",
+    )
+
+
 @pytest.mark.parametrize(("entry", "target"), every(6, product(["block 1", "block 0", "rest"], ["drift", "dense"])))
 def test_a_killed_prune_that_rounds_is_resumed_to_the_same_bytes(
     here: Path, monkeypatch: pytest.MonkeyPatch, target: str, entry: str
@@ -402,7 +424,7 @@ def test_a_killed_prune_that_rounds_is_resumed_to_the_same_bytes(
         (
             f"{RIDGE}runs_on: [mlx]\n",
             TEXT,
-            "--for mlx: mlx does not take outputs with linear",
+            "mlx does not take outputs with linear",
         ),
         (f"{RIDGE}widths: per_layer\ncontainer: remote\n", TEXT, "runtimes of quantised weights run no code"),
         ("version: 1\nname: none\nquantize: {format: int4}\n", TEXT, "nothing to do: say what goes"),

@@ -120,8 +120,8 @@ def test_no_model_type(config):
 @pytest.mark.parametrize(("model_type", "key"), [("jamba", "num_experts"), ("llama", "moe_intermediate_size")])
 def test_experts(model_type, key):
     assert refusal({"model_type": model_type, key: 8}) == (
-        f"model_type {model_type!r} is a mixture of experts ({key} in config.json) that this version does not know; it "
-        f"knows {', '.join(families_with_experts())}: `ckpt-prune inspect MODEL` says which family it is like"
+        f"model_type {model_type!r} is a mixture of experts ({key} in config.json) that this version does not know: "
+        f"take one of {', '.join(families_with_experts())}"
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.job.decisions import Losses
+from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.messages import wider_choice
 from ckpt_prune.runner.open_run import summary
@@ -15,10 +16,10 @@ from tests.families import SIZES, model_of
 DEFAULT = load_recipe("best-uniform", ratio=0.3)
 
 
-def settle(losses: Losses | None, *, by_default: bool = True) -> Any:
+def settle(losses: Losses | None, *, by_default: bool = True, recipe: Recipe = DEFAULT) -> Any:
     return SimpleNamespace(
-        recipe=DEFAULT,
-        whole=SimpleNamespace(recipe=DEFAULT),
+        recipe=recipe,
+        whole=SimpleNamespace(recipe=recipe),
         model=model_of({"model_type": "llama", **SIZES}),
         job=SimpleNamespace(by_default=by_default),
         decisions=SimpleNamespace(losses=losses),
@@ -38,6 +39,11 @@ def settle(losses: Losses | None, *, by_default: bool = True) -> Any:
 )
 def test_what_widths_per_block_would_lose(losses, loss_text):
     assert wider_choice(settle(losses)) == f"widths per block (--recipe best) would lose {loss_text}"
+
+
+@pytest.mark.parametrize("changes", [("quantize.format=int8", "quantize.rounding=nearest"), ("runs_on=[sglang]",)])
+def test_nobody_is_told_of_widths_per_block_where_something_else_rules_them_out(changes):
+    assert wider_choice(settle(None, recipe=load_recipe("best-uniform", changes, ratio=0.3))) is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from safetensors.torch import load
 from torch import Tensor
-from transformers import AutoFeatureExtractor
 
 from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.checkpoint.files import Stamp, read_unchanged
@@ -40,6 +39,8 @@ def _load_extractor(folder: Path) -> Any:
             f"{folder}: no feature extractor ({PROCESSOR}), which .wav files go through; copy the model's {PROCESSOR} "
             "into the folder, or give features (.npy, .safetensors)"
         )
+    from transformers import AutoFeatureExtractor
+
     try:
         return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises anything here

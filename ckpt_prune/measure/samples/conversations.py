@@ -1,11 +1,12 @@
 """Conversations in rows of JSON, written out as a model reads them: by its tokenizer's own chat template."""
 
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.text_encoding import check_unicode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Key of a conversation → keys of a message in it: OpenAI's form and ShareGPT's."""
@@ -21,7 +22,7 @@ def is_conversation(row: Any) -> bool:
     return isinstance(row, dict) and any(key in row for key in _KEYS)
 
 
-def write_conversation(where: str, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> str:
+def write_conversation(where: str, row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """Write out a conversation by a tokenizer's chat template. `where` is its file and line, for errors."""
     messages = _read_messages(where, row)
     if tokenizer is None or not tokenizer.chat_template:

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
-from transformers import IMAGE_PROCESSOR_MAPPING, AutoImageProcessor, PreTrainedConfig
-from transformers.utils import is_torchvision_available
 
 from ckpt_prune.checkpoint.digests import PROCESSOR, PROCESSOR_OF_ALL
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.image_files import describe_error
 from ckpt_prune.model.skeleton import parse_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SIZES = ("size", "crop_size", "pad_size")
 _AREAS = ("longest_edge", "max_pixels")
@@ -38,7 +39,7 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     try:
         return _load(folder, config, trust=False)
     except Exception as error:  # transformers raises anything here, from KeyError to what a bad value runs into
-        if "torchvision" in str(error).lower() and not is_torchvision_available():
+        if "torchvision" in str(error).lower() and not transformers.utils.is_torchvision_available():
             raise UserError(
                 f"{folder}: its image processor has torchvision's implementation alone (DINOv3's has): install the "
                 "torchvision of your torch build"
@@ -55,9 +56,9 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
         raise UserError(f"{folder}: the image processor does not load: {describe_error(error)}") from error
 
 
-def _load(folder: Path, config: PreTrainedConfig, *, trust: bool) -> Any:
+def _load(folder: Path, config: "PreTrainedConfig", *, trust: bool) -> Any:
     # With a config given, transformers does not load the model's own, which under trust would run the model's code.
-    return AutoImageProcessor.from_pretrained(
+    return transformers.AutoImageProcessor.from_pretrained(
         folder,
         config=config,
         local_files_only=True,
@@ -91,7 +92,7 @@ def _check_sizes(path: Path, settings: Mapping[str, Any], inside: bool = False) 
             raise UserError(f"{path}: {key} is {value}, and {_LONGEST_SIDE} pixels are the longest side that is read")
 
 
-def _read_stock_config(folder: Path) -> PreTrainedConfig:
+def _read_stock_config(folder: Path) -> "PreTrainedConfig":
     """Return the model's config as transformers' own class, or an empty one if it has none.
 
     It says which processor is meant if the processor's file does not.
@@ -99,10 +100,10 @@ def _read_stock_config(folder: Path) -> PreTrainedConfig:
     try:
         return parse_config(read_json_object(folder / "config.json"))
     except (UserError, KeyError):
-        return PreTrainedConfig()
+        return transformers.PreTrainedConfig()
 
 
-def _needs_own_code(settings: Mapping[str, Any], config: PreTrainedConfig) -> bool:
+def _needs_own_code(settings: Mapping[str, Any], config: "PreTrainedConfig") -> bool:
     """Return True if the processor's file names code, and transformers has no class under the names it goes by."""
     auto_map, name = settings.get("auto_map"), settings.get("image_processor_type")
     if not isinstance(auto_map, dict):
@@ -114,4 +115,4 @@ def _needs_own_code(settings: Mapping[str, Any], config: PreTrainedConfig) -> bo
     name = str(name or getattr(config, "image_processor_type", "")).removesuffix("Fast")
     if name:
         return not any(hasattr(transformers, name + backend) for backend in ("", "Pil"))
-    return type(config) not in IMAGE_PROCESSOR_MAPPING
+    return type(config) not in transformers.IMAGE_PROCESSOR_MAPPING

@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.json_files import read_json_object
@@ -32,6 +32,9 @@ from ckpt_prune.measure.samples.conversations import is_conversation, write_conv
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.samples.text_pieces import split_text
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 Bos = Literal["auto", "always", "never"]
 
 _MOST_GROWTH = 100
@@ -42,7 +45,7 @@ SEPARATOR = "\n\n"
 """Stands between two documents; the published WikiText-2 test protocol joins with it too."""
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a checkpoint folder, from local files only. Code in the folder is never run."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise UserError(
@@ -51,14 +54,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     try:
         with _report_as_user_error(f"{folder}: the tokenizer does not load"):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
             growth = _find_growth(tokenizer)
     except UserError:
         for name in ("tokenizer_config.json", "tokenizer.json"):  # a file that is no JSON is named
             if (folder / name).is_file():
                 read_json_object(folder / name)
         raise
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    assert isinstance(tokenizer, transformers.PreTrainedTokenizerBase)
     if growth > _MOST_GROWTH:
         raise UserError(
             f"{folder}: the tokenizer's normalizer may make any text {growth} times as long; it is not used"
@@ -66,7 +71,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+def tokenizer_of(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a checkpoint: of a merged adapter the one that its output will have."""
     if checkpoint.adapter is None:
         return load_tokenizer(checkpoint.path)
@@ -101,7 +106,7 @@ def _growth_of_step(step: dict[str, Any]) -> int:
     return inner * max(1, len(step.get("content") or ""), len(step.get("prepend") or ""))
 
 
-def read_text(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+def read_text(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase | None" = None) -> str:
     """Read text files as one string, in the order given, joined by a blank line.
 
     The texts of a file of rows (`text_encoding.ROWS`) are joined by a blank line too. Conversations among them are
@@ -113,7 +118,7 @@ def read_text(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase | None =
     return SEPARATOR.join(read_file(file, tokenizer)[0] for file in files)
 
 
-def read_file(file: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[str, int]:
+def read_file(file: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> tuple[str, int]:
     """Read one text file as `read_text` does. Return its text, and how many conversations are in it."""
     if (named := parse_text_name(file)) is not None:
         return named.read(), 0
@@ -153,7 +158,7 @@ def _read_row(where: str, row: Any) -> str:
     return text
 
 
-def tokenise_text(tokenizer: PreTrainedTokenizerBase, text: str, bos: Bos = "auto") -> Tensor:
+def tokenise_text(tokenizer: "PreTrainedTokenizerBase", text: str, bos: Bos = "auto") -> Tensor:
     """Tokenise a text once, as one stream: int64 token ids, (tokens,).
 
     Special tokens that are written out in the text are read as such. None is added but the one beginning-of-sequence
@@ -172,14 +177,14 @@ def tokenise_text(tokenizer: PreTrainedTokenizerBase, text: str, bos: Bos = "aut
     return torch.cat(pieces)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, *, special: bool = False) -> list[int]:
     check_unicode("the text", text)
     # verbose=False: the stream is meant to be longer than the model's context, so no warning about its length
     with _report_as_user_error(f"{tokenizer.name_or_path}: the tokenizer fails"):
         return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
-def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
     # Found by using it: its `add_bos_token` flag and its post-processor may disagree.
     return tokenizer.bos_token_id is not None and _encode(tokenizer, "a", special=True)[:1] == [tokenizer.bos_token_id]
 
@@ -281,7 +286,7 @@ def _cut_all_windows(stream: Tensor, framed_window: int, frame: int) -> Tensor:
     return stream[: count * window].view(count, window)
 
 
-def add_frame(windows: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+def add_frame(windows: Tensor, tokenizer: "PreTrainedTokenizerBase") -> Tensor:
     """Put windows (windows, tokens) between the opening and closing tokens that an encoder was trained with."""
     before, after = (
         torch.tensor(ids, dtype=torch.int64).expand(len(windows), len(ids)) for ids in _find_frame(tokenizer)
@@ -289,12 +294,12 @@ def add_frame(windows: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     return torch.cat([before, windows, after], 1)
 
 
-def count_frame_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+def count_frame_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Count the tokens that `add_frame` adds to a window."""
     return sum(map(len, _find_frame(tokenizer)))
 
 
-def _find_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _find_frame(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Find what the tokenizer puts before and after a text, by using it."""
     plain, special = _encode(tokenizer, "a"), _encode(tokenizer, "a", special=True)
     starts = [i for i in range(len(special)) if special[i : i + len(plain)] == plain]
@@ -303,7 +308,7 @@ def _find_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
     return special[: starts[0]], special[starts[0] + len(plain) :]
 
 
-def check_vocabulary(ids: Tensor, config: PreTrainedConfig) -> None:
+def check_vocabulary(ids: Tensor, config: "PreTrainedConfig") -> None:
     """Refuse token ids, int64 of any shape, that the model's embedding has no row for."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     if size is not None and ids.numel() and (largest := int(ids.max())) >= size:

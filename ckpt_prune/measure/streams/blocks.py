@@ -2,14 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
-from ckpt_prune import modeling_pruned
 from ckpt_prune.measure.streams.experts import SplitExperts, split_experts
 from ckpt_prune.model.blocks import block_facts, returns_tuple
 from ckpt_prune.model.family import KINDS
@@ -23,6 +20,9 @@ from ckpt_prune.model.skeleton import (
     parameters_on_meta,
 )
 from ckpt_prune.model.spaces import recipe_space
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class BlockFactory:
@@ -68,6 +68,8 @@ class BlockFactory:
 
         Widths are those of the tensors. A module has a bias if there is a tensor for it.
         """
+        from ckpt_prune import modeling_pruned
+
         # Blocks of a model that was pruned already may differ in width.
         model = self.model.with_config(modeling_pruned.layer_config(self.config, index))
         layer_config = model.with_widths(model.widths_of(index, tensors)).config
@@ -98,8 +100,10 @@ class BlockFactory:
             return recipe_space(key)
         return self._experts[key][1] if key in self._experts else key
 
-    def _give_buffers(self, block: nn.Module, config: PreTrainedConfig, index: int) -> None:
+    def _give_buffers(self, block: nn.Module, config: "PreTrainedConfig", index: int) -> None:
         """Make the buffers of a block that no checkpoint stores; every block has the same."""
+        from ckpt_prune import modeling_pruned
+
         lacking = [name for name, buffer in block.named_buffers() if buffer.is_meta]
         if lacking and not self._buffers:
             with parameters_on_meta():
@@ -187,6 +191,8 @@ class BlockFactory:
 
 def _replace_transposed(block: nn.Module) -> None:
     """Put a plain linear, whose weight is (outputs, inputs), in place of each Conv1D, whose weight is transposed."""
+    from transformers.pytorch_utils import Conv1D
+
     for path, module in list(block.named_modules()):
         if isinstance(module, Conv1D):
             owner, _, name = path.rpartition(".")

@@ -15,7 +15,6 @@ from ckpt_prune.measure.moments.routing import RoutingMoments
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.experts import SplitExperts
 from ckpt_prune.model.spaces import Ends, RotarySpace
-from ckpt_prune.modeling_pruned import of_pairs, turn
 
 
 class Observer:
@@ -70,6 +69,8 @@ class RotaryTurner:
 
     def __call__(self, states: Tensor) -> Tensor:
         """Turn queries or keys (B, T, heads 2 P): (B, heads, T, 2, P)."""
+        from ckpt_prune.modeling_pruned import of_pairs, turn
+
         assert self._tables is not None
         near = self._space.pairs == "neighbours"
         tables = (of_pairs(table, neighbours=self._space.angles == "neighbours") for table in self._tables)

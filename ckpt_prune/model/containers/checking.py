@@ -25,6 +25,8 @@ def check_source(model: Model) -> None:
     """Check every tensor's name, shape and dtype against the config, on the meta device."""
     if model in _CHECKED:
         return
+    if not model.checkpoint.by_class:
+        return  # `Model.of` has looked
     config = model.checkpoint.config
     is_remote = model.has_remote_code
     names = stored_container(model.checkpoint).names() if is_remote else stock_names(config, model.family.architecture)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import AutoConfig
+import transformers
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.blocks import block_facts, module_paths
@@ -64,6 +64,7 @@ def choose_container(
     requested: str = "auto",
     per_layer: bool = False,
     ranks: Ranks = (),
+    own_code: bool = True,
 ) -> Container:
     """Return the container of an output.
 
@@ -74,6 +75,7 @@ def choose_container(
             remote, or a model_type to force.
         per_layer: whether the recipe accepts widths that differ per block, and with them remote code.
         ranks: of linear modules that two thin ones stand in for: only remote code has these.
+        own_code: False if the output must do without remote code: `any` is then as `auto`.
 
     UserError if nothing fits; the message says why each candidate does not, and what to do.
     """
@@ -87,6 +89,8 @@ def choose_container(
             "blocks would differ in width, which no stock model can load: say widths: per_layer in the recipe "
             "to accept remote code"
         )
+    if requested == ANY and not own_code:
+        requested = "auto"
     if requested == ANY and not uneven:
         try:
             return choose_container(model, widths, biases, per_layer=per_layer)
@@ -118,7 +122,7 @@ def choose_container(
                 reason = rules[refused[0]] if refused and candidate is family else reason
             if not slotless_ok:
                 reasons.append(reason)
-    raise NothingFitsError(reasons, _advice(output, refused, remote=remote))
+    raise NothingFitsError(reasons, _advice(output, refused, remote=remote, own_code=own_code))
 
 
 def spaces_without_stock_class(model: Model, widths: Widths, candidate: Family | None = None) -> dict[SpaceName, str]:
@@ -336,16 +340,16 @@ def _padded_spaces(output: _Output) -> frozenset[SpaceName]:
     return padded
 
 
-def _advice(output: _Output, refused: list[SpaceName], *, remote: bool) -> str:
+def _advice(output: _Output, refused: list[SpaceName], *, remote: bool, own_code: bool) -> str:
     if remote:
         return "Choose another ratio, or a recipe that takes as much from every block"
     family = output.model.family
     lacking = [*spaces_without_stock_class(output.model, output.widths), *refused]
     if not lacking:
-        return f"{OWN_CODE}, or take another --ratio or a compensation without a bias"
-    advice = (
-        f"{OWN_CODE}, or --container padded for a stock class that is filled up with zeros, which saves nothing there"
-    )
+        ways = "take another --ratio or a compensation without a bias"
+        return f"{OWN_CODE}, or {ways}" if own_code else ways.capitalize()
+    padded = "--container padded for a stock class that is filled up with zeros, which saves nothing there"
+    advice = f"{OWN_CODE}, or {padded}" if own_code else f"Say {padded}"
     for name in lacking:
         multiple = family.multiples.get(family.spaces[name].units)
         if multiple is not None and not multiple.gated:
@@ -426,7 +430,7 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
 
 def _relabel(candidate: Family, model: Model) -> dict[str, Any]:
     """The source's config under another stock type: every shared key with its value, none left to a default."""
-    config_keys = set(AutoConfig.for_model(candidate.model_type).to_dict()) | _BASE_KEYS
+    config_keys = set(transformers.AutoConfig.for_model(candidate.model_type).to_dict()) | _BASE_KEYS
     values = {key: value for key, value in model.config.to_dict().items() if key in config_keys}
     values |= {"model_type": candidate.model_type, "architectures": [candidate.architecture]}
     values["head_dim"] = model.dimension("head_dim")

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import PreTrainedConfig
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.model.containers.remote import RANKS_KEY, remote_class, remote_model_class, with_block_facts
@@ -14,6 +13,9 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names, build_on_meta, build_skeleton, parse_config, stock_names
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.model.supported import declared_family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Widths = Sequence[Mapping[SpaceName, int]]
 """Units kept per block and space."""
@@ -85,7 +87,7 @@ def container_of(model: Model) -> Container:
     return replace(stored_container(model.checkpoint), biases=biases)
 
 
-def remote_skeleton(config: PreTrainedConfig, remote_class: str) -> nn.Module:
+def remote_skeleton(config: "PreTrainedConfig", remote_class: str) -> nn.Module:
     """Build a model of `modeling_pruned` on the meta device.
 
     RefusedConfigError if the class cannot build it from this config.

@@ -10,9 +10,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.composites import composite_names, extract_part
 from ckpt_prune.model.containers.checking import check_stored
 from ckpt_prune.model.containers.remote import remote_class
-from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import family_for_config, read_description
-from ckpt_prune.model.matching import match_checkpoint
+from ckpt_prune.model.matching import is_described, match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.supported import attach_description
@@ -28,16 +27,18 @@ class Opening:
         family: file of a description from outside the package.
         part: of a composite.
         packed: read weights of few bits that `quantize` wrote, in place of refusing them.
+        by_class: False where the description of a family will do in place of its class (`Checkpoint.by_class`).
     """
 
     trust: bool = False
     family: Path | None = None
     part: str | None = None
     packed: bool = False
+    by_class: bool = True
 
     @classmethod
-    def of(cls, options: OpeningOptions) -> "Opening":
-        return cls(options.trust_remote_code, options.family, options.part)
+    def of(cls, options: OpeningOptions, *, by_class: bool = True) -> "Opening":
+        return cls(options.trust_remote_code, options.family, options.part, by_class=by_class)
 
 
 def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
@@ -56,7 +57,7 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
         config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
         checkpoint = replace(checkpoint, config=config)
     if how.part is None:
-        return checkpoint
+        return checkpoint if how.by_class else replace(checkpoint, by_class=not is_described(checkpoint.config))
     check_stored(checkpoint, composite_names(checkpoint.config))
     return extract_part(checkpoint, how.part)
 
@@ -78,6 +79,8 @@ def apply_description(config: dict[str, Any], family: Path | None) -> dict[str, 
         return config
     described = attach_description(config, parse_json_object(read_description(family).encode()))
     if described is not config:
+        from ckpt_prune.model.description_checks import check_description
+
         try:
             check_description(family_for_config(described), described)
         except UserError as error:

@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
-
-from ckpt_prune import modeling_pruned
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.blocks import block_facts
 from ckpt_prune.model.descriptions import family_for_config, has_description
 from ckpt_prune.model.family import REMOTE_PREFIX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 REMOTE_MODULE = "modeling_pruned"
 """Name, without suffix, of the file of remote code that an output carries."""
@@ -63,13 +63,15 @@ def remote_class(config: dict[str, Any], folder: Path) -> str | None:
     raise UserError(f"{folder} asks for remote code that is not this tool's (auto_map in config.json): it is not run")
 
 
-def remote_model_class(name: str) -> type[PreTrainedModel]:
+def remote_model_class(name: str) -> "type[PreTrainedModel]":
     """Return a class of `modeling_pruned` by the name that `remote_class` returned."""
+    from ckpt_prune import modeling_pruned
+
     model_class: type[PreTrainedModel] = getattr(modeling_pruned, name)
     return model_class
 
 
-def with_block_facts(config: PreTrainedConfig, remote_class: str) -> PreTrainedConfig:
+def with_block_facts(config: "PreTrainedConfig", remote_class: str) -> "PreTrainedConfig":
     """Add to the config of an output the facts that outputs of earlier versions had in their code, in place."""
     if getattr(config, BLOCKS_KEY, None) is None:
         family = family_for_config(config.to_dict()).of(remote_class.removeprefix(REMOTE_PREFIX))

@@ -15,7 +15,6 @@ from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.sublayers import Sublayer, list_sublayers
-from ckpt_prune.modeling_pruned import SKIPS, Slicing
 from ckpt_prune.stages.hidden.bases import diagonalise_gains, slice_reader, slice_writer, stream_scale
 from ckpt_prune.stages.rotation.absorbing import fuse_norms, norm_gains, residual_of, subtract_mean, unit_gains
 from ckpt_prune.stages.rotation.rotated_checkpoint import AbsorbedCheckpoint
@@ -120,6 +119,8 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
         return added
 
     def _of_block(self, block: int) -> Added:
+        from ckpt_prune.modeling_pruned import SKIPS
+
         shapes: Added = {}
         last = block == self.model.blocks - 1
         tensors = self.source.tensors
@@ -154,6 +155,8 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
 
         consumers = self.family.consumers.values()
         multipliers = {space.multiplier for space in consumers if space.multiplier is not None}
+        from ckpt_prune.modeling_pruned import Slicing
+
         slicing = Slicing(
             width=self.kept,
             blocks=self.model.blocks,
@@ -184,6 +187,8 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
 
     def block(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of block `index`, bases absorbed in float64, in the dtype of the source."""
+        from ckpt_prune.modeling_pruned import SKIPS
+
         family = self.family
         tensors = {name: tensor.to(self.device) for name, tensor in self.model.read_block(index).items()}
         sliced = fuse_norms(family, index, tensors)

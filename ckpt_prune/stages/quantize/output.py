@@ -76,8 +76,8 @@ def scheme_of(stage: Quantize, weights: dict[str, TensorSpec]) -> PackingScheme:
 
 def _own_code(checkpoint: Checkpoint) -> UserError:
     return UserError(
-        f"{checkpoint.path} needs code of its own, which runtimes of quantised weights do not run: prune with "
-        "widths: uniform (recipe best-uniform)"
+        f"{checkpoint.path} needs code of its own, which runtimes of quantised weights do not run: prune "
+        "into a stock class (widths: uniform and container: auto, as recipe best-uniform)"
     )
 
 

@@ -65,6 +65,9 @@ class Quantize(Stage):
     def needs_samples(self, recipe: Recipe) -> bool:
         return self.rounding == "gptq"
 
+    def measures_itself(self, recipe: Recipe) -> bool:
+        return True
+
     @property
     def least_group(self) -> int:
         """Columns that a group has at least: widths are multiples of it; 1 if whole rows share a scale."""
@@ -109,6 +112,9 @@ class QuantizeAlone(Quantize):
     option: ClassVar[str] = "--group-size "
 
     def needs_samples(self, recipe: Recipe) -> bool:
+        return False
+
+    def measures_itself(self, recipe: Recipe) -> bool:
         return False
 
     def measures_prefix(self, recipe: Recipe) -> bool:

@@ -49,7 +49,7 @@ def ranking_of(prepared: Prepared) -> Ranking | None:
     recipe, model = prepared.recipe, prepared.model
     if not recipe.ranks_blocks or prepared.plan is not None or not prepared.widths_known:
         return None
-    if not recipe.needs_moments:
+    if not recipe.needs_statistics:
         return standardised_scores(model, recipe, NoMoments(), prepared.device)
     assert prepared.statistics is not None
     return standardised_scores(model, recipe, CachedMoments(prepared.statistics, model), prepared.device)
