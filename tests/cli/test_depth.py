@@ -160,6 +160,17 @@ def test_verify_finds_what_is_not_the_dense_models(here) -> None:
     assert result.stdout.splitlines()[-1] == ("kept units: model.layers.1.mlp.up_proj.weight is not the dense model's")
 
 
+@pytest.mark.parametrize("wrong", [{"blocks": 7}, {"kept": []}, {"kept": [5, 0, 2]}, {"kept": [0, 2, 6]}], ids=str)
+def test_a_wrong_record_is_no_ground_to_compare(here, wrong: dict[str, Any]) -> None:
+    ok(*GIVEN, "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    report["depth"] |= wrong
+    Path("out/ckpt_prune.json").write_text(json.dumps(report))
+    result = run("verify", "out", "--against", "deep")
+    assert result.exit_code == 1
+    assert "kept units: ckpt_prune.json keeps blocks that the dense model has not\n" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -167,6 +178,7 @@ def test_verify_finds_what_is_not_the_dense_models(here) -> None:
             ["--ratio", "0.05"],
             "recipe replaceme drops none of 6 blocks at ratio 0.05: say --ratio 0.17 or more, or --set depth.drop=1",
         ),
+        (["--set", "depth.compensation={method: none, lambda: 0.1}"], "depth.compensation: method none has no lambda"),
         (["--set", "depth.drop=6"], "recipe replaceme drops 6 of 6 blocks: one has to stay at the least"),
         (["--set", "depth={blocks: [6]}"], "recipe replaceme drops block 6: the model has blocks 0 to 5"),
         (

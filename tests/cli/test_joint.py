@@ -80,6 +80,11 @@ def test_a_ratio_is_the_size_that_it_leaves(here) -> None:
     assert abs(after[0] - after[1]) < 0.1 * dense
 
 
+def test_one_block_stays_however_small_the_size(here) -> None:
+    ok("prune", "deep", *JOB, "--target-params", "20%", "-o", "out")
+    assert [trial["blocks"] for trial in read_json("out/ckpt_prune.json")["depth"]["tried"]] == [3]
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

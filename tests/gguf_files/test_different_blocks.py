@@ -30,9 +30,9 @@ HAS_BIASES = ("llama", "mistral", "qwen2", "granite", "starcoder2")
 BARE = ["spaces.heads.compensation.method=none", "spaces.mlp.compensation.method=none"]
 
 
-def prune_unevenly(folder, *settings, recipe="flap-global"):
+def prune_unevenly(folder, *settings, recipe="flap-global", ratio=0.4):
     out, text = folder.parent / "pruned", proving(folder).text
-    options = {"text": text, "samples": 4, "window": 32, "ratio": 0.4, "progress": False, "overrides": settings}
+    options = {"text": text, "samples": 4, "window": 32, "ratio": ratio, "progress": False, "overrides": settings}
     ckpt_prune.prune(folder, output=out, recipe=recipe, **options)
     return out
 
@@ -74,3 +74,24 @@ def test_what_no_architecture_computes_is_refused_by_its_reason_and_leaves_nothi
     with pytest.raises(UserError, match=r"openelm: its head.*qwen3: it has no place for .*bias"):
         export_gguf(str(out), tmp_path / "m.gguf", proving(folder), proof=False)
     assert not list(tmp_path.glob("*gguf*"))
+
+
+@pytest.mark.parametrize("rotated", [[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0]], ids=str)
+def test_rotary_positions_in_other_blocks_than_llama_cpp_has_them_are_refused(rotated, tmp_path):
+    folder = save(tmp_path / "model", "smollm3", no_rope_layers=rotated)
+    with pytest.raises(UserError, match="every 4th of its blocks has no rotary positions, and here others have"):
+        export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), proof=False)
+    usual = save(tmp_path / "usual", "smollm3", no_rope_layers=[1, 1, 1, 0, 1, 1])
+    assert export_gguf(str(usual), tmp_path / "m.gguf", proving(usual), proof=False).architecture == "smollm3"
+
+
+def test_narrower_heads_are_not_taken_for_fewer(tmp_path):
+    """Four heads of 6 have as many rows as three of 8."""
+    folder = save(tmp_path / "model", "llama", num_key_value_heads=4)
+    (tmp_path / "narrow.yaml").write_text(
+        "{version: 1, name: narrow, ratio: 0.25, container: remote, widths: per_layer, layers: '2:4', "
+        "spaces: {rotary: {score: logit-energy, ratio: 0.25}, values: {score: principal}}}"
+    )
+    out = prune_unevenly(folder, recipe=str(tmp_path / "narrow.yaml"), ratio=None)
+    with pytest.raises(UserError, match="all heads have 8 rows of q, k and v each, and those of block 2 have others"):
+        export_gguf(str(out), tmp_path / "m.gguf", proving(folder), proof=False)

@@ -188,3 +188,10 @@ def test_the_folder_is_a_checkpoint_that_this_tool_opens(llama, tmp_path):
         ckpt_prune.convert(llama[1], output=llama[1].parent, overwrite=True)
     with pytest.raises(UserError, match="exists; --overwrite"):
         ckpt_prune.convert(llama[1], output=tmp_path / "out")
+
+
+def test_a_key_given_twice_is_refused(tmp_path):
+    entry = struct.pack("<Q", 1) + b"a" + struct.pack("<II", 4, 7)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + entry * 2)
+    with pytest.raises(UserError, match="it has the key 'a' twice; download it again"):
+        open_gguf(tmp_path / "m.gguf")

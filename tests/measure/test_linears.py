@@ -13,8 +13,15 @@ from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.statistics.files import INDEX
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.measure.statistics.measurement import add_statistics, check_addable, count_statistics_bytes
+from ckpt_prune.measure.statistics.measurement import (
+    add_statistics,
+    check_addable,
+    count_statistics_bytes,
+    measure_statistics,
+)
 from ckpt_prune.measure.streams.hidden_stream import split_folds
+from ckpt_prune.model.containers.container import container_of
+from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.model.model import Model
 from tests import families
 from tests.encoders import calibrate
@@ -85,13 +92,22 @@ def test_vectors_alone(dense, tmp_path):
         torch.testing.assert_close(moments.square, full.read_moments(1)[name][0].square, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("collect", [("moments", "taylor"), LINEARS])
-def test_the_size_is_known_before(dense, tmp_path, collect):
+@pytest.mark.parametrize(("blocks", "collect"), [(None, ("moments", "taylor")), (None, LINEARS), ("1:2", LINEARS)])
+def test_the_size_is_known_before(dense, tmp_path, blocks, collect):
     """The bytes of the tensors are known before measuring, except for counts; headers come on top."""
     folder = dense.folder("opt")
-    model, data = Model.open(folder), data_of("opt")
+    if blocks is not None:  # the others stay as wide as they are
+        recipe = families.recipe(
+            score="magnitude", heads=None, mlp=0.5, layers=blocks, widths="per_layer", container="any"
+        )
+        families.prune(families.job_on(folder, recipe), tmp_path / "uneven")
+        folder = tmp_path / "uneven"
+    model, data = open_model(str(folder)), data_of("opt")
+    assert model.widest_consumer == 22
     expected = count_statistics_bytes(model, collect=collect, folds=2, samples=len(data))
-    statistics = calibrate(folder, tmp_path / "statistics", data, folds=2, collect=collect)
+    how = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+    how["skeleton"] = container_of(model).skeleton() if blocks else None
+    statistics = measure_statistics(model, data, tmp_path / "statistics", seed=0, folds=2, collect=collect, **how)
     tensors = 0
     for name in statistics.index.files:
         raw = (statistics.folder / name).read_bytes()

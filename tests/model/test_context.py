@@ -8,6 +8,7 @@ import torch
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import context_length, reserved_positions
 from ckpt_prune.runner.checks import check_spaces
+from ckpt_prune.stages import FullRecipe
 from tests.contract.dense import Dense, spaces_recipe
 from tests.contract.models import Case
 from tests.families import model_of
@@ -36,6 +37,15 @@ def test_a_roberta_reads_as_many_tokens_as_said_and_no_more(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="out of bounds"):
         model(input_ids=ids)
     assert Dense(tmp_path).model(case).tokens == most
+
+
+def test_what_a_family_has_not_is_refused_with_what_it_has() -> None:
+    recipe = {"version": 1, "name": "test", "ratio": 0.5, "spaces": {"experts": {"score": "reap"}}}
+    with pytest.raises(UserError) as caught:
+        check_spaces(Case("llama", "LlamaForCausalLM").family, FullRecipe.model_validate(recipe))
+    assert str(caught.value) == (
+        "recipe test prunes experts, which llama has not: it has rotary, queries, heads, values, mlp"
+    )
 
 
 @pytest.mark.parametrize(

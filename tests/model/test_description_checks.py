@@ -128,6 +128,32 @@ def test_a_wrong_key_is_named(description: dict[str, Any], message: str) -> None
     assert str(error.value).startswith(message)
 
 
+def test_a_dimension_may_have_names_that_the_config_lacks() -> None:
+    dimensions = load_family("llama").dimensions | {"mlp": ["ffn_dim", "intermediate_size"]}
+    check_description(parse_family(json.dumps(described_as(dimensions=dimensions))), CONFIG)
+
+
+def test_what_writes_the_stream_are_the_consumers_though_others_are_as_wide() -> None:
+    reads = RESIDUAL["reads"] | {"input_layernorm": [*RESIDUAL["reads"]["input_layernorm"], "self_attn.o_proj"]}
+    description = described_as(residual=RESIDUAL | {"reads": reads, "writes": ["mlp.down_proj"]})
+    with pytest.raises(UserError) as error:
+        check_description(parse_family(json.dumps(description)), CONFIG | {"hidden_size": 32})
+    assert str(error.value) == "residual.writes: not the consumers of the spaces: self_attn.o_proj"
+
+
+@pytest.mark.parametrize("modules", [["self_attn.k_proj", "self_attn.q_proj"], ["self_attn.q_proj"]])
+def test_rows_of_rotary_pairs_are_of_queries_then_of_keys(modules: list[str]) -> None:
+    rows = {row["module"]: row for row in SPACES["rotary"]["rows"]}
+    description = described_as(
+        spaces=SPACES | {"rotary": SPACES["rotary"] | {"rows": [rows[name] for name in modules]}}
+    )
+    with pytest.raises(UserError) as error:
+        check_description(parse_family(json.dumps(description)), CONFIG)
+    assert str(error.value) == (
+        f"spaces.rotary.rows: rows are of self_attn.q_proj, then of self_attn.k_proj, not of {', '.join(modules)}"
+    )
+
+
 @pytest.mark.parametrize(
     ("description", "message"),
     [

@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.measure.moments.inputs import Moments
+from ckpt_prune.measure.moments.routing import RoutingMoments
+from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.scoring.logit_scores import logit_energy
 from ckpt_prune.scoring.scores import SCORES, column_norms, wanda_sp_code
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES
@@ -63,3 +65,13 @@ def test_what_a_score_lacks_is_named():
     without_gram = moments_of(np.ones((3, 4)))
     with pytest.raises(ValueError, match=r"^score obs needs second moments: collect statistics with a Gram$"):
         UNIT_SCORES["obs"].function(torch.ones(2, 4), without_gram, 2, centred=True)
+
+
+def test_scores_of_experts_by_hand():
+    """The first expert is given two tokens, the second one, the third none."""
+    moments = RoutingMoments.zeros(3)
+    # Outputs are weighted: of norms 5 and 10, then 2.
+    moments.accumulate(0, torch.tensor([[0.5], [1.0]]), torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
+    moments.accumulate(1, torch.tensor([[0.25]]), torch.tensor([[0.0, 2.0]]))
+    scores = {name: score.function(moments).tolist() for name, score in EXPERT_SCORES.items()}
+    assert scores == {"routed-energy": [125.0, 4.0, 0.0], "frequency": [2.0, 1.0, 0.0], "reap": [7.5, 2.0, 0.0]}

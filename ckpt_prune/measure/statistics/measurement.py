@@ -71,13 +71,13 @@ def list_collected_by_default(model: Model) -> tuple[Collect, ...]:
 
 def count_statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, samples: int) -> int:
     """Count the bytes that the tensors of a statistics folder will take."""
-    per_block = 0
+    blocks, of_inputs, per_block = len(model.spaced_blocks), 0, 0
     widths = [*model.consumer_widths.values()]
     if "linears" in collect:
         widths += model.linear_widths.values()
-    for width_or_widths in widths:
-        width = width_or_widths if isinstance(width_or_widths, int) else max(width_or_widths)
-        per_block += folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
+    for of_block in widths:
+        for width in [of_block] * blocks if isinstance(of_block, int) else of_block:
+            of_inputs += folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
     if "logits" in collect:
         for heads, head_dim in model.query_heads.values():
             packed = packed_width(head_dim)
@@ -95,7 +95,7 @@ def count_statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: i
         per_block += sum(4 * heads for heads, _ in (*model.query_heads.values(), *pairs))
     if "taylor" in collect:
         per_block += sum(2 * 8 * model.units(space) for space in model.family.consumers)
-    return per_block * len(model.spaced_blocks)
+    return of_inputs + per_block * blocks
 
 
 def check_measurable(

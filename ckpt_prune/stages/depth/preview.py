@@ -115,7 +115,7 @@ def _fewest(prepared: Prepared, allowed: Sequence[int]) -> tuple[int | None, int
 def _most(prepared: Prepared, allowed: Sequence[int]) -> int:
     """Return the most blocks that may go if their number is found by measuring: then nothing else has to."""
     count, _ = _fewest(at_own_size(prepared), allowed)
-    return min(len(allowed), prepared.model.blocks - 1) if count is None else count
+    return prepared.model.blocks - 1 if count is None else count
 
 
 def without(model: Model, gone: Sequence[int]) -> Model:
