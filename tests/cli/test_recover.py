@@ -193,6 +193,18 @@ def test_a_learning_rate_that_gets_lost(place):
     assert find_changed("out") == set()
 
 
+@pytest.mark.parametrize("recovered", [True, False])
+def test_an_error_that_grew_is_said_where_something_was_recovered(place, recovered):
+    ok(*RECOVER, "-o", "out")
+    report = report_of("out")
+    report["layers"][1]["mse_after"] = 1.001 * report["layers"][1]["mse_before"]
+    for layer in report["layers"]:
+        layer["recovered"] = recovered
+    Path("out/ckpt_prune.json").write_text(json.dumps(report))
+    ok("report", "out")
+    assert ("squared error is larger than without recovery" in Path("out.report.html").read_text()) == recovered
+
+
 @pytest.mark.parametrize(("layers", "blocks"), every(2, [("0:2", "2 blocks (0, 1)"), ("1:", "1 block (1)")]))
 def test_epochs_that_gain_nothing_are_said(place, layers, blocks):
     """Steps too small for any float32 weight."""

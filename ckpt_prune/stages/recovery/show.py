@@ -184,7 +184,8 @@ def _warnings(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> lis
             f"No epoch was better than the old weights in {_blocks(idle)}, with lr {_rate(recovery):.3g} and less: use "
             "more samples or epochs."
         )
-    last = layers[-1] if layers else None
+    # Where nothing was recovered, both errors are of the same weights, in batches of other sizes.
+    last = layers[-1] if any(layer.recovered for layer in layers) else None
     if last is not None and last.mse_before is not None and (last.mse_after or 0) > last.mse_before:
         warnings.append(
             "After the last block the squared error is larger than without recovery: measure what it is worth with "
