@@ -327,6 +327,18 @@ def test_of_several_shards_only_one_was_changed(tmp_path: Path) -> None:
         assert [writer.read([name])[name][0, 0].item() for name in "ab"] == [1.0, 2.0]
 
 
+def test_of_the_tensors_of_an_entry_only_one_was_changed(tmp_path: Path) -> None:
+    layout: Any = {"model.safetensors": dict.fromkeys("ab", (torch.float32, (5, 3)))}
+    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "out", layout, sharded=False) as writer:
+        for name in "ab":
+            writer.write(name, torch.ones(5, 3))
+        writer.commit("both")
+        raise KeyboardInterrupt
+    flip(tmp_path / "out.partial" / "model.safetensors")
+    with writing(tmp_path / "out", layout, sharded=False, resume=True) as writer:
+        assert (writer.changed, writer.done) == ("both", set())
+
+
 def test_new_values_that_were_changed_before_they_were_put_in_place(tmp_path: Path) -> None:
     in_entries(tmp_path / "whole")
     for call in (4, 5):  # before the first tensor is rewritten, and before the second one is

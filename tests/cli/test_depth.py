@@ -179,6 +179,18 @@ def test_a_wrong_record_is_no_ground_to_compare(here, wrong: dict[str, Any]) -> 
             "recipe replaceme drops none of 6 blocks at ratio 0.05: say --ratio 0.17 or more, or --set depth.drop=1",
         ),
         (["--set", "depth.compensation={method: none, lambda: 0.1}"], "depth.compensation: method none has no lambda"),
+        (
+            ["--set", "depth={blocks: [2]}", "--set", "layers=1:3"],
+            "layers says among which blocks to choose, and depth.blocks chooses: leave one out",
+        ),
+        (
+            ["--set", "depth={blocks: [2]}", "--target-params", "50%"],
+            "size and depth.blocks both say how much goes: leave one out",
+        ),
+        (
+            ["--set", "depth.drop=2", "--target-params", "50%"],
+            "size and depth.drop both say how much goes: leave one out",
+        ),
         (["--set", "depth.drop=6"], "recipe replaceme drops 6 of 6 blocks: one has to stay at the least"),
         (["--set", "depth={blocks: [6]}"], "recipe replaceme drops block 6: the model has blocks 0 to 5"),
         (

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.sparsity.inverse import factorise_largest_first
 from ckpt_prune.stages.quantize.packing import pack_weight, unpack_codes
 from ckpt_prune.stages.quantize.rounding import MORE_SHRINKS, SHRINKS, codes_of, gptq_codes, scales_of, weights_of
-from ckpt_prune.stages.quantize.scheme import PackingScheme
+from ckpt_prune.stages.quantize.scheme import PackingScheme, choose_scheme
 
 
 def slow(
@@ -149,3 +150,8 @@ def test_gptq_is_the_textbook_one_and_keeps_outputs(group):
         return float((inputs @ (weights_of(chosen, scales, scheme) - weight).T).square().sum())
 
     assert lost(codes) < 0.8 * lost(codes_of(weight, scales, scheme))
+
+
+def test_the_weight_that_no_group_divides_is_named() -> None:
+    with pytest.raises(UserError, match=r"^narrow has 48 columns, which no group of 128, 64, 32 divides: "):
+        choose_scheme("int4", None, {"wide": 96, "narrow": 48})
