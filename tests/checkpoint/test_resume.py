@@ -329,11 +329,16 @@ def test_of_several_shards_only_one_was_changed(tmp_path: Path) -> None:
 
 def test_of_the_tensors_of_an_entry_only_one_was_changed(tmp_path: Path) -> None:
     layout: Any = {"model.safetensors": dict.fromkeys("ab", (torch.float32, (5, 3)))}
-    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "out", layout, sharded=False) as writer:
-        for name in "ab":
-            writer.write(name, torch.ones(5, 3))
-        writer.commit("both")
-        raise KeyboardInterrupt
+
+    def stop() -> None:
+        with writing(tmp_path / "out", layout, sharded=False) as writer:
+            for name in "ab":
+                writer.write(name, torch.ones(5, 3))
+            writer.commit("both")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
     flip(tmp_path / "out.partial" / "model.safetensors")
     with writing(tmp_path / "out", layout, sharded=False, resume=True) as writer:
         assert (writer.changed, writer.done) == ("both", set())
