@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics import fisher as module
-from ckpt_prune.measure.statistics.fisher import Fisher, measure_fisher
+from ckpt_prune.measure.statistics.fisher import LABEL_DRAWS, Fisher, measure_fisher
 from ckpt_prune.measure.streams import backward, readout
 from ckpt_prune.measure.streams.sliced_head import LabelDraw
 from ckpt_prune.measure.streams.state_memory import StateMemory
@@ -65,16 +65,18 @@ def draw_unlikeliest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def losses_of(outputs: list[tuple[str, Tensor]]) -> list[Tensor]:
-    """ℓ of every output, summed over samples; all draws are the same one."""
-    losses = []
+    """ℓ of every output, summed over samples, each draw by the root of its weight; all draws of labels are one."""
+    losses, generator = [], torch.Generator().manual_seed(0)
     for name, output in outputs:
         if name.endswith("logits"):
             log_p = output.log_softmax(-1).flatten(0, -2)
             losses.append(log_p.gather(1, unlikeliest(log_p)).sum() / (len(log_p) / LIMIT) ** 0.5)
         else:
             wide = output.flatten(1)
-            drawn = torch.randn(wide.shape, generator=torch.Generator().manual_seed(0)).double()
-            losses.append(2**0.5 * ((drawn * wide).sum(1) / wide.detach().norm(dim=1)).sum())
+            for _ in range(LABEL_DRAWS):
+                drawn = torch.randn(wide.shape, generator=generator).double()
+                projected = (drawn * wide).sum(1) / wide.detach().norm(dim=1)
+                losses.append((2 / LABEL_DRAWS) ** 0.5 * projected.sum())
     return losses
 
 
@@ -232,6 +234,6 @@ def test_nothing_of_the_checkpoint_is_changed(dense):
     once: list[Tensor] = []
     measure_sites(dense, "opt", allocate=lambda shape, dtype: once.append(torch.empty(shape, dtype=dtype)) or once[-1])
     assert families.contents(folder) == before
-    # States before the first block and after each, and gradients of one draw.
-    assert len(once) == 1 + BLOCKS + 1
+    # States before the first block and after each, and gradients of every draw.
+    assert len(once) == 1 + BLOCKS + LABEL_DRAWS
     assert all(tensor.shape[0] == LIMIT for tensor in once)

@@ -12,6 +12,9 @@ from torch import Tensor
 from ckpt_prune.job.space_kinds import CANDIDATES
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import SampleRange, ShortWindows, TokenWindows
+from ckpt_prune.measure.statistics.fisher import LABEL_DRAWS
+from ckpt_prune.measure.statistics.folder import record_effects
+from ckpt_prune.measure.streams.backward import draw_end_gradients
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.messages import predicted_line
@@ -161,6 +164,54 @@ def test_the_score_of_a_site_is_the_best_at_its_width(dense, tmp_path):
         assert float(chosen.errors[dropped]) == min(float(option.errors[dropped]) for option in ranking[site])
         assert torch.equal(decision.scores, chosen.scores)
     assert np.sum([decided.sites[Site(block, "mlp")].keep for block in range(BLOCKS)]) < 22 * BLOCKS
+
+
+def test_where_sites_were_measured_no_score_wins_by_luck(dense, tmp_path):
+    """Effects are measured by obs; rcpu and wanda-sp are told to do a hundred times better, and are not believed."""
+    folder = dense.folder("opt")
+    statistics = calibrate(folder, tmp_path / "statistics", data_of("opt"), folds=2)
+    predicted = statistics.index.predicted
+    for by_score in predicted.values():
+        for score in CANDIDATES[1:]:
+            by_score[score] = [(count, value / 100) for count, value in by_score[CANDIDATES[0]]]
+    measured = record_effects(statistics, {name: own[CANDIDATES[0]] for name, own in predicted.items()})
+    spaces, by_score = {"heads": "auto", "mlp": "auto"}, {}
+    for score in ("auto", "obs"):
+        decided = decide(job_on(folder, recipe_of(dict.fromkeys(spaces, score), ratio=0.4), measured))
+        by_score[score] = {site: (own.keep, own.score, own.scores.tolist()) for site, own in decided.sites.items()}
+    assert by_score["auto"] == by_score["obs"]
+    assert {score for _, score, _ in by_score["auto"].values()} == {"obs"}
+
+
+def test_draws_of_labels_are_averaged(dense, tmp_path, monkeypatch):
+    """Each draw alone: the mean of their metrics and predictions is taken, and their spread is told."""
+    folder, data = dense.folder("opt"), data_of("opt")
+    together = calibrate(folder, tmp_path / "all", data, folds=2)
+    alone = []
+    for draw in range(LABEL_DRAWS):
+
+        def single(*given, draw=draw):
+            chosen = draw_end_gradients(*given)[draw]
+            return [replace(chosen, weight=chosen.weight * LABEL_DRAWS)]
+
+        monkeypatch.setattr("ckpt_prune.measure.statistics.fisher.draw_end_gradients", single)
+        alone.append(calibrate(folder, tmp_path / str(draw), data, folds=2))
+    assert all(statistics.index.spread == 0 for statistics in alone)
+    spreads = []
+    for name, by_score in together.index.predicted.items():
+        for score, points in by_score.items():
+            values = np.array([[value for _, value in own.index.predicted[name][score]] for own in alone])
+            # Sums of squares, all positive, whose terms are the same: only the order of sums in float64 differs.
+            np.testing.assert_allclose([value for _, value in points], values.mean(0), rtol=1e-12)
+            assert (values.std(0) > 0).all()  # draws are not all one
+        middle = np.array([own.index.predicted[name]["obs"] for own in alone])[:, len(points) // 2, 1]
+        spreads.append(middle.std(ddof=1) / LABEL_DRAWS**0.5 / middle.mean())
+    assert together.index.spread == pytest.approx(np.median(spreads), rel=1e-9)
+    for name, metric in together.read_fisher(1).items():
+        sums = torch.stack([own.read_fisher(1)[name].sums for own in alone]).double().mean(0)
+        tokens = metric.samples * data.tokens * LABEL_DRAWS
+        bound = tokens * torch.finfo(torch.float32).eps * float(sums.diagonal().max() if sums.dim() > 1 else sums.max())
+        assert float((metric.sums.double() - sums).abs().max()) <= bound
 
 
 # ---- of a plan ---------------------------------------------------------------------------------------------------

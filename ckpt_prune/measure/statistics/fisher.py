@@ -36,6 +36,8 @@ from ckpt_prune.model.spaces import SpaceName
 LIMITS: dict[Modality, int] = {"text": 8, "image": 32, "audio": 8}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one
 prediction."""
+LABEL_DRAWS = 4
+"""Draws of labels for each prediction of a text, which are averaged: widths would follow the luck of a single one."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def measure_fisher(
     ends: EndDistances | None = None,
     rotary: bool = False,
     known: Callable[[int], Tensor] | None = None,
+    draws: int = LABEL_DRAWS,
 ) -> Iterator[tuple[int, dict[str, Fisher]]]:
     """Measure the Fisher metric at every site of the dense model, block by block from the last to the first.
 
@@ -98,7 +101,7 @@ def measure_fisher(
 
     All samples are run; a few are enough. `watcher` looks on at every block, `ends` adds up distances between the ends
     of all of them. `rotary` adds the sites of rotary pairs. `known` gives the states that leave a block, if they are
-    known: then none is run forward alone.
+    known: then none is run forward alone. Labels are drawn `draws` times, and each draw goes back through the blocks.
 
     Yields:
         Index of a block, and its sites by `Model.moments_name` (on-disk weight of the consumer, or of the query).
@@ -109,7 +112,7 @@ def measure_fisher(
     if ends is not None:
         ends.begin(stream, states)
     end = states.pop()
-    gradients = draw_end_gradients(stream.readout(), samples, end, allocate)
+    gradients = draw_end_gradients(stream.readout(), samples, end, allocate, draws)
     if ends is not None:
         ends.see(stream, states, end, gradients)
     backward = read_ahead(model.read_block, range(blocks - 1, -1, -1))

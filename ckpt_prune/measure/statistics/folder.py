@@ -367,11 +367,13 @@ def record_fisher(
     spaces: Mapping[SpaceName, Sequence[tuple[int, float]]],
     scores: Mapping[SpaceName, str],
     stream: Distances | None,
+    spread: float = 0.0,
 ) -> Statistics:
     """Enter the Fisher metric, measured on so many samples, and predictions from gradients into a folder's index.
 
     `files` are those of all blocks, with their SHA-256. `predicted` is site → score → (units dropped, divergence),
-    ascending, and `spaces` the same of a space in every block. `scores` is space → the score of all its sites.
+    ascending, and `spaces` the same of a space in every block. `scores` is space → the score of all its sites,
+    `spread` the relative standard error of what is predicted of a site, over draws of labels.
     """
     index = statistics.index
     changes: dict[str, Any] = {
@@ -383,6 +385,7 @@ def record_fisher(
         },
         "spaces": {space: list(points) for space, points in spaces.items()},
         "scores": dict(scores),
+        "spread": spread,
         "stream": None if stream is None else {"cosine": stream.cosine, "divergence": stream.divergence},
     }
     return _change_index(statistics, changes)

@@ -68,6 +68,7 @@ class StatisticsIndex(BaseModel):
     predicted: dict[str, dict[str, Effects]] = Field(default_factory=dict)
     spaces: dict[str, Effects] = Field(default_factory=dict)
     scores: dict[str, str] = Field(default_factory=dict)
+    spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0
     stream: StreamDistances | None = None
     effects: dict[str, Effects] = Field(default_factory=dict)
 
@@ -83,6 +84,7 @@ class StatisticsIndex(BaseModel):
             "predicted",
             "spaces",
             "scores",
+            "spread",
             "stream",
             "effects",
             "texts",
@@ -117,6 +119,7 @@ def add_index(a: StatisticsIndex, b: StatisticsIndex) -> StatisticsIndex:
             "predicted": predicted,
             "spaces": _mean_effects(a.spaces, b.spaces, share),
             "scores": {space: score for space, score in a.scores.items() if b.scores.get(space) == score},
+            "spread": share * a.spread + (1 - share) * b.spread,
             "stream": _mean_stream(a, b),
             "effects": _mean_effects(a.effects, b.effects, share),
         }

@@ -5,7 +5,7 @@ gradient. Both are linear in depth.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -59,16 +59,26 @@ def states_at_ends(
     return states
 
 
-def draw_end_gradients(readout: Readout, samples: Samples, states: Tensor, allocate: Allocate) -> list[DrawnGradients]:
-    """Draw labels from the model's predictions, and return the gradients at the states that leave the last block."""
+def draw_end_gradients(
+    readout: Readout, samples: Samples, states: Tensor, allocate: Allocate, draws: int = 1
+) -> list[DrawnGradients]:
+    """Draw labels from the model's predictions, and return the gradients at the states that leave the last block.
+
+    Labels are drawn `draws` times, and every draw has the same weight. A sample with one prediction has `DRAWS` anyway.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     gradients: list[DrawnGradients] = []
-    for rows in split_batches(samples, READOUT_TOKENS):
-        for index, drawn in enumerate(readout.gradients(samples.batch(rows), states[rows], generator)):
-            if index == len(gradients):
-                values = allocate(tuple(states.shape), torch.float32)
-                gradients.append(DrawnGradients(values, drawn.whole, drawn.weight))
-            gradients[index].values[rows] = drawn.values.cpu()
+    for draw in range(draws):
+        own: list[DrawnGradients] = []
+        for rows in split_batches(samples, READOUT_TOKENS):
+            for index, drawn in enumerate(readout.gradients(samples.batch(rows), states[rows], generator)):
+                if index == len(own):
+                    share, values = 1 if drawn.whole else draws, allocate(tuple(states.shape), torch.float32)
+                    own.append(replace(drawn, values=values, weight=drawn.weight / share, draw=draw + drawn.draw))
+                own[index].values[rows] = drawn.values.cpu()
+        gradients += own
+        if own[0].whole:
+            break
     return gradients
 
 

@@ -35,11 +35,13 @@ class DrawnGradients:
         whole: whether a sample has one prediction, which errors of all its tokens move together; else every token's
             error is taken to move the predictions apart from the others'.
         weight: of this draw among those of its output.
+        draw: number of the draw, the same for all outputs.
     """
 
     values: Tensor
     whole: bool
     weight: float
+    draw: int = 0
 
     def measure_shift(self, gradient: Tensor, error: Tensor) -> float:
         """Return Σ (g·δ)², weighted: over all tokens of a sample if it has one prediction, else token by token.
@@ -107,9 +109,9 @@ class Readout:
         for output in outputs:
             values, whole = output.detach(), self.logits and output[0].numel() == output.shape[-1]
             slopes = _draw_likelihoods(values, whole, generator) if self.logits else _draw_features(values, generator)
-            for slope in slopes:
+            for draw, slope in enumerate(slopes):
                 (gradient,) = torch.autograd.grad(output, entering, slope, retain_graph=True)
-                drawn.append(DrawnGradients(gradient.float(), whole, 1 / DRAWS if whole else 1.0))
+                drawn.append(DrawnGradients(gradient.float(), whole, 1 / DRAWS if whole else 1.0, draw))
         return drawn
 
     def loss_gradients(self, batch: Mapping[str, Tensor], states: Tensor) -> Tensor:

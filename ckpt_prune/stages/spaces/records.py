@@ -14,7 +14,12 @@ class StrengthSearch(FixedRecord):
 
 
 class SpacesFields(FixedRecord):
-    """Pruned sites, and the search for a strength by perplexity."""
+    """Pruned sites, the search for a strength by perplexity, and what other draws of labels would change.
 
+    Attributes:
+        spread: relative standard error, over draws of labels, of the loss that is predicted of a site.
+    """
+
+    spread: Figure | None = None
     lambda_search: StrengthSearch | None = None
     sites: list[SiteRecord]

@@ -69,6 +69,11 @@ def sections(report: Report) -> list[Section]:
     if sentences and (report.recovery is not None or report.adapters is not None):
         sentences.append("These errors are from before recovery.")
     sentences += [*warn_of_sites(sites), *([] if recipe is None else count_left_out(sites, recipe))]
+    if report.spread is not None:
+        sentences.append(
+            "Widths follow predicted losses, averaged over draws of labels: other draws would move a site's by "
+            f"about {report.spread:.1%}."
+        )
     explanations = [] if recipe is None or report.asked is not None else [*_coarse(sites, recipe)]
     if search is not None:
         sentences.append(f"Lambda {search.chosen:g} has the least calibration perplexity of those that were tried.")

@@ -193,4 +193,6 @@ class Spaces(Stage):
         from ckpt_prune.job.records import SiteRecord
 
         sites = [SiteRecord.model_validate(record.model_dump(exclude={"scores"})) for record in records]
-        return {"sites": sites, "lambda_search": run.done.get("search")}
+        weighed = prepared.recipe.weighed_by_effect and prepared.statistics is not None and prepared.plan is None
+        spread = prepared.statistics.index.spread if weighed else 0
+        return {"sites": sites, "lambda_search": run.done.get("search"), "spread": spread or None}

@@ -120,8 +120,12 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
 def _names_of_scores(statistics: Statistics, space: SpaceName, score: str) -> tuple[str, ...]:
     if score != CHOSEN:
         return (score,)
-    single = statistics.index.scores.get(space)
-    return kind_of(space).candidates if single is None else (single,)
+    index, candidates = statistics.index, kind_of(space).candidates
+    if index.effects:
+        # Of the first alone. What gradients say of the others beside it would let the luckiest win.
+        return candidates[:1]
+    single = index.scores.get(space)
+    return candidates if single is None else (single,)
 
 
 def known_curves(

@@ -9,6 +9,7 @@ refitted by ridge on other samples than the gradients', and ½ E[Σ_t (g_t·δ_t
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median, stdev
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ def add_gradients(
         end = None if read_end is None else read_end(model.blocks - 1)
         with phase("effects"):
             together, scores = measure_spaces(refits, some, predicted, end=end, **how)
-    figures = (predicted, together, scores, None if apart is None else apart.distances)
+    spread = 0.0 if trials is None else trials.spread
+    figures = (predicted, together, scores, None if apart is None else apart.distances, spread)
     return group.once(lambda: record_fisher(statistics, len(some), dict(sorted(files.items())), *figures))
 
 
@@ -114,6 +116,12 @@ class _Trials:
     _block: BlockRefits | None = None
     _sites: dict[SpaceName, "_Site"] = field(default_factory=dict)
     _mine: set[tuple[SpaceName, str]] = field(default_factory=set)
+    _spreads: list[float] = field(default_factory=list)
+
+    @property
+    def spread(self) -> float:
+        """How far another set of draws moves what is predicted of a site: the median of relative standard errors."""
+        return median(self._spreads) if self._spreads else 0.0
 
     def begin(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Refit every site of a block at every point."""
@@ -146,9 +154,11 @@ class _Trials:
         block = self._block.block
         group, name_of = process_group(), partial(self.refits.model.site_name, block)
         divergences = {space: site.divergences(samples) for space, site in self._sites.items()}
-        gathered = group.gather((divergences, self.refits.known(block))) or []
-        for of_process, scores in group.once(lambda: gathered):
+        spreads = [site.spread() for site in self._sites.values() if site.seen]
+        gathered = group.gather((divergences, self.refits.known(block), spreads)) or []
+        for of_process, scores, of_draws in group.once(lambda: gathered):
             self.refits.learn(scores)
+            self._spreads += of_draws
             for space, by_score in of_process.items():
                 self.predictions.setdefault(name_of(space), {}).update(by_score)
         # In the order of one process, which breaks ties.
@@ -226,14 +236,14 @@ class _Site:
     orders: Mapping[str, DropOrder]
     copies: int
     first: Mapping[str, str]
-    _sums: dict[str, list[float]] = field(default_factory=dict)
+    _sums: dict[tuple[str, int], list[float]] = field(default_factory=dict)
 
     def see(self, inputs: Tensor, gradient: Tensor, drawn: DrawnGradients, samples: int) -> None:
         x = inputs.float() if self.mean is None else inputs.float() - self.mean
         # Over all tokens of a sample if it has one prediction, else token by token.
         shape = (samples, -1) if drawn.whole else (-1, 1)
         for score, losses in self.lost.items():
-            sums = self._sums.setdefault(score, [0.0] * len(losses))
+            sums = self._sums.setdefault((score, drawn.draw), [0.0] * len(losses))
             for index, lost in enumerate(losses):
                 moved = (gradient @ lost).mul_(x).sum(1).double().view(shape).sum(1)
                 sums[index] += drawn.weight * float(moved.square().sum())
@@ -244,7 +254,7 @@ class _Site:
             tokens, weights = draw_tokens(x, gradient)
             x, gradient = x[tokens], gradient[tokens]
         for score, order in self.orders.items():
-            sums = self._sums.setdefault(score, [0.0] * len(self.counts))
+            sums = self._sums.setdefault((score, drawn.draw), [0.0] * len(self.counts))
             moved = order.project_on_gradient(x, gradient, [count * self.copies for count in self.counts])
             squares = moved.square() if weights is None else weights[:, None] * moved.square()
             if drawn.whole:
@@ -254,8 +264,25 @@ class _Site:
 
     def divergences(self, samples: int) -> dict[str, list[tuple[int, float]]]:
         """Return ½ E[(g·δ)²], the mean over samples."""
+        seen = self.seen
         return {
-            score: [(count, value / 2 / samples) for count, value in zip(self.counts, self._sums[first], strict=True)]
+            score: [(count, sum(own) / 2 / samples) for count, own in zip(self.counts, zip(*seen[first]), strict=True)]
             for score, first in self.first.items()
-            if first in self._sums
+            if first in seen
         }
+
+    @property
+    def seen(self) -> dict[str, list[list[float]]]:
+        """Score → for each draw the sums of all counts."""
+        by_score: dict[str, list[list[float]]] = {}
+        for (score, _), own in self._sums.items():
+            by_score.setdefault(score, []).append(own)
+        return by_score
+
+    def spread(self) -> float:
+        """Return the standard error of the mean of all draws, relative to it, at the middle count; 0 of a single draw."""
+        values = [own[len(own) // 2] for own in next(iter(self.seen.values()))]
+        if len(values) < 2 or not sum(values):
+            return 0.0
+        return stdev(values) / len(values) ** 0.5 / (sum(values) / len(values))
+
