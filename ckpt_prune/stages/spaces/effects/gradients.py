@@ -264,11 +264,12 @@ class _Site:
 
     def divergences(self, samples: int) -> dict[str, list[tuple[int, float]]]:
         """Return ½ E[(g·δ)²], the mean over samples."""
-        seen = self.seen
+        sums = {score: map(sum, zip(*of_draws, strict=True)) for score, of_draws in self.seen.items()}
+        means = {score: [value / 2 / samples for value in own] for score, own in sums.items()}
         return {
-            score: [(count, sum(own) / 2 / samples) for count, own in zip(self.counts, zip(*seen[first]), strict=True)]
+            score: list(zip(self.counts, means[first], strict=True))
             for score, first in self.first.items()
-            if first in seen
+            if first in means
         }
 
     @property
@@ -280,9 +281,8 @@ class _Site:
         return by_score
 
     def spread(self) -> float:
-        """Return the standard error of the mean of all draws, relative to it, at the middle count; 0 of a single draw."""
+        """Return the standard error of the mean of all draws over it, at the middle count; 0 of a single draw."""
         values = [own[len(own) // 2] for own in next(iter(self.seen.values()))]
         if len(values) < 2 or not sum(values):
             return 0.0
         return stdev(values) / len(values) ** 0.5 / (sum(values) / len(values))
-
