@@ -120,6 +120,7 @@ def test_best_on_data(here, model):
     report = read_json("out/ckpt_prune.json")
     assert report["recipe"]["target"] == report["calibration"]["target"] == "drift"
     assert report["calibration"]["folds"] == 4
+    assert 0 < report["spread"] < 1
     numbers, taken = whole_best.sizes(Path("out"))
     assert (report["after"]["parameters"], report["after"]["bytes"]) == (numbers, taken)
     dropped = [site for site in report["sites"] if len(site["kept"]) < site["units"]]
@@ -155,7 +156,7 @@ def test_a_plan_of_best(here):
     ok("prune", "llama", "--plan", "plan.json", "-o", "planned")
     ok("prune", "llama", *BEST, "--target-params", "70%", "--evaluate-samples", "0", "-o", "direct")
     ours, theirs = families.contents(Path("planned")), families.contents(Path("direct"))
-    # The card says how to measure the output: by the text at hand, which a plan has none of.
+    # The card says how to measure the output: by the text at hand, which a plan has none of. Nor has it the spread.
     assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == {"ckpt_prune.json", "README.md"}
     assert read_json("planned/ckpt_prune.json")["sites"] == read_json("direct/ckpt_prune.json")["sites"]
 

@@ -209,6 +209,13 @@ def test_perplexity_is_drawn_over_powers_of_ten(perplexity, points):
     assert figure is None or texts(figure)["calibration text"][1] == "5 (chosen)"
 
 
+@pytest.mark.parametrize("spread", [None, 0.0312])
+def test_what_other_draws_of_labels_would_move_is_said(spread):
+    told = [sentence for sentence in units(site(0), spread=spread).sentences if "draws" in sentence]
+    words = "Widths follow predicted losses, averaged over draws of labels: other draws would move a site's by about "
+    assert told == ([] if spread is None else [f"{words}3.1%."])
+
+
 # ---- masks, factors and rotations ----------------------------------------------------------------------------------
 
 

@@ -109,9 +109,9 @@ class Readout:
         for output in outputs:
             values, whole = output.detach(), self.logits and output[0].numel() == output.shape[-1]
             slopes = _draw_likelihoods(values, whole, generator) if self.logits else _draw_features(values, generator)
-            for draw, slope in enumerate(slopes):
+            for number, slope in enumerate(slopes):
                 (gradient,) = torch.autograd.grad(output, entering, slope, retain_graph=True)
-                drawn.append(DrawnGradients(gradient.float(), whole, 1 / DRAWS if whole else 1.0, draw))
+                drawn.append(DrawnGradients(gradient.float(), whole, 1 / DRAWS if whole else 1.0, number))
         return drawn
 
     def loss_gradients(self, batch: Mapping[str, Tensor], states: Tensor) -> Tensor:

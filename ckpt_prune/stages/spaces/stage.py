@@ -193,6 +193,6 @@ class Spaces(Stage):
         from ckpt_prune.job.records import SiteRecord
 
         sites = [SiteRecord.model_validate(record.model_dump(exclude={"scores"})) for record in records]
-        weighed = prepared.recipe.weighed_by_effect and prepared.statistics is not None and prepared.plan is None
-        spread = prepared.statistics.index.spread if weighed else 0
+        decided_on = prepared.statistics if prepared.recipe.weighed_by_effect and prepared.plan is None else None
+        spread = None if decided_on is None else decided_on.index.spread
         return {"sites": sites, "lambda_search": run.done.get("search"), "spread": spread or None}

@@ -9,6 +9,7 @@ refitted by ridge on other samples than the gradients', and ½ E[Σ_t (g_t·δ_t
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import sqrt
 from statistics import median, stdev
 from typing import Any
 
@@ -283,6 +284,5 @@ class _Site:
     def spread(self) -> float:
         """Return the standard error of the mean of all draws over it, at the middle count; 0 of a single draw."""
         values = [own[len(own) // 2] for own in next(iter(self.seen.values()))]
-        if len(values) < 2 or not sum(values):
-            return 0.0
-        return stdev(values) / len(values) ** 0.5 / (sum(values) / len(values))
+        mean = sum(values) / len(values)
+        return stdev(values) / sqrt(len(values)) / mean if len(values) > 1 and mean else 0.0
