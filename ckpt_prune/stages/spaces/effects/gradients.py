@@ -21,7 +21,7 @@ from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.distances import EndDistances
 from ckpt_prune.measure.statistics.end_states import EndStates
-from ckpt_prune.measure.statistics.fisher import LIMITS, Fisher, measure_fisher
+from ckpt_prune.measure.statistics.fisher import LABEL_DRAWS, LIMITS, Fisher, measure_fisher
 from ckpt_prune.measure.statistics.folder import BlockCurves, Statistics, name_file, record_fisher, write_fisher
 from ckpt_prune.measure.streams.hidden_stream import split_folds
 from ckpt_prune.measure.streams.readout import DrawnGradients
@@ -63,8 +63,8 @@ def add_gradients(
     """Measure the Fisher metric, and predict effects of dropping units, into statistics that have the Grams.
 
     `LIMITS` samples of the last fold are run. Refits are on the other folds, if there are any: predictions are then for
-    tokens that no refit has seen. With several processes, all run these few samples, and share the refits. Time: 4
-    runs of every block (`measure_fisher`), and for every site one ranking and one factorisation by each score, and
+    tokens that no refit has seen. With several processes, all run these few samples, and share the refits. Labels
+    are drawn `LABEL_DRAWS` times in shallow models, else once. Time: that of `measure_fisher`, and for every site one ranking and one factorisation by each score, and
     2 d_in d_out flops a token and point.
 
     Args:
@@ -90,8 +90,9 @@ def add_gradients(
         files[name_file("fisher", block)] = write_fisher(statistics.folder, block, metric, curves)
 
     apart = EndDistances(len(some)) if distances else None
+    draws = LABEL_DRAWS if is_shallow(model) else 1
     backward = measure_fisher(
-        model, some, device=device, watcher=trials, ends=apart, rotary=rotary, known=read_end, **how
+        model, some, device=device, watcher=trials, ends=apart, rotary=rotary, known=read_end, draws=draws, **how
     )
     for block, metric in backward:
         curves = {} if trials is None else trials.finish(metric, allocate if together_too else None)
