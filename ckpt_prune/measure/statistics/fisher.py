@@ -37,7 +37,7 @@ LIMITS: dict[Modality, int] = {"text": 8, "image": 32, "audio": 8}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one
 prediction."""
 LABEL_DRAWS = 4
-"""Draws of labels for each prediction of a text, which are averaged in shallow models: widths would follow the luck of one."""
+"""Draws of labels for each prediction of a text, averaged in shallow models: widths would follow the luck of one."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,9 @@ def measure_fisher(
     """Measure the Fisher metric at every site of the dense model, block by block from the last to the first.
 
     A model of L blocks has 2 (1 + `draws`) L of them run, a gradient counted twice. Memory: a block with its
-    activations of `TOKENS_PER_BATCH` tokens, everything outside the blocks, the hidden states at the end of every block and once more
-    for each draw's gradients, and the logits of `READOUT_TOKENS` tokens (at least of one sample) for some classes.
+    activations of `TOKENS_PER_BATCH` tokens, everything outside the blocks, the hidden states at the end of every block
+    and once more for each draw's gradients, and the logits of `READOUT_TOKENS` tokens (at least of one sample)
+    for some classes.
 
     All samples are run; a few are enough. `watcher` looks on at every block, `ends` adds up distances between the ends
     of all of them. `rotary` adds the sites of rotary pairs. `known` gives the states that leave a block, if they are

@@ -64,8 +64,8 @@ def add_gradients(
 
     `LIMITS` samples of the last fold are run. Refits are on the other folds, if there are any: predictions are then for
     tokens that no refit has seen. With several processes, all run these few samples, and share the refits. Labels
-    are drawn `LABEL_DRAWS` times in shallow models, else once. Time: that of `measure_fisher`, and for every site one ranking and one factorisation by each score, and
-    2 d_in d_out flops a token and point.
+    are drawn `LABEL_DRAWS` times in shallow models, else once. Time: that of `measure_fisher`, and for every site one
+    ranking and one factorisation by each score, and 2 d_in d_out flops a token, point and draw.
 
     Args:
         statistics: of the same model and samples; the result is the same with the metric in it.
