@@ -157,7 +157,7 @@ def of_a_graph() -> str:
         files={"tokenizer.json": "5"},
         graphs=[graph],
     )
-    return make_graph_card(manifest, {"model_type": EVIL, "architectures": [EVIL]})
+    return make_graph_card(manifest, {"model_type": EVIL, "architectures": [EVIL]}, folder=Path())
 
 
 def of_recipes() -> str:

@@ -88,7 +88,8 @@ def _compare_logits(checkpoint: Checkpoint, model: Model, basis: Tensor, *, tied
         if tied and table in tensors:
             tensors[table] = (tensors[table].double() @ basis @ basis.T).float()
         if f"{norm}.bias" in tensors:
-            gain = tensors[f"{norm}.weight"].double() + model.family.norm_offset
+            weight = model.checkpoint.read([f"{norm}.weight"])[f"{norm}.weight"]
+            gain = weight.double() + model.family.norm_offset
             shift = torch.where(gain == 0, 0.0, tensors[f"{norm}.bias"] / gain)
             tensors[f"{norm}.bias"] = (gain * (shift @ basis @ basis.T)).float()
         return tensors

@@ -228,4 +228,4 @@ def test_weights_of_a_quantised_model_are_not_downloaded(monkeypatch: pytest.Mon
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(UserError, match="is quantised by AWQ"):
         resolve_model("org/name")
-    assert patterns == [["config.json", "README.md"]]
+    assert patterns == [["config.json", "README.md", "additional_chat_templates/*.jinja"]]

@@ -21,6 +21,7 @@ from ckpt_prune.checkpoint import writer as writing
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import RECIPE
 from ckpt_prune.onnx import export as exporting
 from ckpt_prune.onnx.export import GraphWriter, estimate_graphs_bytes
 from ckpt_prune.onnx.records import Manifest, read_manifest
@@ -34,7 +35,8 @@ from .exports import Graph, make_exports, pixels
 pytestmark = pytest.mark.usefixtures("few_objects")
 
 CHECKPOINT_ONLY = {
-    *("model.safetensors", "ckpt_prune.json", "rotations.st", "modeling_pruned.py", "mlx_pruned.py", "README.md")
+    *("model.safetensors", "ckpt_prune.json", "rotations.st", "modeling_pruned.py", "mlx_pruned.py", "README.md"),
+    RECIPE,
 }
 OWN = {"model.onnx", "config.json", "ckpt_prune_onnx.json", "README.md"}
 

@@ -40,7 +40,7 @@ CHANGES = {
     "choose": "first",
     "bos": "never",
     "compute_dtype": "bfloat16",
-    "folds": 2,
+    "folds": 3,
     "diagnostics": False,
     "perplexity_after": "1",
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.common.filenames import RECIPE, REPORT
 from ckpt_prune.job.job import Job, RecoverySamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.model.model import Model
@@ -172,8 +172,8 @@ def assert_described(out: Path, pruned: Path, report: dict[str, Any], dense: Pat
     assert recovery["data"]["samples"] == SAMPLES
     assert recovery["data"]["held_out"] == recovery["data"]["measured"] == len(HELD_OUT)
     assert recovery["data"]["tokens"] == SAMPLES * recovery["data"]["window"]
-    files = {path.name for path in pruned.iterdir()}
-    assert {path.name for path in out.iterdir()} == files | {REPORT, "README.md"}
+    files = {path.name for path in pruned.iterdir()} - {RECIPE}
+    assert {path.name for path in out.iterdir()} - {RECIPE} == files | {REPORT, "README.md"}
     for name in files:
         if name == "config.json":
             # Older versions of transformers read the base of rotary positions under a key of its own.

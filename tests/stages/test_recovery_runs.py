@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.common.filenames import RECIPE, REPORT
 from ckpt_prune.job.job import Job, RecoverySamples
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams.state_memory import StateMemory
@@ -103,10 +103,10 @@ def test_on_the_fly_equals_prune_then_recover(dense, tmp_path, name, monkeypatch
         fly = on_the_fly(folder, tmp_path / "fly", recipe, variant, training={"after": frozenset({1})})
     ours, theirs = contents(tmp_path / "fly"), contents(tmp_path / "after")
     assert ours.keys() == theirs.keys()
-    assert {file for file in ours if ours[file] != theirs[file]} == {REPORT, "README.md"}
+    assert {file for file in ours if ours[file] != theirs[file]} == {REPORT, "README.md", RECIPE}
     assert any(layer["recovered"] for layer in fly["layers"])
     assert fly["layers"] == after["layers"]
-    assert fly["files"] == after["files"]
+    assert {name for name, digest in fly["files"].items() if after["files"][name] != digest} == {RECIPE}
     assert after["recovery"].pop("earlier") is None
     assert fly["recovery"] == after["recovery"] | {"on_the_fly": True}
     assert_recovered(tmp_path / "fly", tmp_path / "pruned", fly)
