@@ -16,7 +16,7 @@ SHIPPED = {
     "rcpu": ("rcpu", "rotation", "sequential"),
     "rcpu-scale": ("rcpu", "rotation-scale", "sequential"),
     "rcpu-v1-least-squares": ("rcpu", "least-squares", "sequential"),
-    "ridge": ("wanda-sp", "ridge", "sequential"),
+    "ridge": ("rcpu", "ridge", "sequential"),
     "vbp": ("variance", "bias", "dense"),
     "wanda-sp": ("wanda-sp", "none", "sequential"),
     "wanda-sp-code": ("wanda-sp-code", "none", "sequential"),
