@@ -79,7 +79,7 @@ def _explain(error: BaseException) -> tuple[int, list[str]]:
     """Return the exit code of an error, and what to say of it: an error, and perhaps a hint."""
     if isinstance(error, click.UsageError):
         hint = [] if error.ctx is None else [f"Help: {error.ctx.command_path} --help"]
-        return BAD_INPUT, [error.format_message(), *hint]
+        return BAD_INPUT, [" ".join(error.format_message().split()), *hint]
     if isinstance(error, click.ClickException):
         return BAD_INPUT, [error.format_message()]
     if isinstance(error, click.Abort):

@@ -10,6 +10,8 @@ MORE_PERPLEXITY = (1.05, 1.25, 5.0)
 """Times the dense model's, from which on each of `WORDS` is said."""
 LESS_AGREEMENT = (0.9, 0.75, 0.25)
 """Share of the tokens, images or texts with the same first choice, below which each is said."""
+SAME_KL = 0.02
+"""Nats, below which first choices are not held to that: of some dozen positions they tell noise."""
 LESS_COSINE = (0.98, 0.95, 0.7)
 """Mean cosine of embeddings or features, below which each is said."""
 LESS_ACCURACY = (0.02, 0.05, 0.25)
@@ -30,7 +32,8 @@ def judge(loss: Loss, remedy: str = "") -> Loss:
 def _levels(loss: Loss) -> list[int]:
     """Return for each figure how many of its limits it passes."""
     levels = []
-    if loss.agreement is not None:
+    # Models that predict the same but for rounding share a first choice unless two are alike.
+    if loss.agreement is not None and not (loss.kl is not None and loss.kl < SAME_KL):
         levels.append(sum(loss.agreement < limit for limit in LESS_AGREEMENT))
     if loss.after is None:
         # A perplexity that no number holds.

@@ -25,7 +25,7 @@ class DenseSource:
         """A line that says what was left out because the model was not found."""
         return (
             f"not compared with the dense model: {self.name} lies neither beside the model, nor here, nor in the Hub's "
-            "cache"
+            "cache; `export --dense MODEL` names it"
         )
 
 

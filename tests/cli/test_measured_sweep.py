@@ -38,7 +38,7 @@ def test_calibration_samples(place):
     assert [row.split()[0] for row in rows[1:3]] == ["2", "8"]
     for point in sweep["points"]:
         report, alone = by_hand("dense", *how, "--samples", str(point["samples"]))
-        errors = [site["error_compensated"] for site in report["sites"] if site["space"] == "mlp"]
+        errors = [site["error_held_out"] for site in report["sites"] if site["space"] == "mlp"]
         assert point["errors"]["mlp"] == pytest.approx(sum(errors) / len(errors))
         assert point["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
     first, second = sweep["points"]

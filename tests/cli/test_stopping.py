@@ -73,13 +73,17 @@ def stopped_and_masked(*_given, **_options):
 
 
 @pytest.mark.parametrize(
-    "place_of_it", ["ckpt_prune.model.skeleton.stock_class", "ckpt_prune.inspection.describe.describe"]
+    ("place_of_it", "words"),
+    [
+        ("ckpt_prune.model.skeleton.stock_class", ("verify", "dense")),
+        ("ckpt_prune.inspection.describe.describe", ("inspect", "dense")),
+    ],
 )
-def test_ctrl_c_that_a_library_makes_an_error_of_its_own(place, monkeypatch, place_of_it):
+def test_ctrl_c_that_a_library_makes_an_error_of_its_own(place, monkeypatch, place_of_it, words):
     """Ctrl-C that a library turns into an error ends a command as usual, whether or not errors are expected there."""
     monkeypatch.setattr(place_of_it, stopped_and_masked)
     monkeypatch.setattr(skeleton, "_stock_names", skeleton._stock_names.__wrapped__)
-    result = run("inspect", "dense")
+    result = run(*words)
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 

@@ -33,7 +33,7 @@ def test_distances_are_those_of_the_whole_model(tmp_path, monkeypatch, whole: bo
     gradients = torch.autograd.grad(ends[-1], ends, last)
     ends = [stream.detach() for stream in ends]
 
-    def given_states(readout, samples, states, allocate) -> list[DrawnGradients]:
+    def given_states(readout, samples, states, allocate, draws) -> list[DrawnGradients]:
         return [DrawnGradients(last.clone(), whole, 0.5)]
 
     monkeypatch.setattr("ckpt_prune.measure.statistics.distances.draw_end_gradients", given_states)

@@ -97,9 +97,12 @@ def measure_distances(
     device: torch.device,
     compute_dtype: torch.dtype,
     gradients: bool,
+    draws: int = 1,
     allocate: Allocate = allocate_in_memory,
 ) -> Distances:
     """Run the dense model over samples, and back if gradients are asked for, which predict divergences.
+
+    Labels are drawn `draws` times, as for `measure_fisher`.
 
     Time: a run of every block, and about three more with gradients; L²/2 products of two vectors a token. Memory: a
     block, and hidden states at the ends of all blocks. All samples are run; `SAMPLES` are enough.
@@ -110,7 +113,7 @@ def measure_distances(
     if not gradients:
         return Distances(ends.cosine)
     end = states.pop()
-    drawn = draw_end_gradients(stream.readout(), samples, end, allocate)
+    drawn = draw_end_gradients(stream.readout(), samples, end, allocate, draws)
     ends.see(stream, states, end, drawn)
     for block in track(range(model.blocks - 1, 0, -1), "gradients", total=model.blocks - 1):
         module, end = stream.factory.build_block(block, model.read_block(block)).requires_grad_(False), states.pop()

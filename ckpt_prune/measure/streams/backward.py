@@ -73,7 +73,9 @@ def draw_end_gradients(
         for rows in split_batches(samples, READOUT_TOKENS):
             for index, drawn in enumerate(readout.gradients(samples.batch(rows), states[rows], generator)):
                 if index == len(own):
-                    share, values = 1 if drawn.whole else draws, allocate(tuple(states.shape), torch.float32)
+                    values = allocate(tuple(states.shape), torch.float32)
+                    # There is no second draw where the first output has one prediction.
+                    share = 1 if (own[0] if own else drawn).whole else draws
                     own.append(replace(drawn, values=values, weight=drawn.weight / share, draw=draw + drawn.draw))
                 own[index].values[rows] = drawn.values.cpu()
         gradients += own

@@ -25,6 +25,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.stages.depth.preview import Wanted, at_depth, depth_of, depth_record, wanted_depth
 from ckpt_prune.stages.depth.runs import least_blocks, least_runs
+from ckpt_prune.stages.spaces.effects.measured import label_draws
 
 _REMOVED = "removal"
 """Before the number of a block that the loss chose, in entries of the journal."""
@@ -269,6 +270,7 @@ def _read_distances(prepared: Prepared, *, gradients: bool) -> Distances:
         device=prepared.device,
         compute_dtype=live.compute_dtype,
         gradients=gradients,
+        draws=label_draws(prepared.model),
         allocate=live.allocate,
     )
 

@@ -21,7 +21,7 @@ from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.distances import EndDistances
 from ckpt_prune.measure.statistics.end_states import EndStates
-from ckpt_prune.measure.statistics.fisher import LABEL_DRAWS, LIMITS, Fisher, measure_fisher
+from ckpt_prune.measure.statistics.fisher import LIMITS, Fisher, measure_fisher
 from ckpt_prune.measure.statistics.folder import BlockCurves, Statistics, name_file, record_fisher, write_fisher
 from ckpt_prune.measure.streams.hidden_stream import split_folds
 from ckpt_prune.measure.streams.readout import DrawnGradients
@@ -30,7 +30,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.scoring.costs import DropOrder
-from ckpt_prune.stages.spaces.effects.measured import is_shallow
+from ckpt_prune.stages.spaces.effects.measured import is_shallow, label_draws
 from ckpt_prune.stages.spaces.effects.predicted import Predicted, list_refits, measure_spaces
 from ckpt_prune.stages.spaces.effects.refits import BlockRefits, Refits, tried_out
 from ckpt_prune.stages.spaces.effects.site_variants import POINTS, dropped_counts
@@ -90,9 +90,16 @@ def add_gradients(
         files[name_file("fisher", block)] = write_fisher(statistics.folder, block, metric, curves)
 
     apart = EndDistances(len(some)) if distances else None
-    draws = LABEL_DRAWS if is_shallow(model) else 1
     backward = measure_fisher(
-        model, some, device=device, watcher=trials, ends=apart, rotary=rotary, known=read_end, draws=draws, **how
+        model,
+        some,
+        device=device,
+        watcher=trials,
+        ends=apart,
+        rotary=rotary,
+        known=read_end,
+        draws=label_draws(model),
+        **how,
     )
     for block, metric in backward:
         curves = {} if trials is None else trials.finish(metric, allocate if together_too else None)

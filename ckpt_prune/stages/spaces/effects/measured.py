@@ -10,7 +10,7 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
-from ckpt_prune.measure.statistics.fisher import LIMITS
+from ckpt_prune.measure.statistics.fisher import LABEL_DRAWS, LIMITS
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.readout import measure_divergences
@@ -39,6 +39,11 @@ short of what tiny ones lose (measure/README.md, section 5).
 def is_shallow(model: Model) -> bool:
     """Return True if a model has so few blocks, and so few inputs of each site, that measuring all sites is cheap."""
     return model.blocks <= SHALLOW and model.widest_consumer <= WIDE
+
+
+def label_draws(model: Model) -> int:
+    """Return how often labels are drawn: several times in shallow models, where that is cheap."""
+    return LABEL_DRAWS if is_shallow(model) else 1
 
 
 def measured_singly(model: Model) -> bool:
