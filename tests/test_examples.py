@@ -39,6 +39,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(out, out.replace("PRUNED", "OUT"))
         ok("plan", "MODEL", "--recipe", "ridge", "--statistics", "STATS", "-o", "plan.json")
         ok("recipe", "copy", "ridge", "mine.yaml")
+        shutil.copy("mine.yaml", "yours.yaml")
         for name in ("train.txt", "test.txt"):
             shutil.copy("calib.txt", name)
         shutil.copy("photos/labels.csv", "labels.csv")

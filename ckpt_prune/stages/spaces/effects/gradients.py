@@ -163,7 +163,9 @@ class _Trials:
         block = self._block.block
         group, name_of = process_group(), partial(self.refits.model.site_name, block)
         divergences = {space: site.divergences(samples) for space, site in self._sites.items()}
-        spreads = [site.spread() for site in self._sites.values() if site.seen]
+        # Of one score a site, so that no site counts twice where processes share out its scores.
+        firsts = {space: kind_of(space).candidates[0] for space in self._sites}
+        spreads = [site.spread(firsts[space]) for space, site in self._sites.items() if firsts[space] in site.seen]
         gathered = group.gather((divergences, self.refits.known(block), spreads)) or []
         for of_process, scores, of_draws in group.once(lambda: gathered):
             self.refits.learn(scores)
@@ -289,8 +291,8 @@ class _Site:
             by_score.setdefault(score, []).append(own)
         return by_score
 
-    def spread(self) -> float:
+    def spread(self, score: str) -> float:
         """Return the standard error of the mean of all draws over it, at the middle count; 0 of a single draw."""
-        values = [own[len(own) // 2] for own in next(iter(self.seen.values()))]
+        values = [own[len(own) // 2] for own in self.seen[score]]
         mean = sum(values) / len(values)
         return stdev(values) / sqrt(len(values)) / mean if len(values) > 1 and mean else 0.0
