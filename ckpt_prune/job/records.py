@@ -260,15 +260,13 @@ class Origin(FixedRecord):
     """
 
     reference: str
-    revision: str | None = None
+    revision: str
     sha256: str
 
     @property
     def pinned(self) -> str:
         """The value of --recipe that gives the same bytes again."""
-        if self.revision is not None:
-            return f"{self.reference}@{self.revision}"
-        return f"{self.reference}#sha256={self.sha256}"
+        return f"{self.reference}@{self.revision}"
 
 
 class PlanFile(FixedRecord, Generic[RecipeT, SiteT]):

@@ -154,7 +154,7 @@ class RecipeOptions(SizeOptions, RecipeKeyOptions):
     group = RECIPE
     recipe: AnyFolder = option(default=None, metavar="R")
     """Name of a shipped recipe (`ckpt-prune recipe list`), a recipe file, a folder with one,
-    ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address. [default: best-uniform]"""
+    or ORG/REPO/NAME.yaml[@REVISION] on the Hub. [default: best-uniform]"""
 
 
 class DiagnosticsOptions(Options):
@@ -220,7 +220,7 @@ class PlanCommandOptions(SweepDataOptions, DiagnosticsOptions, SizeOptions, Reci
     group = OUTPUT
     recipes: Strings = option(default=(), flags=("--recipe",), metavar="R", group=RECIPE)
     """Name of a shipped recipe (`ckpt-prune recipe list`), a recipe file, a folder with one,
-    ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address. If given more than once, all are compared in one
+    or ORG/REPO/NAME.yaml[@REVISION] on the Hub. If given more than once, all are compared in one
     table. [default: best-uniform]"""
     output: File = same_option(PlanOptions, "output")
     test: StatisticsFolder = same_option(PlanOptions, "test")
@@ -622,7 +622,7 @@ class RecipeNameOptions(Options):
 
     name: str = option(kw_only=False)
     """Name of a shipped recipe (`ckpt-prune recipe list`), a recipe file, a folder with one,
-    ORG/REPO/NAME.yaml[@REVISION] on the Hub, or an https address."""
+    or ORG/REPO/NAME.yaml[@REVISION] on the Hub."""
 
 
 class RecipeValidateOptions(Options):

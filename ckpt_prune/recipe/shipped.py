@@ -83,12 +83,16 @@ def find_recipe(reference: str) -> RecipeFile:
         return _only_recipe(path)
     if path.parent.is_dir() and path.parent != Path() and (path.parent / f"{path.name}.yaml").is_file():
         return RecipeFile(path.parent / f"{path.name}.yaml", name=path.name)
-    name, mark, pin = reference.partition("#sha256=" if "#sha256=" in reference else "@")
+    name, mark, pin = reference.partition("@")
     if mark and (name in shipped or Path(name).is_file()):
         raise UserError(
-            f"{reference}: only recipes from elsewhere are pinned, ORG/REPO/NAME.yaml@COMMIT on the Hub and "
-            f"https://…#sha256=DIGEST; {name} comes {'with ckpt-prune' if name in shipped else 'from this machine'}: "
-            f"leave {mark}{pin} off"
+            f"{reference}: only recipes of the Hub are pinned, ORG/REPO/NAME.yaml@COMMIT; {name} comes "
+            f"{'with ckpt-prune' if name in shipped else 'from this machine'}: leave @{pin} off"
+        )
+    if "://" in reference:
+        raise UserError(
+            f"{reference.partition('?')[0]}: recipes are not fetched from the web: download the file and give its path, "
+            "or take one of the Hub, ORG/REPO/NAME.yaml@COMMIT"
         )
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(f"{reference}: no such recipe file")
