@@ -43,8 +43,8 @@ import ckpt_prune.demo.run as demo
 main = script.load()
 
 print(demo.__file__)
-read_corpus = demo.corpus.read_corpus
-demo.corpus.read_corpus = lambda **part: read_corpus(**part)[:40_000]
+read_corpus = demo.standard_library.read_corpus
+demo.standard_library.read_corpus = lambda **part: read_corpus(**part)[:40_000]
 demo.CALIBRATION_WINDOWS = demo.EVALUATION_WINDOWS = 4
 demo.RATIOS = (0.2,)
 main(["--version"], standalone_mode=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpt_prune.demo import corpus
+from ckpt_prune.datasets import standard_library
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
@@ -68,7 +68,7 @@ def windows_of(subject: Subject, samples: int, evaluated: int, choose: str) -> t
     if subject.calibration:
         texts = [read_text([Path(subject.calibration)]), read_text([Path(subject.evaluation)])]
     else:
-        texts = [corpus.read_corpus(held_out=False), corpus.read_corpus(held_out=True)]
+        texts = [standard_library.read_corpus(held_out=False), standard_library.read_corpus(held_out=True)]
     calibration, held_out = (tokenise_text(tokenizer, text, bos="never") for text in texts)
     chosen = choose_windows(calibration, samples=samples, window=subject.window, seed=0, choose=choose)
     if subject.calibration:

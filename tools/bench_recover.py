@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.filenames import REPORT
-from ckpt_prune.demo import corpus
+from ckpt_prune.datasets import standard_library
 from ckpt_prune.model.skeleton import quiet_transformers
 from tools.bench_command import command
 from tools.bench_lines import add_line, lines_of
@@ -96,8 +96,8 @@ def text_data(subject: Subject, scratch: Path, args: argparse.Namespace) -> Data
     if not subject.calibration:
         # Modules differ much in difficulty, so not their beginning; all of them would take a gigabyte to tokenise.
         written = {
-            "calibration.txt": stretches(corpus.read_corpus(held_out=False), 4 * args.samples),
-            "evaluation.txt": stretches(corpus.read_corpus(held_out=True), args.windows),
+            "calibration.txt": stretches(standard_library.read_corpus(held_out=False), 4 * args.samples),
+            "evaluation.txt": stretches(standard_library.read_corpus(held_out=True), args.windows),
         }
         for name, text in written.items():
             (scratch / name).write_text(text, encoding="utf-8")

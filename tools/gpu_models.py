@@ -77,10 +77,10 @@ def environment() -> dict[str, Any]:
 
 def demo_texts(folder: str, characters: int) -> dict[str, Any]:
     """Write the texts of the packaged model's demo, shortened: `calibration.txt` and `held_out.txt`."""
-    from ckpt_prune.demo import corpus
+    from ckpt_prune.datasets import standard_library
 
     for held_out, name in ((False, "calibration.txt"), (True, "held_out.txt")):
-        (Path(folder) / name).write_text(corpus.read_corpus(held_out=held_out)[:characters], encoding="utf-8")
+        (Path(folder) / name).write_text(standard_library.read_corpus(held_out=held_out)[:characters], encoding="utf-8")
     return {}
 
 

@@ -1,7 +1,7 @@
 """Train the small Llama that the package carries (`ckpt_prune/demo/model`).
 
 A byte-level BPE tokenizer and a Llama of about 3 million parameters are trained on the running Python's standard
-library (`ckpt_prune.demo.corpus`), without the held-out modules. About 20 minutes on two free cores.
+library (`ckpt_prune.datasets.standard_library`), without the held-out modules. About 20 minutes on two free cores.
 
     python tools/train_demo_model.py --out ckpt_prune/demo/model
 """
@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ckpt_prune.demo import corpus
+from ckpt_prune.datasets import standard_library
 
 WINDOW, BATCH, VOCABULARY = 256, 16, 2048
 
@@ -58,7 +58,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    train_text, held_out_text = corpus.read_corpus(held_out=False), corpus.read_corpus(held_out=True)
+    train_text, held_out_text = (
+        standard_library.read_corpus(held_out=False),
+        standard_library.read_corpus(held_out=True),
+    )
     tokenizer = train_tokenizer(train_text)
     train = torch.tensor(tokenizer.encode(train_text).ids)
     held_out = torch.tensor(tokenizer.encode(held_out_text).ids)

@@ -6,10 +6,10 @@ from typing import Any
 
 from ckpt_prune.api.function import takes
 from ckpt_prune.checkpoint.model_folder import check_output_folder, resolve_model
+from ckpt_prune.common.check import Check, run_check
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
 from ckpt_prune.options.commands import VerifyOptions
-from ckpt_prune.verification.check import Check, run_check
 
 
 @dataclass(frozen=True)

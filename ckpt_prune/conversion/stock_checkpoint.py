@@ -1,9 +1,7 @@
-"""A stock checkpoint to be written: its files, and how each of its tensors is made. Writing it is a run like any."""
+"""A stock checkpoint to be written: its files, and how each of its tensors is made."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,23 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ckpt_prune._version import __version__
-from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
-from ckpt_prune.checkpoint.files import read_input, sha256_files
-from ckpt_prune.checkpoint.folder_kinds import FolderKind
-from ckpt_prune.checkpoint.json_files import canonical_json, parse_json_object, pretty_json
-from ckpt_prune.checkpoint.side_files import carried_files, side_files_of, top_names
-from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.json_files import parse_json_object
+from ckpt_prune.checkpoint.side_files import carried_files
 from ckpt_prune.common.filenames import CONVERSION_RECORD
-from ckpt_prune.common.progress import track
 from ckpt_prune.common.records import FixedRecord
-from ckpt_prune.job.form import Form
-from ckpt_prune.job.run import Announce, Run, say_changed, say_nothing
-from ckpt_prune.job.timing import PhaseTimer
-from ckpt_prune.model.containers.rope_keys import state_rope
-from ckpt_prune.runner.open_run import OutputFacts, open_staging
-from ckpt_prune.runner.publish import put_in_place
 
 
 class Comparison(Protocol):
@@ -152,74 +139,3 @@ def find_conversion(folder: Path) -> ConversionRecord | None:
         return ConversionRecord.read(parse_json_object(read_input(folder / CONVERSION_RECORD)))
     except (OSError, ValueError):
         return None
-
-
-_CONVERTED = Form(find_conversion, kind=FolderKind(CONVERSION_RECORD, "what `convert` wrote"))
-
-
-class _FailedProofError(UserError):
-    """The new checkpoint computes something else than its source."""
-
-    def __init__(self, proof: Comparison) -> None:
-        super().__init__(proof.lines()[-1])
-        self.proof = proof
-
-
-def write_stock(
-    stock: StockCheckpoint,
-    out: Path,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    compare: Compare | None = None,
-    announce: Announce = say_nothing,
-) -> Conversion:
-    """Write a checkpoint, one tensor at a time, or continue an interrupted run that did.
-
-    Nothing is kept of one that does not compute what its source does, if `compare` is given.
-    """
-    record = ConversionRecord(source=stock.name, fingerprint=stock.fingerprint, notes=list(stock.notes))
-    made = [SINGLE, CONFIG, CONVERSION_RECORD, *stock.texts]
-    opening = OutputFacts(
-        _CONVERTED,
-        hashlib.sha256(canonical_json([__version__, "convert", stock.fingerprint]).encode()).hexdigest(),
-        [] if stock.source is None else [stock.source],
-        lambda: top_names(stock.copied) | {name.partition("/")[0]: None for name in made},
-        lambda journal: f"{len(journal.entries)} of {len(stock.tensors)} tensors converted",
-    )
-    run = Run(out, None, PhaseTimer(torch.device("cpu")), announce)
-    proof: Comparison | None = None
-    try:
-        with open_staging(opening, run, resume=resume, overwrite=overwrite):
-            if run.report is None:
-                proof = _write(stock, record, run, compare)
-    except _FailedProofError as error:
-        proof = error.proof
-    parameters = sum(prod(tensor.shape) for tensor in stock.tensors.values())
-    architecture = stock.config["architectures"][0]
-    return Conversion(out, stock.config["model_type"], architecture, parameters, stock.notes, proof)
-
-
-def _write(stock: StockCheckpoint, record: ConversionRecord, run: Run, compare: Compare | None) -> Comparison | None:
-    assert run.staging is not None
-    layout = {SINGLE: {name: (tensor.dtype, tensor.shape) for name, tensor in stock.tensors.items()}}
-    writer = CheckpointWriter(run.staging, layout, sharded=False)
-    if writer.changed is not None:
-        run.announce(say_changed(run.out, writer.changed))
-    for name, tensor in track(list(stock.tensors.items()), "converting", unit="tensor"):
-        if name not in writer.done:
-            writer.write(name, tensor.read().contiguous())
-            writer.commit(name)
-    for name, text in {CONFIG: pretty_json(state_rope(stock.config)), **stock.texts}.items():
-        writer.write_text(name, text)
-    for name, path in stock.copied.items():
-        writer.copy(path, name)
-    proof = None if compare is None else compare(writer.folder)
-    if proof is not None and not proof.passed:
-        raise _FailedProofError(proof)
-    digests = sha256_files(writer.folder, [SINGLE, *sorted(writer.side_names)])
-    _ = stock.copied  # raises if one changed while it was copied
-    if stock.source is not None and (left_out := side_files_of(stock.source).line) is not None:
-        run.announce(left_out)
-    put_in_place(writer, record, _CONVERTED, digests, run)
-    return proof

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.demo import corpus
+from ckpt_prune.datasets import standard_library
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.cost import cost_of
@@ -52,7 +52,10 @@ def run(out: Path, device: torch.device, recipes: Sequence[str] = RECIPES) -> li
         raise UserError(f"{out} is not empty: choose another folder for the demo")
     check_place(out)
     try:
-        calibration_text, held_out_text = corpus.read_corpus(held_out=False), corpus.read_corpus(held_out=True)
+        calibration_text, held_out_text = (
+            standard_library.read_corpus(held_out=False),
+            standard_library.read_corpus(held_out=True),
+        )
     except FileNotFoundError as error:
         raise UserError(str(error)) from error
     out.mkdir(exist_ok=True)

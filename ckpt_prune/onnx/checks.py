@@ -12,6 +12,7 @@ import onnx
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
+from ckpt_prune.common.check import Check, run_check
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import VALIDATION
 from ckpt_prune.common.progress import track
@@ -19,7 +20,6 @@ from ckpt_prune.onnx.records import Manifest, Port, read_manifest, read_validati
 from ckpt_prune.onnx.session import DATA, default_provider, open_session, read_graph
 from ckpt_prune.onnx.structure import read_structure
 from ckpt_prune.onnx.tasks import PAST, PRESENT
-from ckpt_prune.verification.check import Check, run_check
 
 NAMED = 3
 """So many of the weights that changed are named."""

@@ -16,6 +16,7 @@ from transformers.utils.generic import ModelOutput
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.model_folder import resolve_model
+from ckpt_prune.common.check import run_check
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.formatting import format_distinctly
@@ -64,7 +65,6 @@ from ckpt_prune.onnx.stored import Output, read_stored, store_large
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task, choose_task
 from ckpt_prune.onnx.tracing import get_image_size
 from ckpt_prune.options.commands import ValidateOptions
-from ckpt_prune.verification.check import run_check
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
 """By the graph's type: the largest difference that passes, in units of the case's largest output."""

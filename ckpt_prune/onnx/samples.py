@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.demo import corpus
+from ckpt_prune.datasets import standard_library
 from ckpt_prune.evaluation.image_classes import class_names
 from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.measure.samples.image_files import ImageSplit, choose_images, find_images, take_images
@@ -134,8 +134,8 @@ def _read_python_sources(characters: int) -> tuple[str, str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     try:
-        for path in corpus.list_modules(root):
-            if corpus.is_held_out(path.relative_to(root).as_posix()) and sum(map(len, texts)) < characters:
+        for path in standard_library.list_modules(root):
+            if standard_library.is_held_out(path.relative_to(root).as_posix()) and sum(map(len, texts)) < characters:
                 texts.append(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError as error:
         raise UserError(str(error)) from error

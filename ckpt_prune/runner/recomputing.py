@@ -3,9 +3,7 @@
 import random
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
@@ -21,9 +19,8 @@ from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.report import Report, find_report
+from ckpt_prune.verification.equality import BLOCKS, away
 
-BLOCKS = 4
-"""So many are computed again, chosen at random."""
 _LIMIT = 1e-3
 """Of a tensor's largest value: what other machines and numbers of threads move it by is far less."""
 
@@ -91,12 +88,3 @@ def _recipe(report: Report) -> Recipe:
     if recipe.digest != report.recipe_digest:
         raise UserError(f"{REPORT} holds another recipe than its digest is of: prune again")
     return recipe
-
-
-def away(ours: Tensor, made: Tensor) -> float:
-    """The largest difference of two tensors in units of the largest value."""
-    if ours.shape != made.shape or ours.dtype != made.dtype:
-        return float("inf")
-    a, b = ours.double(), made.to(torch.float64)
-    most = b.abs().max().item() if b.numel() else 0.0
-    return 0.0 if torch.equal(a, b) else (a - b).abs().max().item() / (most or 1.0)

@@ -16,6 +16,9 @@ from ckpt_prune.model.depth import output_tensors, shorten_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.report import Report
 
+BLOCKS = 4
+"""So many are computed again, chosen at random."""
+
 
 def is_same(ours: Tensor, theirs: Tensor, *, or_zero: bool = False) -> bool:
     """Return whether two tensors have one dtype and equal values; with `or_zero` only where ours is not zero."""
@@ -92,3 +95,12 @@ def check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRec
         f"{len(compared)} tensors of the {len(depth.kept)} blocks that stay and of what is outside them are the dense "
         f"ones, bit for bit{more}"
     )
+
+
+def away(ours: Tensor, made: Tensor) -> float:
+    """The largest difference of two tensors in units of the largest value."""
+    if ours.shape != made.shape or ours.dtype != made.dtype:
+        return float("inf")
+    a, b = ours.double(), made.to(torch.float64)
+    most = b.abs().max().item() if b.numel() else 0.0
+    return 0.0 if torch.equal(a, b) else (a - b).abs().max().item() / (most or 1.0)

@@ -26,14 +26,13 @@ from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import expert_space
-from ckpt_prune.runner.recomputing import BLOCKS, away
 from ckpt_prune.stages.hidden.bases import stream_scale
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.rotation.absorbing import residual_of, subtract_mean
 from ckpt_prune.stages.rotation.learner import RotationSizes, WrittenRotations
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint, not_learned
-from ckpt_prune.verification.equality import check_outside_blocks, list_mapped_tensors
+from ckpt_prune.verification.equality import BLOCKS, away, check_outside_blocks, list_mapped_tensors
 
 _TOKENS = 8
 

@@ -15,6 +15,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.digests import find_changed_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
+from ckpt_prune.common.check import Check, run_check
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.progress import track
@@ -31,7 +32,6 @@ from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.model.supported import attach_description
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
 from ckpt_prune.stages.report import Report, find_report
-from ckpt_prune.verification.check import Check, run_check
 from ckpt_prune.verification.equality import read_dense_at_depth
 from ckpt_prune.verification.kept_stream import check_head
 from ckpt_prune.verification.kept_weights import check_kept

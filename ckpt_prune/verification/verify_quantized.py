@@ -11,6 +11,7 @@ from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.packed import PACKED, SCALE, SHAPE
 from ckpt_prune.checkpoint.quantised import is_packed
 from ckpt_prune.checkpoint.shard import TensorInfo, read_header
+from ckpt_prune.common.check import Check, run_check
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import QUANTISED_RECORD, REPORT
 from ckpt_prune.common.finite import all_finite
@@ -21,7 +22,6 @@ from ckpt_prune.stages.quantize.packing import packed_shapes, require_library, u
 from ckpt_prune.stages.quantize.record import QuantizationRecord, QuantizedWeights, read_record
 from ckpt_prune.stages.quantize.rounding import codes_of, weights_of
 from ckpt_prune.stages.report import find_report
-from ckpt_prune.verification.check import Check, run_check
 from ckpt_prune.verification.verify import check_digests, run_side_file_check
 
 

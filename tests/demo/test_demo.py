@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.demo import corpus
+from ckpt_prune.datasets import standard_library
 from ckpt_prune.demo import run as demo
 from tests.cli.running import ok, read_refusal
 from tests.graphs import with_layers
@@ -31,9 +31,9 @@ def small(monkeypatch, tmp_path, shallow):
     """Seconds instead of minutes; the text is cut short because tokenising all of it takes most of them."""
     monkeypatch.setattr(demo, "model_folder", lambda: shallow)
     # Both sides are of one walk through the library.
-    monkeypatch.setattr(corpus, "list_modules", cache(corpus.list_modules))
-    read_all = corpus.read_corpus
-    monkeypatch.setattr(corpus, "read_corpus", lambda **kwargs: read_all(**kwargs)[:40_000])
+    monkeypatch.setattr(standard_library, "list_modules", cache(standard_library.list_modules))
+    read_all = standard_library.read_corpus
+    monkeypatch.setattr(standard_library, "read_corpus", lambda **kwargs: read_all(**kwargs)[:40_000])
     monkeypatch.setattr(demo, "WINDOW", 32)
     monkeypatch.setattr(demo, "CALIBRATION_WINDOWS", 4)
     monkeypatch.setattr(demo, "EVALUATION_WINDOWS", 4)
@@ -90,10 +90,10 @@ def test_a_folder_in_use_is_refused(small):
 
 def test_no_standard_library_sources(small, monkeypatch):
     def none(**_kwargs):
-        return corpus.list_modules(Path("nothing"))
+        return standard_library.list_modules(Path("nothing"))
 
     Path("nothing").mkdir()
-    monkeypatch.setattr(corpus, "read_corpus", none)
+    monkeypatch.setattr(standard_library, "read_corpus", none)
     assert read_refusal("demo", "-o", "out") == (
         "nothing holds no Python source: the demo reads the standard library's own text"
     )
@@ -101,7 +101,7 @@ def test_no_standard_library_sources(small, monkeypatch):
 
 def test_held_out_modules_are_a_fixed_twelfth():
     names = [f"package/module_{i}.py" for i in range(2400)]
-    held_out = [name for name in names if corpus.is_held_out(name)]
+    held_out = [name for name in names if standard_library.is_held_out(name)]
     assert 150 < len(held_out) < 250
     # By the path alone, on every machine: what the packaged model was not trained on must not change.
     assert held_out[:3] == ["package/module_14.py", "package/module_24.py", "package/module_26.py"]
@@ -115,7 +115,8 @@ def test_the_two_sides_share_no_module(tmp_path):
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages/other.py").write_text("# left out\n")
     seen, held_out = (
-        set(corpus.read_corpus(held_out=side, root=tmp_path).split()) - {"#", "module"} for side in (False, True)
+        set(standard_library.read_corpus(held_out=side, root=tmp_path).split()) - {"#", "module"}
+        for side in (False, True)
     )
     assert seen
     assert held_out

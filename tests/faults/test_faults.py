@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ckpt_prune.verification.check import run_check
+from ckpt_prune.common.check import run_check
 from tests.faults.campaign import Case, faults_of
 from tests.faults.jobs import JOBS
 from tests.faults.shim import DISTURBED, ERRORS, FULL, GROWS, SIGNALS, TORN, Fault, Operation

@@ -19,7 +19,7 @@ from transformers.exporters.exporter_openvino import OpenVINOExporter
 import ckpt_prune
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.demo.corpus import read_corpus
+from ckpt_prune.datasets.standard_library import read_corpus
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.runtimes import isolation, proof
 from tests.forked import fork_module, posix

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.check import Check
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.verification.check import Check
 from ckpt_prune.verification.verify import verify
 from tests.evaluation.tiny import tiny_llama
 from tests.show import examples

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_prune.common.check import Check, run_check
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.verification import verify as verifying
-from ckpt_prune.verification.check import Check, run_check
 
 
 def _refuse(number: int, path: str) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""The text of the demo: the standard library of the running Python, split by a hash of each module's path.
+"""The standard library of the running Python as text, split by a hash of each module's path: the demo's, and proofs'.
 
 Every machine that runs this package has it, so nothing must be shipped or downloaded. A module is on the same side on
 every machine and in every version of Python. So the model is measured on modules that its training
