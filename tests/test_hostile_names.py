@@ -28,7 +28,7 @@ from ckpt_prune.onnx.records import Source as GraphSource
 from ckpt_prune.runner.publish import model_card
 from ckpt_prune.runner.sections import titled_sections
 from ckpt_prune.show.html import print_page
-from ckpt_prune.stages.quantize.record import QuantizationRecord, make_card
+from ckpt_prune.stages.quantize.records import QuantizationRecord, make_card
 from ckpt_prune.stages.report import AnyPlan, Report, read_report_or_plan
 from tests.cli.running import read_refusal, run
 from tests.evaluation.tiny import tiny_llama

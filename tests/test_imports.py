@@ -1,9 +1,8 @@
-"""Imports go one way, and lead to what there is: no circles between modules or rooms, lazy imports included.
-
-The methods of a stage import what works on tensors, which knows the stage's class: those imports alone are no circle.
-"""
+"""Imports go one way, and lead to what there is: no circles between modules or rooms, lazy imports included."""
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -23,14 +22,14 @@ def modules(folder: Path = PACKAGE) -> dict[str, Path]:
     return names
 
 
-def imports(*, lazily: bool = False) -> dict[str, set[str]]:
-    """Module → modules of this package that it imports anywhere; stages may import their own work lazily."""
+def imports() -> dict[str, set[str]]:
+    """Module → modules of this package that it imports anywhere."""
     paths = modules()
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
         imported = graph[name] = set()
         tree = parse(path)
-        for node in tree.body if lazily and path.name == "stage.py" else ast.walk(tree):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names if alias.name in paths}
             elif isinstance(node, ast.ImportFrom) and node.module in paths:
@@ -63,7 +62,7 @@ def room(module: str) -> str:
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    assert circle(imports(lazily=True)) == []
+    assert circle(imports()) == []
 
 
 def test_no_room_imports_itself_by_way_of_others():
@@ -77,6 +76,25 @@ def test_no_room_imports_itself_by_way_of_others():
 
 def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_recipes_and_reports_are_read_without_torch():
+    """Modules are imported in one process, so that the first which loads torch is named."""
+    stages = [name for name, path in modules(PACKAGE / "stages").items() if path.stem in ("keys", "show", "records")]
+    assert len(stages) > 20
+    names = [*stages, "ckpt_prune.recipe.reading", "ckpt_prune.stages.report", "ckpt_prune.runner.sections"]
+    script = (
+        "import sys\nfrom importlib import import_module\n"
+        f"for name in {names}:\n"
+        "    import_module(name)\n"
+        "    loaded = {'torch', 'transformers'} & sys.modules.keys()\n"
+        "    assert not loaded, f'{name} loads {loaded}'\n"
+        "from ckpt_prune.recipe.reading import load_recipe\n"
+        "assert load_recipe('rcpu').has('spaces')\n"
+        "assert 'torch' not in sys.modules, 'reading a recipe loads torch'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @cache

@@ -23,8 +23,8 @@ from ckpt_prune.job.names import RetractionName as MethodName
 from ckpt_prune.measure.samples.text import load_tokenizer, read_text, tokenise_text
 from ckpt_prune.stages.rotation.descent import CLIP, learning_rate
 from ckpt_prune.stages.rotation.importance import Side, Term, objective, sensitivity
+from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.orthogonal import RETRACTIONS, clip_slopes, identity, make_rotator
-from ckpt_prune.stages.rotation.stage import Rotation
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

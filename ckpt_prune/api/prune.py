@@ -349,7 +349,7 @@ def _check_pushed(repo: str, options: PruneOptions) -> None:
 
 
 def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -> "GraphStep | GgufStep | None":
-    from ckpt_prune.stages.export.stage import Export
+    from ckpt_prune.stages.export.keys import Export
 
     export = chosen.recipe.get(Export)
     if export is None:
@@ -359,7 +359,7 @@ def _graph_step(options: PruneOptions, chosen: "ChosenRecipe", model: "Model") -
 
         require_gguf()
         from ckpt_prune.gguf.export import GgufStep
-        from ckpt_prune.stages.quantize.stage import Quantize
+        from ckpt_prune.stages.quantize.keys import Quantize
 
         rounding = chosen.recipe.get(Quantize)
         rounded = rounding is not None and rounding.format == "int4"
@@ -384,7 +384,7 @@ def _missing_graph(
     options: PruneOptions, chosen: "ChosenRecipe", model: "Model", say: Notices, tell: Tell
 ) -> Pruned | None:
     """Make the graph of an output that an interrupted run of this recipe on this model left before its export."""
-    from ckpt_prune.stages.export.stage import Export
+    from ckpt_prune.stages.export.keys import Export
     from ckpt_prune.stages.report import find_report
 
     recipe, out = chosen.recipe, options.output

@@ -18,7 +18,7 @@ from ckpt_prune.runner.resuming import resumable
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
-    from ckpt_prune.stages.quantize.record import QuantizationRecord
+    from ckpt_prune.stages.quantize.records import QuantizationRecord
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def quantize(options: QuantizeOptions) -> QuantizedModel:
         done = run_job(job, options.output, resume=options.resume, overwrite=options.overwrite, announce=say)
     record, results = done.report, []
     if is_measured(options) and (options.evaluate or not record.losses):
-        from ckpt_prune.stages.quantize.record import read_record
+        from ckpt_prune.stages.quantize.records import read_record
         from ckpt_prune.verification.dense_source import find_dense_source
 
         dense = find_dense_source(job.model.checkpoint.path)

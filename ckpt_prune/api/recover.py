@@ -16,7 +16,7 @@ from ckpt_prune.options.option import flags_of, select_options
 from ckpt_prune.options.training import LoraSettings, RecoverySettings
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.resuming import resumable
-from ckpt_prune.stages.recovery.stage import recover_recipe
+from ckpt_prune.stages.recovery.keys import recover_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.stages.report import Report

@@ -12,7 +12,7 @@ from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.model.runtimes import takers_by_change
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.option import check_options
-from ckpt_prune.stages.export.stage import Export
+from ckpt_prune.stages.export.keys import Export
 
 
 def _prune(options: dict[str, Any], as_json: bool) -> None:
@@ -69,8 +69,9 @@ def _print_new(pruned: Pruned, before: Pruned | None) -> None:
 def _print_done(pruned: Pruned) -> None:
     from ckpt_prune.cli.rendering import kept_line
     from ckpt_prune.runner.messages import messages
-    from ckpt_prune.runner.sections import cost_table, latency_sentences, stage_sections
+    from ckpt_prune.runner.sections import cost_table, latency_sentences
     from ckpt_prune.show.terminal import print_table, section_lines
+    from ckpt_prune.stages.folders import stage_sections
 
     report, settled = pruned.report, pruned.settled
     if report is not None and settled is not None:

@@ -10,10 +10,10 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import first_expert_spaces
 from ckpt_prune.runner.messages import asked_size_of
 from ckpt_prune.show.section import format_span
+from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.depth.show import name_gone
-from ckpt_prune.stages.depth.stage import Depth
+from ckpt_prune.stages.hidden.keys import Hidden
 from ckpt_prune.stages.hidden.show import dimensions_line
-from ckpt_prune.stages.hidden.stage import Hidden
 from ckpt_prune.stages.spaces.show import NO_PERPLEXITY, relative_floor
 
 

@@ -28,7 +28,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import CalibrationOptions, ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
-from ckpt_prune.stages.export.stage import Export
+from ckpt_prune.stages.export.keys import Export
 from ckpt_prune.verification.dense_source import DenseSource, find_dense_source
 
 _LARGE = 2**32

@@ -17,7 +17,7 @@ from ckpt_prune.hub.figures import figures_table, read_figures, to_model_index
 from ckpt_prune.hub.repository import Repository
 from ckpt_prune.job.model_card import CARD, PRUNED, front_matter, metadata, split_card
 from ckpt_prune.options.commands import PushOptions
-from ckpt_prune.stages.quantize.record import QUANTISATION_KIND, QUANTISED_FROM, card_metadata, read_record
+from ckpt_prune.stages.quantize.records import QUANTISATION_KIND, QUANTISED_FROM, card_metadata, read_record
 from ckpt_prune.stages.report import find_report
 
 _PATH = '"PATH"'

@@ -60,7 +60,7 @@ from ckpt_prune.onnx.tracing import get_image_size, trace_model
 from ckpt_prune.onnx.writing import write_graph
 from ckpt_prune.options.data import ProofOptions, SampleOptions
 from ckpt_prune.options.graphs import GraphSettings
-from ckpt_prune.stages.export.stage import Export
+from ckpt_prune.stages.export.keys import Export
 
 _OWN_FILES = (
     *GRAPH_FILES.values(),

@@ -5,19 +5,15 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.stage import Stage
 from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.hidden.sliced_checkpoint import SLICING_KEY
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.rotation.rotated_checkpoint import CONFIG_KEY
 from ckpt_prune.stages.spaces.checks import check_spaces
-
-
-def stages_of(recipe: Recipe) -> list[Stage]:
-    return [stage for stage in recipe.stages if isinstance(stage, Stage)]
 
 
 def check_fit(prepared: Prepared) -> None:
@@ -32,12 +28,12 @@ def check_fit(prepared: Prepared) -> None:
         check_planned(prepared.model, prepared.plan)
     stages = stages_of(prepared.recipe)
     for stage in stages:
-        if stage.changes_model:
+        if stage.keys.changes_model:
             stage.check(prepared)
     if prepared.statistics is not None:
         prepared.statistics.check_model(prepared.model)
     for stage in stages:
-        if not stage.changes_model:
+        if not stage.keys.changes_model:
             stage.check(prepared)
 
 
@@ -54,7 +50,7 @@ def check_data(prepared: Prepared) -> None:
 
 def check_again(model: Model, recipe: Recipe) -> None:
     """Refuse what does not go with an output that carries code of its own: all but masks."""
-    if not any(stage.takes_outputs for stage in stages_of(recipe)):
+    if not any(keys.takes_outputs for keys in recipe.stages):
         check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
     elif recipe.has("rotation"):
         check_stock(model, "rotations are absorbed by blocks of the stock shape; masks without them go into it")
@@ -77,8 +73,8 @@ def check_planned(model: Model, plan: Plan) -> None:
 def check_together(job: Job) -> None:
     """Refuse what several processes cannot do together, and processes that are not at the same job."""
     group, recipe = process_group(), job.recipe
-    for stage in stages_of(recipe) if group.size > 1 else []:
-        does = stage.alone(recipe)
+    for keys in recipe.stages if group.size > 1 else ():
+        does = keys.alone(recipe)
         if does is not None:
             raise UserError(f"recipe {recipe.name} {does}, which one process does alone: start it without torchrun")
     given = [data.samples for data in (job.live, job.training) if data is not None]

@@ -28,10 +28,10 @@ from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.runner.changes import change_lines
 from ckpt_prune.runner.runtimes import fit_to_runtimes
-from ckpt_prune.stages.depth.stage import Depth
-from ckpt_prune.stages.hidden.stage import Hidden
-from ckpt_prune.stages.low_rank.stage import LowRank
-from ckpt_prune.stages.mask.stage import Mask
+from ckpt_prune.stages.depth.keys import Depth
+from ckpt_prune.stages.hidden.keys import Hidden
+from ckpt_prune.stages.low_rank.keys import LowRank
+from ckpt_prune.stages.mask.keys import Mask
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.spaces.ratio_gaps import gap
 from ckpt_prune.stages.spaces.size_search import dense_size, output_size

@@ -17,7 +17,6 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.run import Announce, Run, say_changed
 from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.publish import form_of, publish_complete, wanted_names
 
 
@@ -26,7 +25,7 @@ def open_run(
     job: Job, out: Path, *, resume: bool, overwrite: bool, announce: Announce, export: Callable[[Path], None] | None
 ) -> Iterator[Run]:
     """Enter the staging folder of a job's run. `export` is as in `Run`."""
-    doing = next((stage.doing for stage in reversed(stages_of(job.recipe)) if stage.prunes), "")
+    doing = next((keys.doing for keys in reversed(job.recipe.stages) if keys.prunes), "")
     opening = OutputFacts(
         form_of(job.recipe),
         job.digest,

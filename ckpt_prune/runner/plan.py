@@ -15,13 +15,12 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.checks import check_data, check_fit
 from ckpt_prune.stages.depth.choice import drop_planned_blocks
-from ckpt_prune.stages.depth.stage import Depth
+from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.output import plan_output
 from ckpt_prune.stages.spaces.pruner import AtSite
-from ckpt_prune.stages.spaces.run import choose_widths, pruner_of
+from ckpt_prune.stages.spaces.run import choose_widths, grams_of, pruner_of
 from ckpt_prune.stages.spaces.solvers import SOLVERS, solver_of
-from ckpt_prune.stages.spaces.stage import Spaces
 
 _WORDS = {
     "gram": "Grams",
@@ -114,7 +113,7 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
         raise UserError("a plan is made from statistics: calibrate first, or let prune measure with --text")
     solvers = [solver_of(model, recipe, space, prepared.device) for space in recipe.spaces]
     engine = pruner_of(prepared)
-    source = open_moments(prepared, Spaces().grams(prepared) if recipe.spaces else None)
+    source = open_moments(prepared, grams_of(prepared) if recipe.spaces else None)
     sites: list[SitePlan] = []
     for block in track(model.spaced_blocks, "planning", total=len(model.spaced_blocks)):
         given = prepared.statistics

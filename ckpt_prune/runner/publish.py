@@ -24,11 +24,11 @@ from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODUL
 from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_rope
 from ckpt_prune.model.runtimes import MLX_FAMILIES, places, types_exported
 from ckpt_prune.recipe.shipped import text_of_recipe
-from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.report import report_of
 from ckpt_prune.runner.sections import all_sections, name_report
 from ckpt_prune.show.markdown import print_markdown
-from ckpt_prune.stages.quantize.record import find_record, make_card
+from ckpt_prune.stages.folders import stages_of
+from ckpt_prune.stages.quantize.records import find_record, make_card
 from ckpt_prune.stages.report import Report, find_report
 
 _CARD = "README.md"
@@ -157,7 +157,7 @@ def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
         f"{REMOTE_MODULE}.py",
         f"{MLX_MODULE}.py",
     }
-    names |= {name for stage in stages_of(recipe) for name in stage.writes}
+    names |= {name for keys in recipe.stages for name in keys.writes}
     return top_names(side_files_of(source).files) | WEIGHT_NAMES | dict.fromkeys(names)
 
 

@@ -29,7 +29,7 @@ from ckpt_prune.runner.plan import check_plannable
 from ckpt_prune.runner.publish import wanted_names
 from ckpt_prune.runner.read_recipe import ChosenRecipe, runs_model
 from ckpt_prune.runner.runtimes import fit_to_runtimes
-from ckpt_prune.stages.recovery.stage import Recovery
+from ckpt_prune.stages.recovery.keys import Recovery
 from ckpt_prune.stages.spaces.checks import check_spaces
 
 

@@ -14,8 +14,8 @@ from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.publish import wanted_names
 from ckpt_prune.runner.run_job import check_job
-from ckpt_prune.stages.quantize.record import QUANTISATION_KIND
-from ckpt_prune.stages.quantize.stage import quantize_recipe
+from ckpt_prune.stages.quantize.keys import quantize_recipe
+from ckpt_prune.stages.quantize.records import QUANTISATION_KIND
 
 
 def read_quantization(options: QuantizeOptions, measures: bool, say: Callable[[str], None]) -> Job:

@@ -18,8 +18,8 @@ from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, RecipeFile
-from ckpt_prune.stages.depth.stage import Depth
-from ckpt_prune.stages.recovery.stage import Recovery
+from ckpt_prune.stages.depth.keys import Depth
+from ckpt_prune.stages.recovery.keys import Recovery
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.publish import wanted_names
 from ckpt_prune.runner.read_job import asked_after, training_dtype
 from ckpt_prune.runner.run_job import check_job
+from ckpt_prune.stages.recovery.keys import RecoverRecipe
 from ckpt_prune.stages.recovery.lora import classes_of, require_peft
 from ckpt_prune.stages.recovery.pairs import check_same_reader
-from ckpt_prune.stages.recovery.stage import RecoverRecipe
 from ckpt_prune.stages.report import find_report
 
 if TYPE_CHECKING:

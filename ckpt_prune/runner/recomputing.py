@@ -14,9 +14,9 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
-from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.verification.equality import BLOCKS, away

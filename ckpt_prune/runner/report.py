@@ -11,8 +11,8 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.job.source_facts import source_of, stored_as, stored_whole
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.runner.changes import changes_of
-from ckpt_prune.runner.checks import stages_of
 from ckpt_prune.runner.messages import few_tokens
+from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.spaces.size_search import dense_size, size_at
 
@@ -28,7 +28,7 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
     used = versions()
     fields: dict[str, Any] = {"sites": []}
     for stage in stages_of(whole.recipe):
-        fields |= stage.report(prepared, records.get(stage.key, []), run)
+        fields |= stage.report(prepared, records.get(stage.keys.key, []), run)
     asked_for = None
     if unsized is not None:
         asked_for = Asked(size=None if unsized.size is None else unsized.size.model_dump(), digest=unsized.digest)

@@ -10,9 +10,10 @@ from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.job.walk import Records, read_records, walk
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.runner.checks import check_data, check_fit, check_together, check_training, stages_of
+from ckpt_prune.runner.checks import check_data, check_fit, check_together, check_training
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.publish import publish
+from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.output import plan_output
 
 
@@ -91,7 +92,7 @@ def run_job(
         prepared = start
         for stage in stages_of(start.recipe):
             prepared = stage.run(prepared, run)
-            if stage.changes_model:
+            if stage.keys.changes_model:
                 check_fit(prepared)
         # All processes have the same measurements, so each decides alone, and must come to the same widths.
         prepared = plan_output(prepared)
@@ -119,11 +120,11 @@ def write_blocks(prepared: Prepared, run: Run) -> Records:
         for stage in stages:
             step = stage.step(prepared, run)
             if step is not None:
-                run.steps[stage.key] = step
+                run.steps[stage.keys.key] = step
         if process_group().once(lambda: any(stage.rewrites_blocks(run) for stage in stages)):
             # All blocks are written, and a later stage has begun to rewrite them: only their records are still needed.
             records = read_records(prepared.model, run.steps, store)
         else:
-            records = walk(prepared.view, run.steps, store, doing=stages[0].bar if stages else "pruning")
+            records = walk(prepared.view, run.steps, store, doing=stages[0].keys.bar if stages else "pruning")
     run.write_rest(prepared.view)
     return records

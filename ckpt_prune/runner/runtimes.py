@@ -9,11 +9,11 @@ from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import Change, Target, changes_of_config, read_target, refusal
 from ckpt_prune.model.spaces import recipe_space
-from ckpt_prune.stages.export.stage import Export
-from ckpt_prune.stages.hidden.stage import Hidden
-from ckpt_prune.stages.low_rank.stage import LowRank
-from ckpt_prune.stages.quantize.stage import Quantize
-from ckpt_prune.stages.rotation.stage import Rotation
+from ckpt_prune.stages.export.keys import Export
+from ckpt_prune.stages.hidden.keys import Hidden
+from ckpt_prune.stages.low_rank.keys import LowRank
+from ckpt_prune.stages.quantize.keys import Quantize
+from ckpt_prune.stages.rotation.keys import Rotation
 
 
 def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) -> Recipe:

@@ -14,7 +14,7 @@ from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.show.section import MISSING, Section, Table, list_entries, make_tables
-from ckpt_prune.stages import STAGES
+from ckpt_prune.stages.folders import stage_sections
 from ckpt_prune.stages.recovery.show import is_recovered
 from ckpt_prune.stages.report import AnyPlan, Report
 
@@ -34,10 +34,6 @@ def name_report(report: Report) -> str:
 
 def all_sections(report: Report) -> list[Section]:
     return [size_section(report), *recipe_sections(report), *stage_sections(report), provenance(report)]
-
-
-def stage_sections(report: Report) -> list[Section]:
-    return [section for stage in STAGES for section in stage.sections(report)]
 
 
 # ---- the recipe --------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ from dataclasses import replace
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.stage import Stage
-from ckpt_prune.job.step import PruneStep
+from ckpt_prune.job.step import BlockPruner, PruneStep
 from ckpt_prune.measure.moment_sources import CachedMoments, DriftMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.stages.rotation.moments import RotatedMoments
@@ -50,12 +49,13 @@ def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> Moment
     return RotatedMoments(cached, prepared.basis) if isinstance(prepared.basis, RotatedCheckpoint) else cached
 
 
-def prune_step(stage: Stage, prepared: Prepared) -> PruneStep:
-    """Return the step of a stage that has a pruner, at the first block."""
-    pruner = stage.pruner(prepared)
-    assert pruner is not None
+def prune_step(pruner: BlockPruner, grams: Mapping[str, bool] | None, prepared: Prepared) -> PruneStep:
+    """Return the step that prunes blocks by moments of what reaches them, at the first block.
+
+    `grams` are as `open_moments` takes them.
+    """
     with phase("calibration"):
-        return PruneStep(pruner, open_moments(prepared, stage.grams(prepared)))
+        return PruneStep(pruner, open_moments(prepared, grams))
 
 
 def check_collected(prepared: Prepared, statistics: Statistics) -> None:

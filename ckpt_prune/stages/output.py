@@ -16,9 +16,9 @@ from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.stages.hidden.narrow_stock import narrow_container
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.low_rank.factorer import ranks_of
-from ckpt_prune.stages.low_rank.stage import LowRank
+from ckpt_prune.stages.low_rank.keys import LowRank
+from ckpt_prune.stages.quantize.keys import Quantize
 from ckpt_prune.stages.quantize.output import pack_output
-from ckpt_prune.stages.quantize.stage import Quantize
 from ckpt_prune.stages.rotation.learner import RotationSizes
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 

@@ -19,7 +19,7 @@ from ckpt_prune.stages.depth.records import DepthFields
 from ckpt_prune.stages.hidden.records import HiddenFields
 from ckpt_prune.stages.low_rank.records import LowRankFields
 from ckpt_prune.stages.mask.records import MaskFields
-from ckpt_prune.stages.quantize.record import QuantizeFields
+from ckpt_prune.stages.quantize.records import QuantizeFields
 from ckpt_prune.stages.recovery.records import RecoveryFields
 from ckpt_prune.stages.rotation.records import RotationFields
 from ckpt_prune.stages.spaces.records import SpacesFields

@@ -8,7 +8,7 @@ from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import OUTSIDE_KEY
-from ckpt_prune.stages.quantize.record import find_record
+from ckpt_prune.stages.quantize.records import find_record
 from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.verification.verify import open_dense
 

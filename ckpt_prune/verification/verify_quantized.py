@@ -19,7 +19,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.stages.quantize.packing import packed_shapes, require_library, unpack_codes
-from ckpt_prune.stages.quantize.record import QuantizationRecord, QuantizedWeights, read_record
+from ckpt_prune.stages.quantize.records import QuantizationRecord, QuantizedWeights, read_record
 from ckpt_prune.stages.quantize.rounding import codes_of, weights_of
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.verification.verify import check_digests, run_side_file_check

@@ -19,8 +19,8 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.show.section import format_figure
 from ckpt_prune.sparsity import damping
+from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.learner import Learner
-from ckpt_prune.stages.rotation.stage import Rotation
 from tests import encoders, families
 from tests.cli.running import (
     TEXT,

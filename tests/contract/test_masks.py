@@ -10,7 +10,7 @@ from ckpt_prune.job.job import Job, RecoverySamples
 from ckpt_prune.model.model import Model as PrunedModel
 from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.runner.run_job import run_job
-from ckpt_prune.stages.recovery.stage import recover_recipe
+from ckpt_prune.stages.recovery.keys import recover_recipe
 from ckpt_prune.verification.verify import verify
 from tests.oracles.masked_model import Linear, Model, Target
 from tests.pairs import every, first_of_each

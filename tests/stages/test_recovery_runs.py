@@ -19,7 +19,7 @@ from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.recovery import laco as recoverer
-from ckpt_prune.stages.recovery.stage import RecoverRecipe
+from ckpt_prune.stages.recovery.keys import RecoverRecipe
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
 from tests.oracles import masked_model

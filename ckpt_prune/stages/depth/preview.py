@@ -13,8 +13,8 @@ from ckpt_prune.model.depth import can_shorten, check_shortened, shorten_model
 from ckpt_prune.model.family import DATA_OPTIONS, Family
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
+from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.depth.runs import runs_of
-from ckpt_prune.stages.depth.stage import Depth
 from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of, out_of_reach
 
 

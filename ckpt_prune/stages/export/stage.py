@@ -1,44 +1,10 @@
-"""The stage `export`: an ONNX graph of the output in its folder onnx, or a GGUF file beside its weights."""
+"""The work of the stage `export`."""
 
-from pathlib import Path
-from typing import Any
-
-from pydantic import Field
-
-from ckpt_prune.common.filenames import GRAPH_FOLDER
-from ckpt_prune.common.graph_types import GGUF_FILES
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.options.graphs import GraphSettings
+from ckpt_prune.stages.export.keys import Export
 
 
-class Export(GraphSettings, Stage):
-    """An ONNX graph or a GGUF file as the last step of a recipe."""
+class ExportStage(Stage[Export]):
+    """Exports the output, once it is whole, to an ONNX graph or a GGUF file."""
 
-    key = "export"
-    summary = "End in an ONNX graph, in the output's folder onnx, or in a GGUF file."
-    prunes = False
-    writes = (GRAPH_FOLDER, *GGUF_FILES.values())
-
-    proof: bool = Field(
-        True,
-        alias="validate",
-        description="Compare what is exported with PyTorch, in onnxruntime or llama.cpp; outside the tolerance fails.",
-    )
-
-    def is_done(self, output: Path) -> bool:
-        """Return whether an output has what is exported of it."""
-        if self.format == "onnx":
-            return (output / GRAPH_FOLDER).exists()
-        # Without a type it is that of the weights: q4_0 for those of 4 bits.
-        kinds = ("f32", "f16", "bf16", "q4_0") if self.gguf_type is None else (self.gguf_type,)
-        return any((output / GGUF_FILES[kind]).is_file() for kind in kinds)
-
-    @classmethod
-    def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        spaces, export = values.get("spaces"), values.get("export")
-        if not isinstance(spaces, dict) or not isinstance(export, dict):
-            return values
-        size, columns = export.get("block_size"), spaces.get("mlp")
-        if not isinstance(columns, dict) or not isinstance(size, int):
-            return values
-        return values | {"spaces": spaces | {"mlp": {"multiple_of": size} | columns}}
+    of = Export

@@ -20,9 +20,9 @@ from ckpt_prune.model.containers.container import Ranks
 from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.family import Family
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.stages.low_rank.keys import LowRank
 from ckpt_prune.stages.low_rank.ranks import Thin, ranks_by_energy, uniform_ranks
 from ckpt_prune.stages.low_rank.records import FactoredRecord
-from ckpt_prune.stages.low_rank.stage import LowRank
 from ckpt_prune.stages.spaces.pruner import check_overflow
 
 

@@ -1,123 +1,60 @@
-"""The stage `low_rank`: two thin linear modules in the place of each (SVD-LLM)."""
+"""The work of the stage `low_rank`: two thin linear modules take the place of each (SVD-LLM)."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Any
 
-from pydantic import Field
-
-from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.options.training import Part
+from ckpt_prune.job.step import Step
+from ckpt_prune.measure.moment_sources import CachedMoments
+from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.stages.low_rank.factorer import Factorer
+from ckpt_prune.stages.low_rank.keys import LowRank
+from ckpt_prune.stages.moments import check_collected, prune_step
+from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.spaces.measure_dense import measure_and_choose, preview_choice
 
-if TYPE_CHECKING:
-    from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.run import Run
-    from ckpt_prune.job.step import BlockPruner, Step
 
+class LowRankStage(Stage[LowRank]):
+    """Makes the linear modules of every block products of two."""
 
-class LowRank(Stage):
-    """Linear modules of every block as products of two."""
+    of = LowRank
 
-    key = "low_rank"
-    goal = "low-rank"
-    doing = "factored"
-    summary = "Two thin linears in the place of each, instead of spaces or a mask."
-    excludes: ClassVar[Mapping[str, str]] = {
-        "spaces": "low_rank factors linears of the dense model: spaces does not go with it",
-        "recovery": "low_rank factors linears of the dense model: recovery does not go with it",
-    }
-    later: ClassVar[Mapping[str, Any]] = {"update": False}
+    def check(self, prepared: Prepared) -> None:
+        """Refuse models whose linear modules cannot be factored, and data that the method cannot use."""
+        family, name = prepared.model.family, prepared.recipe.name
+        if family.experts is not None:
+            raise UserError(
+                f"recipe {name} factors linear modules, and experts of a {family.model_type} have none of their own in "
+                "transformers: prune their columns (spaces.mlp)"
+            )
+        if self.keys.update and prepared.live is None:
+            raise UserError(
+                f"recipe {name} fits factors to what reaches them behind factored blocks: give "
+                f"{DATA_OPTIONS[family.modality]} in place of --statistics"
+            )
+        if prepared.statistics is not None:
+            check_collected(prepared, prepared.statistics)
 
-    method: Literal["whitened", "plain"] = Field(
-        "whitened",
-        description="whitened: the least error of the outputs, by the Grams of the inputs (SVD-LLM); plain: the least "
-        "change of the weights, without data.",
-    )
-    allocation: Literal["uniform", "energy"] = Field(
-        "uniform",
-        description="uniform: the same share of every weight's parameters, as published; energy: the ranks of least "
-        "error, each as a share of its output's energy, for as many parameters in all.",
-    )
-    only: Part | None = Field(None, description="Factor these linear modules alone. Default: all.")
-    multiple_of: int = Field(1, ge=1, description="Round ranks up to a multiple of this.")
-
-    update: bool = Field(
-        False,
-        description="Then fit the second linear of each again, behind the blocks that are factored already, to what "
-        "the dense weight makes of what reaches it (SVD-LLM's closed-form update). It needs target: sequential, and "
-        "text or images.",
-    )
-
-    def check_recipe(self, recipe: Recipe) -> None:
-        for key in ("allocation", "widths", "weigh_by", "layers", "size"):
-            if getattr(recipe, key) != Recipe.model_fields[key].default:
-                raise ValueError(f"{key} speaks of units of spaces: it does not go with low_rank")
-        if recipe.target == "drift":
-            raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with low_rank")
-        if self.update and not (self.whitens and recipe.target == "sequential"):
-            raise ValueError("low_rank.update fits to what reaches a linear: say method: whitened, target: sequential")
-        if recipe.container not in ("auto", "any", "remote"):
-            raise ValueError(f"low_rank needs remote code, which container {recipe.container} rules out")
-        if recipe.ratio == 0:
-            raise ValueError("low_rank with ratio 0 leaves nothing to do: say which share of the parameters goes")
-
-    def at_one_ratio(self) -> Self:
-        return self.model_copy(update={"allocation": "uniform"})
-
-    def needs_moments(self, recipe: Recipe) -> bool:
-        return self.whitens
-
-    def measures_prefix(self, recipe: Recipe) -> bool:
-        return self.whitens
-
-    def measures_dense(self, recipe: Recipe) -> bool:
-        return self.update or self.decides_widths(recipe)
-
-    def decides_widths(self, recipe: Recipe) -> bool:
-        return self.allocation == "energy"
-
-    def needs_own_code(self, recipe: Recipe) -> bool:
-        return True
-
-    def collects(self, recipe: Recipe) -> set[Collect]:
-        return {"gram", "linears"} if self.whitens else set()
-
-    @property
-    def whitens(self) -> bool:
-        return self.method == "whitened"
-
-    # ---- work ------------------------------------------------------------------------------------------------
-
-    def check(self, prepared: "Prepared") -> None:
-        from ckpt_prune.stages.low_rank.run import check_low_rank
-
-        check_low_rank(self, prepared)
-
-    def preview(self, prepared: "Prepared") -> "Prepared":
-        from ckpt_prune.stages.output import plan_output
-        from ckpt_prune.stages.spaces.measure_dense import preview_choice
-
+    def preview(self, prepared: Prepared) -> Prepared:
         return preview_choice(prepared, plan_output)
 
-    def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        from ckpt_prune.stages.output import plan_output
-        from ckpt_prune.stages.spaces.measure_dense import measure_and_choose
-
+    def run(self, prepared: Prepared, run: Run) -> Prepared:
         return measure_and_choose(prepared, run, plan_output)
 
-    def pruner(self, prepared: "Prepared") -> "BlockPruner":
-        from ckpt_prune.stages.low_rank.run import factorer_of
+    def pruner(self, prepared: Prepared) -> Factorer:
+        dense = None
+        if self.keys.update and prepared.statistics is not None:
+            dense = CachedMoments(prepared.statistics, prepared.model)
+        return Factorer(prepared.model.family, prepared.output.ranks, prepared.device, dense)
 
-        return factorer_of(self, prepared)
+    def grams(self, prepared: Prepared) -> dict[str, bool] | None:
+        return dict.fromkeys(prepared.model.family.inputs, True) if self.keys.whitens else None
 
-    def grams(self, prepared: "Prepared") -> dict[str, bool] | None:
-        return dict.fromkeys(prepared.model.family.inputs, True) if self.whitens else None
+    def step(self, prepared: Prepared, run: Run) -> Step:
+        return prune_step(self.pruner(prepared), self.grams(prepared), prepared)
 
-    def step(self, prepared: "Prepared", run: "Run") -> "Step":
-        from ckpt_prune.stages.moments import prune_step
-
-        return prune_step(self, prepared)
-
-    def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
+    def report(self, prepared: Prepared, records: Sequence[Any], run: Run) -> dict[str, Any]:
         return {"factored": list(records)}

@@ -21,8 +21,8 @@ from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity import sparsegpt
 from ckpt_prune.sparsity.damping import MOST_DAMP
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
+from ckpt_prune.stages.mask.keys import Mask
 from ckpt_prune.stages.mask.records import MaskedLinear
-from ckpt_prune.stages.mask.stage import Mask
 from ckpt_prune.stages.spaces.pruner import check_overflow
 
 

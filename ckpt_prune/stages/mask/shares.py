@@ -30,8 +30,8 @@ from ckpt_prune.sparsity.allocation import (
     whole_groups,
 )
 from ckpt_prune.sparsity.masks import wanda
+from ckpt_prune.stages.mask.keys import Mask
 from ckpt_prune.stages.mask.masker import Masker
-from ckpt_prune.stages.mask.stage import Mask
 from ckpt_prune.stages.spaces.budget import Curve, least_error
 
 STEPS = 200

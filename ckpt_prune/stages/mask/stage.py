@@ -1,223 +1,101 @@
-"""The stage `mask`: zeros in the weights of every block. Shapes stay as they are."""
+"""The work of the stage `mask`: share the zeros out over blocks, and zero the weights of each."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from pydantic import Field, field_validator, model_validator
-
-from ckpt_prune.common.zero_patterns import UNSTRUCTURED, Compare, GroupPattern, parse_pattern
-from ckpt_prune.job.names import Backbone
-from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.records import MaskShares
+from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
-from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
+from ckpt_prune.job.step import PruneStep
+from ckpt_prune.measure.moment_sources import SequentialMoments
+from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.stages.mask.keys import Mask
+from ckpt_prune.stages.mask.masker import Masker, check_widths
+from ckpt_prune.stages.mask.records import MaskRecord
+from ckpt_prune.stages.mask.shares import choose_shares
+from ckpt_prune.stages.moments import check_collected, prune_step
+from ckpt_prune.stages.rotation.run import rotations_in_turn
+from ckpt_prune.stages.spaces.measure_dense import measure_dense
 
-if TYPE_CHECKING:
-    from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.run import Run
-    from ckpt_prune.job.step import BlockPruner, Step
 
-_SPREADS = {"owl": 0.08, "alpha": 0.3, "divergence": 0.08}
-"""OWL's and AlphaPruning's of LLaMA-7B at 70 %."""
+class MaskStage(Stage[Mask]):
+    """Puts zeros into every linear module of every block. Shapes stay as they are."""
 
+    of = Mask
 
-class Mask(Stage):
-    """Zeros in every linear module of every block."""
-
-    key = "mask"
-    goal = "zeros"
-    doing = "masked"
-    takes_outputs = True
-    summary = "Zeros in the weights of every block, instead of spaces."
-    excludes: ClassVar[Mapping[str, str]] = {
-        "spaces": "a recipe has either spaces, which lose units, or a mask, which zeroes weights; for both, prune "
-        "twice, the mask last",
-        "low_rank": "low_rank factors linears of the dense model: mask does not go with it",
-    }
-    later: ClassVar[Mapping[str, Any]] = {"allocation": "uniform", "threshold": None, "spread": None}
-
-    method: Backbone = Field(
-        description="magnitude: |W|; wanda: |W| times the norm of the input; sparsegpt: optimal brain surgeon, which "
-        "also rewrites the weights that stay."
-    )
-    pattern: str = Field(
-        UNSTRUCTURED,
-        description="unstructured: the recipe's ratio of the weights, anywhere; N:M: of every M consecutive weights "
-        "of a row, N stay.",
-    )
-    compare: Compare | None = Field(
-        None,
-        description="Among which weights an unstructured mask chooses. Default: row for wanda, matrix for magnitude, "
-        "as published; sparsegpt chooses among its blocks of columns.",
-    )
-    block: int = Field(128, ge=1, description="Columns that sparsegpt prunes together.")
-    damp: Annotated[float, Field(ge=0, le=MOST_DAMP)] | Literal["auto"] = Field(
-        DAMP,
-        description="Added to the diagonal of sparsegpt's Hessian, as a share of its mean. auto: 1.5 times the weights "
-        "of a row that stay over calibration tokens.",
-    )
-
-    allocation: Literal["uniform", "owl", "alpha", "divergence"] = Field(
-        "uniform",
-        description="How the zeros are shared out over blocks. uniform: as many in each; owl: fewer where more weights "
-        "have an outlying score; alpha: fewer where the spectra of the weights have heavier tails (AlphaPruning); "
-        "divergence: so that the predicted effect on the model's own output is least, which needs text or images. Of "
-        "N:M each block gets its own N.",
-    )
-    threshold: float | None = Field(
-        None, gt=0, description="OWL's M: a score above so many times the block's mean is an outlier. Default: 5."
-    )
-    spread: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="How far the shares of blocks may lie apart. owl: they span twice this (OWL's lambda); alpha: they "
-        "span the ratio times 1 minus this to 1 plus this (AlphaPruning's epsilon, before they are scaled to the "
-        "ratio); divergence: none is further from the ratio; not for N:M. Default: 0.08, 0.3 and 0.08.",
-    )
-
-    @field_validator("pattern")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        # 02:04 is another way to write 2:4, and means the same recipe.
-        return str(parse_pattern(value) or value)
-
-    @model_validator(mode="after")
-    def _meant(self) -> "Mask":
-        if self.compare is not None and (self.groups is not None or self.method == "sparsegpt"):
-            what = f"pattern {self.pattern}" if self.groups is not None else "method sparsegpt"
-            raise ValueError(f"{what} says by itself which weights are compared: leave out compare")
-        given = {"block", "damp"} & self.model_fields_set
-        if (
-            given
-            and self.method != "sparsegpt"
-            and any(getattr(self, k) != type(self).model_fields[k].default for k in given)
-        ):
-            belong = "belong" if len(given) > 1 else "belongs"
-            raise ValueError(f"{' and '.join(sorted(given))} {belong} to method sparsegpt, not {self.method}")
-        return self
-
-    @model_validator(mode="after")
-    def _shared_out(self) -> "Mask":
-        if self.threshold is not None and self.allocation != "owl":
-            raise ValueError(f"threshold belongs to allocation owl, not {self.allocation}")
-        if self.spread is not None and self.allocation == "uniform":
-            raise ValueError("spread belongs to an allocation that differs between blocks, not to uniform")
-        if self.spread is not None and self.allocation == "divergence" and self.groups is not None:
-            raise ValueError("spread bounds the shares of an unstructured mask: with divergence and N:M leave it out")
-        return self
-
-    @classmethod
-    def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        mask = values.get("mask")
-        text = mask.get("pattern", UNSTRUCTURED) if isinstance(mask, dict) else UNSTRUCTURED
-        try:
-            groups = parse_pattern(text)
-        except (TypeError, ValueError):  # the field says why
-            return values
-        if groups is None:
-            return values
-        if values.get("ratio", groups.ratio) != groups.ratio:
-            raise ValueError(
-                f"pattern {groups} zeroes {groups.ratio:g} of the weights by itself: leave out ratio, or set it to that"
+    def check(self, prepared: Prepared) -> None:
+        """Refuse a pattern that does not fit the weights, and statistics that lack what the method needs."""
+        check_widths(prepared.model, self.keys)
+        if self.keys.allocation == "divergence" and prepared.model.family.experts is not None:
+            raise UserError(
+                f"recipe {prepared.recipe.name} tries masks on whole blocks, whose experts may see none of a few "
+                "samples: say mask.allocation=owl or alpha"
             )
-        return values | {"ratio": groups.ratio}
+        if prepared.statistics is not None:
+            check_collected(prepared, prepared.statistics)
 
-    def check_recipe(self, recipe: Recipe) -> None:
-        if recipe.layers is not None:
-            raise ValueError("layers is for spaces: a mask zeroes weights of every block")
-        if (recipe.allocation, recipe.widths, recipe.size) != ("uniform", "uniform", None):
-            raise ValueError("allocation, widths and size speak of units: they do not go with a mask")
-        if recipe.target == "drift":
-            raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with a mask")
-        if recipe.container == "padded":
-            raise ValueError("container padded is for spaces: a mask leaves every shape as it is")
-        if "ratio" not in recipe.model_fields_set:
-            raise ValueError("an unstructured mask needs ratio, the share of weights to zero; N:M patterns do not")
+    def check_data(self, prepared: Prepared) -> None:
+        """Refuse statistics where shares of zeros need samples to run the model on."""
+        if self.keys.allocation == "divergence" and prepared.live is None:
+            raise UserError(
+                f"recipe {prepared.recipe.name} shares a mask's zeros out by what they do to the model itself: give "
+                f"{DATA_OPTIONS[prepared.model.family.modality]} in place of --statistics"
+            )
 
-    def needs_moments(self, recipe: Recipe) -> bool:
-        return self.reads_inputs or self.allocation in ("owl", "divergence")
-
-    def measures_prefix(self, recipe: Recipe) -> bool:
-        return self.reads_inputs
-
-    def collects(self, recipe: Recipe) -> set[Collect]:
-        return {"gram", "linears"} if self.method == "sparsegpt" else {"linears"}
-
-    def alone(self, recipe: Recipe) -> str | None:
-        return None if self.allocation == "uniform" else "shares a mask's zeros out"
-
-    @property
-    def reads_inputs(self) -> bool:
-        """Whether weights are chosen by what reaches them."""
-        return self.method != "magnitude"
-
-    @property
-    def chosen_threshold(self) -> float:
-        """OWL's M."""
-        return 5.0 if self.threshold is None else self.threshold
-
-    @property
-    def chosen_spread(self) -> float:
-        """How far the shares of blocks may lie apart."""
-        return _SPREADS[self.allocation] if self.spread is None else self.spread
-
-    @property
-    def groups(self) -> GroupPattern | None:
-        """The N:M pattern; None for unstructured."""
-        return parse_pattern(self.pattern)
-
-    @property
-    def compared(self) -> Compare:
-        """Among which weights an unstructured mask chooses."""
-        return self.compare or ("matrix" if self.method == "magnitude" else "row")
-
-    # ---- work ------------------------------------------------------------------------------------------------
-
-    def check(self, prepared: "Prepared") -> None:
-        from ckpt_prune.stages.mask.run import check_mask
-
-        check_mask(self, prepared)
-
-    def check_data(self, prepared: "Prepared") -> None:
-        from ckpt_prune.stages.mask.run import check_samples
-
-        check_samples(self, prepared)
-
-    def run(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        from ckpt_prune.stages.spaces.measure_dense import measure_dense
-
+    def run(self, prepared: Prepared, run: Run) -> Prepared:
         return measure_dense(prepared, run)
 
-    def before_blocks(self, prepared: "Prepared", run: "Run") -> "Prepared":
-        from ckpt_prune.stages.mask.run import share_zeros
+    def before_blocks(self, prepared: Prepared, run: Run) -> Prepared:
+        """Choose how many zeros each block gets, if that differs."""
+        if self.keys.allocation == "uniform":
+            return prepared
 
-        return share_zeros(self, prepared, run)
+        def choose() -> MaskShares:
+            with run.timer.time("shares"):
+                return choose_shares(prepared, self.keys)
 
-    def pruner(self, prepared: "Prepared") -> "BlockPruner":
-        from ckpt_prune.stages.mask.run import masker_of
+        return replace(prepared, shares=run.remember("shares", MaskShares, choose))
 
-        return masker_of(self, prepared)
+    def pruner(self, prepared: Prepared) -> Masker:
+        return Masker(
+            prepared.model,
+            self.keys,
+            prepared.recipe.ratio,
+            self.keys.groups,
+            prepared.output.container.biases,
+            prepared.device,
+            prepared.diagnostics is not False,
+            None if prepared.shares is None else prepared.shares.ratios,
+        )
 
-    def grams(self, prepared: "Prepared") -> dict[str, bool] | None:
-        if not self.reads_inputs:
+    def grams(self, prepared: Prepared) -> dict[str, bool] | None:
+        if not self.keys.reads_inputs:
             return None
         # Wanda needs norms, and Grams for the errors that the report states, if they are asked for.
-        return dict.fromkeys(prepared.model.family.inputs, bool(prepared.diagnostics) or self.method == "sparsegpt")
+        whole = bool(prepared.diagnostics) or self.keys.method == "sparsegpt"
+        return dict.fromkeys(prepared.model.family.inputs, whole)
 
-    def step(self, prepared: "Prepared", run: "Run") -> "Step":
-        from ckpt_prune.stages.mask.run import mask_step
+    def step(self, prepared: Prepared, run: Run) -> PruneStep:
+        """Return what masks a block. Rotations that are learned in turn are learned on its stream."""
+        step = prune_step(self.pruner(prepared), self.grams(prepared), prepared)
+        rotations = rotations_in_turn(prepared)
+        if rotations is None:
+            return step
+        if not isinstance(step.source, SequentialMoments):
+            step.carry(prepared.live_stream(prepared.view))
+        rotations.stream = step.carried
+        return step
 
-        return mask_step(self, prepared)
-
-    def report(self, prepared: "Prepared", records: Sequence[Any], run: "Run") -> dict[str, Any]:
-        from ckpt_prune.stages.mask.records import MaskRecord
-
+    def report(self, prepared: Prepared, records: Sequence[Any], run: Run) -> dict[str, Any]:
+        shares = prepared.shares
         mask = MaskRecord(
-            method=self.method,
-            pattern=self.pattern,
+            method=self.keys.method,
+            pattern=self.keys.pattern,
             ratio=prepared.recipe.ratio,
-            allocation=None if prepared.shares is None else self.allocation,
-            shares=prepared.shares,
+            allocation=None if shares is None else self.keys.allocation,
+            shares=shares,
         )
         return {"mask": mask, "linears": list(records)}

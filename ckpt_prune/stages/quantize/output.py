@@ -14,9 +14,9 @@ from ckpt_prune.job.layout import Layout, Output, count_bytes
 from ckpt_prune.model.containers.container import Container
 from ckpt_prune.model.model import Model, TensorSpec
 from ckpt_prune.sparsity.zeros import weights_by_module
+from ckpt_prune.stages.quantize.keys import Quantize
 from ckpt_prune.stages.quantize.packing import packed_shapes, packed_skeleton, packing_config, require_library
 from ckpt_prune.stages.quantize.scheme import PackingScheme, choose_scheme
-from ckpt_prune.stages.quantize.stage import Quantize
 
 _WEIGHT = ".weight"
 

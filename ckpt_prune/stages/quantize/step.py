@@ -30,9 +30,10 @@ from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise_largest_first
 from ckpt_prune.stages.moments import open_moments
+from ckpt_prune.stages.quantize.keys import Quantize, QuantizeAlone
 from ckpt_prune.stages.quantize.output import check_model, pack_output, scheme_of
 from ckpt_prune.stages.quantize.packing import pack_weight, require_library
-from ckpt_prune.stages.quantize.record import (
+from ckpt_prune.stages.quantize.records import (
     QUANTISATION_KIND,
     QuantizationRecord,
     QuantizedWeights,
@@ -41,7 +42,6 @@ from ckpt_prune.stages.quantize.record import (
     make_card,
 )
 from ckpt_prune.stages.quantize.scheme import PackingScheme
-from ckpt_prune.stages.quantize.stage import Quantize, QuantizeAlone
 from ckpt_prune.stages.report import find_report
 
 _WEIGHT = ".weight"

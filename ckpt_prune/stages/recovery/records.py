@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ckpt_prune.job.job import RecoverySamples
-    from ckpt_prune.stages.recovery.stage import Recovery
+    from ckpt_prune.stages.recovery.keys import Recovery
 
 Kept = TypeVar("Kept")
 

@@ -25,6 +25,7 @@ from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.recovery.block_training import SampleSplit, trainable_tensors
+from ckpt_prune.stages.recovery.keys import Afterwards
 from ckpt_prune.stages.recovery.lora import LoraExamples, adapter_config, lora_rate, require_peft, train_adapters
 from ckpt_prune.stages.recovery.pairs import (
     at_same_depth,
@@ -35,7 +36,6 @@ from ckpt_prune.stages.recovery.pairs import (
 )
 from ckpt_prune.stages.recovery.records import Adapters
 from ckpt_prune.stages.recovery.run import recover_step
-from ckpt_prune.stages.recovery.stage import Afterwards
 from ckpt_prune.stages.report import find_report
 
 _WEIGHT = ".weight"

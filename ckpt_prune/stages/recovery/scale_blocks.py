@@ -12,9 +12,9 @@ from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.keys import Recovery
 from ckpt_prune.stages.recovery.records import Adapters
 from ckpt_prune.stages.recovery.scales import NOTHING, ModelInBlocks, apply_scales, fit_scales
-from ckpt_prune.stages.recovery.stage import Recovery
 
 SCALES, SCALED = "scales", "scaled"
 """Entries of the journal: scales are fitted; and, before its number, a block has them."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.job.names import Backbone
 from ckpt_prune.stages.rotation.importance import Term, objective
+from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.orthogonal import (
     RETRACTIONS,
     Rotator,
@@ -19,7 +20,6 @@ from ckpt_prune.stages.rotation.orthogonal import (
     near_identity,
     orthonormalise,
 )
-from ckpt_prune.stages.rotation.stage import Rotation
 
 Progress = Callable[[int, float], None]
 """Told the step and its entropy."""

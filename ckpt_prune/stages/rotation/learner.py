@@ -35,8 +35,8 @@ from ckpt_prune.stages.rotation.descent import (
     learn_shared_rotation,
 )
 from ckpt_prune.stages.rotation.importance import Side, Term, importance, importance_map, sensitivity
+from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.rotated_checkpoint import BlockRotations
-from ckpt_prune.stages.rotation.stage import Rotation
 
 _SHARED = "residual"
 _KEPT_BYTES = 2**30

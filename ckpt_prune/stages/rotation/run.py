@@ -17,7 +17,8 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.stages.mask.stage import Mask
+from ckpt_prune.stages.mask.keys import Mask
+from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.learner import Learner, WrittenRotations, journal_entry
 from ckpt_prune.stages.rotation.records import Learned, RotationRecord
 from ckpt_prune.stages.rotation.rotated_checkpoint import (
@@ -27,7 +28,6 @@ from ckpt_prune.stages.rotation.rotated_checkpoint import (
     check_rotatable,
     not_learned,
 )
-from ckpt_prune.stages.rotation.stage import Rotation
 
 
 def check_rotation(rotation: Rotation, prepared: Prepared) -> None:

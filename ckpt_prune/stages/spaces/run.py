@@ -12,10 +12,10 @@ from ckpt_prune.measure.moment_sources import SequentialMoments
 from ckpt_prune.stages.moments import prune_step
 from ckpt_prune.stages.output import plan_output
 from ckpt_prune.stages.spaces.checks import check_enough_samples
+from ckpt_prune.stages.spaces.keys import Spaces
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.records import StrengthSearch
 from ckpt_prune.stages.spaces.size_search import at_size
-from ckpt_prune.stages.spaces.stage import Spaces
 from ckpt_prune.stages.spaces.widths import decide, ranking_of
 
 _MOST_NLL = 700.0
@@ -39,6 +39,11 @@ def choose_widths(prepared: Prepared) -> Prepared:
 def pruner_of(prepared: Prepared) -> Pruner:
     container, diagnostics = prepared.output.container, bool(prepared.diagnostics)
     return Pruner(prepared.model, prepared.decisions, container.biases, prepared.device, diagnostics, container.padded)
+
+
+def grams_of(prepared: Prepared) -> dict[str, bool]:
+    """Return for every space whether live moments of it hold more than the least."""
+    return {space: prepared.recipe.measures_more(space) for space in prepared.recipe.spaces}
 
 
 def choose_strength(prepared: Prepared, run: Run) -> Prepared:
@@ -67,7 +72,7 @@ def search_strength(prepared: Prepared) -> StrengthSearch:
     for strength in grid:
         trial = prepared.with_strength(strength)
         trial = replace(trial, job=replace(trial.job, diagnostics=False))
-        step = prune_step(Spaces(), trial)
+        step = prune_step(pruner_of(trial), grams_of(trial), trial)
         if not isinstance(step.source, SequentialMoments):
             step.carry(trial.live_stream(trial.view))
         walk(trial.view, {Spaces.key: step}, doing=f"trying lambda {strength:g}")

@@ -13,8 +13,8 @@ from ckpt_prune.stages.rotation.descent import (
     learn_shared_rotation,
 )
 from ckpt_prune.stages.rotation.importance import Term, objective
+from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.orthogonal import RETRACTIONS
-from ckpt_prune.stages.rotation.stage import Rotation
 from tests.pairs import cross_cases
 from tests.problems import BACKBONES, make_block, orthogonal
 

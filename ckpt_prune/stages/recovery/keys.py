@@ -1,0 +1,83 @@
+"""The keys of `recovery`: train what stays. `Recovery` is part of a recipe, `Afterwards` is the command `recover`."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from ckpt_prune.common.filenames import ADAPTER_FOLDER, ROTATIONS
+from ckpt_prune.job.recipe import Recipe, StageKeys
+from ckpt_prune.options.training import LoraSettings, RecoverySettings
+
+
+class Recovery(RecoverySettings, StageKeys):
+    """Recovery in a recipe: by LaCo of each block right after it is pruned, by scales of all at the end."""
+
+    key = "recovery"
+    goal = "recovery"
+    summary = "Train what stays: of each block right after it is pruned (LaCo), or scales of all at the end."
+    prunes = False
+    later: ClassVar[Mapping[str, Any]] = {"method": "laco"}
+
+    samples: int | None = Field(
+        None,
+        ge=2,
+        description="Windows, or images, to train on. Default: those of the calibration; of scales as many others.",
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Of the order of samples.")
+
+    @model_validator(mode="after")
+    def _in_a_recipe(self) -> Self:
+        if self.method == "lora":
+            raise ValueError("lora holds the whole model: recover the output with `ckpt-prune recover --method lora`")
+        laco_keys = [key for key, odd in (("norms", self.norms), ("teacher", self.teacher != "dense")) if odd]
+        if self.method == "scales" and laco_keys:
+            raise ValueError(
+                f"{laco_keys[0]} is for method laco: scales are of linear modules, towards the dense model"
+            )
+        return self
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        if recipe.has("depth") and not self.at_the_end:
+            raise ValueError(
+                "depth drops whole blocks: recover the others by scales (recovery.method), or afterwards, with "
+                "`ckpt-prune recover`"
+            )
+
+    def needs_samples(self, recipe: Recipe) -> bool:
+        return True
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether all blocks are recovered at the end, rather than each right after it is pruned."""
+        return self.method == "scales"
+
+
+class Afterwards(Recovery):
+    """Recovery of a model that was pruned before, also by LoRA. Shapes, dtypes, names and zeros stay."""
+
+    prunes = True
+    doing = "recovered"
+    bar = "writing"
+    takes_outputs = True
+    writes = (ROTATIONS, ADAPTER_FOLDER)
+
+    lora: LoraSettings = Field(default_factory=lambda: LoraSettings.model_validate({}))
+
+    @model_validator(mode="after")
+    def _in_a_recipe(self) -> Self:
+        return self
+
+
+class RecoverRecipe(Recipe):
+    """The recipe of the command `recover`: one stage."""
+
+    kinds: ClassVar[tuple[type[StageKeys], ...]] = (Afterwards,)
+
+    recovery: Afterwards
+
+
+def recover_recipe(settings: RecoverySettings, lora: LoraSettings | None = None, seed: int = 0) -> RecoverRecipe:
+    """Return the recipe that recovers a model by some settings."""
+    values = settings.model_dump() | {"seed": seed} | ({} if lora is None else {"lora": lora})
+    return RecoverRecipe.model_validate({"version": 1, "name": "recover", "recovery": values})
