@@ -18,17 +18,15 @@ if TYPE_CHECKING:
     from ckpt_prune.job.plan import Plan
     from ckpt_prune.job.prepared import Prepared
     from ckpt_prune.job.records import Cost
-    from ckpt_prune.runner.plan import Shifting
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, which `prune(plan=…)` takes, its job, and what its sites lose on the statistics of `test`."""
+    """A plan, which `prune(plan=…)` takes, and its job."""
 
     plan: "Plan"
     settled: "Prepared" = field(repr=False)
     path: Path | None
-    shifting: "Shifting | None" = field(default=None, repr=False)
 
     @property
     def messages(self) -> list[str]:
@@ -108,19 +106,14 @@ def plan(options: PlanOptions) -> Planned:
     is the share of the dropped output's variance that the kept inputs predict. held out, with statistics of several
     folds, is the error on each fold when fitted on the others. If compensation is chosen on held-out folds (method
     auto), margin says how much worse the next best method is there, relative.
-
-    --test compares the plan, made from --statistics, with other samples. It gives the exact error of every site there,
-    how far its inputs are from those it was fitted on, and the bounds of CORP's Propositions C.1.3 and C.2.3. The plan
-    file holds all of it, and `ckpt-prune report` draws it, for the plan and for a model pruned by it.
     """
     # Refuse what can be refused before torch is imported.
     asked_size(options.sizes, options.ratio)
     if options.recipe is not None:
         check_recipe(options.recipe)
     check_supported(options.model, options.family, options.part)
-    for folder in (options.statistics, options.test):
-        if folder is not None:
-            check_statistics(folder)
+    if options.statistics is not None:
+        check_statistics(options.statistics)
 
     # Refuse what can be refused before transformers is imported.
     from ckpt_prune.runner.read_recipe import recipe_of
@@ -128,8 +121,7 @@ def plan(options: PlanOptions) -> Planned:
     file, wanted = recipe_of(options)
 
     from ckpt_prune.checkpoint.staging import write_atomically
-    from ckpt_prune.measure.statistics.folder import Statistics
-    from ckpt_prune.runner.plan import Shifting, make_plan, prepare_plan
+    from ckpt_prune.runner.plan import make_plan, prepare_plan
     from ckpt_prune.runner.read_job import check_plan_place, read_plan_job
     from ckpt_prune.runner.runtimes import check_stored
 
@@ -140,9 +132,8 @@ def plan(options: PlanOptions) -> Planned:
     job.model.checkpoint.check_finite()
     if (warning := small_share_line(options.sizes)) is not None:
         say(warning)
-    shifting = None if options.test is None else Shifting(settled, Statistics(options.test))
-    new_plan = make_plan(settled, shifting)
+    new_plan = make_plan(settled)
     if options.output is not None:
         check_plan_place(options.output, overwrite=options.overwrite)  # planning takes time
         write_atomically(options.output, new_plan.to_json())
-    return Planned(new_plan, settled, options.output, shifting)
+    return Planned(new_plan, settled, options.output)

@@ -17,7 +17,6 @@ from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
     from ckpt_prune.api.plan import ComparedPlan
-    from ckpt_prune.job.plan import SitePlan
 
 
 def _plan(options: dict[str, Any], as_json: bool) -> None:
@@ -32,8 +31,6 @@ def _plan(options: dict[str, Any], as_json: bool) -> None:
         _refuse_data(recipes, {name: value for name, value in options.items() if name not in data})
     if values is None and data:
         raise UserError("--evaluate, --evaluate-samples, --samples and --window are of the points of a --sweep")
-    if "test" in options and (len(recipes) > 1 or values is not None):
-        raise UserError("--test holds one plan against other statistics: it goes with one --recipe and no --sweep")
     if len(recipes) > 1:
         _compare(recipes, values, options, as_json)
         return
@@ -95,10 +92,6 @@ def _sweep(values: str, options: dict[str, Any], as_json: bool) -> None:
 
 def _print_planned(planned: Planned) -> None:
     _print_plan(planned.settled, planned.plan)
-    if planned.shifting is not None:
-        _print_shifts(planned.plan.sites, planned.shifting.left)
-        if planned.shifting.same:
-            click.echo("both statistics were measured on the same samples: nothing is held against others")
     click.echo(f"\n{planned.takes}")
     if planned.path is not None:
         click.echo(f"\nplan written to {planned.path}")
@@ -111,33 +104,6 @@ def _explain_predicted() -> str:
         f"predicted: the divergence (KL, in nats) of the output from the dense model's, {SECOND_ORDER}; its "
         "exponential is about what the perplexity is multiplied by"
     )
-
-
-def _print_shifts(sites: "Sequence[SitePlan]", left: Sequence[str]) -> None:
-    rows = [
-        {
-            "block": str(site.block),
-            "space": expert_space(site.space, site.expert),
-            "kept": f"{len(site.kept)}/{site.units}",
-            "calibration": figure(site.error_compensated),
-            "test": figure(shift.test),
-            "before": figure(shift.uncompensated),
-            "floor": figure(shift.floor),
-            "apart": figure(shift.covariances, ".3f"),
-            "freedom": figure(shift.freedom, ".0f"),
-        }
-        for site in sites
-        if (shift := site.shift) is not None
-    ]
-    click.echo(f"\n{table_of(rows)}\n")
-    click.echo("calibration, test: the error on the samples of --statistics and of --test, after compensation")
-    click.echo("before, floor: on those of --test without compensation, and the least there can be")
-    click.echo(
-        "apart: how far the inputs of the two (of q and k the equations of a fit) are from each other, |S - S'| / |S|"
-    )
-    click.echo("freedom: numbers that the compensation is free to choose; -o and --json hold bounds and more")
-    if left:
-        click.echo(f"{' and '.join(left)}: not told on other samples; moments do not say where tokens go")
 
 
 def _print_compared(compared: "list[ComparedPlan]") -> None:
@@ -283,6 +249,5 @@ command = Command(
         "plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1",
         "plan MODEL --statistics STATS --sweep spaces.mlp.ratio=0.2,0.4 --evaluate test.txt --window 512",
         "plan MODEL --recipe ridge --text train.txt --window 512 --sweep samples=4,16,64 --evaluate test.txt",
-        "plan MODEL --recipe ridge --statistics CODE --test STORIES --ratio 0.2",
     ],
 )

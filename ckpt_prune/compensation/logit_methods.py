@@ -29,8 +29,6 @@ class LogitMethod(MethodFacts):
         width_errors: moments → logit errors for 0 … d dropped dimensions, (H, d + 1), never decreasing, if they are
             known for all at once; None if the energies of single dimensions stand for them.
         unknowns: dimensions, and kept ones → unknowns that a sample's Grams have to settle, as the sides of a matrix.
-        freedom: dimensions, and kept ones → numbers that it is free to choose for a head (RCPU, section 4.2).
-        bounded: whether it solves, at most, CORP's equations, so that Proposition C.2.3 speaks of it.
     """
 
     fit: Callable[[LogitMoments, LogitSystem, Tensor, float, Units], LogitFit]
@@ -38,8 +36,6 @@ class LogitMethod(MethodFacts):
     diagnose: Callable[[LogitMoments, LogitSystem, LogitFit], LogitDiagnostics]
     width_errors: Callable[[LogitMoments], Tensor] | None = None
     unknowns: Callable[[int, int], tuple[int, int]] = lambda dims, kept: (kept, kept)
-    freedom: Callable[[int, int], int] = lambda dims, kept: kept**2
-    bounded: bool = True
 
 
 LOGIT_METHODS: dict[str, LogitMethod] = {
@@ -52,7 +48,6 @@ LOGIT_METHODS: dict[str, LogitMethod] = {
             fit=imported_when_called("logit:keep_dimensions"),
             choose=imported_when_called("logit:choose_strength"),
             diagnose=imported_when_called("logit:diagnose_fit"),
-            freedom=lambda dims, kept: 0,
         ),
         LogitMethod(
             name="logit",
@@ -73,9 +68,6 @@ LOGIT_METHODS: dict[str, LogitMethod] = {
             diagnose=imported_when_called("low_rank:diagnose_low_rank"),
             width_errors=imported_when_called("low_rank:width_errors"),
             unknowns=lambda dims, kept: (dims, kept),
-            # Matrices (d, d) of rank d': two factors, less what may pass between them.
-            freedom=lambda dims, kept: 2 * dims * kept - kept**2,
-            bounded=False,
         ),
     )
 }

@@ -116,15 +116,6 @@ def solve_low_rank(
     return LogitFit(lefts, rights, errors_of_heads)
 
 
-def pair_errors(moments: LogitMoments, left: Tensor, right: Tensor) -> Tensor:
-    """Return Σ_b ‖Q_b (I − P Qᵀ) K_bᵀ‖² of every head, (H,) float64, never negative.
-
-    `moments` are of the samples to measure on; P and Q, (H, d, d') float64, may be fitted to others.
-    """
-    heads = (_Head.of(moments.select_head(index)) for index in range(moments.heads))
-    return torch.stack([head.error(*pair) for head, *pair in zip(heads, left, right, strict=True)])
-
-
 def fit_low_rank(moments: LogitMoments, system: LogitSystem, kept: Tensor, value: float, units: Units) -> LogitFit:
     """Solve for narrow queries and keys whose errors are, head by head, no larger than those of CORP's solution."""
     selected = refit_logits(moments, system, kept, value, units)

@@ -50,14 +50,11 @@ class Method(MethodFacts):
             every strength from one decomposition. Any other form is fitted for every strength.
         best_of_form: whether, without a strength, it is expensive to fit and nothing of its form has a smaller error on
             the tokens it is fitted to. Then that error tells the choice on folds whether it can win at all.
-        freedom: outputs d_out and kept inputs k → how many numbers of the result it is free to choose (RCPU, section
-            4.2). None for a form that chooses every weight, and the bias if it adds one (`shift.degrees_of_freedom`).
     """
 
     form: Callable[..., Solution]
     ridge_towards: Literal["kept", "zero"] | None = None
     best_of_form: bool = False
-    freedom: Callable[[int, int], int] | None = None
 
     def fit(self, weight_kept: Tensor, fit: Fit, strength: float) -> Solution:
         """Solve for a projection; methods without a strength ignore it."""
@@ -69,10 +66,6 @@ def imported_when_called(name: str) -> Callable[..., Any]:
     return lambda *arguments: resolve_name(f"ckpt_prune.compensation.{name}")(*arguments)
 
 
-def _angles(outputs: int) -> int:
-    return outputs * (outputs - 1) // 2
-
-
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
@@ -81,7 +74,6 @@ METHODS: dict[str, Method] = {
             summary="keep the surviving weights as they are",
             source="no compensation",
             form=imported_when_called("fit:keep_weights"),
-            freedom=lambda outputs, kept: 0,
         ),
         Method(
             name="bias",
@@ -89,7 +81,6 @@ METHODS: dict[str, Method] = {
             source="FLAP; VBP",
             adds_bias=True,
             form=imported_when_called("fit:restore_mean"),
-            freedom=lambda outputs, kept: outputs,
         ),
         Method(
             name="rotation",
@@ -98,7 +89,6 @@ METHODS: dict[str, Method] = {
             needs_gram=True,
             form=imported_when_called("rotation:rotation"),
             best_of_form=True,
-            freedom=lambda outputs, kept: _angles(outputs),
         ),
         Method(
             name="rotation-scale",
@@ -107,7 +97,6 @@ METHODS: dict[str, Method] = {
             needs_gram=True,
             form=imported_when_called("rotation:scaled_rotation"),
             best_of_form=True,
-            freedom=lambda outputs, kept: _angles(outputs) + 1,
         ),
         Method(
             name="centred-rotation",
@@ -117,7 +106,6 @@ METHODS: dict[str, Method] = {
             adds_bias=True,
             form=imported_when_called("rotation:centred_rotation"),
             best_of_form=True,
-            freedom=lambda outputs, kept: _angles(outputs) + outputs,
         ),
         Method(
             name="least-squares",
@@ -126,7 +114,6 @@ METHODS: dict[str, Method] = {
             needs_gram=True,
             form=imported_when_called("least_squares:least_squares"),
             best_of_form=True,
-            freedom=lambda outputs, kept: outputs**2,
         ),
         Method(
             name="ridge",

@@ -74,16 +74,6 @@ def solve_factors(system: RotarySystem, strength: Tensor) -> Tensor:
     return factors.view(len(factors), -1, 2)
 
 
-def factor_freedom(system: RotarySystem, strength: Tensor) -> float:
-    """Return the effective degrees of freedom of all heads' factors.
-
-    They are Σ v / (v + λ) over the eigenvalues v of each head.
-    """
-    values = torch.linalg.eigvalsh(system.normal)
-    values = torch.where(values > RELATIVE_CUTOFF * values[:, -1:], values, 0.0)
-    return float(torch.where(values > 0, values / (values + strength[:, None]), 0.0).sum())
-
-
 def factor_errors(system: RotarySystem, factors: Tensor) -> Tensor:
     """Return the squared error of the logits of every query head over all pairs of tokens, (H,), never negative.
 

@@ -124,11 +124,6 @@ def split(tokenizer: Any, text: str, *, framed: bool = True) -> list[int]:
     return list(tokenizer(text, verbose=False, add_special_tokens=framed)["input_ids"])
 
 
-def tokenizer_values(folder: Path, rows: int) -> Mapping[str, Any]:
-    """Keys of GGUF that hold the tokenizer of a checkpoint folder. See `read_tokenizer`."""
-    return read_tokenizer(folder, rows).values
-
-
 def read_tokenizer(folder: Path, rows: int) -> FileTokenizer:
     """Return the tokenizer of a checkpoint folder as a GGUF file has it.
 

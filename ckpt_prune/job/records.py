@@ -48,29 +48,6 @@ class HeadErrors(FixedRecord):
     rho2: Figure = None
 
 
-class SiteShift(FixedRecord):
-    """The loss of a site on other samples than it was made from (`plan --test`), as shares of the energy there.
-
-    Attributes:
-        uncompensated, test, floor: without compensation, after it, and the least there can be.
-        covariances, means, smallest: as in `compensation.shift.Shift`; None if there is too much to compute.
-        bound: CORP's C.1.3, or C.2.3 of logits, with constants of one: far above what happens. None if infinite.
-        freedom: numbers that the compensation is free to choose (RCPU, section 4.2); of ridge regression the effective
-            ones, which need be no whole number.
-        tokens: that it was chosen on.
-    """
-
-    uncompensated: Figure = None
-    test: Figure = None
-    floor: Figure = None
-    covariances: Figure = None
-    means: Figure = None
-    smallest: Figure = None
-    bound: Figure = None
-    freedom: Figure = None
-    tokens: Amount = None
-
-
 class SiteRecord(FixedRecord):
     """The pruning of a site: one space of one block.
 
@@ -100,10 +77,9 @@ class SiteRecord(FixedRecord):
         width, effective_rank, k95, active: figures of the consumer's input in the dense model (`compensation.spectrum`,
             CORP Table 9).
         heads: errors of every head, of q and k.
-        shift: what it loses on other samples.
     """
 
-    optional = frozenset({"expert", "score", "few", "divergence", "shift"})
+    optional = frozenset({"expert", "score", "few", "divergence"})
 
     block: Block
     space: str
@@ -131,7 +107,6 @@ class SiteRecord(FixedRecord):
     k95: Amount = None
     active: Figure = None
     heads: list[HeadErrors] | None = None
-    shift: SiteShift | None = None
 
 
 class MaskShares(FixedRecord):

@@ -180,8 +180,6 @@ class PlanOptions(OverwriteOptions, DiagnosticsOptions, RecipeOptions):
 
     output: File = option(default=None, flags=("-o", "--output"), metavar="FILE")
     """Plan file to write."""
-    test: StatisticsFolder = option(default=None, metavar="STATS", group=DATA)
-    """Statistics of MODEL on other samples: also print what every site of the plan loses there."""
 
 
 class SweepDataOptions(Options):
@@ -223,7 +221,6 @@ class PlanCommandOptions(SweepDataOptions, DiagnosticsOptions, SizeOptions, Reci
     or ORG/REPO/NAME.yaml[@REVISION] on the Hub. If given more than once, all are compared in one
     table. [default: best-uniform]"""
     output: File = same_option(PlanOptions, "output")
-    test: StatisticsFolder = same_option(PlanOptions, "test")
     sweep: str | None = option(default=None, metavar="VALUES", group=SWEEP)
     """Plan at several ratios, such as 0.1:0.7:0.1, or at several values of a key of the recipe, such as
     spaces.mlp.compensation.lambda=1e-4,1e-2,1, and print the curve of size and predicted error."""

@@ -91,8 +91,8 @@ def find_recipe(reference: str) -> RecipeFile:
         )
     if "://" in reference:
         raise UserError(
-            f"{reference.partition('?')[0]}: recipes are not fetched from the web: download the file and give its path, "
-            "or take one of the Hub, ORG/REPO/NAME.yaml@COMMIT"
+            f"{reference.partition('?')[0]}: recipes are not fetched from the web: download the file and give its "
+            "path, or take one of the Hub, ORG/REPO/NAME.yaml@COMMIT"
         )
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(f"{reference}: no such recipe file")

@@ -10,80 +10,14 @@ from ckpt_prune.job.plan import Plan, SitePlan
 from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
 from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import StatisticsReference
-from ckpt_prune.measure.moment_sources import CachedMoments
-from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.checks import check_data, check_fit
 from ckpt_prune.stages.depth.choice import drop_planned_blocks
 from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.output import plan_output
-from ckpt_prune.stages.spaces.pruner import AtSite
 from ckpt_prune.stages.spaces.run import choose_widths, grams_of, pruner_of
-from ckpt_prune.stages.spaces.solvers import SOLVERS, solver_of
-
-_WORDS = {
-    "gram": "Grams",
-    "logits": "moments of queries and keys",
-    "centred": "moments of centred keys",
-    "rotary": "moments of rotary pairs",
-}
-
-
-class Shifting:
-    """Watches a plan being made, and computes what every site loses on other statistics.
-
-    Args:
-        statistics: of the same model on other text or images.
-
-    Attributes:
-        source: of the other moments, for `Pruner.sites`.
-        left: spaces without a figure: moments do not say what becomes of whole experts.
-        same: True if both were measured on the same samples, so that nothing is tested.
-    """
-
-    def __init__(self, prepared: Prepared, statistics: Statistics) -> None:
-        if prepared.depth is not None:
-            name = prepared.whole.recipe.name
-            raise UserError(
-                f"--test holds sites against other samples, and recipe {name} drops whole blocks: leave it out"
-            )
-        statistics.check_model(prepared.model)
-        plan_statistics = prepared.statistics
-        if plan_statistics is not None and plan_statistics.index.digest == statistics.index.digest:
-            raise UserError(
-                f"--test {statistics.folder} holds the same statistics as --statistics: measure others, on other "
-                "samples"
-            )
-        needed = _needed_kinds(prepared)
-        for each in (plan_statistics, statistics):
-            if each is None:
-                raise UserError("--test holds a plan against other statistics than it was made from: give --statistics")
-            for kind in needed:
-                if kind not in each.index.collect:
-                    raise UserError(
-                        f"--test needs {_WORDS[kind]}, and {each.folder} has none: calibrate with "
-                        f"--collect moments,{','.join(needed)}"
-                    )
-        self.source = CachedMoments(statistics, prepared.model)
-        self.left: list[str] = []
-        self.same = plan_statistics is not None and plan_statistics.index.data == statistics.index.data
-
-    def see(self, block: int, at: AtSite) -> None:
-        """Add to a solved site what it loses on the other statistics."""
-        plan, new = at.solved
-        if new is None:
-            return
-        plan.shift = at.solver.shift(at.tensors, at.moments or (), at.others or (), at.solved)
-        if plan.shift is None and plan.space not in self.left:
-            self.left.append(plan.space)
-
-
-def _needed_kinds(prepared: Prepared) -> list[str]:
-    """Return the kinds of moments that the comparison needs, besides vectors."""
-    recipe, spaces = prepared.recipe, prepared.model.family.spaces
-    kinds = {SOLVERS[spaces[space].ends].collects for space in recipe.spaces}
-    return [kind for kind in _WORDS if kind in kinds or (kind == "centred" and kind in recipe.collect)]
+from ckpt_prune.stages.spaces.solvers import solver_of
 
 
 def prepare_plan(job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None = None) -> Prepared:
@@ -101,12 +35,8 @@ def prepare_plan(job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None =
     return choose_widths(shortened) if shortened.recipe.spaces else plan_output(shortened)
 
 
-def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
-    """Decide and predict for every site.
-
-    Args:
-        shifting: what asks how sites do on other statistics, if anything.
-    """
+def make_plan(prepared: Prepared) -> Plan:
+    """Decide and predict for every site."""
     model, recipe = prepared.model, prepared.recipe
     check_plannable(recipe)
     if prepared.sequential:
@@ -119,13 +49,11 @@ def make_plan(prepared: Prepared, shifting: Shifting | None = None) -> Plan:
         given = prepared.statistics
         metric = given.read_fisher(block) if given is not None and given.index.fisher else {}
         read = {name: tensor for solver in solvers for name, tensor in solver.read(block).items()}
-        for at in engine.sites(block, read, source, None if shifting is None else shifting.source):
+        for at in engine.sites(block, read, source):
             solver, plan = at.solver, at.solved[0]
             fisher = metric.get(model.moments_name(block, plan.site.space))
             if fisher is not None:
                 plan.divergence = solver.divergence(at.tensors, at.moments or (), at.solved, fisher)
-            if shifting is not None:
-                shifting.see(block, at)
             sites.append(plan)
     statistics = None
     dense_job = prepared.whole

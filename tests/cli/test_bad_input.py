@@ -273,7 +273,6 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
     ),
     (["plan", "experts", "--statistics", "stats"], "model_type 'x' is a mixture of experts (num_experts in "),
     (["prune", "dense", "--statistics", "absent", "-o", "out"], "absent holds no statistics.json: "),
-    (["plan", "dense", "--statistics", "stats", "--test", "absent"], "absent holds no statistics.json: "),
     (
         ["quantize", "dense", "--format", "int4", "--statistics", "absent", "-o", "out"],
         "absent holds no statistics.json: ",

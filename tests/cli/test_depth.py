@@ -267,8 +267,6 @@ def test_a_plan_chooses_the_blocks(here) -> None:
         Path("edited.json").write_text(json.dumps(plan | {"depth": plan["depth"] | change}))
         message = read_refusal("prune", "deep", "--plan", "edited.json", *TEXT, "-o", "bare")
         assert message == f"{why}: plan again instead of editing it"
-    message = read_refusal("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats", "--test", "deep-stats")
-    assert message == "--test holds sites against other samples, and recipe depth drops whole blocks: leave it out"
     message = read_refusal("plan", "deep", "--recipe", "sleb", "--statistics", "deep-stats")
     assert message == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
 

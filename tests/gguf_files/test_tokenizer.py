@@ -15,7 +15,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
-from ckpt_prune.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_values
+from ckpt_prune.gguf.tokenizer import PRE_TOKENIZERS, read_tokenizer
 from tests.gguf_files.tiny import DEMO, TEXT, WINDOWED, proving, save
 from tests.pairs import every
 
@@ -131,7 +131,7 @@ CASES = [
 def test_llama_cpp_splits_text_by_the_same_expressions(tmp_path, expressions, name, ignores):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     folder = byte_level(save(tmp_path / "model", "llama"), expressions, ignore_merges=ignores)
-    assert tokenizer_values(folder, ROWS)["tokenizer.ggml.pre"] == name
+    assert read_tokenizer(folder, ROWS).values["tokenizer.ggml.pre"] == name
     assert export_gguf(str(folder), tmp_path / "m.gguf", proving(folder)).passed
 
 
@@ -139,7 +139,7 @@ def test_llama_cpp_splits_text_by_the_same_expressions(tmp_path, expressions, na
 def test_llama_cpp_splits_text_into_the_same_pieces(tmp_path, prefix):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     folder = pieces(save(tmp_path / "model", "llama"), prefix=prefix)
-    values = tokenizer_values(folder, ROWS)
+    values = read_tokenizer(folder, ROWS).values
     assert values["tokenizer.ggml.model"] == "llama"
     assert values["tokenizer.ggml.add_bos_token"]
     assert values["tokenizer.ggml.add_space_prefix"] == prefix
@@ -282,7 +282,7 @@ def test_pieces_of_a_file_are_merged_by_their_scores(tmp_path):
         text = "".join(rng.choices(alphabet, k=rng.randint(0, 30)))
         assert tokenizer(text)["input_ids"] == by_scores(values, text), text
     tokenizer.save_pretrained(tmp_path)
-    back = tokenizer_values(tmp_path, len(values["tokenizer.ggml.tokens"]))
+    back = read_tokenizer(tmp_path, len(values["tokenizer.ggml.tokens"])).values
     scores, published = (keys.pop("tokenizer.ggml.scores") for keys in (back, values))
     pieces = [index for index, kind in enumerate(values["tokenizer.ggml.token_type"]) if kind == 1]
     assert sorted(pieces, key=scores.__getitem__) == sorted(pieces, key=published.__getitem__)
@@ -309,7 +309,7 @@ def test_scores_that_no_merges_follow_are_refused():
 def test_special_tokens_templates_and_rows_without_a_token_are_written(tmp_path):
     folder = byte_level(tmp_path / "t", ("digits", *next(iter(PRE_TOKENIZERS))))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
-    values = tokenizer_values(folder, 710)
+    values = read_tokenizer(folder, 710).values
     assert values["tokenizer.ggml.tokens"][-1] == "[PAD709]"
     assert values["tokenizer.ggml.token_type"][:3] == [3, 3, 1]
     assert values["tokenizer.ggml.token_type"][-1] == 5
@@ -356,4 +356,4 @@ def test_what_llama_cpp_lacks_is_named_and_nothing_is_left(tmp_path, changes, sa
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     with pytest.raises(UserError, match="2048 tokens, and the embedding 2000 rows"):
-        tokenizer_values(DEMO, 2000)
+        read_tokenizer(DEMO, 2000)

@@ -179,20 +179,6 @@ def test_what_is_no_finite_number_is_missing(value):
     assert values(drawn["ρ²: what the kept units predict"]) == {"MLP": {1: 0.75}}
 
 
-def test_errors_on_other_samples():
-    shift = {"test": 0.4, "uncompensated": 0.6, "covariances": 0.3, "freedom": 12.5}
-    section = units(site(0, shift=shift), site(1))
-    assert values(figures(section)["MLP: output error on other samples"]) == {
-        "uncompensated": {0: 0.6},
-        "compensated": {0: 0.4},
-        "compensated, calibration": {0: 0.25},
-    }
-    assert tables(section)["Every site on other samples"] == [
-        ["block", "space", "uncompensated", "compensated", "|Σ − Σ′| / |Σ|", "degrees of freedom"],
-        ["0", "MLP", "0.600", "0.400", "0.300", "12.5"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("perplexity", "points"),
     [

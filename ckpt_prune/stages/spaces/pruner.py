@@ -82,16 +82,13 @@ class Pruner:
             return plan
         return plan.model_copy(update=sweeps[-1] | {"error_uncompensated": sweeps[0]["error_uncompensated"]})
 
-    def sites(
-        self, block: int, tensors: dict[str, Tensor], source: MomentSource, others: MomentSource | None = None
-    ) -> Iterator["AtSite"]:
+    def sites(self, block: int, tensors: dict[str, Tensor], source: MomentSource) -> Iterator["AtSite"]:
         """Solve the sites of a block one after the other.
 
         Args:
             tensors: on-disk tensors of the block, at least those that its sites are solved from; they are pruned in
                 place after each site is yielded.
             source: of moments.
-            others: of moments on other samples, which nothing is solved from.
         """
         kept: dict[SpaceName, Tensor] = {}
         recipe = self.decisions.recipe
@@ -113,10 +110,7 @@ class Pruner:
                 solved = process_group().once(partial(solver.solve, block, tensors, moments, decision))
             if solved[0].units != self.model.site_units(space):
                 solved = self._in_dense(solved[0], kept), solved[1]
-            if decision.plan is not None:
-                solved[0].shift = decision.plan.shift
-            other = None if others is None else others.moments(block, tensors, [space]).get(space)
-            yield AtSite(solver, tensors, moments, solved, self._behind(space, kept, other)[1])
+            yield AtSite(solver, tensors, moments, solved)
             plan, new = solved
             if new is not None:
                 before = dict(kept)
@@ -209,14 +203,12 @@ class AtSite(NamedTuple):
         tensors: what it was solved from; they change when the next site is asked for.
         moments: one for each fold, or None if the recipe needs none.
         solved: as `Solver.solve` returns it.
-        others: moments on other samples, if there are any.
     """
 
     solver: Solver
     tensors: Tensors
     moments: SpaceMoments | None
     solved: SolvedSite
-    others: SpaceMoments | None = None
 
 
 def check_overflow(before: Tensors, after: Tensors) -> None:

@@ -280,10 +280,6 @@ def _of_heads(key: str) -> Pick:
     return by_head
 
 
-def _of_shift(key: str) -> Callable[[SiteRecord], float | None]:
-    return lambda site: None if site.shift is None else site.shift.figure(key)
-
-
 _PER_HEAD = "Line: mean of the heads; band: from the least to the largest."
 _DROPPED = "share of the dropped variance"
 _BELOW = " No compensation of this kind gets below the floor."
@@ -328,32 +324,6 @@ FIGURES: Sequence[tuple[str, str, str, Pick | Mapping[str, Pick], Mapping[str, A
         "mean share of tokens",
         "active",
         {"full": (0, 1)},
-    ),
-    (
-        "{space}: {target} error on other samples",
-        "Lower is better: of what was made from the calibration samples, on those of --test.",
-        "share of {target} energy",
-        {
-            "uncompensated": _of_shift("uncompensated"),
-            "compensated": _of_shift("test"),
-            "compensated, calibration": lambda site: None if site.shift is None else site.figure("error_compensated"),
-            "floor": _of_shift("floor"),
-        },
-        {},
-    ),
-    (
-        "How far other samples are from the calibration's",
-        "Lower is nearer: the norm of the difference of covariances (of Q/K: of the equations of the fit).",
-        "share of the calibration's norm",
-        _of_shift("covariances"),
-        {},
-    ),
-    (
-        "Degrees of freedom",
-        "Lower overfits less: the numbers that the compensation is free to choose (RCPU, section 4.2).",
-        "numbers",
-        _of_shift("freedom"),
-        {},
     ),
     (
         "Units kept",
@@ -423,17 +393,6 @@ def _of_pair(key: str) -> Callable[[tuple[SiteRecord, HeadErrors]], float | None
 
 def _details(sites: Sequence[SiteRecord]) -> list[Table]:
     place = {"block": lambda site: str(site.block), "space": lambda site: _words(site.space).label}
-    shifts = {
-        "uncompensated": "uncompensated",
-        "compensated": "test",
-        "floor": "floor",
-        "|Σ − Σ′| / |Σ|": "covariances",
-        "|μ − μ′|² / E|x|²": "means",
-        "least eigenvalue": "smallest",
-        "CORP's bound": "bound",
-        "degrees of freedom": "freedom",
-        "calibration tokens": "tokens",
-    }
     heads = {"uncompensated": "error_uncompensated", "compensated": "error_compensated", "floor": "floor", "ρ²": "rho2"}
     return [
         *make_tables(
@@ -456,12 +415,6 @@ def _details(sites: Sequence[SiteRecord]) -> list[Table]:
                 "active": number_under("active"),
             },
             words=3,
-        ),
-        *make_tables(
-            "Every site on other samples",
-            [site for site in sites if site.shift is not None],
-            {**place, **{name: _of_shift(key) for name, key in shifts.items()}},
-            words=2,
         ),
         *make_tables(
             "Every head",

@@ -1,6 +1,5 @@
 """The base of all solvers of sites."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ckpt_prune.compensation.shift import Shift
 from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.kinds import SpaceMoments
@@ -118,13 +115,6 @@ class Solver(ABC):
         """
         return 0.0 if solved[1] is None else None
 
-    def shift(self, tensors: Tensors, folds: SpaceMoments, test: SpaceMoments, solved: SolvedSite) -> SiteShift | None:
-        """Return the loss on other samples, with moments `test`, of a solved site that dropped something.
-
-        None if the moments cannot say: of whole experts.
-        """
-        return None
-
     def list_refitted(self, count: int) -> list[SpaceName]:
         """Return spaces whose consumers are fitted again after a block has lost all that goes, with `count` units left.
 
@@ -158,21 +148,6 @@ class Solver(ABC):
         Any sound compensation will do, and the same one for all sites. `biased` says whether the module whose moments
         are measured has a bias.
         """
-
-    def _site_shift(self, shift: Shift, error: float, freedom: float, tokens: int) -> SiteShift:
-        """Return the record of a shift, for a site with so much error on the other samples."""
-        energy = shift.energy or math.inf
-        figures = {
-            "uncompensated": shift.uncompensated / energy,
-            "test": error / energy,
-            "floor": shift.floor / energy,
-            "covariances": shift.covariances,
-            "means": shift.means,
-            "smallest": shift.smallest,
-            "bound": None if shift.bound is None else shift.bound / energy,
-        }
-        finite = {key: None if value == math.inf else value for key, value in figures.items()}
-        return SiteShift(**finite, freedom=freedom, tokens=tokens)
 
     def _plan(self, block: int, consumer: str | None, kept: Tensor, scores: Tensor) -> SitePlan:
         return SitePlan(

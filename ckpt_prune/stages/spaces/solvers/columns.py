@@ -22,15 +22,12 @@ from ckpt_prune.compensation.fit import (
     lack_from_moments,
     squared_error,
 )
-from ckpt_prune.compensation.logit import absolute_logit_strength
 from ckpt_prune.compensation.methods import METHODS, absolute_strength, derive_strength
-from ckpt_prune.compensation.shift import degrees_of_freedom, measure_shift
-from ckpt_prune.compensation.spectrum import EXACT_WIDTH, spectrum
+from ckpt_prune.compensation.spectrum import spectrum
 from ckpt_prune.compensation.strength_walk import loses_to_none, unseen_errors
 from ckpt_prune.compensation.wide_sites import choose_wide, fit_change, is_wide
 from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
-from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import select, select_in_heads, unit_scores
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.gram import add_gram
@@ -108,19 +105,13 @@ class ColumnSolver(Solver):
         return DropOrder.of(weight, gram, order.T.flatten(), self.model.unit_columns(self.space))
 
     def divergence(self, tensors: Tensors, folds: SpaceMoments, solved: SolvedSite, fisher: Fisher) -> float | None:
-        """Return ½ tr(F E[δδᵀ]) for δ = (W − Ŵ) x − b, with b added to the bias."""
-        if solved[1] is None:
+        """Return ½ tr(F E[δδᵀ]) for δ = (W − Ŵ) x − b, with b added to the bias; never negative."""
+        plan, new = solved
+        if new is None:
             return 0.0
-        moments = sum_folds(select_input_moments(folds)) if folds else None
+        metric, moments = fisher.mean, sum_folds(select_input_moments(folds)) if folds else None
         if moments is None or moments.gram is None:
             return None
-        return self._second_moment(tensors, moments, solved, fisher.mean) / 2
-
-    def _second_moment(self, tensors: Tensors, moments: Moments, solved: SolvedSite, metric: Tensor) -> float:
-        """Return tr(F E[δδᵀ]) under a metric F of outputs, never negative."""
-        plan, new = solved
-        assert new is not None
-        assert moments.gram is not None
         name, bias = self._consumer(plan.block), self._consumer(plan.block, "bias")
         lost = tensors[name].to(torch.float64, copy=True)
         lost[:, self.columns_of(torch.tensor(plan.kept))] -= new[name]
@@ -128,22 +119,7 @@ class ColumnSolver(Solver):
         if bias in new:
             added = new[bias] - tensors[bias].double() if bias in tensors else new[bias]
             second += added @ metric @ (added - 2 * lost @ moments.mean)
-        return max(0.0, float(second))
-
-    def shift(self, tensors: Tensors, folds: SpaceMoments, test: SpaceMoments, solved: SolvedSite) -> SiteShift | None:
-        """Compute the shift exactly, from Grams; for inputs wider than `EXACT_WIDTH` without eigenvalues."""
-        plan, compensation = solved[0], self.own.compensation
-        weight = tensors[self._consumer(plan.block)]
-        calibration, other = sum_folds(select_input_moments(folds)), sum_folds(select_input_moments(test))
-        lost = self._second_moment(tensors, other, solved, torch.eye(len(weight), dtype=torch.float64))
-        calibration, other = calibration.to(self.device), other.to(self.device)
-        columns = self.columns_of(torch.tensor(plan.kept)).to(self.device)
-        scale = calibration.square[columns].mean()
-        strength = float(absolute_logit_strength(plan.strength or 0.0, compensation.lambda_units, scale))
-        spectra = calibration.width <= EXACT_WIDTH
-        shift = measure_shift(weight.to(self.device), calibration, other, columns, strength, spectra=spectra)
-        freedom = degrees_of_freedom(METHODS[plan.method], len(weight), calibration, columns, strength)
-        return self._site_shift(shift, lost, freedom, calibration.count)
+        return max(0.0, float(second)) / 2
 
     def _is_cut_short(self, weight: Tensor) -> bool:
         """Return True if a site is not ranked beyond what goes; copies lose as many, whatever their order together."""

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation import logit
-from ckpt_prune.compensation.head_shift import HeadEquations, measure_head_shift
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitMethod
-from ckpt_prune.compensation.low_rank import pair_errors
 from ckpt_prune.compensation.mixing import absorb
 from ckpt_prune.job.plan import SitePlan
-from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.selection import in_heads, select_in_heads
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import sum_folds
@@ -21,7 +18,6 @@ from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.moments.logits import LogitMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
-from ckpt_prune.stages.spaces.solvers.base import SolvedSite
 from ckpt_prune.stages.spaces.solvers.heads import HeadSolver
 
 _TRIAL_STRENGTH = 0.001
@@ -126,21 +122,3 @@ class LogitSolver(HeadSolver[LogitMoments]):
             self._enter_diagnostics(plan, system, fit.errors, diagnostics, whole.samples)
             self._enter_held_out(plan, held_out, len(folds), choose)
         return fit
-
-    def shift(self, tensors: Tensors, folds: SpaceMoments, test: SpaceMoments, solved: SolvedSite) -> SiteShift | None:
-        """Make the fit once more, and compare its logits with those of the other samples; exact, from the moments."""
-        plan, method, units = solved[0], self.method, self.own.compensation.lambda_units
-        whole, other = (self._choose_keys(sum_folds(self._moments(each))) for each in (folds, test))
-        kept = in_heads(torch.tensor(plan.kept), whole.heads, whole.head_dim).to(self.device)
-        system, other_system = (logit.logit_system(each, kept) for each in (whole, other))
-        fit = method.fit(whole, system, kept, plan.strength or 0.0, units)
-        strength = logit.absolute_logit_strength(plan.strength or 0.0, units, system.diagonal_mean)
-        shift = measure_head_shift(
-            HeadEquations.of_logits(whole, system),
-            HeadEquations.of_logits(other, other_system),
-            method.diagnose(other, other_system, fit).floor,
-            strength if method.bounded else None,
-        )
-        error = float(pair_errors(other, fit.left, fit.right).sum()) / other.samples
-        freedom = whole.heads * method.freedom(whole.head_dim, kept.shape[1])
-        return self._site_shift(shift, error, freedom, whole.tokens)

@@ -7,21 +7,18 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.phases import phase
-from ckpt_prune.compensation.head_shift import HeadEquations, measure_head_shift
 from ckpt_prune.compensation.logit import StrengthChoice, absolute_logit_strength
 from ckpt_prune.compensation.rotary import (
     absorb_factors,
     choose_factors,
     diagnose_factors,
     factor_errors,
-    factor_freedom,
     pair_rows,
     rotary_system,
     solve_factors,
 )
 from ckpt_prune.job.plan import SitePlan
-from ckpt_prune.job.records import SiteShift
-from ckpt_prune.job.selection import in_heads, select_in_heads
+from ckpt_prune.job.selection import select_in_heads
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments
@@ -29,7 +26,6 @@ from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, bare_errors, refitted_errors
-from ckpt_prune.stages.spaces.solvers.base import SolvedSite
 from ckpt_prune.stages.spaces.solvers.heads import HeadSolver
 
 
@@ -108,21 +104,3 @@ class RotarySolver(HeadSolver[RotaryMoments]):
             self._enter_diagnostics(plan, system, errors, diagnose_factors(system, errors), whole.samples)
             self._enter_held_out(plan, held_out, len(folds), choose)
         return factors
-
-    def shift(self, tensors: Tensors, folds: SpaceMoments, test: SpaceMoments, solved: SolvedSite) -> SiteShift | None:
-        """Solve the factors once more, and compare them with the logits of the other samples; exact, from moments."""
-        plan, units = solved[0], self.own.compensation.lambda_units
-        whole, other = (sum_folds(self._moments(each)) for each in (folds, test))
-        kept = in_heads(torch.tensor(plan.kept), self.model.copies(self.space), self.model.units(self.space))
-        system, other_system = (rotary_system(each, kept.to(self.device)) for each in (whole, other))
-        strength = absolute_logit_strength(plan.strength or 0.0, units, system.diagonal_mean)
-        bare = plan.method == "none"
-        lost = other_system.dropped_energy if bare else factor_errors(other_system, solve_factors(system, strength))
-        shift = measure_head_shift(
-            HeadEquations.of_pairs(whole, system),
-            HeadEquations.of_pairs(other, other_system),
-            diagnose_factors(other_system, lost).floor,
-            strength,
-        )
-        freedom = 0 if bare else factor_freedom(system, strength)
-        return self._site_shift(shift, float(lost.sum()) / other.samples, freedom, whole.tokens)

@@ -10,7 +10,6 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.compensation.values import ValueBasis, by_direction, by_head, principal_values
 from ckpt_prune.job.decisions import SiteDecision
-from ckpt_prune.job.records import SiteShift
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
@@ -80,11 +79,6 @@ class ValueSolver(ColumnSolver):
             return 0.0
         site = self._turn(solved[0].block, tensors, select_input_moments(folds))
         return super().divergence(site.tensors, site.folds, self._in_basis(solved), fisher)
-
-    def shift(self, tensors: Tensors, folds: SpaceMoments, test: SpaceMoments, solved: SolvedSite) -> SiteShift | None:
-        site = self._turn(solved[0].block, tensors, select_input_moments(folds))
-        turned = tuple(each.change_basis(site.basis.inputs) for each in select_input_moments(test))
-        return super().shift(site.tensors, site.folds, turned, self._in_basis(solved))
 
     def _in_basis(self, solved: SolvedSite) -> SolvedSite:
         plan, new = solved
