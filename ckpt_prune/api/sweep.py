@@ -30,8 +30,8 @@ class Sweep:
     """The curve of a recipe: size and error at several values of one of its keys.
 
     Attributes:
-        measured: what `Point.score` was measured on, in words; None if nothing was measured.
-        metric: of `Point.score`: perplexity, masked_perplexity or top1.
+        measured: what `SweepPoint.score` was measured on, in words; None if nothing was measured.
+        metric: of `SweepPoint.score`: perplexity, masked_perplexity or top1.
         notes: what else a reader should know of the points.
         depth: if ratios vary and the statistics allow it, the same for whole blocks instead of units.
     """

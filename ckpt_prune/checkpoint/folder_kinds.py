@@ -119,7 +119,7 @@ WEIGHT_NAMES: dict[str, Path | None] = {"model.safetensors": None, "model.safete
 def find_foreign(folder: Path, written: Set[str]) -> list[str]:
     """List the topmost paths below an old output that this tool did not write: files, links, folders without its files.
 
-    `written` comes from `FolderKind.written`.
+    `written` comes from `FolderKind.list_written`.
     """
     foreign: list[str] = []
 

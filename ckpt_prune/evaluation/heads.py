@@ -61,7 +61,7 @@ def compare_heads(
         windows: int64 token ids, (N, T).
         per_token: predictions are of tokens. Logits without an axis of classes are then of two classes each.
         ranked: for a reranker by the logits of a causal language model, the tokens that make its number
-            (`modules.ranked_tokens`).
+            (`sentence_modules.read_ranked_tokens`).
     """
     for each in (model, reference):
         check_windows(each, windows)

@@ -86,7 +86,7 @@ def is_labelled(folder: Path) -> bool:
 def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> LabelResult:
     """Let a model, and its reference, label texts: all of each task, or the first `limit`.
 
-    A task is one of GLUE (`task_names`), or a file of labelled texts.
+    A task is one of GLUE, or a file of labelled texts.
     """
     for folder in pair.folders:
         check_folder(folder)

@@ -213,7 +213,7 @@ def _ask_for_trust(error: UserError) -> UserError:
 
 
 def _run_odd_experts_eagerly(model: nn.Module) -> None:
-    """Let experts run one by one if torch's grouped products do not take their width (`parts.GROUPED`)."""
+    """Let experts run one by one if torch's grouped products do not take their width (`GROUPED`)."""
     module: Any
     for module in model.modules():
         down = getattr(module, "down_proj", None)

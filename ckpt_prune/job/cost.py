@@ -121,7 +121,7 @@ def _whole(shapes: TensorSpecs, weight: str) -> tuple[torch.dtype, tuple[int, ..
 
 
 def _applications(model: Model, name: str, dimensions: int) -> int:
-    """Return how often a tensor is multiply_factors in one forward pass."""
+    """Return how often a tensor is multiplied by in one forward pass."""
     family, module = model.family, name.rpartition(".")[0]
     if module in family.applied:
         return int(family.applied[module] * model.tokens) if dimensions > 1 else 0

@@ -245,7 +245,7 @@ class Origin(FixedRecord):
 
 
 class PlanFile(FixedRecord, Generic[RecipeT, SiteT]):
-    """A plan as its file has it; `stages.spaces.plan` says which recipe and sites a plan has that can be applied."""
+    """A plan as its file has it; `job.plan.Plan` says which recipe and sites a plan has that can be applied."""
 
     optional = frozenset({"origin"})
 

@@ -1,4 +1,4 @@
-"""A step: what a stage does to each block. The walk over blocks (`runner.walk`) knows no more of stages."""
+"""A step: what a stage does to each block. The walk over blocks knows no more of stages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

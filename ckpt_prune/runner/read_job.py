@@ -1,4 +1,4 @@
-"""From options to a request: what is given is read, and what cannot go together is refused before any work."""
+"""From options to a job: what is given is read, and what cannot go together is refused before any work."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -9,7 +9,7 @@ from ckpt_prune.datasets.texts import TEXT_NAMES, parse_text_name
 
 
 def check_texts(files: Iterable[Path]) -> None:
-    """Refuse text files that do not exist; find or download texts that are given by name (`text_names`)."""
+    """Refuse text files that do not exist; find or download texts that are given by name (`datasets.texts`)."""
     for file in files:
         named = parse_text_name(file)
         if named is not None:

@@ -354,7 +354,7 @@ class Statistics:
 def record_effects(statistics: Statistics, effects: Mapping[str, Sequence[tuple[int, float]]]) -> Statistics:
     """Enter measured effects into a folder's index, in place of any that it has; its moments stay as they are.
 
-    `effects` is as `transform.measured_effects.measure_effects` returns it.
+    `effects` is as `stages.spaces.effects.measured.measure_effects` returns it.
     """
     return _change_index(statistics, {"effects": {name: list(points) for name, points in effects.items()}})
 

@@ -6,7 +6,7 @@
   each pair of axes. Adam's moments are kept of Ω. The skew step X that they give is taken by the Cayley transform
   Q ← Q (I − X/2)⁻¹ (I + X/2) = 2 Q (I − X/2)⁻¹ − Q. It is orthogonal whatever the size of X (Wen and Yin 2013), and
   costs one LU solve. A Newton-Schulz step every `REFRESH` steps keeps rounding from adding up. Its step does not shrink
-  by itself as that of "qr" does, where A grows; so it is decayed (`Method.decays`).
+  by itself as that of "qr" does, where A grows; so it is decayed (`Retraction.decays`).
 
 Both start anywhere, take leading batch dimensions, and are given the plain gradient dL/dQ: they do not see the loss.
 """

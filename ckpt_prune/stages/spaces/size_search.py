@@ -29,7 +29,7 @@ _RATIO_STEPS = 10_000
 """Ratios that are tried are multiples of one in so many."""
 
 CrossedSpaces = Crossing[SpaceName]
-"""Spaces of a block that cross (`spaces.COUPLED`)."""
+"""Spaces of a block that cross (`model.spaces.COUPLED`)."""
 Ranking = Mapping[Site, Tensor]
 """Standardised scores of every unit (`rankings.standardised_scores`)."""
 

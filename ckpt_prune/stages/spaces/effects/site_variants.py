@@ -80,7 +80,7 @@ class Variants:
             chosen = [count for count in self.counts[space] if next(number) in which]
             if not chosen:
                 continue
-            # RankedUnits once for all counts.
+            # Scored once for all counts.
             scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
             for count in chosen:
                 decision = SiteDecision(self.model.units(space) - count, scores=scores)
