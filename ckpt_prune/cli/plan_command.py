@@ -101,8 +101,8 @@ def _explain_predicted() -> str:
     from ckpt_prune.runner.messages import SECOND_ORDER
 
     return (
-        f"predicted: the divergence (KL, in nats) of the output from the dense model's, {SECOND_ORDER}; its "
-        "exponential is about what the perplexity is multiplied by"
+        f"predicted: the divergence (KL, in nats) from the dense model's output, {SECOND_ORDER}; the perplexity grows "
+        "about exp(divergence) times"
     )
 
 
@@ -233,8 +233,8 @@ def _print_blocks(sweep: Sweep) -> None:
     click.echo("\nwhole blocks instead (--recipe depth), the run of the least predicted divergence, without a map:")
     click.echo(table_of(rows))
     click.echo(
-        "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order; of blocks and "
-        "of units it is on different footings: what decides is measured (drop: auto, in recipes)"
+        "predicted: a second-order estimate of the divergence (KL, in nats) from the dense model's output; estimates of "
+        "blocks and of units do not compare, and `drop: auto` in a recipe measures both"
     )
 
 

@@ -39,8 +39,8 @@ def rounding_lines(record: Quantization) -> list[str]:
     lines = [f"weights: {stored} ({', '.join(how)})"]
     if record.loss is not None:
         lines.append(
-            f"picked on {record.measured_on}: {_UNITS[record.unit]} {record.loss:.2g}, where {record.allowed:.2g} is "
-            "about what may be lost of the metric; what the whole proof finds is said above"
+            f"chosen on {record.measured_on}: {_UNITS[record.unit]} {record.loss:.2g}, and about {record.allowed:.2g} is "
+            "allowed; the lines above say what the whole proof finds"
         )
     return lines
 
@@ -108,8 +108,8 @@ def _alike(metric: Metric) -> str:
 
 
 def describe_continuation(each: Continuation) -> str:
-    """Two continuations of a text, to be read: a rounded graph may choose other words, and no limit is put on that."""
-    start = f"an example, not a check: after {each.prompt!r} onnxruntime goes on {each.onnxruntime!r}"
+    """Show two continuations of a text: a rounded graph may choose other words, and that is not checked."""
+    start = f"an example, not a check: after {each.prompt!r} onnxruntime writes {each.onnxruntime!r}"
     if each.same == each.tokens:
         return f"{start}, as PyTorch does"
     return f"{start}, PyTorch {each.pytorch!r} (other words from token {each.same + 1} of {each.tokens} on)"

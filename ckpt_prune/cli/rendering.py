@@ -124,9 +124,8 @@ def container_line(prepared: Prepared) -> str:
     stock = f"{family.model_type}{' or one that computes the same' if family.stand_ins else ''}"
     reasons = ["there is none"] if prepared.recipe.container == ANY else []
     reasons += ["blocks differ in width"] if uneven else []
-    return f"to be stored as a stock class with the shape that measuring finds ({stock})" + (
-        f", or with code of its own where {' or '.join(reasons)}" if reasons else ""
-    )
+    own_code = f", or with code of its own where {' or '.join(reasons)}" if reasons else ""
+    return f"to be stored as a stock class ({stock}){own_code}; its shape is known after calibration"
 
 
 def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:

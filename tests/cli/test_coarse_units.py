@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.cli.running import ok
 
-INSIDE = "heads: in place of whole ones, spaces.queries in your own recipe drops 1 of 2 grouped query heads in each"
+INSIDE = "heads: a recipe with spaces.queries can drop 1 of 2 grouped query heads in each instead of whole ones"
 NONE = ["heads: a ratio of 0.3 drops none of 2 in each block; a ratio of 0.5 drops 1", INSIDE]
 FEWER = "heads: a ratio of 0.7 drops 1 of 2 in each block; no more can go"
 MAGNITUDE = ("dense", "--recipe", "magnitude")

@@ -91,8 +91,8 @@ FLOPs / 32 tokens      418K      229K  54.9%
 KV cache / token      128 B      64 B  50.0%
 kept per block at one ratio everywhere: heads 1/2, mlp 12/24 (ratio 0.5); measuring finds \
 widths of that size that lose less
-to be stored as a stock class with the shape that measuring finds (llama or one that computes the same), or with code \
-of its own where there is none
+to be stored as a stock class (llama or one that computes the same), or with code of its own where there is none; \
+its shape is known after calibration
 to be measured{}
 `ckpt-prune calibrate --folds 4` and then `ckpt-prune plan --statistics STATS` tell the widths and the \
 predicted error of every layer before anything is pruned

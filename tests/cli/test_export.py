@@ -173,7 +173,7 @@ def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
         f"weights: 11 in 4-bit blocks ({padded[1]}, rounded to the nearest)",
     ]
     picked = (
-        r"picked on text.txt: \d+ windows? of 32 tokens: KL \S+, where 0.41 is about what may be lost of the metric; "
+        r"chosen on text.txt: \d+ windows? of 32 tokens: KL \S+, and about 0.41 is allowed; "
     )
     assert sum(re.match(picked, line) is not None for line in lines) == 2  # ln 1.5
     record = read_json("out/ckpt_prune_onnx.json")
@@ -281,4 +281,4 @@ def test_a_continued_text_is_called_an_example(pytorch, same, end):
     """It is no verdict: a graph that agrees may choose other words from the first token on."""
     continuation = Continuation(prompt="a", onnxruntime="b c", pytorch=pytorch, tokens=2, same=same)
     sentence = describe_continuation(continuation)
-    assert sentence == f"an example, not a check: after 'a' onnxruntime goes on 'b c'{end}"
+    assert sentence == f"an example, not a check: after 'a' onnxruntime writes 'b c'{end}"

@@ -22,8 +22,8 @@ def test_a_row_for_each(place):
     ]
     assert lines[3:] == [
         "errors: means over blocks, relative to each output's energy, after compensation; they are no perplexity",
-        "predicted: the divergence (KL, in nats) of the output from the dense model's, by second order, which is too "
-        "low where much goes and where samples are few; its exponential is about what the perplexity is multiplied by",
+        "predicted: the divergence (KL, in nats) from the dense model's output, a second-order estimate, too low where "
+        "many units go or samples are few; the perplexity grows about exp(divergence) times",
     ]
     for row, recipe in zip(rows, ("wanda-sp", "ridge"), strict=True):
         alone = json.loads(ok("plan", "dense", "--recipe", recipe, "--ratio", "0.5", "--statistics", "stats", "--json"))

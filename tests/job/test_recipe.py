@@ -157,7 +157,7 @@ SIZE = "size={params: 5B}"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("target=dense", f"{COMPENSATION}.shares=[1]"), "spaces.mlp: shares are of the drift: say target: drift"),
+        (("target=dense", f"{COMPENSATION}.shares=[1]"), "spaces.mlp: shares requires target: drift"),
         (
             ("allocation=uniform", "spaces.mlp.score=auto"),
             "spaces.mlp: score auto is chosen by the errors of every width: say allocation: least-error",

@@ -259,7 +259,7 @@ def test_what_is_predicted_is_said_in_the_words_of_the_model(dense, variant, lin
         divergence: float | None = 0.2
 
     text = predicted_line(Model.open(dense.folder(variant)), Plan())
-    order = "by second order, which is too low where much goes and where samples are few"
+    order = "a second-order estimate, too low where many units go or samples are few"
     assert text == f"predicted: {line}" + (order if line.endswith("; ") else "")
     Plan.divergence = 0.0
     assert predicted_line(Model.open(dense.folder(variant)), Plan()) is None

@@ -65,9 +65,10 @@ class Mask(StageKeys):
         None,
         gt=0,
         lt=1,
-        description="How far the shares of blocks may lie apart. owl: they span twice this (OWL's lambda); alpha: they "
-        "span the ratio times 1 minus this to 1 plus this (AlphaPruning's epsilon, before they are scaled to the "
-        "ratio); divergence: none is further from the ratio; not for N:M. Default: 0.08, 0.3 and 0.08.",
+        description="How far the ratios of blocks may differ. owl: they span twice this (OWL's lambda). alpha: they "
+        "range from ratio*(1-spread) to ratio*(1+spread) (AlphaPruning's epsilon), and are then scaled so that their "
+        "mean is the ratio. divergence: none is further than this from the ratio; not for N:M. "
+        "Default: 0.08, 0.3 and 0.08.",
     )
 
     @field_validator("pattern")

@@ -63,7 +63,7 @@ def check_one_stream(pruned: Model, why: str) -> None:
     """Refuse an output whose stream changes its basis inside its blocks.
 
     Args:
-        why: that cannot be, for the message.
+        why: the reason, which ends the error message.
     """
     if getattr(pruned.config, SLICING_KEY, None) is not None:
         raise UserError(
@@ -76,7 +76,7 @@ def check_models(pruned: Model, dense: Model, why: str) -> None:
     """Refuse two models of which one cannot have been made from the other.
 
     Args:
-        why: they have to be alike, for the message.
+        why: the reason, which ends the error message.
     """
     ours, theirs = pruned.family, dense.family
     here, there = pruned.checkpoint.path, dense.checkpoint.path

@@ -77,7 +77,7 @@ class Spaces(StageKeys):
     def _check_drift(self, recipe: Recipe) -> None:
         for space, own in recipe.spaces.items():
             if own.compensation.shares is not None and recipe.target != "drift":
-                raise ValueError(f"spaces.{space}: shares are of the drift: say target: drift")
+                raise ValueError(f"spaces.{space}: shares requires target: drift")
         if recipe.target != "drift" or recipe.true_sequential:
             return
         for pair in COUPLED:
