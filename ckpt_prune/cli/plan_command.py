@@ -233,8 +233,8 @@ def _print_blocks(sweep: Sweep) -> None:
     click.echo("\nwhole blocks instead (--recipe depth), the run of the least predicted divergence, without a map:")
     click.echo(table_of(rows))
     click.echo(
-        "predicted: a second-order estimate of the divergence (KL, in nats) from the dense model's output; estimates of "
-        "blocks and of units do not compare, and `drop: auto` in a recipe measures both"
+        "predicted: a second-order estimate of the divergence (KL, in nats) from the dense model's output; estimates "
+        "of blocks and of units do not compare, and `drop: auto` in a recipe measures both"
     )
 
 

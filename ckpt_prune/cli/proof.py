@@ -39,8 +39,8 @@ def rounding_lines(record: Quantization) -> list[str]:
     lines = [f"weights: {stored} ({', '.join(how)})"]
     if record.loss is not None:
         lines.append(
-            f"chosen on {record.measured_on}: {_UNITS[record.unit]} {record.loss:.2g}, and about {record.allowed:.2g} is "
-            "allowed; the lines above say what the whole proof finds"
+            f"chosen on {record.measured_on}: {_UNITS[record.unit]} {record.loss:.2g}, and about {record.allowed:.2g} "
+            "is allowed; the lines above say what the whole proof finds"
         )
     return lines
 

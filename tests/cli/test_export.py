@@ -172,9 +172,7 @@ def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
         f"weights: 1 in 8-bit blocks, 10 in int8 ({padded[0]}, rounded to the nearest)",
         f"weights: 11 in 4-bit blocks ({padded[1]}, rounded to the nearest)",
     ]
-    picked = (
-        r"chosen on text.txt: \d+ windows? of 32 tokens: KL \S+, and about 0.41 is allowed; "
-    )
+    picked = r"chosen on text.txt: \d+ windows? of 32 tokens: KL \S+, and about 0.41 is allowed; "
     assert sum(re.match(picked, line) is not None for line in lines) == 2  # ln 1.5
     record = read_json("out/ckpt_prune_onnx.json")
     assert [graph["file"] for graph in record["graphs"]] == graphs

@@ -109,9 +109,9 @@ def _growth_of_step(step: dict[str, Any]) -> int:
 def read_text(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase | None" = None) -> str:
     """Read text files as one string, in the order given, joined by a blank line.
 
-    The texts of a file of rows (`text_encoding.ROW_SUFFIXES`) are joined by a blank line too. Conversations among them are
-    written out by the chat template of `tokenizer`, and follow each other directly. A name that papers use is read and
-    joined as their code does it (`datasets.texts`).
+    The texts of a file of rows (`text_encoding.ROW_SUFFIXES`) are joined by a blank line too. Conversations among them
+    are written out by the chat template of `tokenizer`, and follow each other directly. A name that papers use is read
+    and joined as their code does it (`datasets.texts`).
     """
     if not files:
         raise UserError(f"no text file given: name at least one {TEXT_FILE} in {ENCODINGS}")

@@ -37,15 +37,15 @@ from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
 from ckpt_prune.options.graphs import GraphSettings
 
 MARGIN = {"blocks": 0.8, "dynamic": 0.6, "static": 0.8}
-"""Safety margin: use only this share of the allowed loss, since the proof uses other data. With dynamic rounding a batch
-shares one range, and the proof has larger batches: SmolLM2 loses 1.5 times as much there."""
+"""Safety margin: use only this share of the allowed loss, since the proof uses other data. With dynamic rounding a
+batch shares one range, and the proof has larger batches: SmolLM2 loses 1.5 times as much there."""
 LONG = 30.0
 """A search that takes more seconds than this is announced."""
 HARM_WINDOWS, HARM_TOKENS, HARM_IMAGES = 4, 64, 16
 """The data on which the graph runs once for each weight: more would hardly change which weights do harm."""
 CHECKED_WINDOWS, CHECKED_TOKENS = 8, 256
-"""The data on which sets of weights are measured. On the smaller data of single weights one set lost 0.076 nats, and 0.100
-on the proof's text (SmolLM2-135M)."""
+"""The data on which sets of weights are measured. On the smaller data of single weights one set lost 0.076 nats, and
+0.100 on the proof's text (SmolLM2-135M)."""
 BLOCK = 32
 """Weights that share a scale by default."""
 
