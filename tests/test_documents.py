@@ -34,7 +34,7 @@ DOCUMENTS = sorted(
         RECIPES,
         ROOT / "CHANGELOG.md",
         *ROOT.glob("recipes/guides/*.md"),
-        *ROOT.glob("tools/*.md"),
+        *ROOT.glob("tools/**/*.md"),
         *PACKAGE.rglob("README.md"),
         families.PAGE,
         runtimes.PAGE,

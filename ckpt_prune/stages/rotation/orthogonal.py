@@ -147,7 +147,7 @@ RETRACTIONS: dict[RetractionName, Retraction] = {
     "cayley": Retraction(CayleyRotator, 0.05, decays=True),
     "qr": Retraction(QRRotator, 0.01, decays=False),
 }
-"""By name. "qr" is the paper's, with its rate; tools/bench_rotator.md has how the two compare."""
+"""By name. "qr" is the paper's, with its rate; tools/notes/masks.md has how the two compare."""
 
 
 class Preserving:
