@@ -48,7 +48,7 @@ from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.scoring.costs import WIDE
 from ckpt_prune.stages.quantize.keys import quantize_recipe
-from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.training import SampleSplit
 from ckpt_prune.stages.spaces.effects.gradients import DRAWN, gradient_rows
 from ckpt_prune.stages.spaces.effects.predicted import MANY, POSITIONS, SPACE_POINTS, SPACING
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts

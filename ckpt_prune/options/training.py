@@ -61,11 +61,11 @@ class RecoverySettings(Strict):
     """Which hidden states the dense block is given: the dense model's (the paper's Algorithm 1) or the pruned model's
     (its eq. 9)."""
     held_out: Accepts[float | None, float] = option(default_factory=_by_method(0.1, 0.0), ge=0, lt=1)
-    """Share of the samples that is not trained on. It decides which epoch's weights are kept, if any. 0: keep the last
-    epoch's, as the paper does; no other learning rate is tried, and errors are those of training samples. [default:
-    0.1; 0 for scales]"""
+    """Share of the samples that is not trained on. It decides which epoch's weights are kept, if any. 0: keep those of
+    the last epoch that is better than the start; no other learning rate is tried, and errors are those of training
+    samples. [default: 0.1; 0 for scales]"""
     patience: int = option(default=3, ge=1)
-    """Stop a block after this many epochs in which the error on held-out samples did not fall."""
+    """Stop after this many epochs in which the error on held-out samples did not fall."""
 
     @field_validator("layers")
     @classmethod

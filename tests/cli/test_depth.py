@@ -13,7 +13,7 @@ from torch.nn import functional
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.runner.messages import SECOND_ORDER
-from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.training import SampleSplit
 from tests.cli.running import (
     TEXT,
     drop_time_line,

@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples import choose as choosing
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_file, read_text, tokenise_text
-from ckpt_prune.stages.recovery.block_training import SampleSplit
+from ckpt_prune.stages.recovery.training import SampleSplit
 from tests.cli.running import TEXT, changed, ok, read_refusal, run
 from tests.cli.test_recover import find_changed, linears, report_of, tensors
 from tests.families import contents
@@ -100,9 +100,7 @@ def test_outputs_with_code_of_their_own_and_rotated_ones(place: Path):
 def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
     done = run("recover", "dense", *SCALES, "-o", "out")
     assert done.exit_code == 0, done.output
-    assert done.stderr.endswith(
-        "the model predicts what the dense one does: there is nothing to fit, and its weights stay as they are\n"
-    )
+    assert done.stderr.endswith("there is nothing to train: the loss is 0, and the weights stay as they are\n")
     assert find_changed("out", "dense") == set()
     adapters = report_of("out")["adapters"]
     assert (adapters["modules"], adapters["loss_after"]) == (0, adapters["loss_before"])

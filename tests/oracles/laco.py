@@ -33,10 +33,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Path:
-    """Records training: weights before any epoch and after each, and each epoch's mean loss."""
+    """Records training: weights before any epoch and after each."""
 
     weights: list[Weights]
-    losses: list[float]
 
 
 def everything(data: Samples) -> dict[str, Tensor]:
@@ -157,19 +156,17 @@ def train(
     first, second = ([torch.zeros_like(p) for p in trained] for _ in range(2))
     order = torch.Generator().manual_seed(rule.seed * 1_000_003 + block)
     steps = rule.epochs * -(-len(rows) // rule.batch)
-    path, t = Path([start], []), 0
+    path, t = Path([start]), 0
     for parameter in pruned.model.parameters():
         parameter.requires_grad_(False)
     for _ in range(rule.epochs):
         shuffled = [rows[i] for i in torch.randperm(len(rows), generator=order).tolist()]
-        losses = []
         for begin in range(0, len(rows), rule.batch):
             batch = shuffled[begin : begin + rule.batch]
             for parameter in trained:
                 parameter.requires_grad_(True)
             loss = ((Y[torch.as_tensor(batch)] - states(pruned, block, data, batch)) ** 2).sum() / energy / len(batch)
             gradients = torch.autograd.grad(loss, trained)
-            losses.append(loss.item())
             rate = rule.rate * math.cos(math.pi * t / steps / 2) ** 2 if rule.cosine else rule.rate
             t += 1
             with torch.no_grad():
@@ -179,7 +176,6 @@ def train(
                     corrected = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
                     p.copy_((p - rate * corrected[0] / (corrected[1].sqrt() + EPSILON)) * mask)
                     p.requires_grad_(False)
-        path.losses.append(sum(losses) / len(losses))
         path.weights.append(everything_of(pruned, block))
     return path
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BETAS, EPSILON, DECAY, MOST_NORM, WARM_UP, FLOOR = (0.9, 0.999), 1e-8, 0.01, 1.0, 0.05, 0.02
+BETAS, EPSILON, DECAY, MOST_NORM, WARM_UP = (0.9, 0.999), 1e-8, 0.01, 1.0, 0.05
 BESIDE = 1e-6
 """Stands beside a norm that divides, as torch documents it: it makes clipped gradients a little smaller."""
 Weights = dict[str, Tensor]
@@ -29,11 +29,10 @@ class Path:
     norms: list[float]
 
 
-def rate_at(done: float, highest: float, cosine: bool) -> float:
-    """Up in a line over the first twentieth, from a fiftieth; then down along half a cosine to zero, or constant."""
-    if done < WARM_UP:
-        return highest * max(FLOOR, done / WARM_UP)
-    return highest * math.cos(math.pi / 2 * (done - WARM_UP) / (1 - WARM_UP)) ** 2 if cosine else highest
+def rate_at(step: int, steps: int, highest: float, cosine: bool) -> float:
+    """Along half a cosine to zero, or constant; up in a line over the first twentieth of the steps."""
+    climbed = min(1.0, (step + 1) / max(1.0, WARM_UP * steps))
+    return climbed * (highest * math.cos(math.pi / 2 * step / steps) ** 2 if cosine else highest)
 
 
 def train(
@@ -73,7 +72,7 @@ def train(
             gradients = torch.autograd.grad(loss(merged(), batch), values)
             norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
             path.norms.append(norm)
-            now = rate_at(t / steps, rate, cosine)
+            now = rate_at(t, steps, rate, cosine)
             t += 1
             for place, gradient in enumerate(gradients):
                 g = gradient * min(1.0, MOST_NORM / (norm + BESIDE))

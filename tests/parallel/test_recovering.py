@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.measure.samples.samples import TokenWindows
-from ckpt_prune.stages.recovery.block_training import SampleSplit, rows_within
+from ckpt_prune.stages.recovery.block_training import rows_within
+from ckpt_prune.stages.recovery.training import SampleSplit
 from tests import families
 from tests.interrupting import interrupt_at
 from tests.parallel.threads import in_threads

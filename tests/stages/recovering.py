@@ -17,8 +17,8 @@ from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.keys import recover_recipe
+from ckpt_prune.stages.recovery.training import SampleSplit
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.reports import recover

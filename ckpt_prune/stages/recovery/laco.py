@@ -15,16 +15,9 @@ from ckpt_prune.evaluation.similarity import StateSimilarity
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.options.training import RecoverySettings
-from ckpt_prune.stages.recovery.block_training import (
-    SampleSplit,
-    TrainedBlock,
-    cut,
-    part_size,
-    rows_within,
-    train_block,
-    trainable_tensors,
-)
+from ckpt_prune.stages.recovery.block_training import Tensors, rows_within, train_block, trainable_tensors
 from ckpt_prune.stages.recovery.records import RecoveredLayer
+from ckpt_prune.stages.recovery.training import SampleSplit, Trained, cut, part_size
 
 _UNLIKE = 0.3
 """Relative difference of the hidden states entering the first block, above which two models have nothing in common."""
@@ -96,7 +89,7 @@ class Recoverer:
         """Count the epochs of the blocks up to `index`, that one included."""
         return sum(block <= index for block in self.recovered_blocks) * self.settings.epochs
 
-    def block(self, index: int, pruned: Mapping[str, Tensor], meter: Meter) -> tuple[dict[str, Tensor], RecoveredLayer]:
+    def block(self, index: int, pruned: Mapping[str, Tensor], meter: Meter) -> tuple[Tensors, RecoveredLayer]:
         """Recover one block; no stream moves. Return its tensors as they are to be written, and the record.
 
         Args:
@@ -109,24 +102,24 @@ class Recoverer:
         before, cka_before = self._likeness(as_pruned, index, self._branches[0])
         # Training has a block of its own.
         del as_pruned
-        trained = TrainedBlock(dict(pruned))
+        trained = Trained[Tensors]()
         if index in self.recovered_blocks:
             trained = self._train(index, pruned, self._targets(index), meter)
             meter.to(self.epochs_until(index))
-        after, cka_after = start, cka_start
-        if trained.best_epoch > 0:
-            block = self.pruned.factory.build_block(index, trained.tensors)
-            after, cka_after = self._likeness(block, index)
-        return trained.tensors, RecoveredLayer(
+        new, after, cka_after = dict(pruned), start, cka_start
+        if trained.kept is not None:
+            new = trained.kept
+            after, cka_after = self._likeness(self.pruned.factory.build_block(index, new), index)
+        return new, RecoveredLayer(
             block=index,
             mse_before=before,
             mse_start=start,
             mse_after=after,
             cka_before=cka_before,
             cka_after=cka_after,
-            epochs=trained.epochs,
+            epochs=round(trained.epochs),
             best_epoch=trained.best_epoch,
-            rate=trained.rate,
+            rate=trained.rate if trained.best_epoch else None,
             diverged=trained.diverged,
             recovered=trained.best_epoch > 0,
             curve=list(trained.curve),
@@ -177,15 +170,15 @@ class Recoverer:
         """Memory for the outputs of dense blocks on the pruned model's stream."""
         return self.allocate(tuple(self.pruned.states.shape), self.pruned.states.dtype)
 
-    def _train(self, index: int, pruned: Mapping[str, Tensor], targets: Tensor, meter: Meter) -> TrainedBlock:
+    def _train(self, index: int, pruned: Mapping[str, Tensor], targets: Tensor, meter: Meter) -> Trained[Tensors]:
         family = self.pruned.factory.family
         done = self.epochs_until(index) - self.settings.epochs
         named = f"block {index}"
         meter.say(named)
 
-        def progress(epoch: int, loss: float) -> None:
+        def progress(epoch: int, error: float) -> None:
             meter.to(done + epoch)
-            meter.say(f"{named} epoch {epoch}/{self.settings.epochs} loss {loss:.3g}")
+            meter.say(f"{named} epoch {epoch}/{self.settings.epochs} error {error:.3g}")
 
         return train_block(
             self.pruned,

@@ -1,10 +1,7 @@
 """Train adapters on a whole model, judged as they will be stored: merged, rounded, zeros where they were."""
 
-import math
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +16,10 @@ from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import SampleOptions
 from ckpt_prune.options.training import LoraSettings, RecoverySettings
-from ckpt_prune.stages.recovery.block_training import SampleSplit, cut, part_size
-from ckpt_prune.stages.recovery.records import Trained
+from ckpt_prune.stages.recovery.training import Objective, Progress, SampleSplit, Trained, cut, part_size, train
 
 _WARM_UP = 0.05
-"""Share of the training over which the learning rate climbs."""
+"""Share of the steps over which the learning rate climbs."""
 _MOST_NORM = 1.0
 """Gradients are clipped to this norm, as transformers' Trainer does by default."""
 _RATE, _HIDDEN, _MOST_RATE = 1e-4, 4096, 1e-3
@@ -91,6 +87,22 @@ def lora_rate(settings: RecoverySettings, hidden: int) -> float:
     return settings.lr if settings.lr is not None else min(_MOST_RATE, _RATE * _HIDDEN / hidden)
 
 
+@dataclass(frozen=True)
+class MergedAdapters:
+    """Adapters as they were after an epoch.
+
+    Attributes:
+        weights: of modules, merged, as they are to be stored.
+        factors: their matrices by the names that peft gives them in files; empty unless they are kept.
+    """
+
+    weights: dict[str, Tensor]
+    factors: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
 def train_adapters(
     model: Any,
     dtypes: Mapping[str, torch.dtype],
@@ -100,11 +112,11 @@ def train_adapters(
     *,
     rate: float,
     seed: int,
-    progress: Callable[[int, float], None],
-) -> Trained[Tensor]:
-    """Train adapters beside linear modules, and merge those of the epoch that was best on held-out samples.
+    progress: Progress,
+) -> Trained[MergedAdapters]:
+    """Train adapters beside linear modules by AdamW, and merge those of the epoch that was best on held-out samples.
 
-    Return the weights of modules as they are to be stored, and losses in nats.
+    Losses are in nats.
 
     Args:
         model: in float32 or bfloat16, on its device. It is changed.
@@ -112,60 +124,76 @@ def train_adapters(
         examples: a share of them is held out.
         settings: of training; those of single blocks do not count.
         seed: of the adapters and the order of samples.
-        progress: after every epoch its number and the held-out loss.
     """
-    peft = require_peft()
-    stored = {name: model.get_submodule(name).weight.detach().to(dtype, copy=True) for name, dtype in dtypes.items()}
     split = SampleSplit.of(len(examples), settings.held_out)
-    size = part_size(settings)
-    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(dtypes))
     with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
         torch.manual_seed(seed)
-        adapted = peft.get_peft_model(model, config)
-        trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-        adapters = {name: adapted.base_model.model.get_submodule(name) for name in dtypes}
-        before = _loss(adapted, examples, split.measured, size)
-        best, kept, factors, waited = before, dict[str, Tensor](), dict[str, Tensor](), 0
-        start, steps, seen = time.monotonic(), 0, 0
-        per_epoch = len(cut(split.train, settings.batch))
-        optimizer = torch.optim.AdamW(trained, lr=rate)
+        objective = LoraObjective(model, dtypes, examples, lora, part_size(settings))
+        return train(
+            objective,
+            torch.optim.AdamW(objective.parameters, lr=rate),
+            split,
+            settings,
+            seed=seed,
+            climb=_WARM_UP * split.steps(settings),
+            seconds=lora.seconds,
+            progress=progress,
+        )
 
-        def over() -> float:
-            """Share of the training that is done."""
-            timed = 0.0 if lora.seconds is None else (time.monotonic() - start) / lora.seconds
-            return max(timed, steps / (per_epoch * settings.epochs))
 
-        for epoch, order in enumerate(_orders(len(split.train), seed), 1):
-            adapted.train()
-            for rows in cut(split.train[order], settings.batch):
-                for part in cut(rows, size):
-                    loss: Any = examples.loss(adapted, part) * (len(part) / len(rows))
-                    loss.backward()
-                nn.utils.clip_grad_norm_(trained, _MOST_NORM)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * _share(over(), settings.schedule)
-                optimizer.step()
-                optimizer.zero_grad()
-                steps, seen = steps + 1, seen + len(rows)
-                if over() >= 1:
-                    break
-            adapted.eval()
-            with _as_stored(adapted, adapters, stored) as merged:
-                loss_now = _loss(adapted, examples, split.measured, size)
-                # Where nothing is held out, nothing is chosen: the last epoch's, unless it diverged.
-                better = loss_now < best if settings.held_out else math.isfinite(loss_now)
-                waited = 0 if better else waited + 1
-                if better:
-                    best, kept = loss_now, {name: weight.clone() for name, weight in merged.items()}
-                    if lora.keep_adapter:
-                        saved = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-                        factors = {name: matrix.detach().clone() for name, matrix in saved.items()}
-            progress(epoch, loss_now)
-            if over() >= 1 or waited >= settings.patience:
-                break
-    count = sum(parameter.numel() for parameter in trained)
-    seconds = time.monotonic() - start
-    return Trained(kept, before, best, steps, seen / len(split.train), seconds, count, rate, factors)
+class LoraObjective(Objective[MergedAdapters]):
+    """Mean cross entropy of samples, in nats. It is measured with adapters merged, rounded, and zeros kept.
+
+    Args: as in `train_adapters`.
+        part: samples that go through the model at once.
+    """
+
+    def __init__(
+        self, model: Any, dtypes: Mapping[str, torch.dtype], examples: LoraExamples, lora: LoraSettings, part: int
+    ) -> None:
+        peft = require_peft()
+        self._stored = {n: model.get_submodule(n).weight.detach().to(dtype, copy=True) for n, dtype in dtypes.items()}
+        self._examples, self._lora, self._part = examples, lora, part
+        config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(dtypes))
+        self._model = peft.get_peft_model(model, config)
+        self._adapters = {name: self._model.base_model.model.get_submodule(name) for name in dtypes}
+        self.parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def add_gradients(self, rows: Tensor) -> None:
+        self._model.train()
+        for part in cut(rows, self._part):
+            loss: Any = self._examples.loss(self._model, part) * (len(part) / len(rows))
+            loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, _MOST_NORM)
+
+    @torch.no_grad()
+    def loss(self, rows: Tensor) -> float:
+        self._model.eval()
+        merged = self._merge()
+        for name, layer in self._adapters.items():
+            layer.base_layer.weight.copy_(merged[name])
+        with self._model.disable_adapter():
+            total = sum(self._examples.loss(self._model, part).item() * len(part) for part in cut(rows, self._part))
+        for name, layer in self._adapters.items():
+            layer.base_layer.weight.copy_(self._stored[name])
+        return total / len(rows)
+
+    @torch.no_grad()
+    def keep(self) -> MergedAdapters:
+        factors = {}
+        if self._lora.keep_adapter:
+            saved = require_peft().get_peft_model_state_dict(self._model, save_embedding_layers=False)
+            factors = {name: matrix.detach().clone() for name, matrix in saved.items()}
+        return MergedAdapters(self._merge(), factors)
+
+    def _merge(self) -> dict[str, Tensor]:
+        """Return the weights that would be stored now: adapters merged, rounded, zeros where they were."""
+        merged = {}
+        for name, layer in self._adapters.items():
+            old = self._stored[name]
+            weight = old.to(layer.base_layer.weight.dtype) + layer.get_delta_weight(_ADAPTER)
+            merged[name] = torch.where(old == 0, 0, weight).to(old.dtype)
+        return merged
 
 
 def adapter_config(modules: Sequence[str], lora: LoraSettings, *, text: bool) -> dict[str, Any]:
@@ -179,43 +207,3 @@ def adapter_config(modules: Sequence[str], lora: LoraSettings, *, text: bool) ->
     ).to_dict()
     # peft holds names as a set, which has no order.
     return values | {"target_modules": sorted(modules)}
-
-
-def _orders(count: int, seed: int) -> Iterator[Tensor]:
-    """Yield orders of so many samples, without end."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield torch.randperm(count, generator=generator)
-
-
-def _share(done: float, schedule: str) -> float:
-    """Return the learning rate as a share of the highest: up in a line, then down in a cosine, or constant."""
-    if done < _WARM_UP:
-        return max(done, 1e-3) / _WARM_UP
-    if schedule == "constant":
-        return 1.0
-    return (1 + math.cos(math.pi * min(1.0, (done - _WARM_UP) / (1 - _WARM_UP)))) / 2
-
-
-@torch.no_grad()
-def _loss(model: Any, examples: LoraExamples, rows: Tensor, size: int) -> float:
-    model.eval()
-    return sum(examples.loss(model, part).item() * len(part) for part in cut(rows, size)) / len(rows)
-
-
-@contextmanager
-@torch.no_grad()
-def _as_stored(model: Any, adapters: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Give the model the weights that would be stored now: adapters merged, rounded, zeros kept. Then restore it."""
-    merged = {}
-    for name, layer in adapters.items():
-        old = stored[name]
-        weight = old.to(layer.base_layer.weight.dtype) + layer.get_delta_weight(_ADAPTER)
-        merged[name] = torch.where(old == 0, 0, weight).to(old.dtype)
-        layer.base_layer.weight.copy_(merged[name])
-    try:
-        with model.disable_adapter():
-            yield merged
-    finally:
-        for name, layer in adapters.items():
-            layer.base_layer.weight.copy_(stored[name])

@@ -1,21 +1,12 @@
 """Records of recovery, block by block and of the model as a whole."""
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord, Record
 from ckpt_prune.job.report import Source
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ckpt_prune.job.job import RecoverySamples
-    from ckpt_prune.stages.recovery.keys import Recovery
-
-Kept = TypeVar("Kept")
 
 
 def _finite(value: float | None) -> float | None:
@@ -143,52 +134,6 @@ class Adapters(FixedRecord):
     loss_before: Figure = None
     loss_after: Figure = None
     earlier: "Adapters | None" = None
-
-
-@dataclass(frozen=True)
-class Trained(Generic[Kept]):
-    """Result of training a model as a whole.
-
-    Attributes:
-        kept: what was trained, by names, of the epoch that was best on held-out samples; empty if none was.
-        loss_before, loss_after: on held-out samples; equal if nothing was gained.
-        epochs: passes over the training samples.
-        seconds: of training, held-out losses included.
-        parameters: that were trained.
-        rate: the highest learning rate.
-        factors: of LoRA that is kept by itself, that epoch's matrices by the names that peft gives them in files.
-    """
-
-    kept: dict[str, Kept]
-    loss_before: float
-    loss_after: float
-    steps: int
-    epochs: float
-    seconds: float
-    parameters: int
-    rate: float
-    factors: "dict[str, Tensor]" = field(default_factory=dict)
-
-    def record(self, recovery: "Recovery", training: "RecoverySamples", *, measured: int, text: bool) -> Adapters:
-        """Return the record of the training: on these samples, with losses of so many of them."""
-        return Adapters(
-            method="lora" if recovery.method == "lora" else "scales",
-            lr=self.rate,
-            seed=recovery.seed,
-            settings=recovery.of_all(),
-            data=training.samples.fingerprint,
-            seen=training.seen,
-            samples=len(training.samples),
-            window=training.samples.tokens if text else None,
-            measured=measured,
-            modules=len(self.kept),
-            parameters=self.parameters,
-            steps=self.steps,
-            epochs=self.epochs,
-            seconds=round(self.seconds, 3),
-            loss_before=self.loss_before,
-            loss_after=self.loss_after,
-        )
 
 
 class RecoveryFields(FixedRecord):

@@ -12,12 +12,12 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.keys import Recovery
 from ckpt_prune.stages.recovery.laco import Recoverer
 from ckpt_prune.stages.recovery.records import RecoveredLayer
 from ckpt_prune.stages.recovery.reports import recovery_of
 from ckpt_prune.stages.recovery.scale_blocks import scale_blocks
+from ckpt_prune.stages.recovery.training import SampleSplit
 
 
 class RecoverStep(Step):

@@ -1,6 +1,7 @@
 """The work of the stage `Afterwards`: LaCo, scales or LoRA on a model that was pruned before."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,6 @@ from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ADAPTER_FOLDER, ADAPTER_PLACE, ROTATIONS
 from ckpt_prune.common.formatting import human_bytes
-from ckpt_prune.common.progress import meter
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.layout import Output, layout_of
@@ -24,9 +24,16 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.model import Model
-from ckpt_prune.stages.recovery.block_training import SampleSplit, trainable_tensors
+from ckpt_prune.stages.recovery.block_training import trainable_tensors
 from ckpt_prune.stages.recovery.keys import Afterwards
-from ckpt_prune.stages.recovery.lora import LoraExamples, adapter_config, lora_rate, require_peft, train_adapters
+from ckpt_prune.stages.recovery.lora import (
+    LoraExamples,
+    MergedAdapters,
+    adapter_config,
+    lora_rate,
+    require_peft,
+    train_adapters,
+)
 from ckpt_prune.stages.recovery.pairs import (
     at_same_depth,
     check_models,
@@ -34,8 +41,9 @@ from ckpt_prune.stages.recovery.pairs import (
     refuse_factored,
     rotated_as,
 )
-from ckpt_prune.stages.recovery.records import Adapters
 from ckpt_prune.stages.recovery.run import recover_step
+from ckpt_prune.stages.recovery.train_once import train_once
+from ckpt_prune.stages.recovery.training import Progress, Trained
 from ckpt_prune.stages.report import find_report
 
 _WEIGHT = ".weight"
@@ -93,8 +101,17 @@ def doubt_of(prepared: Prepared) -> str | None:
 
 def train_before_blocks(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
     """Train LoRA's adapters, unless an interrupted run has."""
-    if recovery.method == "lora" and _ADAPTERS not in run.own_journal.notes:
-        _train_adapters(recovery, prepared, run)
+    if recovery.method != "lora":
+        return
+    modules = adapted_modules(recovery, prepared.model)
+
+    def files(merged: MergedAdapters) -> dict[str, dict[str, Tensor]]:
+        weights = {_FILE: {modules[name][0]: weight for name, weight in merged.weights.items()}}
+        return weights | {_FACTORS: merged.factors} if recovery.lora.keep_adapter else weights
+
+    run.done["adapters"] = train_once(
+        recovery, prepared, run, _ADAPTERS, partial(_train_adapters, recovery, prepared, run, modules), files
+    )
 
 
 def write_adapter(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
@@ -120,8 +137,8 @@ def base_of(folder: Path) -> dict[str, str]:
 def afterwards_step(recovery: Afterwards, prepared: Prepared, run: Run) -> Step | None:
     """Return what trains a block, or puts trained weights into it; None for scales, which are fitted at the end."""
     if recovery.method == "lora":
-        run.done["adapters"] = Adapters.model_validate(run.own_journal.notes[_ADAPTERS])
-        return _MergeStep(load_file(run.scratch / _FILE), prepared.model)
+        trained = run.done["adapters"].modules > 0
+        return _MergeStep(load_file(run.scratch / _FILE) if trained else {}, prepared.model)
     step = recover_step(recovery, prepared)
     for line in (doubt_of(prepared), None if step is None else step.recoverer.summary):
         if line is not None:
@@ -142,17 +159,17 @@ class _MergeStep(Step):
         return {**tensors, **{n: t.T if n in self._transposed else t for n, t in changed.items()}}, []
 
 
-def _train_adapters(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
-    pruned, training, writer = prepared.model.checkpoint, prepared.job.training, run.writer
+def _train_adapters(
+    recovery: Afterwards, prepared: Prepared, run: Run, modules: dict[str, tuple[str, torch.dtype]], progress: Progress
+) -> Trained[MergedAdapters]:
+    pruned, training = prepared.model.checkpoint, prepared.job.training
     assert training is not None
-    assert writer is not None
     samples, dtype = training.samples, training.compute_dtype
-    modules = adapted_modules(recovery, prepared.model)
     run.announce(_memory_line(recovery, prepared.model, modules, dtype))
     with run.timer.time("loading"):
         model = load_model(pruned.whole, device=prepared.device, dtype=dtype)
-    with run.timer.time("training"), meter(recovery.epochs, "training adapters", unit="epoch") as epochs:
-        adapted = train_adapters(
+    with run.timer.time("training"):
+        trained = train_adapters(
             model,
             {name: stored_dtype for name, (_, stored_dtype) in modules.items()},
             LoraExamples(samples.batch(slice(None)), training.classes),
@@ -160,22 +177,15 @@ def _train_adapters(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
             recovery.lora,
             rate=lora_rate(recovery, prepared.model.dimension("hidden")),
             seed=recovery.seed,
-            progress=lambda epoch, loss: epochs.step(epoch, loss),
+            progress=progress,
         )
-    if not adapted.kept:
-        run.announce("no epoch was better on the held-out samples: the weights stay as they are")
     # Otherwise new weights would be written beside what another process has put there since.
     pruned.check_unchanged()
-    measured = len(SampleSplit.of(len(samples), recovery.held_out).measured)
-    record = adapted.record(recovery, training, measured=measured, text=training.classes is None)
-    record = record.model_copy(update={"rank": recovery.lora.rank, "alpha": recovery.lora.alpha})
-    if recovery.lora.keep_adapter and adapted.kept:
-        zeros = sum(int((weight == 0).sum()) for weight in adapted.kept.values())
-        if zeros > _FEW_ZEROS * sum(weight.numel() for weight in adapted.kept.values()):
+    if recovery.lora.keep_adapter and trained.kept is not None:
+        weights = trained.kept.weights.values()
+        if sum(int((weight == 0).sum()) for weight in weights) > _FEW_ZEROS * sum(map(torch.numel, weights)):
             run.announce("zeros of a mask stay in the merged weights; the adapter by itself would fill them")
-        writer.keep(_FACTORS, {name: matrix.cpu().contiguous() for name, matrix in adapted.factors.items()})
-    writer.keep(_FILE, {modules[name][0]: weight.cpu().contiguous() for name, weight in adapted.kept.items()})
-    writer.commit(_ADAPTERS, note=record.model_dump(mode="json"))
+    return trained
 
 
 def adapted_modules(recovery: Afterwards, model: Model) -> dict[str, tuple[str, torch.dtype]]:

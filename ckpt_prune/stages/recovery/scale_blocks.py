@@ -1,20 +1,19 @@
 """Scales as the last step of a job: fitted to the blocks as they are written, and multiplied into them there."""
 
-from typing import Any
-
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.common.progress import meter, track
+from ckpt_prune.common.progress import track
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
-from ckpt_prune.stages.recovery.block_training import SampleSplit
 from ckpt_prune.stages.recovery.keys import Recovery
 from ckpt_prune.stages.recovery.records import Adapters
-from ckpt_prune.stages.recovery.scales import NOTHING, ModelInBlocks, apply_scales, fit_scales
+from ckpt_prune.stages.recovery.scales import ModelInBlocks, Scales, apply_scales, fit_scales
+from ckpt_prune.stages.recovery.train_once import train_once
+from ckpt_prune.stages.recovery.training import Progress, SampleSplit, Trained
 
 SCALES, SCALED = "scales", "scaled"
 """Entries of the journal: scales are fitted; and, before its number, a block has them."""
@@ -28,21 +27,22 @@ def scale_blocks(recovery: Recovery, prepared: Prepared, run: Run) -> Adapters:
     The target is the model as it was given, with all its blocks and in its own basis. A run that is killed while they
     are fitted fits them again; one that is killed later continues with them.
     """
+    record = train_once(
+        recovery, prepared, run, SCALES, lambda progress: _fit(recovery, prepared, run, progress), _name_sides
+    )
     writer, model = run.writer, prepared.model
     assert writer is not None
-    if SCALES not in writer.notes:
-        _fit(recovery, prepared, run, writer)
-    scales = _read(writer)
+    scales = _read_scales(writer) if record.modules else {}
     todo = [block for block in range(model.blocks) if f"{SCALED} {block}" not in writer.done]
     with run.timer.time("scaling"):
         for block in track(todo if scales else [], "scaling"):
             prefix = model.family.block.format(block=block)
             names = [name for name in scales if name.startswith(prefix)]
             writer.rewrite(f"{SCALED} {block}", names, lambda tensors: apply_scales(tensors, scales))
-    return Adapters.model_validate(writer.notes[SCALES])
+    return record
 
 
-def _fit(recovery: Recovery, prepared: Prepared, run: Run, writer: CheckpointWriter) -> None:
+def _fit(recovery: Recovery, prepared: Prepared, run: Run, progress: Progress) -> Trained[dict[str, Scales]]:
     training, model, store = prepared.job.training, prepared.model, run.store
     assert training is not None
     assert store is not None
@@ -64,34 +64,16 @@ def _fit(recovery: Recovery, prepared: Prepared, run: Run, writer: CheckpointWri
         f"fitting scales of {plural(len(recovery.blocks(model.blocks)), 'block')} on {len(samples)} {what}, "
         f"{held_out}, up to {plural(recovery.epochs, 'epoch')} in steps of {recovery.batch}{rate}"
     )
-    with run.timer.time("scales"), meter(recovery.epochs, "fitting scales", unit="epoch") as epochs:
-        fitted = fit_scales(
-            pruned,
-            dense,
-            samples,
-            split,
-            recovery,
-            seed=recovery.seed,
-            progress=lambda epoch, loss: epochs.step(epoch, loss),
-        )
-    if not fitted.kept and fitted.loss_before <= NOTHING:
-        run.announce(
-            "the model predicts what the dense one does: there is nothing to fit, and its weights stay as they are"
-        )
-    elif not fitted.kept:
-        run.announce(
-            f"no epoch was better than the model as it was, at lr {fitted.rate:g}: the weights stay as they are; try a "
-            "smaller learning rate, or more samples"
-        )
-    record = fitted.record(recovery, training, measured=len(split.measured), text=text)
-    kept: dict[str, Any] = {}
-    for name, (outputs, inputs) in fitted.kept.items():
-        kept |= {_OUTPUTS + name: outputs.cpu(), _INPUTS + name: inputs.cpu()}
-    writer.keep(_FILE, kept)
-    writer.commit(SCALES, note=record.model_dump(mode="json"))
+    with run.timer.time("scales"):
+        return fit_scales(pruned, dense, samples, split, recovery, seed=recovery.seed, progress=progress)
 
 
-def _read(writer: CheckpointWriter) -> dict[str, tuple[Tensor, Tensor]]:
+def _name_sides(scales: dict[str, Scales]) -> dict[str, dict[str, Tensor]]:
+    named = {_OUTPUTS + name: outputs for name, (outputs, _) in scales.items()}
+    return {_FILE: named | {_INPUTS + name: inputs for name, (_, inputs) in scales.items()}}
+
+
+def _read_scales(writer: CheckpointWriter) -> dict[str, Scales]:
     kept = load_file(writer.scratch / _FILE)
     names = [name.removeprefix(_OUTPUTS) for name in kept if name.startswith(_OUTPUTS)]
     return {name: (kept[_OUTPUTS + name], kept[_INPUTS + name]) for name in names}

@@ -1,6 +1,5 @@
 """Training one block, against whole models in float64 (`oracles.laco`)."""
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.options.training import RecoverySettings
-from ckpt_prune.stages.recovery.block_training import SampleSplit, TrainedBlock, train_block
+from ckpt_prune.stages.recovery.block_training import train_block
+from ckpt_prune.stages.recovery.training import SampleSplit, Trained
 from tests.oracles import laco
 from tests.pairs import every, pairwise
 
@@ -43,7 +43,7 @@ class Site:
     split: SampleSplit
     chosen: RecoverySettings
 
-    def train(self, **changes: object) -> TrainedBlock:
+    def train(self, **changes: object) -> Trained[Weights]:
         options = {"rate": self.chosen.rate(16), "seed": 0} | changes
         return train_block(
             self.stream, BLOCK, self.tensors, self.names, self.targets, self.split, self.chosen, **options
@@ -101,18 +101,17 @@ def oracle(at: Site, seed: int = 0) -> tuple[laco.Path, Callable[[Weights], floa
     return path, error
 
 
-def assert_kept(trained: TrainedBlock, at: Site, expected: Weights) -> None:
+def assert_kept(trained: Trained[Weights], at: Site, expected: Weights) -> None:
     """Assert that all tensors to be trained changed, to the expected values, and that all others are untouched."""
-    assert trained.tensors.keys() == at.tensors.keys()
+    assert trained.kept is not None
+    assert trained.kept.keys() == at.tensors.keys()
     for name, tensor in at.tensors.items():
-        assert trained.tensors[name].dtype == tensor.dtype
+        assert trained.kept[name].dtype == tensor.dtype
         if name in at.names:
-            assert not torch.equal(trained.tensors[name], tensor), name
-            torch.testing.assert_close(
-                trained.tensors[name], expected[name], **AGREE, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            assert not torch.equal(trained.kept[name], tensor), name
+            torch.testing.assert_close(trained.kept[name], expected[name], **AGREE, msg=lambda m, n=name: f"{n}: {m}")
         else:
-            assert torch.equal(trained.tensors[name], tensor), name
+            assert torch.equal(trained.kept[name], tensor), name
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -153,14 +152,12 @@ def test_weights_are_those_of_algorithm_1(twins, case):
     at = site(twins(case.partition(",")[0]), settings(**CASES[case]))
     path, error = oracle(at)
     errors = [error(weights) for weights in path.weights]
-    progress: list[tuple[int, float]] = []
-    trained = at.train(progress=lambda epoch, loss: progress.append((epoch, loss)))
+    trained = at.train()
     best = errors.index(min(errors)) if at.chosen.held_out else at.chosen.epochs
     assert best > 0
     assert (trained.epochs, trained.best_epoch, trained.diverged) == (at.chosen.epochs, best, False)
     assert_kept(trained, at, path.weights[best])
-    assert [epoch for epoch, _ in progress] == list(range(1, at.chosen.epochs + 1))
-    assert [loss for _, loss in progress] == pytest.approx(path.losses, rel=1e-6)
+    assert trained.curve == pytest.approx(errors, rel=1e-6)
     assert at.chosen.held_out or errors.index(min(errors)) < best  # whether it is better or not
 
 
@@ -179,37 +176,7 @@ def test_the_epoch_is_kept_that_is_best_once_rounded(twins):
     trained = at.train()
     assert trained.best_epoch == best
     for name in at.names:
-        assert torch.equal(trained.tensors[name], path.weights[best][name].bfloat16()), name
-
-
-@pytest.mark.parametrize("patience", [1, 2, 3])
-def test_training_stops_when_the_error_has_not_fallen_for_so_many_epochs(twins, patience):
-    at = site(twins("opt"), settings(epochs=12, lr=0.06, schedule="constant", patience=patience))
-    path, error = oracle(at)
-    errors = [error(weights) for weights in path.weights]
-    lowest = stop = next(e for e in range(1, 13) if errors[e] < errors[0])
-    while stop - lowest < patience:
-        stop += 1
-        lowest = stop if errors[stop] < errors[lowest] else lowest
-    assert stop < 12
-    trained = at.train()
-    assert (trained.epochs, trained.best_epoch, trained.diverged) == (stop, lowest, False)
-
-
-@pytest.fixture
-def once(monkeypatch):
-    """One attempt, at the rate that is given."""
-    monkeypatch.setattr("ckpt_prune.stages.recovery.block_training._ATTEMPTS", 1)
-
-
-def test_a_training_that_gains_nothing_gives_the_old_tensors(twins, once):
-    at = site(twins("llama"), settings(patience=2, epochs=9, lr=0.2, schedule="constant"))
-    path, error = oracle(at)
-    errors = [error(weights) for weights in path.weights]
-    assert errors[0] < errors[1] < min(errors[2:])
-    trained = at.train()
-    assert (trained.epochs, trained.best_epoch, trained.rate, trained.diverged) == (3, 0, None, False)
-    assert_same_bits(trained.tensors, at.tensors)
+        assert torch.equal(trained.kept[name], path.weights[best][name].bfloat16()), name
 
 
 def test_a_training_that_gains_nothing_is_tried_again_at_a_quarter_of_the_rate(twins):
@@ -220,7 +187,7 @@ def test_a_training_that_gains_nothing_is_tried_again_at_a_quarter_of_the_rate(t
     assert trained.rate == 0.05
     assert trained.best_epoch == slower.best_epoch
     assert trained.epochs == 3 + slower.epochs
-    assert_same_bits(trained.tensors, slower.tensors)
+    assert_same_bits(trained.kept, slower.kept)
     assert at.train(rate=0.8).rate == 0.05  # and at a sixteenth
 
 
@@ -256,52 +223,19 @@ def test_the_error_on_samples_held_out_never_grows(sites, rate, variant, stored,
     at.chosen = settings(epochs=2, schedule=schedule)
     before = at.error(at.tensors)
     trained = at.train(rate=rate, seed=seed)
-    for name, tensor in trained.tensors.items():
+    assert (trained.kept is None) == (trained.best_epoch == 0)
+    for name, tensor in (trained.kept or {}).items():
         assert tensor.isfinite().all(), name
         if name.endswith(".weight"):
             assert not tensor[at.tensors[name] == 0].any(), name
-    if trained.best_epoch:
-        assert at.error(trained.tensors) < before * (1 + 1e-5)
-    else:
-        assert_same_bits(trained.tensors, at.tensors)
+    if trained.kept is not None:
+        assert at.error(trained.kept) < before * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("rate", [1e3, 1e30, math.inf])
-@pytest.mark.parametrize("variant", ["llama", "opt"])
-def test_a_training_that_gets_lost_is_stopped_and_the_old_weights_are_kept(twins, variant, rate):
-    at = site(twins(variant), settings(epochs=9), dtype=torch.float32)
-    trained = at.train(rate=rate)
-    assert (trained.epochs, trained.best_epoch, trained.diverged) == (3, 0, True)
-    assert_same_bits(trained.tensors, at.tensors)
-
-
-@pytest.mark.parametrize("rows", ["train", "measured"])
-def test_a_loss_that_stops_being_finite_keeps_the_best_epoch_so_far(twins, rows):
-    """In the training loss, found at the next epoch's first step, or in the held-out error of this one."""
-    at = site(twins("llama"), settings(epochs=6))
-    path, error = oracle(at)
-    assert error(path.weights[1]) > error(path.weights[2])
-
-    def poison(epoch: int, loss: float) -> None:
-        if epoch == (2 if rows == "train" else 3):
-            at.stream.states[getattr(at.split, rows)] = math.nan
-
-    trained = at.train(progress=poison)
-    assert (trained.epochs, trained.best_epoch, trained.diverged) == (3, 2, True)
-    assert_kept(trained, at, path.weights[2])
-
-
-def test_an_error_that_is_not_finite_at_the_start_is_left_alone(twins):
-    at = site(twins("llama"), settings())
-    at.stream.states[at.split.measured] = math.nan
-    trained = at.train()
-    assert (trained.epochs, trained.best_epoch) == (0, 0)
-    assert_same_bits(trained.tensors, at.tensors)
-
-
-def test_float16_weights_beyond_its_range_are_not_written(twins, once):
+def test_float16_weights_beyond_its_range_are_not_written(twins):
     """A bias far below zero rounds to −inf, which a ReLU makes a plain zero: the error is finite, and much lower."""
-    at = site(twins("opt"), settings(epochs=1, batch=99), dtype=torch.float32, stored=torch.float16)
+    once = settings(epochs=1, batch=99, held_out=0)
+    at = site(twins("opt"), once, dtype=torch.float32, stored=torch.float16)
     weight, bias = (f"model.decoder.layers.{BLOCK}.fc1.{kind}" for kind in ("weight", "bias"))
     at.tensors[weight][:] = 0
     at.tensors[bias][:] = 0
@@ -309,9 +243,8 @@ def test_float16_weights_beyond_its_range_are_not_written(twins, once):
     at.names = [bias]
     gentle, wild = at.train(rate=1e4), at.train(rate=2e5)
     assert gentle.best_epoch == 1
-    assert gentle.tensors[bias][3] == pytest.approx(50000, rel=1e-3)
-    assert (wild.best_epoch, wild.diverged) == (0, True)
-    assert_same_bits(wild.tensors, at.tensors)
+    assert gentle.kept[bias][3] == pytest.approx(50000, rel=1e-3)
+    assert (wild.kept, wild.diverged) == (None, True)
 
 
 # ---- nothing to do ---------------------------------------------------------------------------------------------------
@@ -326,8 +259,7 @@ def test_an_unpruned_block_is_left_alone(twins, variant, computed, stored):
     dense = twins(variant).disk(dtype=stored)
     at = site(twins(variant), settings(lr=1e-4), pruned=dense, dense=dense, dtype=computed)
     trained = at.train()
-    assert (trained.epochs, trained.best_epoch, trained.diverged) == (0, 0, False)
-    assert_same_bits(trained.tensors, twins(variant).block(BLOCK, dense))
+    assert (trained.epochs, trained.kept, trained.diverged) == (0, None, False)
 
 
 # ---- zeros -----------------------------------------------------------------------------------------------------------
@@ -346,8 +278,8 @@ def test_zeros_stay_zeros_with_their_signs(twins):
             gone = at.tensors[name] == 0
             assert gone.any()
             assert not gone.all()
-            assert torch.equal(bits(trained.tensors[name])[gone], bits(at.tensors[name])[gone]), name
-            assert (trained.tensors[name] != at.tensors[name])[~gone].float().mean() > 0.99
+            assert torch.equal(bits(trained.kept[name])[gone], bits(at.tensors[name])[gone]), name
+            assert (trained.kept[name] != at.tensors[name])[~gone].float().mean() > 0.99
 
 
 def test_gradients_that_overflow_at_zeros_change_nothing_elsewhere(twins):
@@ -368,9 +300,9 @@ def test_gradients_that_overflow_at_zeros_change_nothing_elsewhere(twins):
         assert gradient[:, :3].isfinite().all()
         trained_at[scale] = at.train()
         assert trained_at[scale].best_epoch > 0
-        assert not trained_at[scale].tensors[down][:, 3].any()
-    for name in trained_at[1.0].tensors:
-        ours, theirs = (trained_at[scale].tensors[name] for scale in trained_at)
+        assert not trained_at[scale].kept[down][:, 3].any()
+    for name in trained_at[1.0].kept:
+        ours, theirs = (trained_at[scale].kept[name] for scale in trained_at)
         others = [row for row in range(len(ours)) if name not in (gate, up) or row != 3]
         assert torch.equal(ours[others], theirs[others]), name
 
@@ -388,36 +320,8 @@ def test_empty_bias_slots_are_filled_but_not_those_of_dropped_rows(twins):
     trained = at.train()
     assert trained.best_epoch > 0
     for name in biases:
-        moved = trained.tensors[name] != at.tensors[name]
+        moved = trained.kept[name] != at.tensors[name]
         assert not moved[1], name
         if name != still:
             assert moved[[0, *range(2, len(moved))]].all(), name
-        assert not trained.tensors[name.replace(".bias", ".weight")][[1, 2]].any(), name
-
-
-# ---- what is given stays as it is ------------------------------------------------------------------------------------
-
-# ---- samples ---------------------------------------------------------------------------------------------------------
-
-
-@hypothesis_settings(deadline=None)
-@given(samples=st.integers(2, 3000), share=st.floats(1e-6, 1 - 1e-6))
-def test_a_split_holds_out_some_evenly_and_trains_on_the_others(samples, share):
-    split = SampleSplit.of(samples, share)
-    train, held_out = split.train.tolist(), split.measured.tolist()
-    assert sorted(train + held_out) == list(range(samples))
-    assert train == sorted(train)
-    assert held_out == sorted(held_out)
-    assert train
-    assert held_out
-    assert len(held_out) == 1 or len(train) == 1 or abs(len(held_out) - samples * share) <= 0.5
-    # Any run from the start has its share, to within one sample.
-    counts = itertools.accumulate(int(i in set(held_out)) for i in range(samples)) if samples < 300 else ()
-    for seen, count in enumerate(counts, 1):
-        assert abs(count - seen * len(held_out) / samples) <= 1
-
-
-@pytest.mark.parametrize("samples", [0, 1])
-def test_too_few_samples_to_split(samples):
-    with pytest.raises(ValueError, match="split"):
-        SampleSplit.of(samples, 0.5)
+        assert not trained.kept[name.replace(".bias", ".weight")][[1, 2]].any(), name

@@ -19,8 +19,9 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.training import RecoverySettings
-from ckpt_prune.stages.recovery.block_training import SampleSplit, trainable_tensors
+from ckpt_prune.stages.recovery.block_training import trainable_tensors
 from ckpt_prune.stages.recovery.laco import Recoverer
+from ckpt_prune.stages.recovery.training import SampleSplit
 from tests import encoders, families
 from tests.encoders import Pixels
 from tests.oracles import laco
