@@ -1,6 +1,5 @@
 """Variants of every stage, and a run of two of them in one recipe."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,11 @@ assert list(VARIANTS) == [stage.key for stage in STAGES]
 Variant = tuple[str, str]
 
 
-def list_pairs() -> Iterator[tuple[Variant, Variant]]:
-    """Yield all pairs of variants of two different stages, in the order in which they work."""
-    for first, second in itertools.combinations(VARIANTS, 2):
-        for pair in itertools.product(VARIANTS[first], VARIANTS[second]):
-            yield (first, pair[0]), (second, pair[1])
+def deal_pairs(first: str, second: str, turn: int) -> Iterator[tuple[Variant, Variant]]:
+    """Yield every variant of both stages with one of the other's; another turn yields other pairs."""
+    ours, theirs = list(VARIANTS[first]), list(VARIANTS[second])
+    for place in range(max(len(ours), len(theirs))):
+        yield (first, ours[place % len(ours)]), (second, theirs[(place + turn) % len(theirs)])
 
 
 def recipe_of(*variants: Variant) -> Keys:

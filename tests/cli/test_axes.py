@@ -15,7 +15,6 @@ from tests.families import stock
 HIDDEN = "hidden: {kind: shared, drop: auto, multiple_of: 4}\n"
 DEPTH = "depth: {choose: divergence, drop: auto, compensation: {method: linear}}\n"
 BARE = ("--set", "spaces={}", "--set", "allocation=uniform", "--set", "container=auto", "--set", "target=dense")
-UNIFORM = ("--set", "allocation=uniform")
 FLAT, IDLE = 4, (1, 2)
 
 

@@ -132,13 +132,6 @@ def test_the_table(asked):
     assert (result.exit_code, result.stdout, result.stderr) == (0, TABLE, "one remark\n")
 
 
-@pytest.mark.parametrize("batch", ["0", "1,", "1.5"])
-def test_batch_sizes_are_whole_numbers(asked, batch):
-    assert read_refusal("benchmark", "a", "b", "--batch", batch) == (
-        f"--batch {batch}: expected whole numbers from 1, for example 1,8"
-    )
-
-
 # ---- for real ----------------------------------------------------------------------------------------------------
 
 
@@ -257,15 +250,3 @@ def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
     result = run("benchmark", "dense", "dense", "--two-four", "--dtype", "fp16", "--device", "cpu")
     why = "dense is not timed with 2:4: torch's kernels for 2:4 run on NVIDIA GPUs alone, and this is cpu"
     assert result.stderr.splitlines() == [why, why, "Error: PyTorch A, PyTorch B"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--optimize", "cpu"), "--optimize is for onnxruntime: say --onnx as well"),
-        (("--provider", "cpu"), "--provider is for onnxruntime: say --onnx as well"),
-        (("--tokens", "33"), "a text of 33 tokens is more than the context of 32 tokens: use --tokens 32 or less"),
-    ],
-)
-def test_what_cannot_be_timed_is_refused(place, idle, options, message):
-    assert read_refusal("benchmark", "dense", "pruned", *options) == message

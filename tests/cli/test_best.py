@@ -191,22 +191,6 @@ def test_an_output_within_the_size(here, recipe, option, text):
     assert ("size" in report["recipe"] and report["recipe"]["size"] is not None) == (recipe != "rcpu")
 
 
-TARGETS = ("--target-params", "4K", "--target-bytes", "10KB", "--target-flops", "70%")
-
-
-@pytest.mark.parametrize("command", [("plan", "llama"), ("prune", "llama", "-o", "out")], ids=lambda c: c[0])
-def test_sizes_that_are_refused(here, command):
-    job = (*command, *BEST)
-    both = "--target-{} and --{} both say how much goes: give one"
-    assert read_refusal(*job, *TARGETS[:4]) == both.format("params", "target-bytes")
-    assert read_refusal(*job, *TARGETS[4:], "--ratio", "0.2") == both.format("flops", "ratio")
-    assert read_refusal(*job, "--target-params", "5GiB").startswith("--target-params 5GiB: '5GiB' is not a size in ")
-    assert read_refusal(*job, "--target-params", "1K") == (
-        "1K parameters: out of reach of recipe best, whose spaces leave 2,224 at the least, 42.8% of 5,200 "
-        "(parameters: mlp 44%, attention 30%, embedding 12%, head 12%, rest 2%)"
-    )
-
-
 @pytest.mark.parametrize(
     "job",
     [
@@ -273,28 +257,6 @@ def test_the_curve_of_best(here):
     assert rows[-2].split()[-1] == f"{block['divergence']:.4f}"
 
 
-@pytest.mark.parametrize("text", ["0.1", "a:b:c", "0.1:0.2:0.1:0.1", "::", "0:0.5:nan", "0:inf:0.1"])
-def test_what_is_no_curve(here, text):
-    assert read_refusal(*SWEEP, text) == f"--sweep {text}: expected FROM:TO:STEP, such as 0.1:0.7:0.1"
-
-
-@pytest.mark.parametrize(
-    "text", ["0.5:0.1:0.1", "0:1:0.5", "0.1:0.2:0", "0:0.5:-0.1", "-0.1:0.5:0.1", "0:0.5:0.0001", "1:1:0.1"]
-)
-def test_ratios_that_are_none(here, text):
-    assert read_refusal(*SWEEP, text) == (
-        f"--sweep {text}: ratios go up from 0 or more to less than 1, in at most 1000 steps"
-    )
-
-
-@pytest.mark.parametrize("more", [("--ratio", "0.2"), TARGETS[:2], ("-o", "plan.json")])
-def test_what_does_not_go_with_a_curve(here, more):
-    assert read_refusal(*SWEEP, "0.1:0.2:0.1", *more) == (
-        "--sweep has ratios of its own and writes no plan: --ratio, --target-* and -o do not go with it; --set "
-        "ratio=0.3 holds one while another key varies"
-    )
-
-
 RIDGE = ("plan", "llama", "--recipe", "ridge", "--statistics", "stats", "--set", "ratio=0.5")
 STRENGTH = "spaces.mlp.compensation.lambda"
 
@@ -317,22 +279,6 @@ def test_a_curve_that_is_measured(here):
     assert sweep["points"][1]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
     assert sweep["points"][1]["kl"] == pytest.approx(alone["kl"], rel=1e-9)
     assert lines[2].split()[-2:] == [f"{alone['kl']:.4f}", f"{alone['perplexity']:.3f}"]
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (("--sweep", f"{STRENGTH}=1,1"), f"--sweep {STRENGTH}=1,1: one value is given twice"),
-        (("--sweep", f"{STRENGTH}=3:1:1"), f"--sweep {STRENGTH}=3:1:1: values go up, in at most 1000 steps"),
-        (("--sweep", "ratio=some"), "--sweep ratio=some: ratios are numbers"),
-        (
-            ("--sweep", "0.1:0.2:0.1", "--evaluate", "calib.txt"),
-            "--evaluate needs --window: perplexities of different windows cannot be compared",
-        ),
-    ],
-)
-def test_what_cannot_be_swept(here, options, why):
-    assert read_refusal(*RIDGE, *options) == why
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import encoders
-from tests.cli.running import TEXT, ok, read_json, read_refusal
+from tests.cli.running import TEXT, ok, read_json
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.pairs import every
 
@@ -34,13 +34,3 @@ def test_what_a_family_has_shares_one_budget(place, family):
     assert report["after"]["parameters"] <= 0.7 * report["before"]["parameters"]
     for check in json.loads(ok("verify", "out", "--against", model, "--json"))["checks"]:
         assert check["passed"] is not False, check
-
-
-def test_a_recipe_that_is_left_with_nothing(place):
-    Path("only.yaml").write_text(
-        "version: 1\nname: only\nspaces:\n  qk: {score: logit-energy, optional: true, ratio: 0.5}\n"
-    )
-    for command in (["prune", "dense", *TEXT, "-o", "out"], ["plan", "dense", "--statistics", "stats"]):
-        assert read_refusal(*command, "--recipe", "only.yaml") == (
-            "recipe only prunes qk where there is any, and this llama has none: nothing is left to do"
-        )

@@ -1,7 +1,5 @@
 """Units too coarse for the requested size are reported, with the sizes that are possible."""
 
-from pathlib import Path
-
 from tests.cli.running import ok
 
 INSIDE = "heads: a recipe with spaces.queries can drop 1 of 2 grouped query heads in each instead of whole ones"
@@ -20,12 +18,3 @@ def test_a_ratio_that_drops_no_group_says_so(place):
     assert heads(ok(*DRY, "--ratio", "0.3")) == NONE
     assert heads(ok("prune", *MAGNITUDE, "--ratio", "0.3", "-o", "out")) == NONE
     assert heads(ok("inspect", "dense", "--ratio", "0.3,0.5,0.7")) == [*NONE, FEWER]
-
-
-def coarse(out: str) -> list[str]:
-    return [line for line in (Path(out) / "README.md").read_text().splitlines() if "too coarse" in line]
-
-
-def kept_line(output: str) -> str:
-    (line,) = (line for line in output.splitlines() if line.startswith("kept per block: "))
-    return line

@@ -14,11 +14,6 @@ from tests.images import write_csv, write_images, write_vit
 from tests.pairs import every
 
 IMAGES = ("--images", "images", "--samples", "12")
-QK_OF_LLAMA = (
-    "recipe {} prunes q and k, and llama rotates them by position in fixed pairs (RoPE): the matrix that makes up for "
-    "dropped dimensions cannot be absorbed there. Whole pairs can go: spaces.rotary. Heads and mlp can be pruned: "
-    "recipes corp-heads and corp-mlp, or leave out spaces.qk"
-)
 
 
 @pytest.fixture(scope="module")
@@ -202,30 +197,6 @@ def test_images_that_do_not_decode_are_counted_and_named(here):
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
-
-
-def test_queries_and_keys_of_a_rope_family(here):
-    message = QK_OF_LLAMA.format("corp")
-    assert read_refusal("prune", "llama", "--recipe", "corp", *TEXT, "-o", "out") == message
-    assert read_refusal("plan", "llama", "--recipe", "corp", "--statistics", "llama-stats") == message
-    assert read_refusal("inspect", "llama", "--recipe", "corp", "--ratio", "0.5") == message
-
-
-def test_data_of_the_wrong_kind(here):
-    message = "vit reads images: give --images DIR"
-    assert read_refusal("calibrate", "vit", *TEXT, "-o", "out") == message
-    assert read_refusal("prune", "vit", "--recipe", "corp", *TEXT, "-o", "out") == message
-    for model in ("opt", "llama"):
-        message = f"{model} reads text: give --text FILE"
-        assert read_refusal("calibrate", model, *IMAGES, "-o", "out") == message
-        assert read_refusal("prune", model, "--recipe", "corp-mlp", *IMAGES, "-o", "out") == message
-    assert (
-        read_refusal("calibrate", "vit", *TEXT, "--images", "images", "-o", "out")
-        == "give --text or --images, not both"
-    )
-    assert read_refusal("prune", "vit", "--recipe", "corp", "-o", "out") == (
-        "recipe corp needs statistics: give --statistics, or --images to measure them"
-    )
 
 
 def test_lambda_zero_with_too_few_samples(here):

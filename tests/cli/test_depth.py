@@ -171,55 +171,6 @@ def test_a_wrong_record_is_no_ground_to_compare(here, wrong: dict[str, Any]) -> 
     assert "kept units: ckpt_prune.json keeps blocks that the dense model has not\n" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        (
-            ["--ratio", "0.05"],
-            "recipe replaceme drops none of 6 blocks at ratio 0.05: say --ratio 0.17 or more, or --set depth.drop=1",
-        ),
-        (["--set", "depth.compensation={method: none, lambda: 0.1}"], "depth.compensation: method none has no lambda"),
-        (
-            ["--set", "depth={blocks: [2]}", "--set", "layers=1:3"],
-            "layers says among which blocks to choose, and depth.blocks chooses: leave one out",
-        ),
-        (
-            ["--set", "depth={blocks: [2]}", "--target-params", "50%"],
-            "size and depth.blocks both say how much goes: leave one out",
-        ),
-        (
-            ["--set", "depth.drop=2", "--target-params", "50%"],
-            "size and depth.drop both say how much goes: leave one out",
-        ),
-        (["--set", "depth.drop=6"], "recipe replaceme drops 6 of 6 blocks: one has to stay at the least"),
-        (["--set", "depth={blocks: [6]}"], "recipe replaceme drops block 6: the model has blocks 0 to 5"),
-        (
-            ["--set", "depth={blocks: [0], compensation: {method: linear}}"],
-            "recipe replaceme drops block 0, and no block before it could make up for it: say --set "
-            "depth.compensation.method=none, or keep it",
-        ),
-        (
-            ["--set", "layers=2:4", "--set", "depth.drop=3"],
-            "recipe replaceme drops 3 of 6 blocks, and 2 of them may go: drop fewer",
-        ),
-        (
-            ["--target-params", "1"],
-            "1 parameters: out of reach of recipe replaceme, whose blocks leave 3,248 at the least, 25% of 13,008 "
-            "(parameters: mlp 53%, attention 35%, embedding 5%, head 5%, rest 2%): did you mean 1%?",
-        ),
-        (["--set", "depth.blocks=[2]"], "line 9, with --set: depth: blocks says which go: choose does not go with it"),
-        (
-            ["--set", "recovery.epochs=1"],
-            "depth drops whole blocks: recover the others by scales (recovery.method), or afterwards, with "
-            "`ckpt-prune recover`",
-        ),
-    ],
-)
-def test_what_cannot_be(here, changes: list[str], why: str) -> None:
-    message = read_refusal("prune", "deep", "--recipe", "replaceme", *changes, *TEXT, "-o", "out")
-    assert message.endswith(why), message
-
-
 def test_statistics_choose_the_blocks_and_text_fits_the_maps(here) -> None:
     ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
     options = ("--recipe", "depth", "--set", "depth.compensation={method: linear}", "--ratio", "0.34")
@@ -373,24 +324,3 @@ def test_parts_by_loss_and_by_divergence(here) -> None:
     assert gap["divergence"] > 0
     assert run("verify", "b", "--against", "deep").exit_code == 0
     ok("recover", "b", "--dense", "deep", *TEXT, "--epochs", "1", "-o", "c")
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (
-            "depth={part: mlp, choose: cosine}",
-            "part: mlp goes one by one: choose influence, divergence or loss, without runs",
-        ),
-        (
-            "depth={part: mlp, blocks: [1], compensation: {method: linear}}",
-            "part: mlp has no map: say compensation method none",
-        ),
-    ],
-)
-def test_parts_that_cannot_be(here, change: str, why: str) -> None:
-    assert read_refusal("prune", "deep", "--recipe", "shortgpt", "--set", change, *TEXT, "-o", "out").endswith(why)
-    message = read_refusal(
-        "prune", "deep", "--recipe", "shortgpt", "--set", "depth.part=mlp", "--target-params", "90%", *TEXT, "-o", "o"
-    )
-    assert message == "depth.part: mlp leaves zeros, which save nothing: say --ratio, or part: block"

@@ -87,30 +87,11 @@ def full_disk(*_: object) -> None:
     raise UserError("full")
 
 
-def test_what_evaluate_needs(place):
-    assert read_refusal("evaluate", "dense") == (
-        "evaluate needs --text FILE, --images DIR for a vision model, --tasks, or --generate PROMPT"
-    )
-    assert read_refusal("evaluate", "dense", "--text", "calib.txt") == (
-        "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
-    )
-
-
 def test_different_tokenizers(place):
     shutil.copytree("dense", "other")
     tiny_tokenizer().save_pretrained("other")
     assert read_refusal("evaluate", "dense", "--against", "other", *TEXT) == (
         "dense and other have different tokenizers: their figures cannot be compared"
-    )
-
-
-def test_windows_that_do_not_fit(place):
-    assert read_refusal("evaluate", "dense", "--text", "calib.txt", "--window", "33") == (
-        "window of 33 tokens is longer than the model's context of 32; use a window of at most 32"
-    )
-    Path("short.txt").write_text("the cat")
-    assert read_refusal("evaluate", "dense", "--text", "short.txt", "--window", "16") == (
-        "the text is too short for one window: it has 8 tokens, a window takes 16; give more text"
     )
 
 

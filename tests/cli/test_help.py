@@ -15,7 +15,7 @@ from ckpt_prune.api.prune import prune
 from ckpt_prune.cli.command import Command
 from ckpt_prune.cli.main import main
 from ckpt_prune.options.option import check_options, flags_of, shell_of
-from tests.cli.running import ok, read_usage_error, run
+from tests.cli.running import ok, run
 
 
 def list_commands(group: click.Group, name: str = "") -> Iterator[tuple[str, Command]]:
@@ -85,16 +85,6 @@ def test_no_command_shows_the_help():
     result = run()
     assert result.exit_code == 2
     assert result.output == ok("-h")
-
-
-def test_a_misspelt_command_is_refused():
-    assert read_usage_error("prun", "dense") == "No such command 'prun'. Did you mean 'prune'?"
-    assert (
-        read_usage_error("validat")
-        == "No such command 'validat'. Did you mean 'validate' or 'evaluate' or 'calibrate'?"
-    )
-    assert read_usage_error("xyz") == "No such command 'xyz'."
-    assert read_usage_error("statistics", "shw") == "No such command 'shw'. Did you mean 'show'?"
 
 
 @pytest.mark.parametrize(

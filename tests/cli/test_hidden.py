@@ -229,54 +229,6 @@ def test_what_does_not_follow_a_basis_of_its_own_is_refused(here) -> None:
         assert f"(remote code): {why}" in read_refusal(name, "out", *options, *TEXT, "-o", "again")
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    every(
-        2,
-        [
-            (
-                ["--ratio", "0.95"],
-                "recipe slicegpt leaves 0 of 16 dimensions of the residual stream, in multiples of 8: at least 8 have "
-                "to stay",
-            ),
-            (["--set", "hidden.drop=16"], "recipe slicegpt drops 16 of 16 dimensions of the residual stream"),
-            (
-                ["--target-params", "1"],
-                "1 parameters: out of reach of recipe slicegpt, which leaves ",
-            ),
-            (["--set", "hidden.tied=keep"], "kind: per-block leaves embedding and head as they are: leave out tied"),
-            (
-                ["--set", "depth.drop=1"],
-                "hidden.kind: per-block needs code of its own: for whole blocks as well say kind: shared, or prune "
-                "twice, the blocks first",
-            ),
-            (
-                ["--set", "recovery.epochs=1"],
-                "hidden turns the residual stream into another basis, and recovery does not follow it",
-            ),
-            (["--set", "widths=per_layer"], "widths speaks of units of spaces: it does not go with hidden"),
-            (["--set", "layers=0:1"], "hidden goes through all blocks: leave out layers"),
-            (
-                ["--set", "target=drift"],
-                "target drift is for spaces, whose consumers are refitted: say sequential with hidden",
-            ),
-            (
-                ["--set", "hidden.kind=shared"],
-                "one basis for all blocks is known before any is sliced: say target: dense",
-            ),
-            (
-                ["--target-latency", "80%"],
-                "a latency is foreseen by a table of stock blocks, and hidden.kind: per-block puts matrices on their "
-                "skip connections: give params, bytes or flops with it, or say kind: shared",
-            ),
-        ],
-    ),
-)
-def test_what_cannot_be(here, changes: list[str], why: str) -> None:
-    message = read_refusal("prune", "tied", "--recipe", "slicegpt", *changes, *TEXT, "-o", "out")
-    assert why in message, message
-
-
 def test_one_basis_from_statistics(here) -> None:
     """Statistics of every linear's input tell what the blocks' norms give: all but what the final norm reads."""
     ok("calibrate", "tied", *TEXT, "--collect", "moments,gram", "-o", "few")
@@ -293,21 +245,3 @@ def test_one_basis_from_statistics(here) -> None:
     verified = run("verify", "out", "--against", "tied", "--statistics", "own")
     assert verified.exit_code == 0
     assert "not computed again: its weights have absorbed a basis of the residual stream" in verified.stdout
-
-
-def test_statistics_plans_and_ratios_are_not_for_it(here) -> None:
-    message = read_refusal("prune", "dense", "--recipe", "slicegpt", "--statistics", "stats", "-o", "out")
-    assert message == "recipe slicegpt measures the stream itself: give --text in place of --statistics"
-    message = read_refusal("plan", "dense", "--recipe", "slicegpt", "--statistics", "stats")
-    assert message == (
-        "recipe slicegpt slices the residual stream, of which a plan says nothing: `ckpt-prune prune --dry-run` tells "
-        "its width and size"
-    )
-    message = read_refusal("inspect", "dense", "--recipe", "slicegpt", "--ratio", "0.25")
-    assert message == (
-        "recipe slicegpt slices the residual stream: `ckpt-prune prune --recipe slicegpt --dry-run` tells the size"
-    )
-    message = read_refusal(
-        "prune", "dense", "--recipe", "slicegpt-shared", "--set", "hidden.tied=keep", *TEXT, "-o", "out"
-    )
-    assert message == "recipe slicegpt-shared says hidden.tied, and the head of this model is not its embedding"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.running import edit_weights, ok, read_refusal, read_usage_error
+from tests.cli.running import edit_weights, ok, read_refusal
 from tests.evaluation.tiny import tiny_llama
 
 LLAMA_7B = {
@@ -85,30 +85,6 @@ def test_llama_7b_from_its_config_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "message"),
-    [
-        ("1", "--ratio 1: a ratio is in [0, 1)"),
-        ("-0.1", "--ratio -0.1: a ratio is in [0, 1)"),
-        ("0.1,20", "--ratio 20: a ratio is in [0, 1): did you mean 20% or 0.2?"),
-        ("0.1,a,20%", "--ratio a: expected numbers, for example 0.1,0.2,0.3"),
-        ("120%", "--ratio 120%: a ratio is in [0, 1)"),
-        ("0.99", "ratio 0.99 would drop all 24 units of a space: at least one must stay"),
-    ],
-)
-def test_bad_ratios(place, ratio, message):
-    assert read_refusal("inspect", "dense", "--ratio", ratio) == message
-
-
-def test_wrong_arguments(place):
-    assert read_usage_error("inspect") == "Missing argument 'MODEL'."
-    assert read_usage_error("inspect", "dense", "dense") == "Got unexpected extra argument (dense)"
-    assert read_refusal("inspect", "calib.txt") == "calib.txt is a file; give the folder that holds config.json"
-    assert (
-        read_refusal("inspect", "stats") == "stats has no config.json; give a checkpoint folder as published on the Hub"
-    )
-
-
-@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("[1]", "{path} is not a readable JSON object (a list instead of an object); download or restore the file"),
@@ -125,15 +101,6 @@ def test_a_config_alone_that_is_none(tmp_path, content, message):
     assert read_refusal("inspect", str(tmp_path)) == message.format(path=path)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [("[1]", "a list instead of an object"), ('{"a": 1}', "recipe: field required"), ("{", "Expecting property")],
-)
-def test_reports_that_are_damaged_or_of_others(place, content, reason):
-    Path("pruned/ckpt_prune.json").write_text(content)
-    assert read_refusal("inspect", "pruned").startswith(f"pruned/ckpt_prune.json is damaged ({reason}")
-
-
 # ---- zeros -------------------------------------------------------------------------------------------------------
 
 
@@ -144,14 +111,6 @@ def zero(folder: str, weight: str, groups: str) -> None:
         tensors[weight].view(-1, len(groups)).mul_(torch.tensor([float(kept) for kept in groups]))
 
     edit_weights(folder, change)
-
-
-def zero_values() -> None:
-    zero("dense", "model.layers.0.mlp.up_proj.weight", "0100")
-    zero("dense", "model.layers.1.mlp.up_proj.weight", "0110")
-    zero("dense", "model.layers.0.mlp.gate_proj.weight", "11110000")
-    zero("dense", "model.layers.1.mlp.gate_proj.weight", "0011")
-    zero("dense", "model.layers.1.self_attn.v_proj.weight", "0")
 
 
 def test_zeros_of_an_output_with_remote_code(place):
@@ -168,13 +127,6 @@ def test_zeros_of_an_output_with_remote_code(place):
     rows, columns = next(tensor["shape"] for tensor in sparsity["tensors"] if tensor["name"] == name)
     assert sparsity["modules"]["mlp.up_proj"]["zeros"] == sparsity["blocks"]["zeros"] == rows * columns // 2
     assert sparsity["blocks"]["tensors"] == 14
-
-
-def test_a_config_has_no_zeros(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
-    assert read_refusal("inspect", str(tmp_path), "--sparsity") == (
-        f"{tmp_path} has a config.json and no weights: --sparsity counts zeros in weights; leave it out"
-    )
 
 
 IMPORTED = """

@@ -12,7 +12,7 @@ from ckpt_prune.benchmarking import latency_table
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.runner.sections import latency_sentences
 from ckpt_prune.stages.report import Report
-from tests.cli.running import TEXT, ok, read_json, read_refusal, run, without_quality
+from tests.cli.running import TEXT, ok, read_json, run, without_quality
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.show.examples import report
 
@@ -168,20 +168,6 @@ def test_a_table_is_kept_and_told_apart(here, timed) -> None:
         path.write_text("{")
     ok("plan", "deep", "--recipe", "magnitude", "--target-latency", "70%")
     assert len(timed) == 4
-
-
-@pytest.mark.parametrize(
-    ("target", "why"),
-    [
-        ("70%@", "behind the @ stands what is timed: 512 for a text of 512 tokens"),
-        ("70%@0", "behind the @ stands what is timed"),
-        ("12", "'12' is not a size in latency: allowed are 12ms (ns, us, ms or s), or a share of the dense model: 50%"),
-        ("70%@64", "@: a text of 64 tokens is more than the context of 32"),
-        ("70%@token:24", "@: a text of 24 tokens and 16 after it is more than the context of 32"),
-    ],
-)
-def test_what_is_no_latency(here, timed, target: str, why: str) -> None:
-    assert why in read_refusal("prune", "deep", *JOB, target, "-o", "out")
 
 
 def test_what_is_out_of_reach(here, timed) -> None:

@@ -60,12 +60,6 @@ def test_statistics_without_gradients(here):
     )
 
 
-def test_a_model_of_too_few_blocks(here):
-    assert read_refusal("prune", "dense", *RECIPE, *TEXT, "-o", "out") == (
-        "layers 12.5%:93.75%: the model has blocks 0 to 1, say 0:2 for all"
-    )
-
-
 def test_a_vision_model(here):
     write_images(here / "images", ["a.png", "b.png"])
     write_vit(here / "vit")

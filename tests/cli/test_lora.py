@@ -98,24 +98,6 @@ def test_a_classifier_learns_its_classes(tmp_path: Path):
     assert chances[0] > chances[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--dense", "dense"), "--dense is for --method laco: lora trains the pruned model by itself, in one go"),
-        (
-            ("--perplexity-after", "1"),
-            "--perplexity-after is for --method laco: lora trains the pruned model by itself, in one go",
-        ),
-        (("--norms",), "--norms is for --method laco: lora trains the pruned model by itself, in one go"),
-        (("--teacher", "pruned"), "--teacher pruned is for --method laco: lora trains "),
-        (("--compute-dtype", "float16"), "--compute-dtype float16: gradients underflow in it; recovery runs in "),
-        (("--layers", "5:9"), "layers 5:9"),
-    ],
-)
-def test_what_it_does_not_do_is_refused(place: Path, words: tuple[str, ...], message: str):
-    assert message in read_refusal("recover", "pruned", *changed(LORA, *words), "-o", "out")
-
-
 def test_an_encoder_without_a_head_is_refused(place: Path):
     case = next(case for case in CASES if case.model_type == "bert" and case.architecture == "BertModel")
     case.write(Path("bert"))

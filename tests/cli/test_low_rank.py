@@ -137,28 +137,3 @@ def test_what_does_not_read_it(factored):
         "recipe svd-llm-w factors linears, which a plan does not list: `ckpt-prune prune` applies it, with --dry-run "
         "to see sizes"
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (("ratio=0",), "low_rank with ratio 0 leaves nothing to do: say which share of the parameters goes"),
-        (("target=drift",), "target drift is for spaces, whose consumers are refitted: say sequential with low_rank"),
-        (("container=padded",), "low_rank needs remote code, which container padded rules out"),
-        (("mask.method=wanda",), "low_rank factors linears of the dense model: mask does not go with it"),
-        (
-            ("low_rank.update=true",),
-            "low_rank.update fits to what reaches a linear: say method: whitened, target: sequential",
-        ),
-    ],
-)
-def test_recipes_that_mean_nothing(place, changes, message):
-    options = [option for change in changes for option in ("--set", change)]
-    assert message in read_refusal("prune", "dense", "--recipe", "svd-llm-w", *options, *TEXT, "-o", "out")
-
-
-def test_ranks_that_save_nothing(place):
-    assert read_refusal(*PRUNE, "--set", "low_rank.multiple_of=64", *TEXT, "-o", "out") == (
-        "ratio 0.4 leaves every linear as it is: with ranks that are multiples of 64 two thin ones are no smaller; say "
-        "a larger ratio"
-    )

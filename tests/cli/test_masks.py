@@ -47,7 +47,6 @@ EACH_ONCE = {SHARED[3], SHARED[4], PER_LAYER[1], PER_LAYER[5]}
 """Every method after one kind of rotation, and both patterns."""
 FEW = ("--set", "rotation.steps=3")
 IMAGES = ("--images", "images", "--samples", "12")
-BERT_TEXT = ("--text", "calib.txt", "--samples", "8", "--window", "12")
 PRUNE = ("prune", "dense", "-o", "out", "--recipe")
 
 COSTS = """\
@@ -303,41 +302,6 @@ def test_every_named_rotation_is_an_option():
     assert get_args(RotationName) == tuple(Rotation.named)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("ridge", "--pattern", "2:4"),
-            "--pattern 2:4: recipe ridge has no mask; take one that has, such as --recipe sparsegpt or wanda",
-        ),
-        (
-            ("ridge", "--rotate", "shared"),
-            "--rotate shared: recipe ridge has no mask; take one that has, such as --recipe sparsegpt or wanda",
-        ),
-        (
-            ("wanda", "--pattern", "half"),
-            "--pattern half: pattern 'half' is neither unstructured nor N:M, for example 2:4",
-        ),
-        (
-            ("wanda", "--rotate", "sahred"),
-            "--rotate: sahred is not one of denoise, cayley, shared, groups: did you mean 'shared'?",
-        ),
-        (
-            ("wanda", "--pattern", "2:4", "--ratio", "0.3"),
-            "--ratio 0.3 does not go with pattern 2:4, which says by itself how much is zeroed: take a recipe without "
-            "one, or say --set mask.pattern=unstructured as well",
-        ),
-        (
-            ("wanda", "--rotate", "groups"),
-            f"{shipped_recipes()['wanda'].path}, with --rotate: rotation.entropy groups is of an N:M pattern's groups: "
-            "say mask.pattern, such as 2:4",
-        ),
-    ],
-)
-def test_options_that_a_recipe_does_not_fit(here, words, message):
-    assert read_refusal(*PRUNE, *words, *TEXT) == message
-
-
 # ---- statistics, dry runs, JSON, plans -----------------------------------------------------------------------------
 
 
@@ -399,129 +363,7 @@ def test_dry_run(here, recipe, expected):
     assert listing() == before
 
 
-# ---- recipes -------------------------------------------------------------------------------------------------------
-
-
-HEAD = "version: 1\nname: mine\n"
-WANDA = HEAD + "mask:\n  method: wanda\n"
-NOT_MEANT = (
-    "mine.yaml, line 5: mask.pattern: pattern '{}' cannot be meant: N:M keeps N of every M consecutive weights, "
-    "with 1 <= N < M <= 32"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            WANDA + "spaces:\n  mlp: {score: rcpu}\n",
-            "mine.yaml: a recipe has either spaces, which lose units, or a mask, which zeroes weights; "
-            "for both, prune twice, the mask last",
-        ),
-        (HEAD, "mine.yaml: nothing to do: say what goes (depth, hidden, spaces, mask, low_rank)"),
-        (
-            HEAD + "spaces:\n  mlp: {score: rcpu}\nrotation: {kind: shared}\n",
-            "mine.yaml: rotation comes before a mask: say mask (with ratio 0 nothing is zeroed)",
-        ),
-        (WANDA + "  pattern: 4:2\n", NOT_MEANT.format("4:2")),
-        (
-            WANDA + "  pattern: two:four\n",
-            "mine.yaml, line 5: mask.pattern: pattern 'two:four' is neither unstructured nor N:M, for example 2:4",
-        ),
-        (
-            WANDA.replace("wanda", "sparsegpt") + "  compare: row\n",
-            "mine.yaml, line 3: mask: method sparsegpt says by itself which weights are compared: leave out compare",
-        ),
-        (WANDA + "  damp: 0.1\n", "mine.yaml, line 3: mask: damp belongs to method sparsegpt, not wanda"),
-        (
-            WANDA + "  pattern: 2:4\nratio: 0.3\n",
-            "mine.yaml: pattern 2:4 zeroes 0.5 of the weights by itself: leave out ratio, or set it to that",
-        ),
-        (
-            WANDA + "widths: per_layer\n",
-            "mine.yaml: allocation, widths and size speak of units: they do not go with a mask",
-        ),
-        (
-            WANDA + "container: padded\n",
-            "mine.yaml: container padded is for spaces: a mask leaves every shape as it is",
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_recipe(here, text, message):
-    Path("mine.yaml").write_text(text)
-    assert read_refusal("recipe", "validate", "mine.yaml") == message
-    assert read_refusal(*PRUNE, "mine.yaml", *TEXT) == message
-
-
 # ---- models that a recipe does not fit -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("pattern", "what"),
-    [
-        ("5:10", "self_attn.q_proj.weight has 16 inputs, which 5:10 does not divide into groups of 10"),
-        ("3:16", "mlp.down_proj.weight has 24 inputs, which 3:16 does not divide into groups of 16"),
-    ],
-)
-def test_a_width_that_groups_do_not_fill(here, pattern, what):
-    for option in ([], ["--dry-run"]):
-        assert read_refusal(*PRUNE, "wanda-2-4", "--set", f"mask.pattern={pattern}", *TEXT, *option) == (
-            f"model.layers.0.{what}: use another pattern, or unstructured"
-        )
-
-
-POST_NORM = "it normalises after every addition to its residual stream (post-norm), and no rotation passes through that"
-
-
-@pytest.mark.parametrize(
-    ("model", "kinds", "why"),
-    [
-        ("bert", ["per-layer", "shared", "values"], f"bert cannot be rotated: {POST_NORM}"),
-        (
-            "vit",
-            ["per-layer", "shared", "values"],
-            "vit cannot be rotated: its residual stream begins in a convolution and tokens of its own, which "
-            "rotations are not absorbed by",
-        ),
-        (
-            "dinov2",
-            ["per-layer", "shared", "values"],
-            "dinov2 cannot be rotated: it scales every coordinate of what a block adds to the residual stream "
-            "(layer scale)",
-        ),
-        (
-            "opt-post-norm",
-            ["per-layer", "shared"],
-            "opt cannot be rotated: this one normalises after every addition to its residual stream (post-norm)",
-        ),
-        (
-            "opt-no-head",
-            ["per-layer", "shared"],
-            "opt cannot be rotated without a vocabulary head (OPTModel): what reads its output would have to turn too; "
-            "rotation kind values leaves the stream as it is",
-        ),
-    ],
-)
-def test_models_that_no_rotation_passes_through(here, model, kinds, why):
-    data = IMAGES if model in ("vit", "dinov2") else BERT_TEXT
-    if "values" in kinds:
-        kinds = [kind for kind in kinds if kind != "values"]
-        args = ("prune", model, "--recipe", "denoise-rotator-wanda-50", "--set", "rotation.kind=values", "-o", "out")
-        assert read_refusal(*args, *data) == (
-            f"{model} cannot be rotated: which of its modules make values is described for causal language models only"
-        )
-    for kind in kinds:
-        args = ("prune", model, "--recipe", "cayley-rotator-wanda-50", "--set", f"rotation.kind={kind}", "-o", "out")
-        assert read_refusal(*args, *data) == why
-        assert read_refusal(*args, *data, "--dry-run") == why
-
-
-@pytest.mark.parametrize("container", ["llama", "mistral"])
-def test_a_container_that_cannot_turn(here, container):
-    assert read_refusal(*PRUNE, "denoise-rotator-wanda-50", "--container", container, *TEXT) == (
-        f"rotation per-layer turns the residual stream between blocks, which container {container} cannot: "
-        "leave container out for remote code, or choose rotation kind shared"
-    )
 
 
 def in_half(folder: str, changes: dict[str, float]) -> None:

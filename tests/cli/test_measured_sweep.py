@@ -72,37 +72,6 @@ def test_images(tmp_path, monkeypatch, labelled):
     assert sweep["measured"] == f"{dense} and KL on 12 images"
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (
-            ("--recipe", "wanda-50", *TRAIN, "--sweep", "0.2:0.4:0.2"),
-            "--text and --images calibrate every point of a --sweep anew, to be measured: give --evaluate FILE, or "
-            "plan from --statistics",
-        ),
-        (
-            ("--images", ".", "--evaluate", "calib.txt", "--window", "16", "--sweep", "0.2,0.4"),
-            "--images calibrates a model of images: give --evaluate DIR, a folder of images, too",
-        ),
-        (
-            ("--recipe", "magnitude-50", *HELD_OUT, "--sweep", "0.3,1.2"),
-            "--sweep ratio=1.2: a ratio is in [0, 1)",
-        ),
-        (("--sweep", "samples=1,2", *HELD_OUT), "--sweep samples is of --text or --images"),
-        (
-            ("--recipe", "wanda-50", *TRAIN, "--evaluate", "calib.txt", "--sweep", "0.2:0.4:0.2"),
-            "--evaluate needs --window: perplexities of different windows cannot be compared",
-        ),
-        (
-            ("--recipe", "wanda-50", "--statistics", "stats", *TRAIN, "--sweep", "0.2:0.4:0.2", *HELD_OUT),
-            "give --statistics or --text, not both",
-        ),
-    ],
-)
-def test_bad_input(place, options, why):
-    assert read_refusal("plan", "dense", *options) == why
-
-
 def test_all_values_are_checked_before_the_first_is_pruned(place, monkeypatch):
     monkeypatch.setattr("ckpt_prune.runner.run_job.run_job", lambda *_a, **_k: pytest.fail("pruned"))
     how = ("--recipe", "shortgpt", *TRAIN, *HELD_OUT, "--sweep", "depth.drop=1,9")

@@ -51,26 +51,6 @@ def test_values_with_commas_may_be_given_one_by_one(place):
     assert ok("inspect", "dense", "--ratio", "0.25", "--ratio", "0.5") == ok("inspect", "dense", "--ratio", "0.25,0.5")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("evaluate", "dense", "--window", "16", "--text", "calib.txt", "--text", "no"),
-            "no: no such text file; named",
-        ),
-        (("prune", "dense", *TEXT, "--text", "calib.txt", "--text", "no", "-o", "out"), "no: no such text file"),
-        (("export", "dense", "--text", "calib.txt", "--text", "no", "-o", "out"), "no: no such text file"),
-        (("prune", "dense", *TEXT, "--evaluate", "calib.txt", "--evaluate", "no", "-o", "out"), "no: no such text"),
-        (("prune", "dense", *TEXT, "--evaluate", ".", "--evaluate", "calib.txt", "-o", "out"), "--evaluate takes text"),
-        (("evaluate", "dense", "--images", "no"), "--images no: there is no such file or folder"),
-        (("evaluate", "dense", "--images", ".", "--labels", "no"), "--labels no: there is no such file or folder"),
-        (("calibrate", "dense", "--audio", "no", "-o", "out"), "--audio no: there is no such file or folder"),
-    ],
-)
-def test_every_path_that_is_named_must_exist(place, words, message):
-    assert read_refusal(*words).startswith(message)
-
-
 def test_each_text_is_measured_by_itself(place):
     Path("other.txt").write_text("the dog ran far away and a cat sat on the mat then " * 20)
     alone = {

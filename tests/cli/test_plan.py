@@ -103,35 +103,6 @@ def test_an_existing_plan_stays_unless_told(place):
     assert Path("plan.json").read_bytes() != before
 
 
-@pytest.mark.parametrize("out", ["calib.txt", "stats/statistics.json", "dense/config.json", "dense"])
-def test_overwrite_replaces_plans_only(place, out):
-    assert read_refusal("plan", "dense", *RCPU, "-o", out, "--overwrite") == (
-        f"{out} exists and is not a plan: it is not overwritten"
-    )
-
-
-def test_a_plan_does_not_go_into_the_model(place):
-    assert read_refusal("plan", "dense", *RCPU, "-o", "dense/plan.json") == (
-        "output dense/plan.json overlaps the source dense: choose a place outside it"
-    )
-
-
-# ---- options ---------------------------------------------------------------------------------------------------
-
-
-def test_what_plan_needs(place):
-    assert read_refusal("plan", "dense") == (
-        "recipe best-uniform needs statistics: run `ckpt-prune calibrate --folds 4` and give --statistics STATS"
-    )
-    assert read_refusal("plan", "dense", "--recipe", "rcpu") == (
-        "recipe rcpu needs statistics: run `ckpt-prune calibrate` and give --statistics STATS"
-    )
-    assert read_refusal("plan", "dense", "--recipe", "ridge-perplexity", "--statistics", "stats") == (
-        "recipe ridge-perplexity chooses lambda by perplexity, on text and while pruning: "
-        "use `ckpt-prune prune --text`, or lambda_by: folds"
-    )
-
-
 # ---- plans edited by hand --------------------------------------------------------------------------------------
 
 SCORES = "the plan has 1 scores for the 24 units of mlp in block 0: plan again instead of editing it"
@@ -157,11 +128,3 @@ def test_plans_that_were_edited(place, edit, message):
     edit(plan["sites"])
     Path("plan.json").write_text(json.dumps(plan))
     assert read_refusal("prune", "dense", "--plan", "plan.json", "-o", "out") == message
-
-
-@pytest.mark.parametrize("option", ["--text", "--images"])
-def test_those_who_give_data_are_told_where_it_goes(place, option):
-    assert read_refusal("plan", "dense", option, "calib.txt") == (
-        "a plan is made from statistics: run `ckpt-prune calibrate MODEL --text FILE -o STATS` (or --images DIR) and "
-        "give --statistics STATS, or let `ckpt-prune prune` measure"
-    )

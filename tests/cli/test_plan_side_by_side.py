@@ -3,7 +3,7 @@
 import json
 import re
 
-from tests.cli.running import TEXT, listing, ok, read_refusal
+from tests.cli.running import TEXT, listing, ok
 
 BOTH = ("plan", "dense", "--recipe", "wanda-sp", "--recipe", "ridge", "--ratio", "0.5")
 
@@ -52,17 +52,3 @@ def test_what_a_recipe_has_to_say_stands_below_with_its_name(place):
         line.removeprefix("ridge: ") for line in notes[3:]
     ]
     assert notes[0].startswith("wanda-sp: heads: a ratio of 0.3 drops none of 2 in each block; ")
-
-
-def test_bad_input(place):
-    assert read_refusal(*BOTH, "--statistics", "stats", "-o", "plan.json") == (
-        "several recipes are compared, not written: --sweep and -o go with one --recipe"
-    )
-    assert read_refusal(*BOTH, "--statistics", "stats", "--sweep", "0.1:0.5:0.1") == (
-        "several recipes are compared, not written: --sweep and -o go with one --recipe"
-    )
-    assert read_refusal(*BOTH, "--recipe", "ridge", "--statistics", "stats") == "--recipe: one is given twice"
-    assert read_refusal(*BOTH, "--recipe", "rigde", "--statistics", "stats").startswith(
-        "no recipe 'rigde': did you mean "
-    )
-    assert read_refusal(*BOTH).startswith("recipe wanda-sp needs statistics: ")

@@ -23,7 +23,6 @@ from tests.cli.running import (
     ok,
     read_json,
     read_refusal,
-    read_usage_error,
     resume_job,
     run,
     same_files,
@@ -195,41 +194,7 @@ def test_json_alone_is_on_standard_output(place, recipe):
     assert report == read_json("out/ckpt_prune.json")
 
 
-def test_what_prune_needs(place):
-    assert read_refusal("prune", "dense", "-o", "out") == (
-        "recipe best-uniform needs statistics: give --statistics, or --text to measure them"
-    )
-    assert read_refusal("prune", "dense", "--recipe", "rcpu") == (
-        "give -o OUT, the folder to write; without one, --dry-run checks everything and prints sizes"
-    )
-    assert read_usage_error("prune", "--recipe", "rcpu", "-o", "out") == "Missing argument 'MODEL'."
-    assert (
-        read_usage_error("prune", "out", "dense", "--recipe", "rcpu", "-o", "out")
-        == "Got unexpected extra argument (dense)"
-    )
-    assert read_refusal(*SEQUENTIAL, "-o", "out", "--resume", "--overwrite") == (
-        "--resume and --overwrite exclude each other; give one"
-    )
-
-
 # ---- places ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("out", ["dense", "dense/out", ".", "..", "/", "dense/../dense"])
-@pytest.mark.parametrize("option", ["--dry-run", "--overwrite", "--resume"])
-def test_the_model_is_no_place_for_the_output(place, out, option):
-    assert read_refusal("prune", "dense", "--recipe", "magnitude", "-o", out, option) == (
-        f"output {Path(out)} overlaps the source dense: choose a place outside it"
-    )
-
-
-@pytest.mark.parametrize("option", [[], ["--dry-run"], ["--overwrite"]])
-@pytest.mark.parametrize(("out", "reason"), [("stats", "it has no ckpt_prune.json"), ("calib.txt", "it is no folder")])
-def test_what_is_never_replaced(place, out, reason, option):
-    assert read_refusal("prune", "dense", "--recipe", "magnitude", "-o", out, *option) == (
-        f"{Path(out).absolute()} exists and is not an output of this tool ({reason}), so it is never replaced; "
-        "choose another name"
-    )
 
 
 def test_an_existing_output_stays_unless_told(place):
@@ -240,17 +205,6 @@ def test_an_existing_output_stays_unless_told(place):
     ok(*args, "--overwrite")
     assert read_json("pruned/ckpt_prune.json")["recipe"]["name"] == "magnitude"
     assert not Path("pruned.partial").exists()
-
-
-def test_a_partial_folder_of_someone_else(place):
-    Path("out.partial").mkdir()
-    Path("out.partial/notes.txt").write_text("mine")
-    message = (
-        f"{Path('out.partial').absolute()} exists and was not left by ckpt-prune; "
-        "move it away or choose another output name"
-    )
-    for option in ([], ["--resume"], ["--overwrite"]):
-        assert read_refusal("prune", "dense", "--recipe", "magnitude", "-o", "out", *option) == message
 
 
 # ---- interruption ----------------------------------------------------------------------------------------------
@@ -352,27 +306,6 @@ def test_statistics_of_a_plan_that_are_gone(place):
 # ---- recovery in a recipe --------------------------------------------------------------------------------------
 
 MANY = ("--text", "calib.txt", "--samples", "64", "--window", "16")
-TWO = ("--set", "recovery.epochs=2")
-RECOVERING = ("prune", "dense", "--recipe", "rcpu", *HALF, *MANY, *TWO)
-
-
-@pytest.mark.parametrize("option", [[], ["--dry-run"], ["--statistics", "stats"]])
-@pytest.mark.parametrize("recipe", ["magnitude", "rcpu", "magnitude-50"])
-def test_recovery_needs_data(place, recipe, option):
-    message = read_refusal("prune", "dense", "--recipe", recipe, *TWO, *option, "-o", "out")
-    if recipe == "rcpu" and not option:
-        assert message == "recipe rcpu needs samples to be measured and recovered on: give --text"
-    else:
-        assert message == f"recipe {recipe} recovers on samples, beside any statistics: give --text"
-
-
-def test_statistics_and_text_without_recovery_exclude_each_other(place):
-    args = ("prune", "dense", "--recipe", "rcpu", "--statistics", "stats", "-o", "out")
-    assert read_refusal(*args, *TEXT) == "give --statistics or --text, not both"
-    assert read_refusal(*args, "--images", ".") == "give --statistics or --images, not both"
-    assert read_refusal(*args, "--perplexity-after", "all") == (
-        "--perplexity-after is for recipes with recovery, which rcpu has not"
-    )
 
 
 @pytest.mark.parametrize(
@@ -392,31 +325,6 @@ def test_the_shipped_recipes_with_recovery(place, recipe):
     gone = sum(int((weight == 0).sum()) for name, weight in weights.items() if name.endswith("_proj.weight"))
     assert gone == (0 if report["mask"] is None else 1920)
     assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
-
-
-RECOVERY_KEYS = (
-    "method, epochs, lr, batch, accumulate, schedule, only, layers, norms, teacher, held_out, patience, samples, seed"
-)
-
-
-def test_recovery_that_a_model_or_its_data_does_not_allow(place):
-    command = [*RECOVERING, "-o", "out"]
-    for option in ([], ["--dry-run"]):
-        assert read_refusal(*command, *option, "--set", "recovery.layers=9:12") == (
-            "layers 9:12: the model has blocks 0 to 1, say 0:2 for all"
-        )
-        assert read_refusal(*changed(command, "--samples", "1"), *option) == (
-            "recovery needs samples to train on and others to hold out: give at least 2, not 1"
-        )
-        assert read_refusal(*command, *option, "--compute-dtype", "float16") == (
-            "--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16"
-        )
-        assert read_refusal(*command, *option, "--perplexity-after", "7") == (
-            "--perplexity-after 7: expected numbers of blocks from 0 to 2 with commas between, or all"
-        )
-    assert read_refusal(*command, "--set", "recovery=true") == (
-        f"--set: recovery: keys are expected ({RECOVERY_KEYS}), got True"
-    )
 
 
 # ---- what it cost, measured at the end -------------------------------------------------------------------------
@@ -462,12 +370,6 @@ def test_an_evaluation_that_is_interrupted_is_named_in_json(place, monkeypatch):
     assert printed["evaluation"] == {"error": "interrupted"}
     assert "onnx" not in printed
     ok("verify", "out")
-
-
-def test_what_cannot_be_evaluated_on_is_refused_first(place):
-    assert read_refusal("prune", "dense", "--recipe", "magnitude", "-o", "out", "--evaluate", "nothing.txt") == (
-        "nothing.txt: no such text file"
-    )
 
 
 def test_a_terminal_is_told_what_to_do_next(place):

@@ -142,19 +142,6 @@ def test_the_disk_has_room_for_both(place, monkeypatch, dtype, size):
     assert f"{line}, without the time of the export" in ok(*args, "--dry-run")
 
 
-# ---- what fails before the first block -----------------------------------------------------------------------------
-
-
-def test_what_the_model_cannot_do_is_refused_first(place):
-    args = [*PRUNE, "-o", "out", *EXPORT, "--set"]
-    assert read_refusal(*args, "export.task=fill-mask") == (
-        "this model has no head for fill-mask: it can be exported for text-generation or feature-extraction"
-    )
-    message = read_refusal(*args, "export.fuse=true")
-    assert "export.fuse" in message
-    assert "optimize" in message
-
-
 # ---- what fails after the last -------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from ckpt_prune.cli.main import COMMANDS
 from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes, text_of_recipe
-from tests.cli.running import TEXT, ok, options_of, read_json, read_refusal, read_usage_error, run
+from tests.cli.running import TEXT, ok, options_of, read_json, read_refusal, run
 from tests.gguf_files.tiny import save
 
 TOP = (
@@ -128,27 +128,6 @@ def test_copy(place):
     assert ok("recipe", "validate", "mein rezept ü.yaml") == "mein rezept ü.yaml: recipe flap is valid\n"
 
 
-def test_names_that_no_file_can_have(place):
-    long = "x" * 300
-    for command in (
-        ["recipe", "validate", long],
-        ["recipe", "copy", "rcpu", long],
-        ["calibrate", "dense", "--text", long, "-o", "out"],
-        ["plan", "dense", "--recipe", "magnitude", "-o", long],
-        ["statistics", "show", long],
-    ):
-        assert read_refusal(*command).endswith(": File name too long; give another path or mend this one")
-
-
-def test_copy_replaces_nothing(place):
-    assert read_refusal("recipe", "copy", "rcpu", "calib.txt") == "calib.txt exists: choose another name"
-    assert (
-        read_refusal("recipe", "copy", "rcpu", "no/r.yaml")
-        == f"the folder {Path('no').absolute()} does not exist; create it first"
-    )
-    assert read_usage_error("recipe", "copy") == "Missing argument 'NAME'."
-
-
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_validate(name):
     assert ok("recipe", "validate", name) == f"{name}: recipe {name} is valid\n"
@@ -166,69 +145,6 @@ def test_schema():
 
 
 # ---- files that are no recipes ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "r.yaml is not a recipe: a mapping of keys is expected (`ckpt-prune recipe show rcpu`)"),
-        ("a: 1\n", "r.yaml is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)"),
-        (GOOD + "ratioo: 0.3\n", f"r.yaml, line 5: unknown key ratioo: did you mean 'ratio'? allowed here: {TOP}"),
-        (
-            GOOD.replace("score", "scor"),
-            "r.yaml, line 4: spaces.mlp.score is missing; r.yaml, line 4: unknown key spaces.mlp.scor: "
-            "did you mean 'score'? allowed here: score, ratio, rounding, multiple_of, optional, compensation",
-        ),
-        (
-            GOOD.replace("rotation", "rotate"),
-            "r.yaml, line 4: spaces.mlp.compensation.method: unknown method 'rotate': did you mean 'rotation'? "
-            "allowed here: none, bias, rotation, rotation-scale, centred-rotation, least-squares, ridge, affine, "
-            "grail, auto, logit, low-rank, factors",
-        ),
-        (GOOD + "ratio: 1\n", "r.yaml, line 5: ratio: input should be less than 1, got 1"),
-        (GOOD.replace("1", "2"), "r.yaml, line 1: version: 2 is not 1"),
-        (GOOD + "name: again\n", "r.yaml, line 5: name is given twice"),
-        (
-            GOOD + "target: late\n",
-            "r.yaml, line 5: target: late is not one of dense, sequential, drift",
-        ),
-        (
-            GOOD.replace("rotation", "rotation, lambda: 1"),
-            "r.yaml, line 4: spaces.mlp.compensation: method rotation has no lambda",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_with_its_line(place, text, message):
-    Path("r.yaml").write_text(text)
-    assert read_refusal("recipe", "validate", "r.yaml") == message
-    assert read_refusal("prune", "dense", "--recipe", "r.yaml", "--statistics", "stats", "-o", "out") == message
-    assert read_refusal("plan", "dense", "--recipe", "r.yaml", "--statistics", "stats") == message
-
-
-@pytest.mark.parametrize(
-    "text", ["a:\n\tb: 1\n", "a: [1\n", "a: *b\n", "a: !!python/object:os.system x\n", "a\n---\nb\n"]
-)
-def test_what_is_not_yaml(place, text):
-    Path("r.yaml").write_text(text)
-    assert read_refusal("recipe", "validate", "r.yaml").startswith("r.yaml is not YAML: ")
-
-
-@pytest.mark.parametrize("reference", ["dense", "", ".", "/"])
-def test_no_such_recipe(place, reference):
-    message = f"{reference} is a folder without a recipe; give a .yaml file"
-    if not reference:
-        message = "no recipe '': `ckpt-prune recipe list --all` shows all; or give a path to a .yaml file"
-    assert read_refusal("recipe", "validate", reference) == message
-    assert read_refusal("recipe", "show", reference) == message
-    assert read_refusal("prune", "dense", "--recipe", reference, "-o", "out") == message
-
-
-def test_the_nearest_names_are_suggested(place):
-    assert read_refusal("recipe", "show", "ridge@0885e95") == (
-        "ridge@0885e95: only recipes of the Hub are pinned, ORG/REPO/NAME.yaml@COMMIT; ridge comes with ckpt-prune: "
-        "leave @0885e95 off"
-    )
-    assert read_refusal("recipe", "show", "wandasp").startswith("no recipe 'wandasp': did you mean 'wanda-sp' or ")
 
 
 def test_a_config_or_a_plan_is_not_a_recipe(place):

@@ -26,7 +26,6 @@ from tests.cli.running import (
     poison,
     read_json,
     read_refusal,
-    read_usage_error,
     run,
     same_files,
     set_config,
@@ -157,13 +156,6 @@ def test_layers(place, layers, blocks):
     assert report_of("out")["recovery"]["settings"]["layers"] == layers
 
 
-@pytest.mark.parametrize("layers", ["a:b", "", "0:1.5", "²:3"])
-def test_layers_that_are_no_range(place, layers):
-    assert read_refusal(*RECOVER, "--layers", layers, "-o", "out") == (
-        f"--layers {layers}: {layers!r} is not a range of blocks: say A:B, such as 0:4, 4: or :4"
-    )
-
-
 def test_zeros_stay_zeros(place):
     ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "masked")
     args = ("--lr", "0.02", "-o", "out")
@@ -251,16 +243,6 @@ def test_hidden_states_that_are_not_finite(place, model, block):
     assert f"{block} of 2 blocks have new weights" in Path("out/README.md").read_text()
     again = strict(ok("recover", "masked", *RECOVER[2:], "-o", "again", "--json"))
     assert without_stages(again) == without_stages(report)
-
-
-# ---- perplexity on the way -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("after", ["x", "3", "0,,1", "-1", "²"])
-def test_perplexity_after_what_is_not_there(place, after):
-    assert read_refusal(*RECOVER, "--perplexity-after", after, "-o", "out") == (
-        f"--perplexity-after {after}: expected numbers of blocks from 0 to 2 with commas between, or all"
-    )
 
 
 # ---- memory, repetition and interruption -----------------------------------------------------------------------
@@ -420,24 +402,7 @@ def test_pruned_elsewhere(here):
     assert report_of("again")["recipe"] == {"name": "pruned elsewhere"}
 
 
-# ---- a dense model that is not the source ----------------------------------------------------------------------
-
-
 # ---- options that mean nothing ---------------------------------------------------------------------------------
-
-
-def test_what_recover_needs(place):
-    assert read_refusal("recover", "pruned", *TEXT, "-o", "out") == (
-        "recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)"
-    )
-    assert read_usage_error(*RECOVER) == "Missing option '-o' / '--output'."
-    assert read_usage_error("recover", "--dense", "dense", *TEXT, "-o", "out") == "Missing argument 'PRUNED'."
-    message = read_refusal(*BARE, "-o", "out")
-    assert message == "recover needs --text FILE, --images DIR for a vision model, or --audio DIR"
-    assert read_refusal(*RECOVER, "--images", ".", "-o", "out") == "give --text or --images, not both"
-    assert read_refusal(*RECOVER, "--compute-dtype", "float16", "-o", "out") == (
-        "--compute-dtype float16: gradients underflow in it; recovery runs in float32 or bfloat16"
-    )
 
 
 def test_too_little_text(place):
@@ -502,14 +467,6 @@ def test_a_dense_model_of_other_weights(place):
     )
 
 
-@pytest.mark.parametrize("model", ["opt", "bert", "vit"])
-def test_a_dense_model_of_another_family(here, model):
-    data = IMAGES if model == "vit" else SHORT
-    assert read_refusal("recover", "pruned", "--dense", model, *data, "-o", "out") == (
-        f"pruned is of type llama and {model} of type {model}: {BELONGS}"
-    )
-
-
 def test_a_dense_model_of_another_tokenizer(place):
     path = Path("dense/tokenizer.json")
     tokenizer = json.loads(path.read_text())
@@ -539,16 +496,3 @@ def test_code_of_others_is_not_run(place, model):
     assert read_refusal(*RECOVER, "-o", "out").startswith(
         f"{model} asks for remote code that is not this tool's (auto_map in config.json): it is not run"
     )
-
-
-# ---- places ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("option", [["--overwrite"], ["--resume"]])
-@pytest.mark.parametrize("out", ["{}", "{}/out", ".", "/", "{}/../{}"])
-@pytest.mark.parametrize("model", ["pruned", "dense"])
-def test_the_models_are_no_place_for_the_output(place, model, out, option):
-    message = read_refusal(*RECOVER, "-o", out.format(model, model), *option)
-    path = Path(out.format(model, model))
-    both = [f"output {path} overlaps the source {source}: choose a place outside it" for source in ("dense", "pruned")]
-    assert message in (both if out in (".", "/") else both[model == "pruned" :][:1])

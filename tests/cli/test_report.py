@@ -98,12 +98,6 @@ def test_a_place_that_cannot_be_written(here):
     )
 
 
-def test_what_is_not_there(here):
-    assert read_refusal("report", "nowhere") == f"nowhere cannot be read (No such file or directory): {WANTED}"
-    name = "b" * 300
-    assert read_refusal("report", name) == f"{name} cannot be read (File name too long): {WANTED}"
-
-
 def test_a_folder_without_a_report(here):
     Path("dense").mkdir()
     assert read_refusal("report", "dense") == f"dense has no ckpt_prune.json: {WANTED}"

@@ -109,17 +109,6 @@ def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
     assert "and recovered" not in card
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--rank 4", "--rank is for --method lora"),
-        ("--norms", "--norms is for --method laco: scales are of linear modules, fitted to all blocks at once"),
-    ],
-)
-def test_options_of_other_methods_are_refused(place: Path, words: str, message: str):
-    assert read_refusal("recover", "pruned", *changed(SCALES, *words.split()), "-o", "out") == message
-
-
 @pytest.mark.parametrize("stopped", ["block 1", "scales"])
 def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch, stopped: str):
     words = ("recover", "pruned", *changed(SCALES, "--epochs", "1"), "-o")
@@ -272,33 +261,6 @@ def test_a_run_that_is_interrupted_goes_on(place: Path, recipe: str, more: tuple
         assert find_changed("out", "whole") == set()
         assert without_stages(report_of("out")) == without_stages(report_of("whole"))
         shutil.rmtree("out")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            ("--set", "recovery.norms=true"),
-            "norms is for method laco: scales are of linear modules, towards the dense model",
-        ),
-        (
-            ("--set", "recovery.teacher=pruned"),
-            "teacher is for method laco: scales are of linear modules, towards the dense model",
-        ),
-        (
-            ("--set", "recovery.method=lora"),
-            "lora holds the whole model: recover the output with `ckpt-prune recover --method lora`",
-        ),
-        (
-            ("--perplexity-after", "1"),
-            "--perplexity-after is for recovery block by block, and scales are fitted to all at the end",
-        ),
-    ],
-)
-def test_what_a_recipe_with_scales_cannot_say_is_refused(place: Path, given: tuple[str, ...], message: str):
-    assert read_refusal("prune", "dense", "--recipe", "magnitude-50", *TEXT, *STEP, *given, "-o", "out").endswith(
-        message
-    )
 
 
 def test_a_plan_is_applied_with_its_scales(place: Path):

@@ -16,7 +16,6 @@ from ckpt_prune.measure.statistics.files import INDEX
 from ckpt_prune.measure.statistics.folder import Statistics
 from tests.cli.running import (
     TEXT,
-    changed,
     edit_statistics,
     edit_weights,
     listing,
@@ -59,11 +58,6 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
     alike = ("samples", "window", "tokens", "folds", "collect", "blocks")
     assert {key: done[key] for key in alike} == {key: report[key] for key in alike}
     assert report["bytes"] <= done["bytes"] < 1.5 * report["bytes"]
-
-
-def test_a_dry_run_refuses_what_a_run_would(place):
-    assert read_refusal(*DRY[:-1], "stats") == f"{place / 'stats'} exists; --overwrite replaces it, or give another -o"
-    assert read_refusal(*changed(DRY, "--folds", "9")) == "9 folds of 8 samples: every fold needs at least one"
 
 
 def test_what_counts_as_active_is_said_and_kept(place):
@@ -168,13 +162,6 @@ def stop(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("out", ["dense", "dense/stats", ".", "dense/../dense"])
-def test_the_model_is_no_place_for_statistics(place, out):
-    assert read_refusal("calibrate", "dense", *TEXT, "-o", out, "--overwrite") == (
-        f"output {Path(out)} overlaps the source dense: choose a place outside it"
-    )
-
-
 # ---- show and add ----------------------------------------------------------------------------------------------
 
 
@@ -209,15 +196,6 @@ def test_add(place):
     ok("statistics", "add", "stats", "more", "-o", "sum", "--overwrite")
     # A sum can be used as any other statistics.
     ok("prune", "dense", "--recipe", "rcpu", "--statistics", "sum", "-o", "out")
-
-
-@pytest.mark.parametrize("folder", ["dense", "nowhere"])
-def test_what_is_not_statistics(place, folder):
-    message = f"{folder} holds no statistics.json: statistics are written by `ckpt-prune calibrate`"
-    assert read_refusal("statistics", "show", folder) == message
-    assert read_refusal("statistics", "add", "stats", folder, "-o", "sum") == message
-    assert read_refusal("prune", "dense", "--recipe", "rcpu", "--statistics", folder, "-o", "out") == message
-    assert read_refusal("plan", "dense", "--recipe", "rcpu", "--statistics", folder, "-o", "plan.json") == message
 
 
 # ---- statistics that do not belong to the model, or are damaged ------------------------------------------------
@@ -328,20 +306,4 @@ def test_a_shard_is_not_added_twice_nor_what_overlaps_it(place):
     assert read_refusal("statistics", "add", "sum", third, "-o", "more").endswith("they would count twice")
     assert read_refusal("statistics", "add", half, "-o", "more") == (
         "there is nothing to add: name two statistics folders, or more"
-    )
-
-
-@pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b", "1/2/3", "-1/2", "1/0"])
-def test_what_is_no_shard_is_refused(place, shard):
-    assert read_refusal("calibrate", "dense", *TEXT, f"--shard={shard}", "-o", "s") == (
-        f"--shard {shard}: expected I/N, the I-th of N shards, I from 1 to N"
-    )
-
-
-def test_shards_that_would_be_empty_or_do_not_add_are_refused(place):
-    assert read_refusal("calibrate", "dense", *TEXT, "--shard", "1/9", "-o", "s") == (
-        "--shard 1/9: 8 samples make no 9 shards; say fewer, or more --samples"
-    )
-    assert read_refusal("calibrate", "dense", *TEXT, "--shard", "1/2", "--collect", "moments,taylor", "-o", "s") == (
-        "--shard: taylor, absolute values of sums over all samples, does not add: leave it out"
     )

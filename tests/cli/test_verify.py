@@ -249,18 +249,6 @@ def test_against_another_model(place):
     )
 
 
-def test_against_without_a_report(place):
-    assert read_refusal("verify", "sharded", "--against", "dense") == (
-        "sharded has no ckpt_prune.json: it cannot be compared with the model it was made from"
-    )
-
-
-@pytest.mark.parametrize("content", ["", "{}", '{"source": 5, "files": {}, "sites": []}'])
-def test_a_damaged_report(place, content):
-    Path("pruned/ckpt_prune.json").write_text(content)
-    assert read_refusal("verify", "pruned") == "pruned/ckpt_prune.json is damaged: prune again"
-
-
 # ---- a bit --------------------------------------------------------------------------------------------------------
 
 
