@@ -89,8 +89,8 @@ def calibrate(options: CalibrateOptions) -> "Statistics | ForeseenStatistics":
     from ckpt_prune.model.containers.container import container_of
     from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
-    from ckpt_prune.runner.checks import check_one_basis
     from ckpt_prune.runner.estimate import estimate_calibration
+    from ckpt_prune.stages.shared.one_basis import check_one_basis
     from ckpt_prune.stages.spaces.effects.gradients import add_gradients
     from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
     from ckpt_prune.verification.forward_pass import check_forward

@@ -31,7 +31,8 @@ class Planned:
     @property
     def messages(self) -> list[str]:
         """Say which sizes units are too coarse for, what multiples cost, and what else would lose less."""
-        from ckpt_prune.runner.messages import multiples_line, size_lines, wider_choice
+        from ckpt_prune.runner.messages import wider_choice
+        from ckpt_prune.stages.spaces.messages import multiples_line, size_lines
 
         others = wider_choice(self.settled), multiples_line(self.settled)
         return [line for line in (*size_lines(self.settled), *others) if line]

@@ -144,7 +144,7 @@ def _check_together(options: SweepOptions, key: str, calibrated: bool) -> None:
 
 def _check_plannable(recipes: "Sequence[Recipe]", *, measured: bool) -> bool:
     """Return True if plans can describe the recipes; UserError if they cannot and nothing is measured."""
-    from ckpt_prune.runner.plan import check_plannable
+    from ckpt_prune.runner.plannable import check_plannable
 
     try:
         for recipe in recipes:

@@ -54,7 +54,7 @@ def _refuse_data(recipes: Sequence[str], options: dict[str, Any]) -> None:
 
     recipe_pairs = [recipe_of(check_options(PlanOptions, options | {"recipe": each})) for each in recipes or (None,)]
 
-    from ckpt_prune.runner.plan import check_plannable
+    from ckpt_prune.runner.plannable import check_plannable
 
     for _, recipe in recipe_pairs:
         check_plannable(recipe)
@@ -98,7 +98,7 @@ def _print_planned(planned: Planned) -> None:
 
 
 def _explain_predicted() -> str:
-    from ckpt_prune.runner.messages import SECOND_ORDER
+    from ckpt_prune.stages.spaces.messages import SECOND_ORDER
 
     return (
         f"predicted: the divergence (KL, in nats) from the dense model's output, {SECOND_ORDER}; the perplexity grows "
@@ -135,11 +135,12 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
 
 
 def _print_plan(settled: Any, plan: Any) -> None:
-    from ckpt_prune.cli.rendering import kept_line, plan_legend
-    from ckpt_prune.runner.messages import few_tokens, multiples_line, predicted_line, size_lines, wider_choice
+    from ckpt_prune.cli.rendering import plan_legend
+    from ckpt_prune.runner.messages import kept_line, warnings, wider_choice
     from ckpt_prune.runner.sections import cost_table
     from ckpt_prune.show.terminal import print_table, section_lines
     from ckpt_prune.stages.depth.show import show_depth
+    from ckpt_prune.stages.spaces.messages import multiples_line, predicted_line, size_lines
     from ckpt_prune.stages.spaces.show import (
         compare_errors,
         count_left_out,
@@ -182,13 +183,13 @@ def _print_plan(settled: Any, plan: Any) -> None:
             f"the recipe ends with recovery ({settled.recipe.recovery.method}), which these figures leave out: "
             "`prune --plan` asks for the samples that it takes"
         )
-    warnings = (
+    of_sites = (
         *warn_of_sites(plan.sites),
         *count_left_out(plan.sites, plan.recipe),
         *mean_lines(plan.sites),
         *compare_errors(plan.sites, warnings=True),
     )
-    for line in filter(None, (few_tokens(settled), *warnings)):
+    for line in (*warnings(settled), *of_sites):
         click.echo(line)
     for line in filter(None, (plan.container_note, wider_choice(settled), multiples_line(settled))):
         click.echo(f"\n{line}")

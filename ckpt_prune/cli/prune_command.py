@@ -12,7 +12,6 @@ from ckpt_prune.common.safe_text import escape_controls
 from ckpt_prune.model.runtimes import takers_by_change
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.option import check_options
-from ckpt_prune.stages.export.keys import Export
 
 
 def _prune(options: dict[str, Any], as_json: bool) -> None:
@@ -67,8 +66,7 @@ def _print_new(pruned: Pruned, before: Pruned | None) -> None:
 
 
 def _print_done(pruned: Pruned) -> None:
-    from ckpt_prune.cli.rendering import kept_line
-    from ckpt_prune.runner.messages import messages
+    from ckpt_prune.runner.messages import kept_line, messages
     from ckpt_prune.runner.sections import cost_table, latency_sentences
     from ckpt_prune.show.terminal import print_table, section_lines
     from ckpt_prune.stages.folders import stage_sections
@@ -79,8 +77,8 @@ def _print_done(pruned: Pruned) -> None:
             if message not in report.warnings:  # which stand with the errors
                 click.echo(message)
         click.echo(print_table(cost_table(report.before, report.after)))
-        if not settled.recipe.has("mask") and not settled.recipe.has("low_rank"):
-            click.echo(kept_line(settled))
+        if (kept := kept_line(settled)) is not None:
+            click.echo(kept)
         for line in (*section_lines(stage_sections(report)), *latency_sentences(report)):
             click.echo(line)
         for warning in report.warnings:
@@ -109,46 +107,19 @@ def hints(pruned: Pruned, settled: Any) -> list[str]:
 
 
 def _print_dry(pruned: Pruned) -> None:
-    from ckpt_prune.cli.rendering import container_line, kept_line, ranks_line
-    from ckpt_prune.common.formatting import plural
-    from ckpt_prune.common.zero_patterns import describe_mask
-    from ckpt_prune.runner.messages import messages, unmeasured_lines
+    from ckpt_prune.cli.rendering import container_line
+    from ckpt_prune.runner.messages import kept_line, messages, unmeasured_lines
     from ckpt_prune.runner.sections import cost_table
     from ckpt_prune.show.terminal import print_table
+    from ckpt_prune.stages.folders import stages_of
 
     settled: Any = pruned.settled
     for message in messages(settled):
         click.echo(message)
     click.echo(print_table(cost_table(settled.before, settled.output.cost)))
-    mask = settled.recipe.mask
-    if settled.recipe.low_rank is not None:
-        click.echo(ranks_line(settled))
-    elif mask is None:
-        click.echo(kept_line(settled))
-    else:
-        how = describe_mask(mask.method, mask.pattern)
-        rotation = settled.recipe.rotation
-        if rotation is not None:
-            click.echo(
-                f"to be rotated first, {rotation.kind}: {rotation.steps} steps of "
-                f"{rotation.importance_for(settled.recipe)} "
-                "importance"
-            )
-        where = "of every linear weight in every block"
-        if mask.allocation != "uniform":
-            where = f"of all linear weights, shared out over blocks by {mask.allocation}"
-        click.echo(f"to be masked by {how}: {settled.recipe.ratio:.1%} {where}")
-    recovery = settled.recipe.recovery
-    if recovery is not None:
-        blocks, how = recovery.blocks(settled.model.blocks), " by scales" if recovery.method == "scales" else ""
-        click.echo(
-            f"to be recovered{how}: {len(blocks)} of {settled.model.blocks} blocks, "
-            f"{plural(recovery.epochs, 'epoch')} on {len(settled.job.training.samples)} samples"
-        )
-    export = settled.recipe.get(Export)
-    if export is not None:
-        types = ", ".join(export.dtype) or "in the checkpoint's type"
-        click.echo(f"to be exported: {export.format}, {types}")
+    planned = [line for stage in stages_of(settled.whole.recipe) for line in stage.planned(settled)]
+    for line in (*filter(None, [kept_line(settled)]), *planned):
+        click.echo(line)
     if settled.foreseen:
         click.echo(container_line(settled))
     unmeasured = list(unmeasured_lines(settled))

@@ -35,11 +35,12 @@ from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.model.supported import declared_family
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.reading import load_recipe
-from ckpt_prune.runner.messages import coarse_lines, ignored_words, tied_words
+from ckpt_prune.runner.messages import ignored_words, tied_words
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.stages.output import plan_output
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.spaces.checks import check_spaces
+from ckpt_prune.stages.spaces.messages import coarse_lines
 
 
 def describe(
@@ -161,11 +162,11 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
 def _recipe(name: str, ratio: float | None) -> Recipe:
     file = locate_recipe(name)
     shown_recipe = load_recipe(file)
-    if shown_recipe.has("mask"):
-        raise UserError(f"recipe {name} zeroes weights and leaves every size as it is: --ratio is for one with spaces")
-    if shown_recipe.changes_model:
-        what = "drops whole blocks" if shown_recipe.has("depth") else "slices the residual stream"
-        raise UserError(f"recipe {name} {what}: `ckpt-prune prune --recipe {name} --dry-run` tells the size")
+    for keys in shown_recipe.stages:
+        if keys.changes_model:
+            raise UserError(f"recipe {name} {keys.does}: `ckpt-prune prune --recipe {name} --dry-run` tells the size")
+    if not shown_recipe.spaces:
+        raise UserError(f"recipe {name} drops no units of spaces: --ratio is for one with spaces")
     if shown_recipe.size is not None and ratio is None:
         raise UserError(f"recipe {name} has a size, which `plan` finds the widths of: say --ratio")
     # In any container: the answer is a size, not a refusal.

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
@@ -25,7 +25,7 @@ from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, SpaceSettings, kind_o
 from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.runtimes import read_target
+from ckpt_prune.model.runtimes import Change, read_target
 from ckpt_prune.model.spaces import SpaceName, recipe_space
 
 
@@ -47,7 +47,9 @@ class StageKeys(Strict):
         rewrites: True if it also changes weights that stay, which `verify` then does not compare.
         named: name → keys; a recipe may say the name in place of them.
         bar: what the progress bar says while blocks are worked on.
-        takes_outputs: True if it goes with an output that carries code of its own.
+        changes_weights: True if the output computes something else because of it.
+        trains: True if it trains on samples, beside any statistics.
+        does, by_itself: of a stage that changes the model, what it does, and the command that does nothing else.
         writes: names beside the checkpoint that the output may have because of it.
     """
 
@@ -62,7 +64,10 @@ class StageKeys(Strict):
     changes_model: ClassVar[bool] = False
     rewrites: ClassVar[bool] = False
     named: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    takes_outputs: ClassVar[bool] = False
+    changes_weights: ClassVar[bool] = True
+    trains: ClassVar[bool] = False
+    does: ClassVar[str] = ""
+    by_itself: ClassVar[str] = ""
     writes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -86,6 +91,29 @@ class StageKeys(Strict):
     def applies(self, recipe: "Recipe") -> bool:
         """Return True if the stage is meant for the size that the recipe asks for."""
         return True
+
+    def check_plannable(self, recipe: "Recipe") -> None:
+        """Refuse, with UserError, to plan what a plan cannot say."""
+
+    # ---- where the output runs ---------------------------------------------------------------------------------
+
+    @property
+    def runtimes(self) -> Sequence[str]:
+        """Runtimes that the output is for because of this stage, beside those of `Recipe.runs_on`."""
+        return ()
+
+    def changes(self, recipe: "Recipe", spaces: Set[str]) -> Set[Change]:
+        """Return what its output asks of a runtime; `spaces` are those that the recipe prunes in this model."""
+        return set()
+
+    @property
+    def column_group(self) -> int:
+        """Columns that share something in the output, so that widths are multiples of it."""
+        return 1
+
+    def in_multiples_of(self, unit: int) -> Self:
+        """Return the keys with what they count rounded to multiples of this."""
+        return self
 
     def at_one_ratio(self) -> "StageKeys":
         """Return the stage that takes as much from every block."""
@@ -119,6 +147,11 @@ class StageKeys(Strict):
 
     def decides_widths(self, recipe: "Recipe") -> bool:
         """Return True if measuring decides how much each block, or each linear module, loses."""
+        return False
+
+    @property
+    def runs_model(self) -> bool:
+        """True if it runs the model itself, beside any statistics that are given."""
         return False
 
     def needs_samples(self, recipe: "Recipe") -> bool:
@@ -303,6 +336,11 @@ class Recipe(Strict):
     def changes_model(self) -> bool:
         """True if a stage leaves another model to those after it: fewer blocks, or a narrower residual stream."""
         return any(stage.changes_model for stage in self.stages)
+
+    @property
+    def sizing(self) -> tuple[StageKeys, ...]:
+        """The stages that make shapes smaller: whole blocks, dimensions of the residual stream or units of spaces."""
+        return tuple(stage for stage in self.stages if stage.changes_model or stage.key == "spaces")
 
     @property
     def joint(self) -> bool:

@@ -8,6 +8,8 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import StageKeys
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import BlockPruner, Step
+from ckpt_prune.model.containers.checking import check_stock
+from ckpt_prune.model.model import Model
 
 Keys = TypeVar("Keys", bound=StageKeys)
 
@@ -36,6 +38,12 @@ class Stage(Generic[Keys]):
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
 
+    # ---- before any data is measured ---------------------------------------------------------------------------
+
+    def check_source(self, model: Model) -> None:
+        """Refuse a model whose stored form the stage cannot work on: by default every output with code of its own."""
+        check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
+
     def check(self, prepared: Prepared) -> None:
         """Refuse what cannot work, whatever data there is."""
 
@@ -48,6 +56,38 @@ class Stage(Generic[Keys]):
     def preview(self, prepared: Prepared) -> Prepared:
         """Decide what needs no data. What measuring will decide gets a placeholder, for dry runs."""
         return prepared
+
+    # ---- what a person is told ---------------------------------------------------------------------------------
+
+    def planned(self, prepared: Prepared) -> Sequence[str]:
+        """Return the lines of a dry run on what will be done."""
+        return []
+
+    def kept(self, prepared: Prepared) -> str | None:
+        """Return what stays, as a part of one line that all stages share; None of a stage that leaves all shapes."""
+        return None
+
+    def measured(self, prepared: Prepared) -> str | None:
+        """Return what a run measures for the stage, in words that follow "to be measured"."""
+        return None
+
+    def extreme(self, prepared: Prepared) -> str | None:
+        """Say that nothing goes, or that so little stays that the model is ruined; None of all between."""
+        return None
+
+    def messages(self, prepared: Prepared) -> Sequence[str]:
+        """Return what a person must know before or after the run, besides sizes."""
+        return []
+
+    def warnings(self, prepared: Prepared) -> Sequence[str]:
+        """Return why the stage's figures are not to be relied on, for the report."""
+        return []
+
+    def widest_fit(self, prepared: Prepared) -> int:
+        """Return the most inputs of a fit that so few tokens could make exact on these alone; 0 if there is none."""
+        return 0
+
+    # ---- work --------------------------------------------------------------------------------------------------
 
     def run(self, prepared: Prepared, run: Run) -> Prepared:
         """Work on the model as a whole: measure, and decide."""

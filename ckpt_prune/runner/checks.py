@@ -5,14 +5,12 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.model.containers.checking import check_source, check_stock
+from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.folders import stages_of
-from ckpt_prune.stages.hidden.sliced_checkpoint import SLICING_KEY
 from ckpt_prune.stages.report import find_report
-from ckpt_prune.stages.rotation.rotated_checkpoint import CONFIG_KEY
 from ckpt_prune.stages.spaces.checks import check_spaces
 
 
@@ -41,7 +39,7 @@ def check_data(prepared: Prepared) -> None:
     """Refuse a job with too little to measure on."""
     if prepared.lacks_moments:
         data, name = DATA_OPTIONS[prepared.model.family.modality], prepared.recipe.name
-        if prepared.recipe.has("recovery"):
+        if any(keys.trains for keys in prepared.recipe.stages):
             raise UserError(f"recipe {name} needs samples to be measured and recovered on: give {data}")
         raise UserError(f"recipe {name} needs statistics: give --statistics, or {data} to measure them")
     for stage in stages_of(prepared.recipe):
@@ -49,19 +47,9 @@ def check_data(prepared: Prepared) -> None:
 
 
 def check_again(model: Model, recipe: Recipe) -> None:
-    """Refuse what does not go with an output that carries code of its own: all but masks."""
-    if not any(keys.takes_outputs for keys in recipe.stages):
-        check_stock(model, "units are counted alike in every block, and its blocks may differ; masks alone go into it")
-    elif recipe.has("rotation"):
-        check_stock(model, "rotations are absorbed by blocks of the stock shape; masks without them go into it")
-    elif recipe.has("mask"):
-        check_one_basis(model)
-
-
-def check_one_basis(model: Model) -> None:
-    """Refuse an output whose residual stream changes its basis from block to block."""
-    if any(getattr(model.config, key, None) is not None for key in (CONFIG_KEY, SLICING_KEY)):
-        check_stock(model, "its residual stream turns between blocks, which only the run that made it knew")
+    """Refuse a model whose stored form a stage of the recipe cannot work on, such as an output with its own code."""
+    for stage in stages_of(recipe):
+        stage.check_source(model)
 
 
 def check_planned(model: Model, plan: Plan) -> None:

@@ -5,9 +5,9 @@ import shlex
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.runtimes import RUNTIMES
-from ckpt_prune.runner.messages import asked_size_of
 from ckpt_prune.stages.export.keys import Export
 from ckpt_prune.stages.quantize.keys import Quantize
+from ckpt_prune.stages.spaces.size_search import asked_size_of
 
 _EIGHT, _FOUR = 8.5, 4.85
 """Bits of a weight with its scales: of q8_0, and of q4_k_m, which keeps some weights in more."""

@@ -8,12 +8,11 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan, SitePlan
 from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import StatisticsReference
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.checks import check_data, check_fit
+from ckpt_prune.runner.plannable import check_plannable
 from ckpt_prune.stages.depth.choice import drop_planned_blocks
-from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.output import plan_output
 from ckpt_prune.stages.spaces.run import choose_widths, grams_of, pruner_of
@@ -76,47 +75,3 @@ def make_plan(prepared: Prepared) -> Plan:
         depth=prepared.depth,
         sites=sites,
     )
-
-
-def check_plannable(recipe: Recipe) -> None:
-    """Refuse to plan what a plan cannot say."""
-    if recipe.has("low_rank"):
-        raise UserError(
-            f"recipe {recipe.name} factors linears, which a plan does not list: `ckpt-prune prune` applies it, with "
-            "--dry-run to see sizes"
-        )
-    if recipe.joint:
-        parts = [
-            ("drops blocks", "`ckpt-prune prune --recipe depth --set depth.drop=N`", recipe.has("depth")),
-            (
-                "narrows the residual stream",
-                "`ckpt-prune prune --recipe slicegpt-shared --set hidden.drop=N`",
-                recipe.has("hidden"),
-            ),
-        ]
-        does, steps = zip(*((what, step) for what, step, has in parts if has), strict=True)
-        what = "what is left" if recipe.has("hidden") else "those that stay"
-        at_once = "all" if len(steps) > 1 else "both"
-        raise UserError(
-            f"recipe {recipe.name} {', '.join(does)} and then prunes spaces of {what}, which no statistics are of yet: "
-            f"`ckpt-prune prune --text` (or --images) does {at_once} at once; for a plan, {', then '.join(steps)} "
-            "first, then calibrate and plan what it has written, by a recipe of spaces alone such as best-uniform"
-        )
-    if recipe.has("depth") and recipe.has("hidden"):
-        raise UserError(
-            f"recipe {recipe.name} narrows the residual stream of the blocks that stay, of which a plan says nothing: "
-            "`ckpt-prune prune --dry-run` tells its width and size"
-        )
-    if (depth := recipe.get(Depth)) is not None and depth.choice == "loss":
-        raise UserError(
-            f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
-        )
-    if recipe.has("hidden"):
-        raise UserError(
-            f"recipe {recipe.name} slices the residual stream, of which a plan says nothing: `ckpt-prune prune "
-            "--dry-run` tells its width and size"
-        )
-    if recipe.has("mask"):
-        raise UserError(
-            f"recipe {recipe.name} zeroes single weights, which a plan does not list: `ckpt-prune prune` applies it"
-        )

@@ -25,7 +25,7 @@ from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.shipped import RecipeFile
 from ckpt_prune.runner.checks import check_again, check_planned
-from ckpt_prune.runner.plan import check_plannable
+from ckpt_prune.runner.plannable import check_plannable
 from ckpt_prune.runner.publish import wanted_names
 from ckpt_prune.runner.read_recipe import ChosenRecipe, runs_model
 from ckpt_prune.runner.runtimes import fit_to_runtimes

@@ -11,7 +11,7 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.job.source_facts import source_of, stored_as, stored_whole
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.runner.changes import changes_of
-from ckpt_prune.runner.messages import few_tokens
+from ckpt_prune.runner.messages import warnings
 from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.spaces.size_search import dense_size, size_at
@@ -50,7 +50,7 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
         before=prepared.before,
         after=prepared.output.cost,
         latency=_foresee_latency(prepared),
-        warnings=[few] if (few := few_tokens(prepared)) else [],
+        warnings=warnings(prepared),
         **fields,
     )
 

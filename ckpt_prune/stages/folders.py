@@ -3,7 +3,7 @@
 A recipe is read with the keys alone. `stage.py` is imported when a job is prepared, `show.py` when a report is shown.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -24,9 +24,12 @@ def stages_of(recipe: Recipe) -> "list[Stage[Any]]":
 
 def stage_sections(report: Any) -> list[Section]:
     """Return what a report says of every stage: `sections` of `show.py` in its folder, where there is one."""
-    shows = [_find_module(kind, "show") for kind in STAGES]
-    sections: list[Sequence[Section]] = [show.sections(report) for show in shows if show is not None]
-    return [section for several in sections for section in several]
+    return [section for show in _functions("sections", "show") for section in show(report)]
+
+
+def source_lines(report: Any) -> list[str]:
+    """Return what whoever changes an output further must know of it: `source_lines` of the stages' `show.py`."""
+    return [line for tell in _functions("source_lines", "show") for line in tell(report)]
 
 
 def _stage_class(kind: type[StageKeys]) -> "type[Stage[Any]]":
@@ -34,6 +37,14 @@ def _stage_class(kind: type[StageKeys]) -> "type[Stage[Any]]":
     found = [each for each in vars(module).values() if isinstance(each, type) and vars(each).get("of") is kind]
     (stage,) = found
     return stage
+
+
+def _functions(name: str, module: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a name that stages have in the module of a name, in the order of the stages."""
+    for kind in STAGES:
+        found = getattr(_find_module(kind, module), name, None)
+        if found is not None:
+            yield found
 
 
 def _find_module(kind: type[StageKeys], name: str) -> ModuleType | None:

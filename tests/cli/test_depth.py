@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.runner.messages import SECOND_ORDER
 from ckpt_prune.stages.recovery.training import SampleSplit
+from ckpt_prune.stages.spaces.messages import SECOND_ORDER
 from tests.cli.running import (
     TEXT,
     drop_time_line,

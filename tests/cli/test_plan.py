@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_prune.runner.messages import SECOND_ORDER
+from ckpt_prune.stages.spaces.messages import SECOND_ORDER
 from tests.cli.running import TEXT, ok, read_json, read_refusal
 
 RCPU = ("--recipe", "rcpu", "--statistics", "stats", "--ratio", "0.5")

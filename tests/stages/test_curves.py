@@ -17,7 +17,6 @@ from ckpt_prune.measure.statistics.folder import record_effects
 from ckpt_prune.measure.streams.backward import draw_end_gradients
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
-from ckpt_prune.runner.messages import predicted_line
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.scoring import obs
 from ckpt_prune.scoring.costs import DropOrder
@@ -26,6 +25,7 @@ from ckpt_prune.stages.spaces import measure_dense
 from ckpt_prune.stages.spaces.effects import predicted as space_effects
 from ckpt_prune.stages.spaces.effects.gradients import draw_tokens
 from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
+from ckpt_prune.stages.spaces.messages import predicted_line
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import decide, dense_ranking
 from tests.encoders import calibrate, job_on

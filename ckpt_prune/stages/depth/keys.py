@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.fields import Strict
 from ckpt_prune.compensation.methods import GRID
 from ckpt_prune.job.recipe import Recipe, StageKeys
@@ -73,6 +74,8 @@ class Depth(StageKeys):
     goal = "depth"
     summary = "Whole blocks that go, before anything else is done to those that stay."
     changes_model = True
+    does = "drops whole blocks"
+    by_itself = "`ckpt-prune prune --recipe depth --set depth.drop=N`"
     excludes: ClassVar[Mapping[str, str]] = {
         "mask": "depth does not go with mask: prune twice, first the blocks and then the mask, because the mask must "
         "be chosen on the shorter model",
@@ -176,6 +179,12 @@ class Depth(StageKeys):
             raise ValueError(
                 "depth.drop: auto weighs blocks by what they do to the model's output, as the widths must be: say "
                 "allocation: least-error, without weigh_by"
+            )
+
+    def check_plannable(self, recipe: Recipe) -> None:
+        if self.choice == "loss":
+            raise UserError(
+                f"recipe {recipe.name} chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
             )
 
     def applies(self, recipe: Recipe) -> bool:

@@ -1,5 +1,6 @@
 """The keys of `export`: an ONNX graph of the output in its folder onnx, or a GGUF file beside its weights."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ class Export(GraphSettings, StageKeys):
     key = "export"
     summary = "End in an ONNX graph, in the output's folder onnx, or in a GGUF file."
     prunes = False
+    changes_weights = False
     writes = (GRAPH_FOLDER, *GGUF_FILES.values())
 
     proof: bool = Field(
@@ -24,6 +26,10 @@ class Export(GraphSettings, StageKeys):
         alias="validate",
         description="Compare what is exported with PyTorch, in onnxruntime or llama.cpp; outside the tolerance fails.",
     )
+
+    @property
+    def runtimes(self) -> Sequence[str]:
+        return ("llama.cpp",) if self.format == "gguf" else ()
 
     def is_done(self, output: Path) -> bool:
         """Return whether an output has what is exported of it."""

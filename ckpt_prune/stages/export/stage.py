@@ -1,6 +1,8 @@
 """The work of the stage `export`."""
 
+from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.stage import Stage
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.export.keys import Export
 
 
@@ -8,3 +10,10 @@ class ExportStage(Stage[Export]):
     """Exports the output, once it is whole, to an ONNX graph or a GGUF file."""
 
     of = Export
+
+    def check_source(self, model: Model) -> None:
+        """What can be exported is asked when the output is known."""
+
+    def planned(self, prepared: Prepared) -> list[str]:
+        types = ", ".join(self.keys.dtype) or "in the checkpoint's type"
+        return [f"to be exported: {self.keys.format}, {types}"]

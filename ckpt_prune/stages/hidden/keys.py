@@ -1,13 +1,16 @@
 """The keys of `hidden`: dimensions of the residual stream go, in a basis that is measured (SliceGPT)."""
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping, Set
+from math import lcm
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.names import SlicingKind, SlicingSignal
 from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.model.runtimes import Change
 
 
 class Hidden(StageKeys):
@@ -17,6 +20,8 @@ class Hidden(StageKeys):
     goal = "hidden"
     summary = "Dimensions of the residual stream that go, in a basis that is measured."
     changes_model = True
+    does = "narrows the residual stream"
+    by_itself = "`ckpt-prune prune --recipe slicegpt-shared --set hidden.drop=N`"
     excludes: ClassVar[Mapping[str, str]] = {
         "mask": "hidden turns the residual stream into another basis: for a mask as well, prune twice, the mask last, "
         "or first where the output needs code of its own (kind: per-block)",
@@ -97,6 +102,18 @@ class Hidden(StageKeys):
                 "hidden.drop: auto weighs dimensions by what they do to the model's output, as the widths must be: say "
                 "allocation: least-error, without weigh_by"
             )
+
+    def check_plannable(self, recipe: Recipe) -> None:
+        raise UserError(
+            f"recipe {recipe.name} narrows the residual stream, of which a plan says nothing: `ckpt-prune prune "
+            "--dry-run` tells its width and size"
+        )
+
+    def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
+        return {"slicing"} if self.kind == "per-block" else set()
+
+    def in_multiples_of(self, unit: int) -> Self:
+        return self.model_copy(update={"multiple_of": lcm(self.multiple_of, unit)})
 
     def needs_moments(self, recipe: Recipe) -> bool:
         return True

@@ -9,7 +9,10 @@ from ckpt_prune.job.stage import Stage
 from ckpt_prune.stages.hidden.keys import Hidden
 from ckpt_prune.stages.hidden.preview import check_hidden
 from ckpt_prune.stages.hidden.run import narrow_stream
+from ckpt_prune.stages.hidden.show import dimensions_line
 from ckpt_prune.stages.joint_counts.placeholders import narrow_unmeasured
+from ckpt_prune.stages.shared.extremes import fewest
+from ckpt_prune.stages.shared.tokens import calibration_tokens
 
 
 class HiddenStage(Stage[Hidden]):
@@ -22,6 +25,31 @@ class HiddenStage(Stage[Hidden]):
 
     def preview(self, prepared: Prepared) -> Prepared:
         return narrow_unmeasured(prepared)
+
+    def kept(self, prepared: Prepared) -> str | None:
+        record, recipe = prepared.hidden, prepared.whole.recipe
+        if record is None:
+            return None
+        if recipe.spaces and prepared.foreseen and self.keys.auto:
+            gone = fewest(record.dimensions - record.kept)
+            return f"how many dimensions of the residual stream go is measured first; were it {gone}"
+        if recipe.spaces or recipe.size is None:
+            return f"residual stream: {dimensions_line(record)}"
+        if record.kept == record.dimensions:
+            return f"nothing is dropped: the model is within {recipe.size.words} as it is"
+        return f"residual stream: {dimensions_line(record)}, for {recipe.size.words}"
+
+    def measured(self, prepared: Prepared) -> str:
+        return "the residual stream, wherever a block reads it"
+
+    def warnings(self, prepared: Prepared) -> list[str]:
+        tokens, width = calibration_tokens(prepared), prepared.model.dimension("hidden")
+        if prepared.recipe.spaces or tokens >= 2 * width:
+            return []
+        return [
+            f"few calibration tokens: {tokens:,} for {width:,} dimensions of the residual stream, whose principal "
+            f"directions are then those of these tokens; use more samples ({2 * width:,} tokens or more)"
+        ]
 
     def run(self, prepared: Prepared, run: Run) -> Prepared:
         return narrow_stream(prepared, run)

@@ -10,10 +10,12 @@ from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import Step
 from ckpt_prune.measure.moment_sources import CachedMoments
 from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.show.section import format_span
 from ckpt_prune.stages.low_rank.factorer import Factorer
 from ckpt_prune.stages.low_rank.keys import LowRank
 from ckpt_prune.stages.moments import check_collected, prune_step
 from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.shared.tokens import INPUTS, widest_linear
 from ckpt_prune.stages.spaces.measure_dense import measure_and_choose, preview_choice
 
 
@@ -40,6 +42,21 @@ class LowRankStage(Stage[LowRank]):
 
     def preview(self, prepared: Prepared) -> Prepared:
         return preview_choice(prepared, plan_output)
+
+    def planned(self, prepared: Prepared) -> list[str]:
+        ranks = [rank for block in prepared.output.ranks for rank in block.values()]
+        if prepared.foreseen:
+            return [
+                f"to be factored: {len(ranks)} linears, at one share everywhere into ranks of {format_span(ranks)}; "
+                "measuring finds ranks of that size that lose less"
+            ]
+        return [f"to be factored: {len(ranks)} linears, into ranks of {format_span(ranks)}"]
+
+    def measured(self, prepared: Prepared) -> str:
+        return INPUTS
+
+    def widest_fit(self, prepared: Prepared) -> int:
+        return widest_linear(prepared) if self.keys.whitens else 0
 
     def run(self, prepared: Prepared, run: Run) -> Prepared:
         return measure_and_choose(prepared, run, plan_output)

@@ -65,3 +65,14 @@ def sections(report: Report) -> list[Section]:
         "dead inputs": number_under("dead"),
     }
     return [Section("Mask", sentences, explanations, figures=figures, details=list_linears(linears, columns))]
+
+
+def source_lines(report: Report) -> list[str]:
+    """Say that a model which is changed further was masked."""
+    if report.mask is None:
+        return []
+    masked = describe_mask(report.mask.method, report.mask.pattern)
+    return [
+        f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask chooses "
+        "anew; see `ckpt-prune inspect OUT --sparsity`"
+    ]

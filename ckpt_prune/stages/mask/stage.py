@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.zero_patterns import describe_mask
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import MaskShares
 from ckpt_prune.job.run import Run
@@ -12,12 +14,16 @@ from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import PruneStep
 from ckpt_prune.measure.moment_sources import SequentialMoments
 from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.mask.keys import Mask
 from ckpt_prune.stages.mask.masker import Masker, check_widths
 from ckpt_prune.stages.mask.records import MaskRecord
 from ckpt_prune.stages.mask.shares import choose_shares
 from ckpt_prune.stages.moments import check_collected, prune_step
 from ckpt_prune.stages.rotation.run import rotations_in_turn
+from ckpt_prune.stages.shared.extremes import nothing_goes, ruined_line
+from ckpt_prune.stages.shared.one_basis import check_one_basis
+from ckpt_prune.stages.shared.tokens import INPUTS, widest_linear
 from ckpt_prune.stages.spaces.measure_dense import measure_dense
 
 
@@ -25,6 +31,10 @@ class MaskStage(Stage[Mask]):
     """Puts zeros into every linear module of every block. Shapes stay as they are."""
 
     of = Mask
+
+    def check_source(self, model: Model) -> None:
+        """Masks go into outputs with code of their own, unless their residual stream turns between blocks."""
+        check_one_basis(model)
 
     def check(self, prepared: Prepared) -> None:
         """Refuse a pattern that does not fit the weights, and statistics that lack what the method needs."""
@@ -44,6 +54,36 @@ class MaskStage(Stage[Mask]):
                 f"recipe {prepared.recipe.name} shares a mask's zeros out by what they do to the model itself: give "
                 f"{DATA_OPTIONS[prepared.model.family.modality]} in place of --statistics"
             )
+
+    def planned(self, prepared: Prepared) -> list[str]:
+        where = "of every linear weight in every block"
+        if self.keys.allocation != "uniform":
+            where = f"of all linear weights, shared out over blocks by {self.keys.allocation}"
+        how = describe_mask(self.keys.method, self.keys.pattern)
+        return [f"to be masked by {how}: {prepared.recipe.ratio:.1%} {where}"]
+
+    def measured(self, prepared: Prepared) -> str:
+        return INPUTS
+
+    def extreme(self, prepared: Prepared) -> str | None:
+        if self.keys.groups is not None:  # an N:M pattern says how much
+            return None
+        ratio = prepared.recipe.ratio
+        if not ratio and (line := nothing_goes(prepared.whole.recipe)):
+            return line
+        return ruined_line({"the weights": 1 - ratio}, "A ratio of 0.5 is")
+
+    def messages(self, prepared: Prepared) -> list[str]:
+        first, family = prepared.model.spaced_blocks.start, prepared.model.family
+        if not first:
+            return []
+        return [
+            f"the mask leaves {plural(first, 'block')} before the others as they are ({family.leading} in "
+            "config.json): one mlp stands there in place of experts"
+        ]
+
+    def widest_fit(self, prepared: Prepared) -> int:
+        return widest_linear(prepared) if self.keys.method == "sparsegpt" else 0
 
     def run(self, prepared: Prepared, run: Run) -> Prepared:
         return measure_dense(prepared, run)

@@ -1,11 +1,12 @@
 """The keys of `quantize`: weights of few bits. The command `quantize` runs it alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
 from ckpt_prune.job.recipe import Recipe, StageKeys
+from ckpt_prune.model.runtimes import Change
 from ckpt_prune.stages.quantize.scheme import GROUPS, Format, Rounding
 
 
@@ -17,7 +18,6 @@ class Quantize(StageKeys):
     prunes = False
     doing = "quantised"
     bar = "quantising"
-    takes_outputs = True
     rewrites = True
     option: ClassVar[str] = "quantize.group_size="
     excludes: ClassVar[Mapping[str, str]] = {
@@ -50,6 +50,9 @@ class Quantize(StageKeys):
                 "runtimes of quantised weights run no code of our own: say widths: uniform, or leave out quantize"
             )
 
+    def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
+        return {"few bits"}
+
     def needs_moments(self, recipe: Recipe) -> bool:
         return self.rounding == "gptq"
 
@@ -60,8 +63,8 @@ class Quantize(StageKeys):
         return True
 
     @property
-    def least_group(self) -> int:
-        """Columns that a group has at least: widths are multiples of it; 1 if whole rows share a scale."""
+    def column_group(self) -> int:
+        """Columns that a group has at least; 1 if whole rows share a scale."""
         if self.group_size is None:
             return 1 if self.format == "int8" else GROUPS[-1]
         return int(self.group_size) if self.group_size in map(str, GROUPS) else 1

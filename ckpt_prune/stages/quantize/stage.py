@@ -8,6 +8,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import Step
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.quantize.keys import Quantize, QuantizeAlone
 from ckpt_prune.stages.quantize.output import check_model
 from ckpt_prune.stages.quantize.step import (
@@ -18,6 +19,7 @@ from ckpt_prune.stages.quantize.step import (
     lay_out,
     quantize_step,
 )
+from ckpt_prune.stages.shared.tokens import INPUTS
 
 
 class QuantizeStage(Stage[Quantize]):
@@ -25,12 +27,21 @@ class QuantizeStage(Stage[Quantize]):
 
     of = Quantize
 
+    def check_source(self, model: Model) -> None:
+        """`check` refuses outputs with code of their own, as runtimes of quantised weights do."""
+
     def check(self, prepared: Prepared) -> None:
         check_model(prepared.model)
 
     def check_data(self, prepared: Prepared) -> None:
         if self.keys.rounding == "gptq":
             check_samples(prepared)
+
+    def measured(self, prepared: Prepared) -> str | None:
+        return INPUTS if self.keys.rounding == "gptq" else None
+
+    def planned(self, prepared: Prepared) -> list[str]:
+        return [f"to be rounded to {self.keys.format}, {self.keys.rounding}"]
 
     def step(self, prepared: Prepared, run: Run) -> Step:
         return quantize_step(self.keys, prepared, run)

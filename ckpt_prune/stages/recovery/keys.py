@@ -17,6 +17,7 @@ class Recovery(RecoverySettings, StageKeys):
     goal = "recovery"
     summary = "Train what stays: of each block right after it is pruned (LaCo), or scales of all at the end."
     prunes = False
+    trains = True
     later: ClassVar[Mapping[str, Any]] = {"method": "laco"}
 
     samples: int | None = Field(
@@ -59,7 +60,6 @@ class Afterwards(Recovery):
     prunes = True
     doing = "recovered"
     bar = "writing"
-    takes_outputs = True
     writes = (ROTATIONS, ADAPTER_FOLDER)
 
     lora: LoraSettings = Field(default_factory=lambda: LoraSettings.model_validate({}))

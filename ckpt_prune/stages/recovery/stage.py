@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import Step
 from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.recovery.keys import Afterwards, Recovery
 from ckpt_prune.stages.recovery.reports import RECOVERED
 from ckpt_prune.stages.recovery.run import check_trainable, finish_recovery, recover_step
@@ -28,6 +30,9 @@ class RecoveryStage(Stage[Recovery]):
 
     of = Recovery
 
+    def check_source(self, model: Model) -> None:
+        """What stays is trained in whatever form it is stored."""
+
     def check(self, prepared: Prepared) -> None:
         self.keys.blocks(prepared.model.blocks)
         if prepared.job.training is not None:
@@ -37,6 +42,15 @@ class RecoveryStage(Stage[Recovery]):
         if prepared.job.training is None:
             data = DATA_OPTIONS[prepared.model.family.modality]
             raise UserError(f"recipe {prepared.recipe.name} recovers on samples, beside any statistics: give {data}")
+
+    def planned(self, prepared: Prepared) -> list[str]:
+        training = prepared.job.training
+        assert training is not None
+        blocks, how = self.keys.blocks(prepared.model.blocks), " by scales" if self.keys.at_the_end else ""
+        return [
+            f"to be recovered{how}: {len(blocks)} of {prepared.model.blocks} blocks, "
+            f"{plural(self.keys.epochs, 'epoch')} on {len(training.samples)} samples"
+        ]
 
     def step(self, prepared: Prepared, run: Run) -> Step | None:
         return recover_step(self.keys, prepared)

@@ -1,6 +1,6 @@
 """The keys of `rotation`: importance rotations, learned before the mask (DenoiseRotator)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
@@ -11,6 +11,7 @@ from ckpt_prune.job import names
 from ckpt_prune.job.names import Backbone, RotationKind
 from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.model.runtimes import Change
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.stages.mask.keys import Mask
 
@@ -127,6 +128,9 @@ class Rotation(StageKeys):
     def in_turn(self) -> bool:
         """Whether every block's rotations are learned on what is pruned before it."""
         return self.measured == "pruned"
+
+    def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
+        return {"rotations"} if self.kind == "per-layer" else set()
 
     def needs_moments(self, recipe: Recipe) -> bool:
         return self.importance_for(recipe) != "magnitude"

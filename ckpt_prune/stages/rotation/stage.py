@@ -7,6 +7,8 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import Step
+from ckpt_prune.model.containers.checking import check_stock
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.run import (
     check_rotation,
@@ -24,11 +26,18 @@ class RotationStage(Stage[Rotation]):
 
     of = Rotation
 
+    def check_source(self, model: Model) -> None:
+        check_stock(model, "rotations are absorbed by blocks of the stock shape; masks without them go into it")
+
     def check(self, prepared: Prepared) -> None:
         check_rotation(self.keys, prepared)
 
     def preview(self, prepared: Prepared) -> Prepared:
         return rotate_unlearned(self.keys, prepared)
+
+    def planned(self, prepared: Prepared) -> list[str]:
+        importance = self.keys.importance_for(prepared.recipe)
+        return [f"to be rotated first, {self.keys.kind}: {self.keys.steps} steps of {importance} importance"]
 
     def run(self, prepared: Prepared, run: Run) -> Prepared:
         return self.preview(measure_dense(prepared, run))

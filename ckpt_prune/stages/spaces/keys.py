@@ -3,9 +3,12 @@
 Its keys stand at the top of a recipe (`job.recipe`).
 """
 
+from collections.abc import Set
+
 from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.job.space_kinds import CHOSEN, kind_of
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.model.runtimes import Change
 from ckpt_prune.model.spaces import COUPLED, ENDS, recipe_space
 
 
@@ -98,6 +101,19 @@ class Spaces(StageKeys):
         }
         if len(grids) > 1:
             raise ValueError("lambda_by: perplexity chooses one value for the model: grids and units must agree")
+
+    def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
+        if recipe.container == "padded":
+            return set()
+        differ = recipe.widths == "per_layer"
+        found: dict[Change, bool] = {
+            "widths": differ and bool(spaces & {"mlp", "shared", "experts"}),
+            "heads": differ and bool(spaces & {"heads", "queries"}),
+            "qk": "qk" in spaces,
+            "rotary": "rotary" in spaces,
+            "values": "values" in spaces,
+        }
+        return {change for change, has in found.items() if has}
 
     def needs_moments(self, recipe: Recipe) -> bool:
         if recipe.allocation == "least-error":

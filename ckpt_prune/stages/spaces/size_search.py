@@ -300,3 +300,9 @@ def _latencies(prepared: Prepared) -> Latencies:
     assert latencies is not None
     sliced = prepared.basis if isinstance(prepared.basis, SlicedCheckpoint) else None
     return latencies.narrow(prepared.model.dimension("hidden") if sliced is None else sliced.kept)
+
+
+def asked_size_of(prepared: Prepared) -> TargetSize | None:
+    """Return the requested size, even if it was turned into ratios."""
+    unsized = prepared.unsized
+    return prepared.recipe.size or (None if unsized is None else unsized.size)

@@ -8,10 +8,20 @@ from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import Step
+from ckpt_prune.model.containers.choosing import unprunable_spaces
 from ckpt_prune.stages.moments import prune_step
+from ckpt_prune.stages.shared.tokens import INPUTS
 from ckpt_prune.stages.spaces.checks import check_measured, check_sites
 from ckpt_prune.stages.spaces.keys import Spaces
 from ckpt_prune.stages.spaces.measure_dense import measure_and_choose, preview_choice
+from ckpt_prune.stages.spaces.messages import (
+    extreme_line,
+    multiples_line,
+    size_lines,
+    strength_line,
+    units_line,
+    widest_fit,
+)
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.run import choose_strength, choose_widths, grams_of, pruner_of
 
@@ -30,6 +40,26 @@ class SpacesStage(Stage[Spaces]):
     def preview(self, prepared: Prepared) -> Prepared:
         """Decide how many units stay; one ratio everywhere stands for widths that measuring will choose."""
         return preview_choice(prepared, choose_widths)
+
+    def kept(self, prepared: Prepared) -> str:
+        return units_line(prepared)
+
+    def measured(self, prepared: Prepared) -> str:
+        return INPUTS
+
+    def extreme(self, prepared: Prepared) -> str | None:
+        return extreme_line(prepared)
+
+    def messages(self, prepared: Prepared) -> list[str]:
+        refused = unprunable_spaces(prepared.model)
+        lines = [refused[space] for space in prepared.left_whole if space in refused]
+        return [*lines, *size_lines(prepared), *filter(None, [multiples_line(prepared)])]
+
+    def warnings(self, prepared: Prepared) -> list[str]:
+        return list(filter(None, [strength_line(prepared)]))
+
+    def widest_fit(self, prepared: Prepared) -> int:
+        return widest_fit(prepared)
 
     def run(self, prepared: Prepared, run: Run) -> Prepared:
         return measure_and_choose(prepared, run, choose_widths)

@@ -1,0 +1,222 @@
+"""What a person is told of units that go: how many stay, and what is amiss with ratios, sizes and strengths."""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from math import exp
+from statistics import fmean
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes, human_count
+from ckpt_prune.compensation.methods import COLUMN_METHODS, FAR_FROM_RULE, derive_strength
+from ckpt_prune.job.decisions import multiple_of, rounding_of
+from ckpt_prune.job.plan import Plan
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.selection import units_kept
+from ckpt_prune.job.sizes import size_words
+from ckpt_prune.job.space_recipe import SpaceRecipe
+from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
+from ckpt_prune.show.section import format_span
+from ckpt_prune.stages.shared.extremes import nothing_goes, ruined_line
+from ckpt_prune.stages.shared.tokens import calibration_tokens
+from ckpt_prune.stages.spaces.ratio_gaps import gap
+from ckpt_prune.stages.spaces.size_search import asked_size_of, dense_size, output_size
+
+_NEAR = 0.005
+"""A size that is missed by no more than this share of the dense model is met."""
+
+
+def units_line(prepared: Prepared) -> str:
+    size, model, recipe = asked_size_of(prepared), prepared.model, prepared.recipe
+    if prepared.foreseen:
+        return _foreseen_line(prepared)
+    widths = prepared.spaced_widths
+    if size is not None and all(width[space] == model.units(space) for width in widths for space in width):
+        return f"nothing is dropped: the model is within {size.words} as it is"
+    uneven, kept = recipe.allocation == "least-error", []
+    for name, space in first_expert_spaces(recipe.spaces).items():
+        counts, units = [width[space] for width in widths], model.units(space)
+        ratio = "" if uneven else f" (ratio {1 - fmean(counts) / units:.3g})"
+        kept.append(f"{name} {format_span(counts)}/{units}{ratio}")
+    if size is None:
+        why = f" (the size of ratio {recipe.ratio:g})" if uneven else ""
+    else:
+        why = f" ({size.words})" if uneven else f", for {size.words}"
+    return f"kept per block: {', '.join(kept)}{why}"
+
+
+def _foreseen_line(prepared: Prepared) -> str:
+    """Say how much one ratio everywhere keeps; measuring will find the widths."""
+    recipe, widths = prepared.recipe, prepared.widths[-1]
+    spaces = first_expert_spaces(widths).items()
+    kept = ", ".join(f"{name} {widths[space]}/{prepared.model.units(space)}" for name, space in spaces)
+    size = f"ratio {recipe.ratio:g}" if recipe.size is None else recipe.size.words
+    return (
+        f"kept per block at one ratio everywhere: {kept} ({size}); measuring finds widths of that size that lose less"
+    )
+
+
+def extreme_line(prepared: Prepared) -> str | None:
+    """Say that nothing goes, or that so little stays that the model is ruined; None of all between."""
+    recipe, model = prepared.whole.recipe, prepared.whole.model
+    ratios = [recipe.ratio_of(space) for space in recipe.spaces]
+    if prepared.plan is None and recipe.size is None and not any(ratios) and (line := nothing_goes(recipe)):
+        return line
+    shares = {
+        space: sum(counts) / (len(counts) * model.units(space))
+        for space in recipe.spaces
+        if (counts := [widths[space] for widths in prepared.widths if space in widths])
+    }
+    return ruined_line(shares, "Ratios of 0.1 to 0.3 are")
+
+
+def strength_line(prepared: Prepared) -> str | None:
+    """Say which strengths of the recipe are far from those that the number of tokens asks for."""
+    recipe, tokens = prepared.recipe, calibration_tokens(prepared)
+    far = [
+        line
+        for space, inputs in _inputs(prepared).items()
+        if (line := _far_strength(space, recipe.spaces[space], inputs, tokens)) is not None
+    ]
+    if not far:
+        return None
+    return (
+        f"recipe {recipe.name} keeps its own strength: {'; '.join(far)}. The rule's, 1.5 x kept inputs / "
+        "calibration tokens, mostly loses less on other samples"
+    )
+
+
+def widest_fit(prepared: Prepared) -> int:
+    """Return the most inputs of a fit whose strength does not keep it from memorising few tokens; 0 without one."""
+    spaces = prepared.recipe.spaces
+    return max((inputs for space, inputs in _inputs(prepared).items() if not _has_strength(spaces[space])), default=0)
+
+
+def _inputs(prepared: Prepared) -> dict[SpaceName, int]:
+    """Return the most inputs of a fit at the sites of each space that loses units."""
+    model, recipe, widths = prepared.model, prepared.recipe, prepared.spaced_widths
+    return {
+        space: max(width[space] for width in widths) * model.copies(space) * model.unit_columns(space)
+        for space in recipe.spaces
+        if recipe.gram_for(space) is not None and any(width[space] < model.units(space) for width in widths)
+    }
+
+
+def _has_strength(own: SpaceRecipe) -> bool:
+    """Return True if a strength in proportion to the Gram keeps fits from memorising tokens, or there is no fit."""
+    method, fit = COLUMN_METHODS[own.compensation.method], own.compensation
+    return not method.needs_gram or (method.uses_strength and fit.lambda_units == "relative")
+
+
+def _far_strength(space: SpaceName, own: SpaceRecipe, inputs: int, tokens: int) -> str | None:
+    """Say what a strength would be by the rule, if it is a number far from it."""
+    given, rule = own.compensation.lam, derive_strength(inputs, tokens)
+    if not _has_strength(own) or not isinstance(given, float) or max(rule, given) <= FAR_FROM_RULE * min(rule, given):
+        return None
+    key = f"spaces.{recipe_space(space)}.compensation.lambda"
+    return f"lambda {given:g} of {space}, by the rule {rule:.2g} (--set {key}=auto)"
+
+
+def size_lines(prepared: Prepared) -> Iterable[str]:
+    """Say if units are too coarse for the requested ratio or size, and name the neighbours."""
+    if prepared.unsized is None:
+        settles_counts = prepared.plan is None and prepared.recipe.size is None
+        yield from coarse_lines(prepared.model, prepared.recipe) if settles_counts else ()
+        return
+    size = prepared.unsized.size
+    assert size is not None
+    dense, reached = dense_size(prepared.whole, size.kind), output_size(prepared, size.kind, prepared.widths)
+    if prepared.larger is None or (size.of(dense) - reached) / dense <= _NEAR:
+        return
+    shown: dict[str, Callable[[int], str]] = {"bytes": human_bytes, "latency": partial(size_words, "latency")}
+    show = shown.get(size.kind, human_count)
+    below, above = (f"{show(each)} ({each / dense:.1%})" for each in (reached, prepared.larger))
+    yield (
+        f"{size.words} lies between two sizes that recipe {prepared.recipe.name} gives: {below}, taken here, "
+        f"and {above}"
+    )
+
+
+def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
+    """Yield a line for every space whose units are too coarse for its ratio."""
+    if recipe.allocation != "uniform":
+        return
+    recipe = recipe.at(model.family)
+    for name, space in first_expert_spaces(recipe.spaces).items():
+        units, multiple = model.units(space), multiple_of(model, recipe, space)
+        mismatch = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple)
+        if mismatch is None:
+            continue
+        in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
+        alternative = "no more can go"
+        if mismatch.other is not None:
+            alternative = f"a ratio of {mismatch.ratio:g} drops {mismatch.other or 'none'}"
+        yield (
+            f"{name}: a ratio of {mismatch.asked:g} drops {mismatch.dropped or 'none'} of {units} in each block"
+            f"{in_steps}; {alternative}"
+        )
+        inside = "" if mismatch.dropped else _inside(model, recipe, space)
+        if inside:
+            yield f"{name}: {inside}"
+
+
+def multiples_line(prepared: Prepared) -> str | None:
+    """Say how much larger the multiples that runtimes want make an output than its ratio asks for, or return None.
+
+    A requested size is kept to with them, so that they cost none there.
+    """
+    recipe, model = prepared.recipe, prepared.model
+    if not recipe.runs_on or asked_size_of(prepared) is not None:
+        return None
+    if all(settings.multiple_of == 1 for settings in recipe.spaces.values()):
+        return None
+    units, ratio = model.units, recipe.ratio_of
+    asked_widths = {
+        space: units_kept(units(space), ratio(space), rounding_of(model, recipe, space), model.multiple(space))
+        for space in recipe.spaces
+    }
+    kept = (
+        (space, count) for widths in prepared.spaced_widths for space, count in widths.items() if space in asked_widths
+    )
+    more = sum((count - asked_widths[space]) * model.unit_weights(space) for space, count in kept)
+    names = ", ".join(recipe.runs_on)
+    if more <= 0:
+        return f"multiples for {names} make the output no larger than the ratio does"
+    dense, stand_in = prepared.before.parameters, " about" if prepared.foreseen else ""
+    return (
+        f"multiples for {names} leave{stand_in} {human_count(more)} parameters ({more / dense:.1%} of the dense model) "
+        "more than the ratio alone: another ratio, or --target-params, makes up for them"
+    )
+
+
+def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
+    """Say what could be dropped inside the units of a space that loses none; empty if nothing."""
+    inner = next((name for name, each in model.family.columns.items() if each.within == space), None)
+    if inner is None or inner in recipe.spaces:
+        return ""
+    units, own = model.units(inner), model.family.spaces[inner]
+    with suppress(UserError):  # a ratio that leaves none
+        dropped = units - units_kept(units, recipe.ratio_of(space), own.rounding)
+        if dropped:
+            in_each = f"{dropped} of {units} {own.unit}s in each"
+            return f"in place of whole ones, spaces.{inner} in your own recipe drops {in_each}"
+    return f"in place of whole ones, spaces.{inner} in your own recipe drops {own.unit}s"
+
+
+SECOND_ORDER = "by second order, which is too low where much goes and where samples are few"
+"""Of a predicted divergence."""
+
+
+def predicted_line(model: Model, plan: Plan) -> str | None:
+    """Say what a plan is predicted to do to the model's output; None if that is unknown or nothing."""
+    divergence = plan.divergence
+    if not divergence:
+        return None
+    if not model.family.gives_logits:
+        return f"predicted: the last hidden states are off by {divergence:.4f} of their energy, or more"
+    line = f"predicted: a divergence (KL) of {divergence:.4f} nats from the dense model's output"
+    if model.family.causal:
+        line += f", about {exp(divergence):.2f} times its perplexity"
+    return f"{line}; {SECOND_ORDER}"
