@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from ckpt_prune.common.errors import UserError, refuse_unreadable
 
+Finding = tuple[bool | None, str]
+"""Whether what was checked is so, None if that cannot be told, and what was found."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -15,7 +18,7 @@ class Check:
     detail: str
 
 
-def run_check(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
+def run_check(name: str, check: Callable[[], Finding]) -> Check:
     """Run a check; a UserError in it is its failure."""
     try:
         passed, detail = check()

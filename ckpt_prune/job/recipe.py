@@ -44,7 +44,6 @@ class StageKeys(Strict):
         doing: what it does to a block, as a participle.
         goal: the group of `recipe list` that its recipes stand in; None if it decides nothing.
         changes_model: True if later stages see another model: fewer blocks, or a narrower residual stream.
-        rewrites: True if it also changes weights that stay, which `verify` then does not compare.
         named: name → keys; a recipe may say the name in place of them.
         bar: what the progress bar says while blocks are worked on.
         changes_weights: True if the output computes something else because of it.
@@ -62,7 +61,6 @@ class StageKeys(Strict):
     goal: ClassVar[Goal | None] = None
     bar: ClassVar[str] = "pruning"
     changes_model: ClassVar[bool] = False
-    rewrites: ClassVar[bool] = False
     named: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     changes_weights: ClassVar[bool] = True
     trains: ClassVar[bool] = False

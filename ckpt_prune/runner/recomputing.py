@@ -16,10 +16,10 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.folders import stages_of
+from ckpt_prune.stages.folders import find_functions, stages_of
 from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.report import Report, find_report
-from ckpt_prune.verification.equality import BLOCKS, away
+from ckpt_prune.stages.shared.equality import BLOCKS, away
 
 _LIMIT = 1e-3
 """Of a tensor's largest value: what other machines and numbers of threads move it by is far less."""
@@ -69,12 +69,9 @@ def _not_by_blocks(report: Report, made_from: object) -> str | None:
     """Why an output cannot be made again from statistics, one block without the others."""
     if report.part is not None:
         return "it is a part of another model"
-    if report.depth is not None and report.sites:
-        return "whole blocks are gone, and the others were measured without them"
-    if report.hidden is not None:
-        return "its weights have absorbed a basis of the residual stream"
-    if report.rotation is not None or report.recovery is not None or report.adapters is not None:
-        return "its weights were rotated or trained"
+    for ask in find_functions("not_by_blocks", "verify"):
+        if why := ask(report):
+            return str(why)
     if made_from is None:
         return "it was measured on text or images as it was pruned, each block behind the pruned ones before it"
     return None

@@ -24,12 +24,12 @@ def stages_of(recipe: Recipe) -> "list[Stage[Any]]":
 
 def stage_sections(report: Any) -> list[Section]:
     """Return what a report says of every stage: `sections` of `show.py` in its folder, where there is one."""
-    return [section for show in _functions("sections", "show") for section in show(report)]
+    return [section for show in find_functions("sections", "show") for section in show(report)]
 
 
 def source_lines(report: Any) -> list[str]:
     """Return what whoever changes an output further must know of it: `source_lines` of the stages' `show.py`."""
-    return [line for tell in _functions("source_lines", "show") for line in tell(report)]
+    return [line for tell in find_functions("source_lines", "show") for line in tell(report)]
 
 
 def _stage_class(kind: type[StageKeys]) -> "type[Stage[Any]]":
@@ -39,7 +39,7 @@ def _stage_class(kind: type[StageKeys]) -> "type[Stage[Any]]":
     return stage
 
 
-def _functions(name: str, module: str) -> Iterator[Callable[..., Any]]:
+def find_functions(name: str, module: str) -> Iterator[Callable[..., Any]]:
     """Yield the functions of a name that stages have in the module of a name, in the order of the stages."""
     for kind in STAGES:
         found = getattr(_find_module(kind, module), name, None)

@@ -31,11 +31,9 @@ from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.model.supported import attach_description
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
+from ckpt_prune.stages.folders import find_functions
 from ckpt_prune.stages.report import Report, find_report
-from ckpt_prune.verification.equality import read_dense_at_depth
-from ckpt_prune.verification.kept_stream import check_head
-from ckpt_prune.verification.kept_weights import check_kept
-from ckpt_prune.verification.masks import check_masks, group_pattern
+from ckpt_prune.verification.kept import check_head, check_kept, moves_stream, shape_source
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG)
@@ -100,13 +98,13 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
         run_check("finite", lambda: _check_finite(checkpoint)),
         run_check("load", lambda: _check_load(checkpoint)),
         run_check("digests", lambda: _check_digests(folder, report)),
-        run_check("sparsity", lambda: check_masks(part, report)),
+        *(check for checks_of in find_functions("checks", "verify") for check in checks_of(part, report)),
         *run_side_file_check(folder),
     ]
     if report is not None and dense is not None:
-        if report.rotation is not None or report.hidden is not None:
-            checks.append(run_check("head", lambda: check_head(part, read_dense_at_depth(dense, report), report)))
-        checks.append(run_check("kept units", lambda: check_kept(part, read_dense_at_depth(dense, report), report)))
+        if moves_stream(report):
+            checks.append(run_check("head", lambda: check_head(part, shape_source(dense, report), report)))
+        checks.append(run_check("kept units", lambda: check_kept(part, shape_source(dense, report), report)))
     if part.within is not None and dense is not None:
         checks.append(run_check("other parts", lambda: _check_other_parts(part, dense)))
     return checks
@@ -137,7 +135,8 @@ def _read_report(folder: Path) -> Report | None:
             return None
         if "files" not in report.model_fields_set:
             raise UserError(f"{path} has no digests")
-        group_pattern(report)
+        for check_report in find_functions("check_report", "verify"):
+            check_report(report)
     except (UserError, ValueError) as error:
         raise UserError(f"{path} is damaged: prune again") from error
     return report

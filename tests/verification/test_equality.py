@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ckpt_prune.verification.equality import away
+from ckpt_prune.stages.shared.equality import away
 
 
 @pytest.mark.parametrize(

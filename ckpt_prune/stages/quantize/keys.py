@@ -18,7 +18,6 @@ class Quantize(StageKeys):
     prunes = False
     doing = "quantised"
     bar = "quantising"
-    rewrites = True
     option: ClassVar[str] = "quantize.group_size="
     excludes: ClassVar[Mapping[str, str]] = {
         other: f"{other} and quantize do not go in one recipe: prune first, then `ckpt-prune quantize OUT --text FILE`"

@@ -3,6 +3,7 @@
 import torch
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.check import Check, Finding, run_check
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.common.zero_patterns import GroupPattern, parse_pattern
@@ -11,6 +12,7 @@ from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.sparsity.zeros import crowded_groups, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.report import Report
+from ckpt_prune.stages.shared.equality import find_difference
 
 _ONLY_ZEROING = {"magnitude", "wanda"}
 """Mask methods that leave the weights they keep as they were."""
@@ -21,7 +23,7 @@ def rewriting_method(report: Report) -> str | None:
     return report.mask.method if report.mask and report.mask.method not in _ONLY_ZEROING else None
 
 
-def group_pattern(report: Report) -> GroupPattern | None:
+def _group_pattern(report: Report) -> GroupPattern | None:
     """Return N:M of the report's mask; None if unstructured or absent. Raises ValueError if it cannot be meant."""
     groups = parse_pattern(report.mask.pattern) if report.mask else None
     if groups is not None and report.mask is not None and report.mask.shares is not None:
@@ -31,7 +33,7 @@ def group_pattern(report: Report) -> GroupPattern | None:
     return groups
 
 
-def check_masks(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | None, str]:
+def _check_masks(checkpoint: Checkpoint, report: Report | None) -> Finding:
     """Count zeros in every masked weight, and look for groups that keep too many weights."""
     checkpoint, family = match_checkpoint(checkpoint)
     if report is None or report.mask is None or not report.linears:
@@ -47,7 +49,7 @@ def check_masks(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | N
     masked = plural(len(report.linears), "masked weight")
     if faults:
         return False, f"{faults[0]}; {len(faults)} of {masked} do not hold their mask"
-    groups = group_pattern(report)
+    groups = _group_pattern(report)
     by_block = " with its block's N" if groups and report.mask.shares is not None else ""
     holds = f", {groups}{by_block} holds in every group" if groups else ""
     return True, f"{masked}: {100 * zeros / max(1, weights):.1f} % zeros{holds}"
@@ -55,7 +57,7 @@ def check_masks(checkpoint: Checkpoint, report: Report | None) -> tuple[bool | N
 
 def _block_pattern(report: Report, linear: MaskedLinear) -> GroupPattern | None:
     """Return N:M of one masked weight; None if it is unstructured, or its block has no zeros."""
-    groups = group_pattern(report)
+    groups = _group_pattern(report)
     if groups is None or report.mask is None or report.mask.shares is None:
         return groups
     kept = (report.mask.shares.kept or [])[linear.block]
@@ -83,3 +85,28 @@ def _describe_zeros(checkpoint: Checkpoint, family: Family) -> str:
     share, pattern = share_of_all(zeros), pattern_of_all(zeros)
     holds = f", {pattern} holds in every group" if pattern else ""
     return f"{100 * share:.1f} % of block weights are zero{holds}"
+
+
+def check_report(report: Report) -> None:
+    """Raise ValueError if the mask of a report cannot be meant."""
+    _group_pattern(report)
+
+
+def checks(checkpoint: Checkpoint, report: Report | None) -> list[Check]:
+    return [run_check("sparsity", lambda: _check_masks(checkpoint, report))]
+
+
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
+    """Compare masked weights, unless their method rewrites them, and all others."""
+    if not report.linears or report.sites or report.rotation is not None:
+        return None
+    dense, _ = match_checkpoint(dense)
+    masked, method = {linear.weight for linear in report.linears}, rewriting_method(report)
+    compared = [name for name in checkpoint.tensors if method is None or name not in masked]
+    if difference := find_difference(checkpoint, dense, compared, masked):
+        return False, difference
+    count = plural(len(report.linears), "masked weight")
+    others = f"{len(checkpoint.tensors) - len(masked)} other tensors are the dense ones, bit for bit"
+    if method is not None:
+        return True, f"{others}; {count} rewritten by {method} and not compared"
+    return True, f"{count}: what is not zero is the dense model's; {others}"

@@ -1,0 +1,11 @@
+"""What can be said of weights that were rounded after they were pruned."""
+
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.check import Finding
+from ckpt_prune.stages.report import Report
+
+
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
+    if report.quantize is None:
+        return None
+    return None, "quantize changed weights that stay: they are not compared with the dense model's"
