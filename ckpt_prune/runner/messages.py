@@ -126,7 +126,7 @@ def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
         windows = f"{plural(len(samples), 'window')} of {samples.tokens} tokens"
         count = plural(len(samples), "image") if images else windows
         yield f"to be measured first: {what}, on {count} of {prepared.live.source}"
-    if prepared.foreseen and is_plannable(prepared.whole.recipe):
+    if prepared.foreseen and not prepared.whole.recipe.changes_model and is_plannable(recipe):
         yield (
             f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
             "error of every layer before anything is pruned"

@@ -13,7 +13,7 @@ def check_plannable(recipe: Recipe) -> None:
             f"recipe {recipe.name} {', '.join(keys.does for keys in first)} and then prunes spaces of what is left, "
             "which no statistics are of yet: `ckpt-prune prune --text` (or --images) does "
             f"{'all' if len(first) > 1 else 'both'} at once; for a plan, {steps} first, "
-            " then calibrate and plan what it has written, by a recipe of spaces alone such as best-uniform"
+            "then calibrate and plan what it has written, by a recipe of spaces alone such as best-uniform"
         )
     for keys in recipe.stages:
         keys.check_plannable(recipe)

@@ -133,7 +133,7 @@ def test_what_cannot_be(here) -> None:
     bare = ("prune", "flat", "--recipe", "mine.yaml", "--statistics", "stats", "--target-params", "40%", "-o", "out")
     assert read_refusal(*bare) == "recipe mine measures the stream itself: give --text in place of --statistics"
     steps = (
-        "recipe mine drops blocks, narrows the residual stream and then prunes spaces of what is left, which no "
+        "recipe mine drops whole blocks, narrows the residual stream and then prunes spaces of what is left, which no "
         "statistics are of yet: `ckpt-prune prune --text` (or --images) does all at once; for a plan, `ckpt-prune "
         "prune --recipe depth --set depth.drop=N`, then `ckpt-prune prune --recipe slicegpt-shared --set "
         "hidden.drop=N` first, then calibrate and plan what it has written, by a recipe of spaces alone such as "

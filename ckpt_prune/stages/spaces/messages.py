@@ -201,11 +201,11 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
         dropped = units - units_kept(units, recipe.ratio_of(space), own.rounding)
         if dropped:
             in_each = f"{dropped} of {units} {own.unit}s in each"
-            return f"in place of whole ones, spaces.{inner} in your own recipe drops {in_each}"
-    return f"in place of whole ones, spaces.{inner} in your own recipe drops {own.unit}s"
+            return f"a recipe with spaces.{inner} can drop {in_each} instead of whole ones"
+    return f"a recipe with spaces.{inner} can drop {own.unit}s instead of whole ones"
 
 
-SECOND_ORDER = "by second order, which is too low where much goes and where samples are few"
+SECOND_ORDER = "a second-order estimate, too low where many units go or samples are few"
 """Of a predicted divergence."""
 
 
