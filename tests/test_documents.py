@@ -19,6 +19,7 @@ from ckpt_prune.model.family import Family
 from ckpt_prune.model.spaces import ConsumerSpace, Incidence, RotarySpace, Space, StrictModel
 from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
+from ckpt_prune.stages import STAGES
 from tests.cli.test_help import EVERY
 from tools import families, runtimes
 from tools.lowest import constraints
@@ -166,6 +167,15 @@ def test_the_recipes_that_are_shown_are_valid(tmp_path: Path):
         path.write_text(text)
         load_recipe(str(path))
     assert len(shown) == 9
+
+
+@pytest.mark.parametrize("key", [stage.key for stage in STAGES])
+def test_the_class_of_each_stage_shows_a_recipe_that_is_valid(key: str, tmp_path: Path):
+    tree = ast.parse((PACKAGE / "stages" / key / "stage.py").read_text(encoding="utf-8"))
+    first = next(ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef))
+    path = tmp_path / "shown.yaml"
+    path.write_text("\n".join(line for line in first.splitlines() if line.startswith("    ")))
+    assert getattr(load_recipe(str(path)), key)
 
 
 def docstrings() -> Iterator[tuple[str, str]]:

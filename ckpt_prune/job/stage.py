@@ -22,7 +22,7 @@ class Stage(Generic[Keys]):
         version: 1
         name: mine
         ratio: 0.2
-        spaces: {mlp: {compensation: {method: ridge}}}
+        spaces: {mlp: {score: rcpu, compensation: {method: ridge}}}
         recovery: {epochs: 2}
 
     The runner calls the methods in this order, each for all stages before the next: `check`, `check_data`, `preview`,

@@ -17,7 +17,16 @@ from ckpt_prune.stages.spaces.checks import check_folds
 
 
 class DepthStage(Stage[Depth]):
-    """Drops whole blocks, or the attention or mlp of some."""
+    """Drops whole blocks, or the attention or mlp of some.
+
+        version: 1
+        name: shorter
+        depth: {drop: 4, choose: cosine, compensation: {method: linear}}
+
+    In order: `check` refuses numbers that the model does not have, and `check_data` and `check_training` data that
+    cannot choose. `preview` takes placeholders out. `run` measures, chooses the blocks and fits the map in their place.
+    Later stages see a model of fewer blocks. `report` says which went.
+    """
 
     of = Depth
 

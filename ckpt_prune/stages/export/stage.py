@@ -7,7 +7,16 @@ from ckpt_prune.stages.export.keys import Export
 
 
 class ExportStage(Stage[Export]):
-    """Exports the output, once it is whole, to an ONNX graph or a GGUF file."""
+    """Exports the output, once it is whole, to an ONNX graph or a GGUF file.
+
+        version: 1
+        name: for-llama-cpp
+        ratio: 0.2
+        spaces: {mlp: {score: rcpu, compensation: {method: ridge}}}
+        export: {format: gguf, dtype: q8_0}
+
+    It decides nothing: the runner exports what `publish` has written, before the folder takes its place.
+    """
 
     of = Export
 

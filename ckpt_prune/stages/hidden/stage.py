@@ -16,7 +16,16 @@ from ckpt_prune.stages.shared.tokens import calibration_tokens
 
 
 class HiddenStage(Stage[Hidden]):
-    """Narrows the residual stream."""
+    """Narrows the residual stream.
+
+        version: 1
+        name: narrower
+        hidden: {kind: shared, drop: 64}
+
+    In order: `check` refuses families whose stream cannot be turned. `preview` lays the narrower model out. `run`
+    measures the basis, turns the weights into it and cuts. Later stages see a model of that width. `report` has its
+    energies.
+    """
 
     of = Hidden
 

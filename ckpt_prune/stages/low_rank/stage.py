@@ -20,7 +20,17 @@ from ckpt_prune.stages.spaces.measure_dense import measure_and_choose, preview_c
 
 
 class LowRankStage(Stage[LowRank]):
-    """Makes the linear modules of every block products of two."""
+    """Makes the linear modules of every block products of two.
+
+        version: 1
+        name: thin
+        ratio: 0.2
+        low_rank: {method: whitened, allocation: energy}
+
+    In order: `check` refuses mixtures and data without Grams. `preview` and `run` choose the ranks, by placeholders or
+    by measured energies. `step` factors a block, by its `pruner` on the moments that `grams` asks for. `report` lists
+    ranks.
+    """
 
     of = LowRank
 

@@ -28,7 +28,16 @@ from ckpt_prune.stages.spaces.measure_dense import measure_dense
 
 
 class MaskStage(Stage[Mask]):
-    """Puts zeros into every linear module of every block. Shapes stay as they are."""
+    """Puts zeros into every linear module of every block. Shapes stay as they are.
+
+        version: 1
+        name: half-zeros
+        mask: {method: sparsegpt, pattern: "2:4"}
+
+    In order: `check` refuses patterns that do not fit, `check_data` statistics where blocks must run. `run` measures.
+    `before_blocks` shares the zeros out. `step` masks a block, by its `pruner` on the moments that `grams` asks for.
+    `report` lists shares and errors.
+    """
 
     of = Mask
 

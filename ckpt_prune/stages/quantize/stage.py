@@ -23,7 +23,17 @@ from ckpt_prune.stages.shared.tokens import INPUTS
 
 
 class QuantizeStage(Stage[Quantize]):
-    """Rounds the linear weights of the blocks, behind whatever prunes them."""
+    """Rounds the linear weights of the blocks, behind whatever prunes them.
+
+        version: 1
+        name: small-and-rounded
+        ratio: 0.2
+        spaces: {mlp: {score: rcpu, compensation: {method: ridge}}}
+        quantize: {format: int4, group_size: "64"}
+
+    In order: `check` refuses weights that do not divide into groups, `check_data` data that GPTQ cannot use. `step`
+    rounds a block behind the rounded ones, and the container says so. `report` has the errors.
+    """
 
     of = Quantize
 

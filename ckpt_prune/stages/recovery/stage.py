@@ -26,7 +26,18 @@ from ckpt_prune.stages.recovery.scale_blocks import SCALES
 
 
 class RecoveryStage(Stage[Recovery]):
-    """Trains each block right after it is pruned (LaCo), or scales of all at the end."""
+    """Trains each block right after it is pruned (LaCo), or scales of all at the end.
+
+        version: 1
+        name: trained
+        ratio: 0.2
+        spaces: {mlp: {score: rcpu, compensation: {method: ridge}}}
+        recovery: {method: scales}
+
+    In order: `check` and `check_training` refuse too few samples. `step` trains a block (LaCo). `after_blocks` trains
+    scales of all blocks and multiplies them in; `rewrites_blocks` says if a killed run had begun that. `report` has the
+    losses.
+    """
 
     of = Recovery
 

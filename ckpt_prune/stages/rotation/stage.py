@@ -22,7 +22,17 @@ from ckpt_prune.stages.spaces.measure_dense import measure_dense
 
 
 class RotationStage(Stage[Rotation]):
-    """Learns importance rotations. They leave the model's function as it is."""
+    """Learns importance rotations. They leave the model's function as it is.
+
+        version: 1
+        name: rotated
+        rotation: {kind: shared, steps: 100}
+        mask: {method: wanda, pattern: "2:4"}
+
+    In order: `check` refuses families whose stream cannot be turned. `preview` turns nothing, but lays the output out
+    so. `run` measures. `before_blocks` learns the rotations, `step` turns each block before the mask, `after_blocks`
+    notes what was learned. `report` has the fall of entropy.
+    """
 
     of = Rotation
 

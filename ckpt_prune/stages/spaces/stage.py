@@ -27,7 +27,19 @@ from ckpt_prune.stages.spaces.run import choose_strength, choose_widths, grams_o
 
 
 class SpacesStage(Stage[Spaces]):
-    """Drops units of spaces; shapes get smaller."""
+    """Drops units of spaces; shapes get smaller.
+
+        version: 1
+        name: mine
+        ratio: 0.2
+        target: sequential
+        spaces: {heads: {score: rcpu}, mlp: {score: rcpu, compensation: {method: ridge}}}
+
+    In order: `check` refuses sites and scores that the model does not have, `check_data` data without their moments.
+    `preview` and `run` choose how many units stay, by one ratio or by measured effects. `before_blocks` chooses a
+    strength for all. `step` prunes and refits a block, by its `pruner` on the moments that `grams` asks for. `report`
+    lists every site.
+    """
 
     of = Spaces
 
