@@ -25,7 +25,7 @@ from ckpt_prune.evaluation.purpose import (
     reference_of_base,
 )
 from ckpt_prune.evaluation.results import ComparisonResult, MaskedResult, PerplexityResult, TextsResult
-from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences, cut_texts
+from ckpt_prune.evaluation.sentences import compare_sentences, cut_texts, open_embedder
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of_folder, read_config
 from ckpt_prune.measure.samples.samples import TokenWindows
@@ -171,7 +171,7 @@ def _compare_sentences(pair: Pair, tokenizer: PreTrainedTokenizerBase, lines: _L
     """Compare embeddings of the lines of a text."""
     assert pair.reference is not None
     assert pair.reference_name is not None
-    model = SentenceModel(pair.load(), pair.folder, tokenizer)
-    reference = SentenceModel(pair.load_reference(), pair.reference, tokenizer)
+    model = open_embedder(pair.load(), pair.folder, tokenizer)
+    reference = open_embedder(pair.load_reference(), pair.reference, tokenizer)
     comparison = compare_sentences(model, reference, lines.texts, lines.window)
     return ComparisonResult(pair.name, pair.reference_name, comparison)

@@ -13,7 +13,6 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.safe_text import as_code, as_markdown
-from ckpt_prune.evaluation.sentences import activation_of, pooling_modes
 from ckpt_prune.job.quality import lines_of
 from ckpt_prune.job.report import Loss
 from ckpt_prune.model.context import context_length
@@ -135,7 +134,7 @@ _POOLING = {
     "weightedmean_tokens": "np.average(first, 1, np.arange(1, first.shape[1] + 1))",
     "lasttoken": "first[:, -1]",
 }
-"""What each mode of a module Pooling is of one text's states, `first`, in numpy."""
+"""What each mode of a module Pooling is of one text's states, `first`, in numpy; in sentence-transformers' order."""
 _ACTIVATIONS = {
     "Identity": "{}",
     "Tanh": "np.tanh({})",
@@ -143,6 +142,19 @@ _ACTIVATIONS = {
     "GELU": "(lambda x: x * (1 + np.vectorize(math.erf)(x / 2**0.5)) / 2)({})",
     "Sigmoid": "1 / (1 + np.exp(-({})))",
 }
+
+
+def _pooling_modes(place: Path) -> list[str]:
+    """Return the modes of a module Pooling, keys of `_POOLING`, in the order in which it puts them together."""
+    config = read_json_object(place / "config.json")
+    named = config.get("pooling_mode", [])  # newer versions name one, or several
+    named = [named] if isinstance(named, str) else named
+    modes = [mode for name in named for mode in _POOLING if name in (mode, mode.split("_token")[0])]
+    return modes or [mode for mode in _POOLING if config.get(f"pooling_mode_{mode}") is True] or ["mean_tokens"]
+
+
+def _activation_of(place: Path) -> str:
+    return str(read_json_object(place / "config.json").get("activation_function", "Tanh")).rpartition(".")[2]
 
 
 def _write_modules(folder: Path) -> list[str]:
@@ -153,17 +165,17 @@ def _write_modules(folder: Path) -> list[str]:
     for module in read_modules(folder)[1:]:
         place = folder / (module.folder or "")
         if module.kind == "Pooling":
-            parts = [_POOLING[mode] for mode in pooling_modes(place)]
+            parts = [_POOLING[mode] for mode in _pooling_modes(place)]
             joined = ", ".join(parts)
             lines.append(f"embedding = {joined if len(parts) == 1 else f'np.hstack([{joined}])'}")
         elif module.kind == "Normalize":
             lines.append("embedding /= np.linalg.norm(embedding, axis=-1, keepdims=True)")
-        elif module.kind == "Dense":
+        elif module.kind == "Dense" and (activation := _activation_of(place)) in _ACTIVATIONS:
             names = read_header(place / WEIGHTS).tensors
             bias = ' + dense["linear.bias"]' if "linear.bias" in names else ""
             product = f'embedding @ dense["linear.weight"].T{bias}'
             lines.append(f'dense = safetensors.numpy.load_file("{module.folder}/{WEIGHTS}")')
-            lines.append(f"embedding = {_ACTIVATIONS[activation_of(place)].format(product)}")
+            lines.append(f"embedding = {_ACTIVATIONS[activation].format(product)}")
         else:
             lines.append(f"# then {module.kind}, as {MODULES} says")
     return lines

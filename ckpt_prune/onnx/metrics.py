@@ -17,7 +17,7 @@ from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.image_classes import compare_classifiers
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import TokenComparison, compare
-from ckpt_prune.evaluation.sentences import SentenceModel, compare_sentences, cut_texts
+from ckpt_prune.evaluation.sentences import compare_sentences, cut_texts, open_embedder
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import load_tokenizer
@@ -180,7 +180,7 @@ def _compare_embeddings(
     tokenizer = load_tokenizer(folder)
     texts = cut_texts(windows, tokenizer)
     try:
-        model, other = (SentenceModel(each, folder, tokenizer) for each in (ours, theirs))
+        model, other = (open_embedder(each, folder, tokenizer) for each in (ours, theirs))
         cosine = compare_sentences(model, other, texts, windows.shape[1]).cosine
     except UserError as error:
         return str(error)

@@ -9,7 +9,7 @@ import torch
 
 from ckpt_prune.evaluation import held_out, texts
 from ckpt_prune.evaluation.pair import Pair
-from ckpt_prune.evaluation.sentences import SentenceModel
+from ckpt_prune.evaluation.sentences import open_embedder
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, tokenise_text
 from ckpt_prune.runner import fewer_bits
@@ -161,7 +161,7 @@ def test_an_embedder_is_measured_by_embeddings_and_its_graph_makes_them(tmp_path
     monkeypatch.chdir("graph")
     made: dict[str, object] = {}
     exec(code, made)
-    model = SentenceModel(load_model(tmp_path / "out", device="cpu"), tmp_path / "out", tokenizer)
+    model = open_embedder(load_model(tmp_path / "out", device="cpu"), tmp_path / "out", tokenizer)
     # Graphs pass within 1e-4 of the largest output.
     torch.testing.assert_close(torch.tensor(made["embedding"]), model.embed(["the cat sat"], 16)[0], atol=1e-4, rtol=0)
 
