@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ckpt_prune.runner.estimate import Estimate
 
 EFFECTS = "effects"
-"""What `collect` calls the effects of single sites."""
+"""The value of `collect` for the effects of single sites."""
 CENTRED = "centred"
-"""What `collect` calls moments of keys less their mean, which are nothing without the others."""
+"""The value of `collect` for moments of keys less their mean. They need the others."""
 NEEDS = {CENTRED: ("logits", "keys are those of logits"), EFFECTS: ("gram", "need Grams")}
-"""What `collect` takes only together with something else, and why."""
+"""Value of `collect` → the value that it needs besides, and why."""
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ def _estimate(options: PruneOptions, preview: "Prepared", step: "GraphStep | Ggu
 
 
 class _Exports:
-    """What a recipe exports of its output, while that grows.
+    """Exports an output as its recipe asks, while the output is still in its staging folder.
 
     Attributes:
         graph: what was exported; None if nothing was.

@@ -20,12 +20,12 @@ class Participant:
 
     label: Label
     model: str
-    """As the user named it."""
+    """The name that the user gave."""
     runtime: Runtime
     folder: str
     """Path of the checkpoint or of the graph."""
     device: str
-    """As torch names it: cpu, cuda or cuda:1."""
+    """Its name in torch: cpu, cuda or cuda:1."""
     threads: int
     dtype: GraphType
     """PyTorch computes in fp32 or fp16; a graph has its own type, which names its file."""

@@ -1,6 +1,6 @@
-"""Whatever goes wrong in a command is one line on stderr and an exit code: 2 for bad input, 1 for a fault of ours.
+"""Turn every error of a command into one line on stderr and an exit code: 2 for bad input, 1 for a fault of ours.
 
-With `--json` it is an object on stdout, too.
+With `--json` also print an object on stdout.
 """
 
 import json

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ckpt_prune.common.errors import UserError, refuse_unreadable
 
 Finding = tuple[bool | None, str]
-"""Whether what was checked is so, None if that cannot be told, and what was found."""
+"""True if a check passed, None if it could not be made; and a sentence on what was found."""
 
 
 @dataclass(frozen=True)

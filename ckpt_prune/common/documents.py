@@ -1,4 +1,4 @@
-"""Where a document is that a message names: whoever installed a wheel has no checkout to look it up in."""
+"""Find the documents that messages name. A wheel has them inside the package, since its users have no checkout."""
 
 from pathlib import Path
 

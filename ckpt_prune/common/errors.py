@@ -20,7 +20,7 @@ class DiskError(UserError):
 
 
 class OutputError(DiskError):
-    """What is printed cannot be written."""
+    """Standard output cannot be written: a full disk, or a closed pipe."""
 
 
 def one_line(error: BaseException) -> str:

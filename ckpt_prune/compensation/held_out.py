@@ -14,7 +14,7 @@ from ckpt_prune.compensation.fit import Blend, Fit
 from ckpt_prune.compensation.least_squares import reciprocals
 
 LEAST = 1e-6
-"""Of the mean eigenvalue: under smaller strengths a rank-one inverse cancels too many digits."""
+"""The least strength, as a share of the mean eigenvalue. Below it a rank-one inverse cancels too many digits."""
 
 
 @dataclass(frozen=True)

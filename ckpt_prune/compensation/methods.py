@@ -166,7 +166,7 @@ ROTARY_METHODS: dict[str, MethodFacts] = {
 }
 """Every compensation that a recipe may name for rotary pairs (`compensation.rotary`)."""
 CANDIDATES = ("none", "bias", "rotation", "rotation-scale", "ridge", "affine")
-"""What `auto` chooses among unless a recipe says otherwise. Those with a bias are for projections that have one."""
+"""The methods that `auto` tries by default. Those with a bias are for projections that have one."""
 GRID = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Relative strengths that are tried if a recipe does not list its own."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

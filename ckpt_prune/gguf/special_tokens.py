@@ -79,7 +79,7 @@ def name_tokens(tokens: Sequence[str], ids: Sequence[int]) -> str:
 
 
 class Flags:
-    """What the added tokens of a tokenizer.json ask for beside being cut out of a text, and what llama.cpp does.
+    """Compares the flags of the added tokens in a tokenizer.json with what llama.cpp does.
 
     Args:
         content: of the tokenizer.json.

@@ -1,4 +1,4 @@
-"""What a loss means in words: all limits from which on an output is called worse than the model it was made from.
+"""Put a loss into words. Here are all limits beyond which an output is called worse than its dense model.
 
 They are of the tool, not of a paper. A perplexity or an accuracy is held to that of the dense model, on the same data.
 """
@@ -15,7 +15,7 @@ SAME_KL = 0.02
 LESS_COSINE = (0.98, 0.95, 0.7)
 """Mean cosine of embeddings or features, below which each is said."""
 LESS_ACCURACY = (0.02, 0.05, 0.25)
-"""What an accuracy falls by, from which on each is said."""
+"""Falls of an accuracy from which on each verdict is given."""
 
 
 def judge(loss: Loss, remedy: str = "") -> Loss:

@@ -31,7 +31,7 @@ CHANGES: dict[Change, tuple[str, str]] = {
     "slicing": ("dimensions of the residual stream, in a basis per block", "recipe `slicegpt`"),
     "rotations": ("nothing, but the residual stream turns between blocks", "`rotation: cayley`"),
 }
-"""What an output may have that its dense model has not → in words, and how it comes about.
+"""Trait that an output may have and its dense model has not → the trait in words, and what causes it.
 
 An output with none of these has the same widths and heads in all blocks, or fewer blocks, or a narrower stream: its
 class is a stock one.

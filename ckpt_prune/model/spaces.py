@@ -64,8 +64,8 @@ class Site(NamedTuple):
 
 
 Ends = Literal["columns", "logits", "rotary", "values", "experts"]
-"""What a space ends in: columns of a linear module; attention logits; logits of queries and keys that are rotated by
-position (RoPE); columns under the values of KV heads, in a basis of their own; or whole experts."""
+"""The end of a space, where its units go: columns of a linear module; attention logits; logits of queries and keys that
+are rotated by position (RoPE); columns under the values of KV heads, in a basis of their own; or whole experts."""
 Pairing = Literal["halves", "neighbours"]
 """How rotary pairs lie in a head: a dimension and the one half a head further, or a dimension and the next."""
 Rounding = Literal["floor", "ceil", "nearest"]
@@ -87,7 +87,7 @@ ENDS: dict[str, Ends] = {
     "shared": "columns",
     "experts": "experts",
 }
-"""What each space ends in, in every family that has it: recipes are checked without a model."""
+"""The end of each space. It is the same in every family, so that recipes are checked without a model."""
 BESIDE: frozenset[str] = frozenset({"qk", "rotary", "queries", "values"})
 """Spaces with copies side by side (`Space.per`) that keep equally many units, in every family that has them."""
 COUPLED: tuple[tuple[str, str], ...] = (

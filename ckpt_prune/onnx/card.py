@@ -134,7 +134,7 @@ _POOLING = {
     "weightedmean_tokens": "np.average(first, 1, np.arange(1, first.shape[1] + 1))",
     "lasttoken": "first[:, -1]",
 }
-"""What each mode of a module Pooling is of one text's states, `first`, in numpy; in sentence-transformers' order."""
+"""Mode of a module Pooling → the same in numpy, of one text's states `first`; in sentence-transformers' order."""
 _ACTIVATIONS = {
     "Identity": "{}",
     "Tanh": "np.tanh({})",

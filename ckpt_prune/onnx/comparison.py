@@ -148,7 +148,7 @@ class Difference:
     """Infinite if one side is not a finite number and the other is not equal to it."""
     mean_abs: float
     max_rel: float
-    """Of |a − b| / max(|b|, `FLOOR` × `largest`)."""
+    """The largest |a − b| / max(|b|, `FLOOR` × `largest`)."""
     mean_rel: float
     largest: float
     """Largest finite |b|."""

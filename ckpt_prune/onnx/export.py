@@ -70,7 +70,7 @@ _OWN_FILES = (
 EMBEDDED_BYTES = 1 << 30
 """Weights up to so many bytes stand in the graph's own file."""
 BITS: dict[GraphType, float] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4.5, "q4f16": 4.5}
-"""Of a weight, scales and zeros of blocks included."""
+"""Bits of a weight, the scales and zeros of its block included."""
 
 
 def estimate_graphs_bytes(settings: GraphSettings, parameters: int) -> int:
@@ -104,7 +104,7 @@ class Exported:
 
     @property
     def losses(self) -> list[Loss]:
-        """What each graph loses beside its own model, and beside a dense one, with verdicts."""
+        """Losses of each graph beside its own model, and beside a dense one, with verdicts."""
         graphs = [] if self.validation is None else self.validation.graphs
         return [loss for graph in graphs for loss in graph.losses()]
 

@@ -22,7 +22,7 @@ _PRODUCTS = {
     *(_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default),
     *(_ATEN.linear.default, _ATEN.matmul.default, _ATEN.convolution.default, _ATEN.conv2d.default),
 }
-"""What takes long in float16 on a CPU. Sums are in float32 here, as on a GPU."""
+"""Operations that are slow in float16 on a CPU. They are summed in float32 here, as on a GPU."""
 _ATTENTION = "scaled_dot_product"
 
 

@@ -48,7 +48,7 @@ class KeptWeight(BaseModel):
 
     name: str
     harm: float
-    """What the outputs lose if it alone is in few bits; its share by bytes if several were measured at once."""
+    """Loss of the outputs if it alone is in few bits; its share by bytes if several were measured at once."""
     at_once: int = 1
     """How many weights were measured at once, itself included."""
 
@@ -70,10 +70,10 @@ class Quantization(BaseModel):
     kept: list[KeptWeight]
     """The most harmful by the byte first."""
     loss: float | None
-    """What the outputs lose with this choice, on the data that weights were chosen by; None if it was not measured."""
+    """Loss of the outputs with this choice, on the data that weights were chosen by; None if it was not measured."""
     allowed: float
     unit: Literal["KL", "energy"] = "KL"
-    """Of both: nats of each prediction, or a share of the features' energy."""
+    """Unit of both: nats of each prediction, or a share of the features' energy."""
     measured_on: str
 
 
@@ -210,7 +210,7 @@ class Place(BaseModel):
 
     batch: int
     token: int | None
-    """Of the batch's text, padding counted; or patch of an image. None if outputs are of a whole text or image."""
+    """Number of the token, padding counted, or of the image's patch. None if outputs are of a whole text or image."""
     unit: int
     """Vocabulary entry, class or dimension; of keys and values, head x head_dim + dimension."""
     onnxruntime: float | None
@@ -241,7 +241,7 @@ class Case(BaseModel):
     where: Place | None = None
     """The largest difference of a failed case."""
     note: str | None = None
-    """What is wrong with a failed case, if that is not an inexact number."""
+    """The reason why a case failed, if it is not an inexact number."""
 
 
 class Metric(BaseModel):
@@ -256,9 +256,9 @@ class Metric(BaseModel):
     pytorch: float | None
     """None also of agreement and cosine, which are of both at once."""
     of: str
-    """What it was measured on."""
+    """The data that it was measured on."""
     difference: float | None
-    """What is held to the tolerance; None if it overflows.
+    """The number that is compared with the tolerance; None if it overflows.
 
     Perplexities: of the mean negative log-likelihoods, in nats per token. Top-1 and agreement: share of the images, or
     of a text's predictions, that the two put into different classes. Cosine: relative error of the features. Of a graph
@@ -320,14 +320,14 @@ class Validation(BaseModel):
     tolerance: float | None
     """In units of the largest output of a case; means are held to a tenth of it. None of a graph that is rounded."""
     max_loss: float | None
-    """What a graph that is rounded may lose of the task's metric; None of others."""
+    """Allowed loss of the task's metric, for a rounded graph; None for others."""
     against: Source
     data: dict[str, Any]
     checks: list[ProofCheck]
     cases: list[Case]
     metrics: list[Metric]
     continuations: list[Continuation]
-    """Of a graph that is rounded and generates text."""
+    """Continued texts, for a rounded graph that generates text."""
     versions: dict[str, str]
     files: dict[str, str]
     """The files that were validated: name → sha256."""

@@ -47,7 +47,7 @@ class ProofSamples:
     """int64 (N, T): real text, no padding."""
     images: ImageSamples | None = None
     for_rounding: Tensor | ImageSamples | None = None
-    """What rounding is measured on: other windows or images, or the same if there are no others."""
+    """The data on which rounding is measured: other windows or images, or the same if there are no others."""
     description: dict[str, Any] | None = None
     """For the record: where from, how many, window, seed."""
 

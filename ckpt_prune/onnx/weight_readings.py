@@ -39,7 +39,7 @@ class Readings:
         self._graph, self._path = graph, path
         self._names = {value: name for name, value in weights.items()}
         self._made: dict[onnx_ir.Value, onnx_ir.Node] = {}
-        """What is made of weights and constants alone."""
+        """Values made of weights and constants alone → the node that makes them."""
         self._constant: dict[onnx_ir.Value, bool] = {}
         for node in nodes:
             inputs = [value for value in node.inputs if value is not None]

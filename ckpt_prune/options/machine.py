@@ -37,7 +37,7 @@ class DeviceOptions(Options):
 
     group = MACHINE
     device: str = option(default="auto", metavar="auto|cpu|cuda[:N]")
-    """Where the work is done."""
+    """The device that does the work."""
 
 
 class ProviderOptions(Options):

@@ -29,7 +29,7 @@ _SPACE_WORDS = {
     "moe": "experts",
     "rope": "rotary",
 }
-"""What others call a space → its name here."""
+"""Name of a space in other tools → its name here."""
 Lines = dict[tuple[str, ...], int]
 """Key path → its line in the file (from 1), or 0 for what is set on the command line."""
 

@@ -1,4 +1,4 @@
-"""Where the recipe that is run differs from the one that was asked for: key by key, with the reason."""
+"""List the keys in which the recipe that is run differs from the one that was asked for, each with the reason."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

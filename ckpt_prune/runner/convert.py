@@ -40,7 +40,7 @@ from ckpt_prune.runner.publish import put_in_place
 from ckpt_prune.runner.resuming import resumable
 
 _WINDOWS = 2
-"""Of a text, to compare on: enough to see that another function is computed."""
+"""Windows of text that are compared: enough to see whether both models compute the same function."""
 _CONVERTED = Form(find_conversion, kind=FolderKind(CONVERSION_RECORD, "what `convert` wrote"))
 
 

@@ -1,4 +1,4 @@
-"""What fewer bits would do in place of pruning: at every size that they reach, they lose less."""
+"""Name the command that makes a model as small by fewer bits: at every size that bits reach, they lose less."""
 
 import shlex
 

@@ -22,7 +22,7 @@ from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.stages.shared.equality import BLOCKS, away
 
 _LIMIT = 1e-3
-"""Of a tensor's largest value: what other machines and numbers of threads move it by is far less."""
+"""Allowed difference, as a share of a tensor's largest value. Other machines and numbers of threads cause far less."""
 
 
 def recompute_blocks(folder: Path, dense: Path, statistics: Path) -> tuple[bool | None, str]:

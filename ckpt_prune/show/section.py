@@ -106,7 +106,7 @@ class Section:
 
 
 Pick = str | Callable[[Any], float | Mapping[str, float] | None]
-"""What to draw of a record: the number under a key, or what a function returns: one number, or several by name."""
+"""The number to draw of a record: a key of it, or a function that returns one number or several by name."""
 
 
 def draw_line(

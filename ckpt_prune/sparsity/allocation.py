@@ -12,7 +12,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.zero_patterns import GroupPattern
 
 BINS = 100
-"""Of the histogram of log₁₀ eigenvalues whose peak begins the tail (AlphaPruning's released code)."""
+"""Bins of the histogram of log₁₀ eigenvalues. The tail begins at its peak (AlphaPruning's released code)."""
 
 
 def outlier_ratio(scores: Sequence[Tensor], threshold: float) -> float:

@@ -1,4 +1,4 @@
-"""What stands in the folder of a stage beside its keys, found by the names of the modules.
+"""Find the modules in the folder of a stage by their names.
 
 A recipe is read with the keys alone. `stage.py` is imported when a job is prepared, `show.py` when a report is shown.
 """

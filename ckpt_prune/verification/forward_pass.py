@@ -24,7 +24,7 @@ from ckpt_prune.model.skeleton import base_model_of
 from ckpt_prune.parallel.group import process_group
 
 TOKENS = 64
-"""Of the one window that is compared."""
+"""Tokens of the one window that is compared."""
 SHARE = 8
 """A model is compared if it takes at most this part of the memory that is free."""
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2**-6}

@@ -19,7 +19,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.image_files import describe_error
 
 SUFFIXES = (".npy", ".safetensors", ".wav")
-"""What a file of sound, or of its features, is known by; upper case counts too."""
+"""Endings of files of sound, or of its features, in upper or lower case."""
 
 
 def find_audio(directory: Path) -> list[Path]:

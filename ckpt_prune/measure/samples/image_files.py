@@ -20,7 +20,7 @@ ImageSplit = Literal["calib", "eval"]
 
 LABELS = "labels.csv"
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""What an image file is known by in a folder; upper case counts too. A labels file may name others."""
+"""Endings of image files in a folder, in upper or lower case. A labels file may name others."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are decoded: some of those Pillow reads start other programs."""
 

@@ -19,7 +19,7 @@ from ckpt_prune.measure.streams.state_memory import Allocate
 from ckpt_prune.model.model import Model
 
 _SEED = 0
-"""Of the labels that are drawn from the model's own predictions."""
+"""Seed of the labels, which are drawn from the model's own predictions."""
 
 
 @dataclass(frozen=True)

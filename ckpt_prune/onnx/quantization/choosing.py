@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Harm = Callable[[Collection[str]], float]
-"""What the outputs lose if these weights are in few bits."""
+"""Returns the loss of the outputs if these weights are in few bits."""
 
 MOST = 64
 """Measurements of weights, alone or several at once, whatever the size of the graph: of SmolLM2-135M's 211 weights so

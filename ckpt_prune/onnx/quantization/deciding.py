@@ -128,7 +128,7 @@ class Measuring:
     classes: bool
     """Whether they are logits."""
     what: str
-    """What sets of weights are measured on, for the record."""
+    """The data on which sets of weights are measured, in words for the record."""
     checked: Sequence[Feed] = ()
     """Longer ones, others: sets of weights are measured on them; none: on the short ones too."""
 

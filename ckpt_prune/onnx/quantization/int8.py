@@ -15,8 +15,9 @@ from ckpt_prune.onnx.quantization.blocks import Array
 from ckpt_prune.onnx.quantization.measuring import PREFIX, Feed
 
 LARGEST = 64
-"""Of a weight in int8. A processor without VNNI or AMX adds two products of an input and a weight in 16 bits, which 255
-and 127 overflow: the sum is cut off silently, and a graph that is right where it was made is wrong elsewhere."""
+"""The largest weight in int8. A processor without VNNI or AMX adds two products of an input and a weight in 16 bits,
+which 255 and 127 overflow: the sum is cut off silently, and a graph that is right where it was made is wrong
+elsewhere."""
 _WEIGHTS_ONLY = {"MatMulConstBOnly": True}
 """Products of two inputs, as attention has them, stay as they are."""
 

@@ -18,7 +18,8 @@ from ckpt_prune.onnx.quantization.weights import Weight, copy_with_split_gemms, 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
 PREFIX = ".ckpt-prune-"
-"""Of names of temporary folders: hidden, so that a folder of graphs does not count them among its files."""
+"""Begins the names of temporary folders. They are hidden, so that a folder of graphs does not count them as its
+files."""
 _FLOAT = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
 
 

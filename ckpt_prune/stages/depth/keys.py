@@ -15,7 +15,7 @@ from ckpt_prune.measure.statistics.files import Collect
 Choice = Literal["influence", "cosine", "divergence", "loss"]
 """How blocks are chosen where they are not given."""
 DepthPart = Literal["block", "attention", "mlp"]
-"""What of a block goes."""
+"""The part of a block that goes."""
 
 
 class DepthCompensation(Strict):

@@ -21,7 +21,7 @@ class ExportStage(Stage[Export]):
     of = Export
 
     def check_source(self, model: Model) -> None:
-        """What can be exported is asked when the output is known."""
+        """Refuse nothing yet: whether the output can be exported is checked once it is known."""
 
     def planned(self, prepared: Prepared) -> list[str]:
         types = ", ".join(self.keys.dtype) or "in the checkpoint's type"

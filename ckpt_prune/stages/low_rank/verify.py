@@ -13,7 +13,7 @@ from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.shared.equality import find_difference
 
 _PRODUCT_TOLERANCE = 1e-6
-"""Of a weight's norm: sums of the same numbers in another order differ by far less."""
+"""Allowed difference, as a share of a weight's norm. Sums in another order differ by far less."""
 
 
 def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:

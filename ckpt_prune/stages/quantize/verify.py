@@ -1,4 +1,4 @@
-"""What can be said of weights that were rounded after they were pruned."""
+"""Check weights that were rounded after they were pruned."""
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.check import Finding

@@ -20,11 +20,11 @@ from ckpt_prune.stages.recovery.block_training import trainable_tensors
 from ckpt_prune.stages.recovery.training import Objective, Progress, SampleSplit, Trained, cut, part_size, train
 
 RATE, RATE_OF_LOSS = 3e-3, 7.5e-3
-"""Of Adam, for factors that are near one, whatever the size of the model: at most the first, and the second times the
-root of the divergence. What is lost is a square of how far factors are off, and Adam's steps are as long as its rate
-however small gradients are."""
+"""Adam's rate for factors near one, whatever the model's size: at most the first number, and the second times the root
+of the divergence. The loss grows with the square of a factor's error, and Adam's steps are as long as its rate however
+small gradients are."""
 _BETAS, _CLIMB = (0.9, 0.99), 4
-"""Of Adam; and the steps over which its rate climbs, at most a quarter of all: there are tens, not thousands."""
+"""Adam's betas, and the part of all steps, one in so many, over which its rate climbs: there are tens of steps."""
 NOTHING = 1e-6
 """Divergence, in nats, up to which there is nothing to fit: float32 holds a log-probability of -10 to 1e-6."""
 

@@ -42,7 +42,7 @@ class RecoveryStage(Stage[Recovery]):
     of = Recovery
 
     def check_source(self, model: Model) -> None:
-        """What stays is trained in whatever form it is stored."""
+        """Refuse nothing: every stored form can be trained."""
 
     def check(self, prepared: Prepared) -> None:
         self.keys.blocks(prepared.model.blocks)

@@ -13,7 +13,7 @@ from ckpt_prune.stages.recovery.records import Adapters
 from ckpt_prune.stages.recovery.training import Progress, SampleSplit, Trained
 
 Kept = TypeVar("Kept", bound=Sized)
-"""What was trained; its length is the number of modules."""
+"""The trained values; their length is the number of modules."""
 
 
 def train_once(

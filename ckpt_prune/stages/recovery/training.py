@@ -75,7 +75,7 @@ def part_size(settings: RecoverySettings) -> int:
 
 
 class Objective(ABC, Generic[Kept]):
-    """What is trained, and its loss. Samples are given by their numbers, int64.
+    """The tensors that are trained, and their loss. Samples are given by their numbers, int64.
 
     Attributes:
         parameters: the tensors that are trained, at least one.

@@ -1,4 +1,4 @@
-"""Whether what recovery does not train is the dense model's."""
+"""Check that the tensors which recovery does not train are the dense model's."""
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.check import Finding

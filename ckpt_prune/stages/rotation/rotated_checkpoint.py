@@ -39,7 +39,7 @@ class AbsorbedCheckpoint(ABC):
     model: Model
     device: torch.device
     room: ClassVar[str]
-    """What to say and do where a tensor's dtype does not hold what it absorbed, with a place for the dtype."""
+    """The message where a tensor's dtype cannot hold what it absorbed, with the remedy and a place for the dtype."""
 
     @property
     def source(self) -> Checkpoint:

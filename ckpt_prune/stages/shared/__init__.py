@@ -1,1 +1,1 @@
-"""What several stages use."""
+"""Code that several stages use."""

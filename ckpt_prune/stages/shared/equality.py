@@ -12,7 +12,8 @@ from ckpt_prune.model.model import Model
 BLOCKS = 4
 """So many are computed again, chosen at random."""
 _TOLERANCE = 1e-3
-"""Of a tensor's largest value: what rounding of the basis may move it by, besides two roundings of its dtype."""
+"""Allowed difference, as a share of a tensor's largest value: rounding of the basis, besides two roundings of its
+dtype."""
 
 
 def is_same(ours: Tensor, theirs: Tensor, *, or_zero: bool = False) -> bool:

@@ -5,7 +5,7 @@ from itertools import chain
 from ckpt_prune.job.prepared import Prepared
 
 INPUTS = "the inputs of every block's layers"
-"""What most stages measure."""
+"""The words for what most stages measure."""
 
 
 def calibration_tokens(prepared: Prepared) -> int:

@@ -1,4 +1,4 @@
-"""What a person is told of units that go: how many stay, and what is amiss with ratios, sizes and strengths."""
+"""Messages on units: how many stay, and what is wrong with ratios, sizes and strengths."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -206,7 +206,7 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
 
 
 SECOND_ORDER = "a second-order estimate, too low where many units go or samples are few"
-"""Of a predicted divergence."""
+"""The words that follow a predicted divergence."""
 
 
 def predicted_line(model: Model, plan: Plan) -> str | None:

@@ -39,7 +39,7 @@ DRAWN = 4
 """One of so many tokens is looked at where wide sites are tried, and `LEAST_TOKENS` at least."""
 LEAST_TOKENS = 256
 LEAST_CHANCE = 1e-2
-"""Of the mean chance: no token is left out for sure."""
+"""The least chance of a token, as a share of the mean one, so that none is surely left out."""
 
 
 def gradient_rows(model: Model, samples: int, folds: int) -> range:
