@@ -33,7 +33,9 @@ class Names:
         self.root, self.package = root, root / "ckpt_prune"
         self.trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(self.package.rglob("*.py"))}
         self.pages = sorted(self.package.rglob("*.md"))
-        self.files = {path.name for folder in ("ckpt_prune", "tools", "tests") for path in (root / folder).rglob("*.*")}
+        folders = ("ckpt_prune", "recipes", "tests", "tools")
+        self.files = {path.as_posix() for folder in folders for path in (root / folder).rglob("*.*")}
+        self.files |= {path.as_posix() for path in root.glob("*.*")}
         self.modules: dict[tuple[str, ...], set[str]] = {}
         self.members: dict[str, set[str]] = defaultdict(set)
         self.bases: dict[str, set[str]] = defaultdict(set)
@@ -84,12 +86,12 @@ class Names:
             known |= bool(lengths) or any(len(module) > 1 and module[-1] == part for part in parts[1:])
         return not known and not any((part.isupper() or "_" in part) and part in self.exported for part in parts[1:])
 
-    def has_file(self, name: str, page: Path) -> bool:
-        """Tell whether a file has this name: with any folder, or from the root, the package or a folder of the page."""
+    def has_file(self, name: str) -> bool:
+        """Tell whether a file has this name, or this end of its path; STAGE and the like stand for any folders."""
+        name = name.lstrip("./")
         folders, _, file = name.rpartition("/")
-        if not folders or any(map(str.isupper, folders.split("/"))):
-            return file in self.files
-        return any((place / name).exists() for place in (self.root, self.package, *page.parents))
+        end = f"/{file}" if any(map(str.isupper, folders.split("/"))) else f"/{name}"
+        return any(path.endswith(end) for path in self.files)
 
 
 def assigned_names(tree: ast.AST) -> set[str]:
@@ -136,7 +138,7 @@ def dead_pointers(root: Path) -> Iterator[str]:
     names = Names(root)
     for path in (*names.trees, *names.pages):
         for line, text in texts(path, names.trees.get(path)):
-            wrong = [name for name in FILE.findall(text) if not names.has_file(name, path)]
+            wrong = [name for name in FILE.findall(text) if not names.has_file(name)]
             wrong += [name for name in DOTTED.findall(text) if not names.has_dotted(name)]
             wrong += [name for name in BARE.findall(text) if name not in names.words]
             yield from (f"{path.relative_to(root)}:{line} {name}" for name in wrong if name not in ELSEWHERE)
