@@ -1,8 +1,8 @@
 """The state of a job: the model as the stages have left it so far, and what is decided of the output."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ckpt_prune.job.layout import Output
 from ckpt_prune.job.model_view import Basis, ModelView
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.records import Cost, DepthRecord, HiddenRecord, MaskShares
+from ckpt_prune.job.records import Cost
 from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
@@ -44,6 +44,16 @@ class RankedUnits:
 
 
 @dataclass(frozen=True)
+class RankedSites:
+    """The units of every site by every score that may rank them."""
+
+    units: Mapping[Site, Sequence[RankedUnits]]
+
+
+Fact = TypeVar("Fact")
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A job as far as it is prepared. Every stage returns a new one.
 
@@ -56,22 +66,12 @@ class Prepared:
         ends: states behind the blocks of the model as it was measured, or None.
         start: the job before blocks or dimensions went; None while the model is the job's own.
         plan: decisions that were made before, or None.
-        ranked: site → its units by every score that may rank them, if they were ranked already.
-        unsized: the recipe before its size was turned into ratios.
-        larger: the next larger size that these ratios could give, in the unit of the requested size.
-        depth: which blocks are gone.
-        hidden: how many dimensions of the residual stream stay.
         basis: the model in another basis of its residual stream: rotated, or sliced.
-        note: why the model is of another class than the job's, or None.
-        target: the dense model in the basis of the job's own, if that is pruned already.
-        wide: the model before its residual stream was narrowed; None if it was not.
-        narrow: maps hidden states of `wide`, (..., d), to what the stream of `model` has room for, (..., k).
-        left_whole: spaces that stay whole because no stock class has fewer of their units.
         decided: units that stay, and other decisions for every site; None before that is known.
         planned: container, files and cost of the output; likewise.
-        shares: how the zeros of a mask are spread over blocks; None if all have the recipe's ratio.
         foreseen: True if widths or blocks only stand for those that measuring will choose.
         shape_known: False if the container may depend on what measuring will choose.
+        known: what single stages have found, by its class (`facts`).
     """
 
     job: Job
@@ -82,32 +82,19 @@ class Prepared:
     ends: EndStates | None = None
     start: "Prepared | None" = None
     plan: Plan | None = None
-    ranked: Mapping[Site, Sequence[RankedUnits]] | None = None
-    unsized: Recipe | None = None
-    larger: int | None = None
-    depth: DepthRecord | None = None
-    hidden: HiddenRecord | None = None
     basis: Basis | None = None
-    note: str | None = None
-    target: ModelView | None = None
-    wide: Model | None = None
-    narrow: Callable[[Tensor], Tensor] | None = None
-    left_whole: tuple[SpaceName, ...] = ()
     decided: Decisions | None = None
     planned: Output | None = None
-    shares: MaskShares | None = None
     foreseen: bool = False
     shape_known: bool = True
+    known: Mapping[type, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Keep those of the recipe's spaces that this model has and may prune."""
         recipe = self.recipe.at(self.model.family)
         if recipe.shares_stock and not self.model.has_remote_code:
             insisted = {name for name, own in recipe.spaces.items() if own.ratio is not None}
-            prunable = recipe.without(unprunable_spaces(self.model).keys() - insisted)
-            if prunable is not recipe:
-                object.__setattr__(self, "left_whole", tuple(recipe.spaces.keys() - prunable.spaces.keys()))
-                recipe = prunable
+            recipe = recipe.without(unprunable_spaces(self.model).keys() - insisted)
         object.__setattr__(self, "recipe", recipe)
 
     def __repr__(self) -> str:
@@ -127,6 +114,26 @@ class Prepared:
         it is the one that was given: what is left to do says nothing of them.
         """
         return self.start or self
+
+    def facts(self, kind: type[Fact]) -> Fact | None:
+        """Return what a stage has found, by the class that holds it; None if it has not run."""
+        return self.known.get(kind)
+
+    def knowing(self, fact: object) -> "Prepared":
+        """Return the state with what a stage has found, in place of an earlier one of its class."""
+        return replace(self, known={**self.known, type(fact): fact})
+
+    @property
+    def left_whole(self) -> list[SpaceName]:
+        """Spaces of the recipe that stay whole because no stock class has fewer of their units."""
+        asked, left = self.job.recipe.at(self.job.model.family), begin(self.job).recipe
+        return [space for space in asked.spaces if space not in left.spaces]
+
+    @property
+    def ranked(self) -> Mapping[Site, Sequence[RankedUnits]] | None:
+        """Units of every site by every score that may rank them, if they were ranked already."""
+        ranking = self.facts(RankedSites)
+        return None if ranking is None else ranking.units
 
     @property
     def device(self) -> torch.device:
@@ -231,11 +238,6 @@ class Prepared:
         """The model that blocks are read from: in another basis if there is one."""
         container = self.stored if self.basis is None else self.output.container
         return ModelView(self.model, self.device, self.basis, container)
-
-    @property
-    def pruned_view(self) -> ModelView:
-        """The model that blocks are recovered in: built as the output is if it was pruned before."""
-        return self.view if self.target is None else replace(self.view, container=self.output.container)
 
     @property
     def plain_view(self) -> ModelView:

@@ -1,14 +1,13 @@
 """Making a plan: every site decided and predicted, without writing a tensor."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan, SitePlan
-from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
-from ckpt_prune.job.records import StatisticsReference
+from ckpt_prune.job.prepared import Prepared, RankedSites, RankedUnits, begin
+from ckpt_prune.job.records import DepthRecord, StatisticsReference
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.checks import check_data, check_fit
 from ckpt_prune.runner.plannable import check_plannable
@@ -25,7 +24,7 @@ def prepare_plan(job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None =
     Args:
         ranked: units of every site, if they were ranked already.
     """
-    prepared = replace(begin(job), ranked=ranked)
+    prepared = begin(job) if ranked is None else begin(job).knowing(RankedSites(ranked))
     check_fit(prepared)
     check_data(prepared)
     shortened = drop_planned_blocks(prepared)
@@ -72,6 +71,6 @@ def make_plan(prepared: Prepared) -> Plan:
         container_note=container.note,
         before=prepared.before,
         after=prepared.output.cost,
-        depth=prepared.depth,
+        depth=prepared.facts(DepthRecord),
         sites=sites,
     )

@@ -14,7 +14,7 @@ from ckpt_prune.runner.changes import changes_of
 from ckpt_prune.runner.messages import warnings
 from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.spaces.size_search import dense_size, size_at
+from ckpt_prune.stages.spaces.size_search import Sized, dense_size, size_at
 
 
 def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) -> Report:
@@ -24,7 +24,8 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
         records: key of a stage → records of its step on all blocks.
         run: with what the stages have done as a whole.
     """
-    whole, checkpoint, unsized = prepared.whole, prepared.model.checkpoint, prepared.unsized
+    whole, checkpoint, sized = prepared.whole, prepared.model.checkpoint, prepared.facts(Sized)
+    unsized = None if sized is None else sized.recipe
     used = versions()
     fields: dict[str, Any] = {"sites": []}
     for stage in stages_of(whole.recipe):
@@ -88,7 +89,8 @@ def describe_data(prepared: Prepared) -> dict[str, Any]:
 
 def _foresee_latency(prepared: Prepared) -> Latency | None:
     """Return what the table of this machine says of the output; None if its size was no latency."""
-    size = prepared.whole.recipe.size if prepared.unsized is None else prepared.unsized.size
+    sized = prepared.facts(Sized)
+    size = prepared.whole.recipe.size if sized is None else sized.recipe.size
     if size is None or size.kind != "latency" or prepared.job.latencies is None:
         return None
     return Latency(

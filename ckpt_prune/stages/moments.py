@@ -11,6 +11,7 @@ from ckpt_prune.measure.moment_sources import CachedMoments, DriftMoments, Momen
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.stages.rotation.moments import RotatedMoments
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
+from ckpt_prune.stages.shared.narrowed import Narrowed
 
 
 def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> MomentSource:
@@ -28,8 +29,9 @@ def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> Moment
         if recipe.target != "drift":
             return SequentialMoments(stream, dict(grams), true_sequential=recipe.true_sequential)
         goal = prepared.plain_view
-        if prepared.wide is not None:
-            goal = replace(goal, model=prepared.wide)
+        narrowed = prepared.facts(Narrowed)
+        if narrowed is not None:
+            goal = replace(goal, model=narrowed.wide)
         ends, live = prepared.ends, prepared.live_samples
         if ends is not None and (
             ends.model is not goal.model or ends.samples is not live.samples or len(ends.rows) < len(live.samples)
@@ -41,7 +43,7 @@ def open_moments(prepared: Prepared, grams: Mapping[str, bool] | None) -> Moment
             goal.block,
             dict(grams),
             true_sequential=recipe.true_sequential,
-            seen=prepared.narrow,
+            seen=None if narrowed is None else narrowed.project,
             ends=ends,
         )
     assert prepared.statistics is not None

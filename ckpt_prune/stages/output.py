@@ -21,6 +21,7 @@ from ckpt_prune.stages.quantize.keys import Quantize
 from ckpt_prune.stages.quantize.output import pack_output
 from ckpt_prune.stages.rotation.learner import RotationSizes
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
+from ckpt_prune.stages.shared.narrowed import Narrowed
 
 
 def plan_output(prepared: Prepared) -> Prepared:
@@ -45,8 +46,9 @@ def output_at(prepared: Prepared, widths: Widths) -> Output:
         return Output(replace(prepared.stored, note=note), layout_of(model), cost_of(model))
     ranks = () if low_rank is None else ranks_of(prepared, low_rank)
     container = _container(prepared, widths, rotated, ranks)
-    if prepared.note is not None and container.note is None:
-        container = replace(container, note=prepared.note)
+    narrowed = prepared.facts(Narrowed)
+    if narrowed is not None and container.note is None:
+        container = replace(container, note=narrowed.note)
     layout = plan_layout(model, widths, container, rotated.added if rotated is not None else None, ranks)
     aside: Layout = {}
     if rotated is not None:

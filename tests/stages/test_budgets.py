@@ -23,7 +23,7 @@ from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
-from ckpt_prune.stages.spaces.size_search import at_size
+from ckpt_prune.stages.spaces.size_search import Sized, at_size
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import (
     decide,
@@ -410,12 +410,12 @@ def test_the_least_ratio_of_a_ranking_that_is_within_the_size(dense):
     step = round(job.recipe.ratio * 10_000)
     assert job.recipe.ratio == step / 10_000
     assert job.recipe.size is None
-    assert job.unsized == load_recipe("flap-global", size={"flops": "60%"})
+    assert job.facts(Sized).recipe == load_recipe("flap-global", size={"flops": "60%"})
     assert {job.recipe.ratio_of(space) for space in job.recipe.spaces} == {job.recipe.ratio}
     assert cost(job, "flops") <= limit
     assert cost(at_ratio(folder, "flap-global", statistics, step / 10_000), "flops") == cost(job, "flops")
     assert cost(at_ratio(folder, "flap-global", statistics, (step - 1) / 10_000), "flops") > limit
-    assert job.larger == cost(at_ratio(folder, "flap-global", statistics, (step - 1) / 10_000), "flops")
+    assert job.facts(Sized).larger == cost(at_ratio(folder, "flap-global", statistics, (step - 1) / 10_000), "flops")
     assert len({str(width) for width in job.widths}) > 1
 
 

@@ -244,8 +244,7 @@ def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None
         recipe=_left_to_do(at_own_size(prepared).recipe if depth_of(prepared).auto else prepared.recipe),
         statistics=None,
         plan=None,
-        depth=record,
-    )
+    ).knowing(record)
 
 
 def check_samples(prepared: Prepared) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.prepared import Prepared, RankedSites
 from ckpt_prune.job.records import DepthRecord, HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.depth.choice import choose_depth
@@ -35,7 +35,7 @@ def drop_blocks(prepared: Prepared, run: Run) -> Prepared:
     if search is not None:
         # The widths are those that were tried. If all of the model stays, so do the statistics of it.
         statistics = None if record.gaps or isinstance(search, PairSearch) else search.statistics
-        short = replace(short, ranked=ranked_at(search.ranking, record), statistics=statistics)
+        short = replace(short.knowing(RankedSites(ranked_at(search.ranking, record))), statistics=statistics)
     return short
 
 

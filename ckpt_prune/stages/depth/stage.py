@@ -43,7 +43,7 @@ class DepthStage(Stage[Depth]):
         return drop_any_blocks(prepared)
 
     def kept(self, prepared: Prepared) -> str | None:
-        record, recipe = prepared.depth, prepared.whole.recipe
+        record, recipe = prepared.facts(DepthRecord), prepared.whole.recipe
         if record is None:
             return None
         return self._kept_beside(prepared, record) if len(recipe.sizing) > 1 else self._kept_alone(prepared, record)
@@ -80,4 +80,4 @@ class DepthStage(Stage[Depth]):
         return drop_blocks(prepared, run)
 
     def report(self, prepared: Prepared, records: Sequence[Any], run: Run) -> dict[str, Any]:
-        return {"depth": prepared.depth}
+        return {"depth": prepared.facts(DepthRecord)}

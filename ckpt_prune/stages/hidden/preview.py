@@ -17,6 +17,7 @@ from ckpt_prune.stages.hidden.narrow_stock import embedding_scale, narrow_contai
 from ckpt_prune.stages.hidden.sliced_checkpoint import Bases, SlicedCheckpoint, check_sliceable, not_measured
 from ckpt_prune.stages.output import sliced_output
 from ckpt_prune.stages.rotation.absorbing import residual_of
+from ckpt_prune.stages.shared.narrowed import Narrowed
 from ckpt_prune.stages.spaces.size_search import (
     at_own_size,
     check_reachable,
@@ -187,7 +188,7 @@ def slice_stream(prepared: Prepared, bases: Bases, energy: Sequence[float]) -> P
     record = hidden_record(prepared, kept, energy)
     if prepared.recipe.spaces:
         return narrow_jointly(prepared, record, None if kept == width else view_of(prepared, kept, bases))
-    sliced = replace(prepared, start=prepared.whole, recipe=_left_to_do(prepared.recipe), hidden=record)
+    sliced = replace(prepared, start=prepared.whole, recipe=_left_to_do(prepared.recipe)).knowing(record)
     if prepared.recipe.size is not None and kept == width:
         return sliced
     return replace(sliced, basis=view_of(prepared, kept, bases))
@@ -200,14 +201,13 @@ def narrow_jointly(prepared: Prepared, record: HiddenRecord, view: SlicedCheckpo
         view: the model in the basis that was measured; by default names and shapes alone.
     """
     at_size = at_own_size(prepared) if hidden_of(prepared).auto else prepared
-    narrowed = replace(
-        prepared, start=prepared.whole, recipe=_left_to_do(at_size.recipe), statistics=None, hidden=record
-    )
+    left = replace(prepared, start=prepared.whole, recipe=_left_to_do(at_size.recipe), statistics=None)
+    narrowed = left.knowing(record)
     if record.kept == record.dimensions:
         return narrowed
     sliced = view or view_of(prepared, record.kept)
     model, note = narrow_model(sliced)
-    return replace(narrowed, model=model, note=note, wide=prepared.model, narrow=sliced.project)
+    return replace(narrowed, model=model).knowing(Narrowed(prepared.model, sliced.project, note))
 
 
 def hidden_record(prepared: Prepared, kept: int, energy: Sequence[float] = ()) -> HiddenRecord:

@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.progress import track
-from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.prepared import Prepared, RankedSites
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.hidden.bases import principal_directions
@@ -106,7 +106,9 @@ def _narrow_jointly(prepared: Prepared, run: Run) -> Prepared:
     narrowed = narrow_jointly(prepared, record, view)
     if search is not None:
         # The widths are those that were tried. Where all dimensions stay, so do what they were measured on.
-        narrowed = replace(narrowed, ranked=search.ranking, statistics=statistics if view is None else None)
+        narrowed = replace(
+            narrowed.knowing(RankedSites(search.ranking)), statistics=statistics if view is None else None
+        )
     return narrowed
 
 

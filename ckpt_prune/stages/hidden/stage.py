@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.stages.hidden.keys import Hidden
@@ -36,7 +37,7 @@ class HiddenStage(Stage[Hidden]):
         return narrow_unmeasured(prepared)
 
     def kept(self, prepared: Prepared) -> str | None:
-        record, recipe = prepared.hidden, prepared.whole.recipe
+        record, recipe = prepared.facts(HiddenRecord), prepared.whole.recipe
         if record is None:
             return None
         if recipe.spaces and prepared.foreseen and self.keys.auto:
@@ -64,6 +65,6 @@ class HiddenStage(Stage[Hidden]):
         return narrow_stream(prepared, run)
 
     def report(self, prepared: Prepared, records: Sequence[Any], run: Run) -> dict[str, Any]:
-        record = prepared.hidden
+        record = prepared.facts(HiddenRecord)
         idle = prepared.basis is None and not prepared.job.recipe.spaces
         return {"hidden": None if idle else record}

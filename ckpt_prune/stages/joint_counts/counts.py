@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt_prune.job.prepared import Prepared, RankedUnits
+from ckpt_prune.job.prepared import Prepared, RankedSites, RankedUnits
 from ckpt_prune.job.records import DepthRecord, HiddenRecord, TriedDepth, TriedHidden
 from ckpt_prune.job.run import Run
 from ckpt_prune.measure.statistics.folder import Statistics
@@ -48,7 +48,7 @@ class BlockCountSearch(SingleCountSearch):
     def trial(self, count: int) -> Trial:
         record, model = _shorten(self, count)
         bare = replace(at_depth(self.prepared, record, model), live=None, statistics=self.statistics)
-        short = replace(bare, ranked=ranked_at(self.ranking, record))
+        short = bare.knowing(RankedSites(ranked_at(self.ranking, record)))
         gaps = [gap.divergence for gap in record.gaps]
         predicted = None if None in gaps else sum(value for value in gaps if value is not None)
         return Trial(short, record.kept, f"without {record.blocks - model.blocks} blocks", predicted)
@@ -100,7 +100,7 @@ class DimensionCountSearch(SingleCountSearch):
     def trial(self, count: int) -> Trial:
         prepared, kept = self.prepared, self._widths[count]
         narrow = _narrow(prepared, kept, lambda: self._gram)
-        short = replace(narrow, live=None, statistics=self.statistics, ranked=self.ranking)
+        short = replace(narrow.knowing(RankedSites(self.ranking)), live=None, statistics=self.statistics)
         description = f"with {kept} of {prepared.model.dimension('hidden')} dimensions"
         return Trial(short, range(prepared.model.blocks), description, own_ends=count > 0)
 
@@ -218,7 +218,7 @@ class PairSearch(CountSearch[Pair]):
         shorter, kept = self._without(blocks), self._widths(blocks)[step]
         narrow = _narrow(shorter.prepared, kept, lambda: shorter.gram)
         ranking = ranked_at(self.ranking, shorter.record)
-        short = replace(narrow, live=None, statistics=self.statistics, ranked=ranking)
+        short = replace(narrow.knowing(RankedSites(ranking)), live=None, statistics=self.statistics)
         width = shorter.prepared.model.dimension("hidden")
         description = f"without {blocks} blocks, with {kept} of {width} dimensions"
         return Trial(short, shorter.record.kept, description, own_ends=kept < width)

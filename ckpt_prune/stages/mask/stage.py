@@ -1,7 +1,6 @@
 """The work of the stage `mask`: share the zeros out over blocks, and zero the weights of each."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ckpt_prune.common.errors import UserError
@@ -106,9 +105,10 @@ class MaskStage(Stage[Mask]):
             with run.timer.time("shares"):
                 return choose_shares(prepared, self.keys)
 
-        return replace(prepared, shares=run.remember("shares", MaskShares, choose))
+        return prepared.knowing(run.remember("shares", MaskShares, choose))
 
     def pruner(self, prepared: Prepared) -> Masker:
+        shares = prepared.facts(MaskShares)
         return Masker(
             prepared.model,
             self.keys,
@@ -117,7 +117,7 @@ class MaskStage(Stage[Mask]):
             prepared.output.container.biases,
             prepared.device,
             prepared.diagnostics is not False,
-            None if prepared.shares is None else prepared.shares.ratios,
+            None if shares is None else shares.ratios,
         )
 
     def grams(self, prepared: Prepared) -> dict[str, bool] | None:
@@ -139,7 +139,7 @@ class MaskStage(Stage[Mask]):
         return step
 
     def report(self, prepared: Prepared, records: Sequence[Any], run: Run) -> dict[str, Any]:
-        shares = prepared.shares
+        shares = prepared.facts(MaskShares)
         mask = MaskRecord(
             method=self.keys.method,
             pattern=self.keys.pattern,

@@ -17,6 +17,7 @@ from ckpt_prune.stages.recovery.laco import Recoverer
 from ckpt_prune.stages.recovery.records import RecoveredLayer
 from ckpt_prune.stages.recovery.reports import recovery_of
 from ckpt_prune.stages.recovery.scale_blocks import scale_blocks
+from ckpt_prune.stages.recovery.target import pruned_view, target_of
 from ckpt_prune.stages.recovery.training import SampleSplit
 
 
@@ -57,13 +58,13 @@ def recover_step(recovery: Recovery, prepared: Prepared) -> RecoverStep | None:
     """Return what trains each block after it is pruned; None if all are recovered at the end."""
     if recovery.at_the_end:
         return None
-    training, dense_view = prepared.job.training, prepared.target or prepared.view
+    training, dense_view = prepared.job.training, target_of(prepared) or prepared.view
     assert training is not None
     group, split = process_group(), SampleSplit.of(len(training.samples), recovery.held_out)
     how: dict[str, Any] = {"allocate": training.allocate, "group": group}
     samples, dtype = training.samples, training.compute_dtype
     dense = dense_view.stream(samples, dtype, **how)
-    pruned = prepared.pruned_view.stream(samples, dtype, sizes=split.sizes(recovery, group), **how)
+    pruned = pruned_view(prepared).stream(samples, dtype, sizes=split.sizes(recovery, group), **how)
     return RecoverStep(
         Recoverer(dense, dense_view.block, pruned, split, recovery, recovery.seed, training.after, training.allocate)
     )

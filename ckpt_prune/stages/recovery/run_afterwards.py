@@ -42,6 +42,7 @@ from ckpt_prune.stages.recovery.pairs import (
     rotated_as,
 )
 from ckpt_prune.stages.recovery.run import recover_step
+from ckpt_prune.stages.recovery.target import DenseTarget
 from ckpt_prune.stages.recovery.train_once import train_once
 from ckpt_prune.stages.recovery.training import Progress, Trained
 from ckpt_prune.stages.report import find_report
@@ -80,7 +81,8 @@ def lay_out(recovery: Afterwards, prepared: Prepared) -> Prepared:
         target = ModelView(same_depth, prepared.device, rotated, None if rotated is None else container, all_blocks)
     copied = (ROTATIONS,) if (pruned.checkpoint.path / ROTATIONS).is_file() else ()
     output = Output(container, layout_of(pruned), cost_of(pruned), copied=copied)
-    return replace(prepared, planned=output, target=target)
+    prepared = replace(prepared, planned=output)
+    return prepared if target is None else prepared.knowing(DenseTarget(target))
 
 
 def doubt_of(prepared: Prepared) -> str | None:

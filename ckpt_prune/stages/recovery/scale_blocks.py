@@ -12,6 +12,7 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.stages.recovery.keys import Recovery
 from ckpt_prune.stages.recovery.records import Adapters
 from ckpt_prune.stages.recovery.scales import ModelInBlocks, Scales, apply_scales, fit_scales
+from ckpt_prune.stages.recovery.target import pruned_view, target_of
 from ckpt_prune.stages.recovery.train_once import train_once
 from ckpt_prune.stages.recovery.training import Progress, SampleSplit, Trained
 
@@ -48,9 +49,9 @@ def _fit(recovery: Recovery, prepared: Prepared, run: Run, progress: Progress) -
     assert store is not None
     samples, dtype, allocate = training.samples, training.compute_dtype, training.allocate
     split, text = SampleSplit.of(len(samples), recovery.held_out), model.family.modality == "text"
-    dense_view = prepared.target or ModelView(prepared.job.model, prepared.device, container=prepared.stored)
+    dense_view = target_of(prepared) or ModelView(prepared.job.model, prepared.device, container=prepared.stored)
     pruned = ModelInBlocks(
-        prepared.pruned_view.stream(samples, dtype, sizes=split.sizes(recovery), allocate=allocate),
+        pruned_view(prepared).stream(samples, dtype, sizes=split.sizes(recovery), allocate=allocate),
         lambda block: store.read(model, block)[0],
         model.blocks,
     )

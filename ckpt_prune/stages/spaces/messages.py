@@ -22,7 +22,7 @@ from ckpt_prune.show.section import format_span
 from ckpt_prune.stages.shared.extremes import nothing_goes, ruined_line
 from ckpt_prune.stages.shared.tokens import calibration_tokens
 from ckpt_prune.stages.spaces.ratio_gaps import gap
-from ckpt_prune.stages.spaces.size_search import asked_size_of, dense_size, output_size
+from ckpt_prune.stages.spaces.size_search import Sized, asked_size_of, dense_size, output_size
 
 _NEAR = 0.005
 """A size that is missed by no more than this share of the dense model is met."""
@@ -121,18 +121,19 @@ def _far_strength(space: SpaceName, own: SpaceRecipe, inputs: int, tokens: int) 
 
 def size_lines(prepared: Prepared) -> Iterable[str]:
     """Say if units are too coarse for the requested ratio or size, and name the neighbours."""
-    if prepared.unsized is None:
+    sized = prepared.facts(Sized)
+    if sized is None:
         settles_counts = prepared.plan is None and prepared.recipe.size is None
         yield from coarse_lines(prepared.model, prepared.recipe) if settles_counts else ()
         return
-    size = prepared.unsized.size
+    size = sized.recipe.size
     assert size is not None
     dense, reached = dense_size(prepared.whole, size.kind), output_size(prepared, size.kind, prepared.widths)
-    if prepared.larger is None or (size.of(dense) - reached) / dense <= _NEAR:
+    if sized.larger is None or (size.of(dense) - reached) / dense <= _NEAR:
         return
     shown: dict[str, Callable[[int], str]] = {"bytes": human_bytes, "latency": partial(size_words, "latency")}
     show = shown.get(size.kind, human_count)
-    below, above = (f"{show(each)} ({each / dense:.1%})" for each in (reached, prepared.larger))
+    below, above = (f"{show(each)} ({each / dense:.1%})" for each in (reached, sized.larger))
     yield (
         f"{size.words} lies between two sizes that recipe {prepared.recipe.name} gives: {below}, taken here, "
         f"and {above}"

@@ -14,6 +14,7 @@ from ckpt_prune.job.decisions import Decisions, keep_count, kept_units, multiple
 from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.records import DepthRecord, HiddenRecord
 from ckpt_prune.job.sizes import SizeKind, TargetSize, cost_in, size_words
 from ckpt_prune.model.containers.container import Widths
 from ckpt_prune.model.spaces import COUPLED, Site, SpaceName, recipe_space
@@ -32,6 +33,19 @@ CrossedSpaces = Crossing[SpaceName]
 """Spaces of a block that cross (`model.spaces.COUPLED`)."""
 Ranking = Mapping[Site, Tensor]
 """Standardised scores of every unit (`rankings.standardised_scores`)."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What a size was turned into ratios from.
+
+    Attributes:
+        recipe: with the size.
+        larger: the next larger size that such ratios could give, in the unit of the size; None if nothing is dropped.
+    """
+
+    recipe: Recipe
+    larger: int | None
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ def at_size(prepared: Prepared, ranking: Ranking | None = None) -> Prepared:
         size = output_size(prepared, kind, fit.widths)
         if size <= limit:
             larger = None if fit.larger is None else cost(fit.larger) + size - cost(fit.widths)
-            return replace(prepared, recipe=fit.recipe, unsized=recipe, larger=larger)
+            return replace(prepared, recipe=fit.recipe).knowing(Sized(recipe, larger))
         budget = min(budget - 1, limit - (size - cost(fit.widths)))
     raise UserError(taken_up(prepared))
 
@@ -173,7 +187,8 @@ def _least_size(prepared: Prepared) -> int:
 
 def unreachable(prepared: Prepared, least: float) -> str:
     """Return the message for a size below the least that can be reached."""
-    parts = ["blocks"] * (prepared.depth is not None) + ["stream"] * (prepared.hidden is not None)
+    gone = {"blocks": prepared.facts(DepthRecord), "stream": prepared.facts(HiddenRecord)}
+    parts = [name for name, record in gone.items() if record is not None]
     what = " and ".join(filter(None, [", ".join(parts), "spaces"]))
     return out_of_reach(prepared, f"whose {what} leave", least)
 
@@ -304,5 +319,5 @@ def _latencies(prepared: Prepared) -> Latencies:
 
 def asked_size_of(prepared: Prepared) -> TargetSize | None:
     """Return the requested size, even if it was turned into ratios."""
-    unsized = prepared.unsized
-    return prepared.recipe.size or (None if unsized is None else unsized.size)
+    sized = prepared.facts(Sized)
+    return prepared.recipe.size or (None if sized is None else sized.recipe.size)
