@@ -19,9 +19,11 @@ def with_latencies(job: "Job", say: Notices, *, trust: bool) -> "Job":
     from ckpt_prune.benchmarking.latency_table import HalfStream, choose_timed_workload, load_or_measure_table
     from ckpt_prune.job.prepared import begin
     from ckpt_prune.parallel.group import process_group
-    from ckpt_prune.stages.hidden.preview import half_stream
+    from ckpt_prune.stages.folders import stages_of
 
-    half = HalfStream(*half_stream(begin(job))) if job.recipe.has("hidden") else None
+    start = begin(job)
+    halves = [halved for stage in stages_of(job.recipe) if (halved := stage.halve(start)) is not None]
+    half = HalfStream(*halves[0]) if halves else None
 
     def measure() -> Any:
         workload = choose_timed_workload(job.model.checkpoint.path, size.timed, trust=trust)

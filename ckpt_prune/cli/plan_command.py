@@ -178,11 +178,9 @@ def _print_plan(settled: Any, plan: Any) -> None:
     click.echo(f"\n{kept_line(settled)}")
     for line in filter(None, (predicted_line(settled.model, plan), *size_lines(settled))):
         click.echo(line)
-    if settled.recipe.recovery is not None:
-        click.echo(
-            f"the recipe ends with recovery ({settled.recipe.recovery.method}), which these figures leave out: "
-            "`prune --plan` asks for the samples that it takes"
-        )
+    for keys in settled.recipe.stages:
+        if keys.beside_plan is not None:
+            click.echo(keys.beside_plan)
     of_sites = (
         *warn_of_sites(plan.sites),
         *count_left_out(plan.sites, plan.recipe),

@@ -94,7 +94,7 @@ def hints(pruned: Pruned, settled: Any) -> list[str]:
 
     container, out = settled.output.container, pruned.path
     source = settled.model.checkpoint.adapter or settled.model.checkpoint.path
-    masked = settled.recipe.has("mask")
+    masked = any("zeros" in keys.changes(settled.recipe, set()) for keys in settled.recipe.stages)
     family = settled.model.family
     runtimes = places(container.config, masked=masked, generates=family.causal, auto_class=family.auto_class)
     within = settled.model.checkpoint.within is not None

@@ -79,6 +79,24 @@ class StageKeys(Strict):
         return values
 
     @classmethod
+    def check_ratio(cls, values: Mapping[str, Any], ratio: float) -> None:
+        """Raise UserError if a ratio from the command line does not go with the stage's keys in a file."""
+
+    @classmethod
+    def check_size(cls, name: str) -> None:
+        """Raise UserError if no size can be asked of a recipe (of this name) that has the stage."""
+
+    @classmethod
+    def settles_ratio(cls, keys: tuple[str, ...], values: Mapping[str, Any]) -> bool:
+        """Return True if an override of a key says how much goes, so that the ratio of the file is left out.
+
+        Args:
+            keys: its path.
+            values: of the stage, with the override.
+        """
+        return False
+
+    @classmethod
     def pick(cls, recipe: "Recipe") -> "StageKeys | None":
         stage: StageKeys | None = getattr(recipe, cls.key)
         return stage
@@ -92,6 +110,11 @@ class StageKeys(Strict):
 
     def check_plannable(self, recipe: "Recipe") -> None:
         """Refuse, with UserError, to plan what a plan cannot say."""
+
+    @property
+    def beside_plan(self) -> str | None:
+        """What a plan leaves out of this stage, as a line for those who make one."""
+        return None
 
     # ---- where the output runs ---------------------------------------------------------------------------------
 

@@ -36,12 +36,6 @@ class UsedRecipe(Record):
         """Whether another tool pruned, so that there was no recipe."""
         return self.name == PRUNED_ELSEWHERE
 
-    @property
-    def damp(self) -> float | None:
-        """Damping of Hessians that the recipe's mask asks for, as a share of their mean diagonal; None without one."""
-        mask = self.entries.get("mask")
-        return Record.read(mask).figure("damp") if isinstance(mask, dict) else None
-
 
 class SourceCard(FixedRecord):
     """Metadata of the source's model card that is true of the output too, under the Hub's keys."""

@@ -1,6 +1,6 @@
 """A stage: what is done by one key of a recipe. Its keys say what was asked for; its methods do it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ckpt_prune.job.form import Form
@@ -86,6 +86,13 @@ class Stage(Generic[Keys]):
     def widest_fit(self, prepared: Prepared) -> int:
         """Return the most inputs of a fit that so few tokens could make exact on these alone; 0 if there is none."""
         return 0
+
+    def halve(self, prepared: Prepared) -> tuple[int, Callable[[Model], Model]] | None:
+        """Return about half the dimensions of the stream, and what narrows a model to them; None if all stay.
+
+        A table of latencies is linear in that width, too.
+        """
+        return None
 
     # ---- work --------------------------------------------------------------------------------------------------
 

@@ -82,8 +82,8 @@ def group_recipes(recipes: Iterable[Recipe]) -> dict[Goal, list[Entry]]:
 def _goal(recipe: Recipe) -> Goal:
     if recipe.goal is not None:
         return recipe.goal
-    goals = [stage.goal for stage in recipe.stages if stage.goal is not None]
-    return "recovery" if "recovery" in goals else (*goals, "paper")[0]
+    stages = sorted(recipe.stages, key=lambda keys: not keys.trains)
+    return next((keys.goal for keys in stages if keys.goal is not None), "paper")
 
 
 def _data(recipe: Recipe) -> tuple[Data, ...]:

@@ -14,8 +14,7 @@ from ckpt_prune.common.ratios import suggest_percentage
 from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.common.value_words import explain_value, message_of
 from ckpt_prune.common.yaml12 import read_yaml
-from ckpt_prune.common.zero_patterns import UNSTRUCTURED
-from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.job.space_kinds import FACTS
 from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.places import locate_recipe
@@ -56,7 +55,7 @@ def load_recipe(
     values, lines = parse_yaml(recipe_text(file), path)
     if "sites" in values:
         raise UserError(f"{path} is a plan, not a recipe: say --plan {path}")
-    if not {"spaces", "mask", "depth", "hidden", "low_rank", "name"} & values.keys():
+    if not {"name", *(kind.key for kind in STAGES)} & values.keys():
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     values = FullRecipe.expand_names(values)
     given = {option: change for option, change in (mask_changes or {}).items() if change[1] is not None}
@@ -70,8 +69,8 @@ def load_recipe(
         keys = _apply_override(values, override)
         values = FullRecipe.expand_names(values)
         _drop_strength(values, keys, lines)
-        if keys == ("mask", "pattern") and values["mask"]["pattern"] != UNSTRUCTURED and lines.get(("ratio",)):
-            values.pop("ratio", None)  # an N:M pattern says how much
+        if lines.get(("ratio",)) and any(kind.settles_ratio(keys, own) for kind, own in _stages_in(values)):
+            values.pop("ratio", None)
         # What is set on the command line has no line in the file.
         lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
         lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
@@ -91,14 +90,14 @@ def load_recipe(
         raise UserError("; ".join(messages[:3]) + more) from error
 
 
+def _stages_in(values: Mapping[str, Any]) -> list[tuple[type[StageKeys], dict[str, Any]]]:
+    """Return the stages that a file names, with the values under their keys."""
+    return [(kind, own) for kind in STAGES if isinstance(own := values.get(kind.key), dict)]
+
+
 def _set_ratio(values: dict[str, Any], ratio: float, lines: Lines) -> None:
-    mask = values.get("mask")
-    pattern = str(mask.get("pattern", UNSTRUCTURED)) if isinstance(mask, dict) else UNSTRUCTURED
-    if pattern != UNSTRUCTURED:
-        raise UserError(
-            f"--ratio {ratio:g} does not go with pattern {pattern}, which says by itself how much is zeroed: "
-            f"take a recipe without one, or say --set mask.pattern={UNSTRUCTURED} as well"
-        )
+    for kind, own in _stages_in(values):
+        kind.check_ratio(own, ratio)
     values["ratio"] = ratio
     values.pop("size", None)
     _drop_own_ratios(values, lines)
@@ -106,8 +105,9 @@ def _set_ratio(values: dict[str, Any], ratio: float, lines: Lines) -> None:
 
 def _set_size(values: dict[str, Any], size: Mapping[str, str], name: str, lines: Lines) -> None:
     """Put a size in place of every ratio and size."""
-    if "mask" in values:
-        raise UserError(f"recipe {name} has a mask, which leaves every size as it is: say --ratio")
+    for kind in STAGES:
+        if kind.key in values:
+            kind.check_size(name)
     values["size"] = dict(size)
     values.pop("ratio", None)
     _drop_own_ratios(values, lines)

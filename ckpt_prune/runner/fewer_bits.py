@@ -6,7 +6,6 @@ from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.stages.export.keys import Export
-from ckpt_prune.stages.quantize.keys import Quantize
 from ckpt_prune.stages.spaces.size_search import asked_size_of
 
 _EIGHT, _FOUR = 8.5, 4.85
@@ -25,7 +24,8 @@ def fewer_bits_line(prepared: Prepared) -> str | None:
     recipe, checkpoint, size = prepared.whole.recipe, prepared.job.model.checkpoint, asked_size_of(prepared)
     export = recipe.get(Export)
     is_rounded = export is not None and not {"f32", "f16", "bf16", "fp32", "fp16"}.issuperset(export.dtype)
-    if recipe.has("mask") or recipe.get(Quantize) is not None or is_rounded or checkpoint.within is not None:
+    changes = {change for keys in recipe.stages for change in keys.changes(recipe, set())}
+    if changes & {"zeros", "few bits"} or is_rounded or checkpoint.within is not None:
         return None
     if size is not None and size.kind in ("latency", "flops"):
         return None

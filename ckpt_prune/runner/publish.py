@@ -22,12 +22,12 @@ from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE, read_code
 from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_rope
-from ckpt_prune.model.runtimes import MLX_FAMILIES, places, types_exported
+from ckpt_prune.model.runtimes import MLX_FAMILIES, places
 from ckpt_prune.recipe.shipped import text_of_recipe
 from ckpt_prune.runner.report import report_of
 from ckpt_prune.runner.sections import all_sections, name_report
 from ckpt_prune.show.markdown import print_markdown
-from ckpt_prune.stages.folders import stages_of
+from ckpt_prune.stages.folders import find_functions, stages_of
 from ckpt_prune.stages.quantize.records import find_record, make_card
 from ckpt_prune.stages.report import Report, find_report
 
@@ -219,13 +219,13 @@ def _running(report: Report, config: Mapping[str, Any] | None) -> list[str]:
     if report.part is not None or config is None:
         return []
     generates = report.container.auto_class == "AutoModelForCausalLM"
-    export = getattr(report.recipe, "export", None)
+    exported = [kind for types in find_functions("exported_types", "show") for kind in types(report, config)]
     commands = places(
         config,
-        masked=report.mask is not None,
+        masked=any(count(report) for count in find_functions("count_zeros", "show")),
         generates=generates,
         auto_class=report.container.auto_class,
-        exported=types_exported(config, export),
+        exported=tuple(exported),
     )
     shown = {name: [as_code(step.replace("OUT", "PATH")) for step in steps] for name, steps in commands.items()}
     rows = [f"| {name} | {', then '.join(steps)} |" for name, steps in shown.items()]

@@ -27,7 +27,7 @@ from ckpt_prune.recipe.shipped import RecipeFile
 from ckpt_prune.runner.checks import check_again, check_planned
 from ckpt_prune.runner.plannable import check_plannable
 from ckpt_prune.runner.publish import wanted_names
-from ckpt_prune.runner.read_recipe import ChosenRecipe, runs_model
+from ckpt_prune.runner.read_recipe import ChosenRecipe
 from ckpt_prune.runner.runtimes import fit_to_runtimes
 from ckpt_prune.stages.recovery.keys import Recovery
 from ckpt_prune.stages.spaces.checks import check_spaces
@@ -110,7 +110,11 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
     allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
     live = training = None
     data, cached = has_data(options), None if statistics is None else Statistics(statistics)
-    if data and recipe.needs_moments and ((statistics is None and plan is None) or runs_model(recipe)):
+    if (
+        data
+        and recipe.needs_moments
+        and ((statistics is None and plan is None) or any(keys.runs_model for keys in recipe.stages))
+    ):
         live = _live(options, chosen, model, allocate, say)
     recovery = recipe.get(Recovery)
     if data and recovery is not None:

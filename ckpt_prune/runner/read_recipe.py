@@ -18,7 +18,6 @@ from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, RecipeFile
-from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.recovery.keys import Recovery
 
 
@@ -54,7 +53,7 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
     else:
         file, recipe = recipe_of(options, options.mask_changes)
         origin = file.origin
-    if has_data(options) and not recipe.has("recovery") and not runs_model(recipe):
+    if has_data(options) and not any(keys.trains or keys.runs_model for keys in recipe.stages):
         given = "--text" if options.text else "--images" if options.images is not None else "--audio"
         if plan is not None:
             raise UserError(f"a plan has settled its statistics: {given} does not go with it")
@@ -89,9 +88,3 @@ def _check_runtimes(runtimes: str) -> None:
             read_target(text)
         except UserError as error:
             raise UserError(f"--for {runtimes}: {error}") from error
-
-
-def runs_model(recipe: Recipe) -> bool:
-    """Return True if a recipe runs the model itself, beside any statistics that its blocks are chosen by."""
-    depth = recipe.get(Depth)
-    return depth is not None and depth.runs_model

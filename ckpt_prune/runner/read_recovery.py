@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.job.job import Job, RecoverySamples
@@ -18,10 +17,8 @@ from ckpt_prune.runner.run_job import check_job
 from ckpt_prune.stages.recovery.keys import RecoverRecipe
 from ckpt_prune.stages.recovery.lora import classes_of, require_peft
 from ckpt_prune.stages.recovery.pairs import check_same_reader
+from ckpt_prune.stages.recovery.reports import known_samples
 from ckpt_prune.stages.report import find_report
-
-if TYPE_CHECKING:
-    from ckpt_prune.stages.report import Report
 
 MOST_SAMPLES = 2048
 """Samples if no number is given, as in the paper, or all there are."""
@@ -57,7 +54,7 @@ def read_recovery(options: RecoverOptions, recipe: RecoverRecipe, say: Callable[
     seen = classes = None
     if method == "scales":
         assert dense is not None
-        samples_seen = _known_samples(find_report(pruned.checkpoint.path))
+        samples_seen = known_samples(find_report(pruned.checkpoint.path))
         fresh = choose_fresh_samples(dense, options, samples_seen, trust=trust, most=FEW_SAMPLES, say=say)
         samples, seen = fresh.samples, fresh.seen
     else:
@@ -70,18 +67,3 @@ def read_recovery(options: RecoverOptions, recipe: RecoverRecipe, say: Callable[
     if method == "laco":
         after = asked_after(options.perplexity_after, pruned)
     return replace(job, training=RecoverySamples(samples, dtype, allocate, after, seen, classes))
-
-
-def _known_samples(report: "Report | None") -> list[tuple[int, str]] | None:
-    """Numbers and fingerprints of the samples that a model says it was pruned on and fitted to, in turn."""
-    if report is None:
-        return None
-    data = report.calibration.entries
-    pruned_on = [(data.get("samples"), data.get("data"))]
-    adapters = report.adapters
-    fitted = []
-    while adapters is not None:
-        fitted.append((adapters.samples, adapters.data))
-        adapters = adapters.earlier
-    seen = [*pruned_on, *reversed(fitted)]
-    return [(count, data) for count, data in seen if isinstance(count, int) and isinstance(data, str) and data]

@@ -34,8 +34,8 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
         for space, settings in recipe.spaces.items()
     }
     changed = recipe.model_copy(update={"spaces": spaces})
-    rounded_stages = {keys.key: keys.in_multiples_of(rows) for keys in recipe.stages if keys.key != "spaces"}
-    changed = changed.model_copy(update=rounded_stages)
+    stages = {keys.key: (keys, keys.in_multiples_of(rows)) for keys in recipe.stages}
+    changed = changed.model_copy(update={key: new for key, (old, new) in stages.items() if new is not old})
     rounded = ", ".join(f"{space} {multiple}" for space, multiple in multiples.items() if multiple > 1)
     if rounded:
         names = ", ".join([*(recipe.runs_on or []), *groups])

@@ -14,7 +14,7 @@ from ckpt_prune.job.sizes import TargetSize
 from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.show.section import MISSING, Section, Table, list_entries, make_tables
-from ckpt_prune.stages.folders import stage_sections
+from ckpt_prune.stages.folders import find_functions, stage_sections
 from ckpt_prune.stages.recovery.show import is_recovered
 from ckpt_prune.stages.report import AnyPlan, Report
 
@@ -53,8 +53,8 @@ def _beside_shipped(report: Report) -> str:
     if name not in shipped_recipes():
         return ""
     shipped = load_recipe(name)
-    if report.lambda_search is not None:  # the recipe itself says that the strength is searched for
-        shipped = shipped.with_strength(report.lambda_search.chosen)
+    for settle in find_functions("settle", "show"):
+        shipped = settle(shipped, report)
     if shipped.digest == report.recipe_digest:
         return ""
     start, used = " That is the shipped recipe of this name", report.read_recipe()
@@ -79,7 +79,7 @@ def size_section(report: Report) -> Section:
     """Say what was gained, and what was lost if that was measured."""
     table, loss = cost_table(report.before, report.after), report.loss
     rows, sentences, explanations = [*table.rows], latency_sentences(report), []
-    if zeros := sum(linear.zeros for linear in report.linears):
+    if zeros := sum(count(report) for count in find_functions("count_zeros", "show")):
         old, new = report.before.parameters, report.after.parameters - zeros
         rows.insert(1, ["not zero", human_count(old), human_count(new), f"{new / old:.1%}"])
     if loss is None:

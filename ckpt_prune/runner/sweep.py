@@ -15,6 +15,7 @@ from ckpt_prune.model.spaces import Site, SpaceName, first_expert_spaces
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages.depth.preview import without
 from ckpt_prune.stages.depth.runs import least_runs
+from ckpt_prune.stages.folders import find_functions
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.spaces.widths import dense_ranking
 
@@ -111,8 +112,10 @@ def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[Ranked
 def point_of_output(value: float | str, prepared: Prepared, report: Report) -> SweepPoint:
     """Return the point of a finished prune, whose recipe has the value."""
     point = _point(value, prepared.model, prepared.recipe, report.sites, report.after)
-    dimensions = None if report.hidden is None else report.hidden.kept
-    return replace(point, blocks=_blocks(report.depth), dimensions=dimensions)
+    axes: dict[str, int] = {}
+    for size_axes in find_functions("size_axes", "show"):
+        axes |= size_axes(report)
+    return replace(point, blocks=axes.get("blocks"), dimensions=axes.get("dimensions"))
 
 
 def _blocks(depth: DepthRecord | None) -> int | None:

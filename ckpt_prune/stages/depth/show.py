@@ -71,3 +71,8 @@ def gap_table(gaps: Sequence[GapRecord]) -> Sequence[Table]:
 def _map(gap: GapRecord) -> str:
     strength = "" if gap.strength is None else f" (lambda {gap.strength:g})"
     return "none lowers the error" if gap.into is None else f"{gap.method}{strength} in {gap.into}"
+
+
+def size_axes(report: Report) -> dict[str, int]:
+    """Return how many blocks stay, for a table of sizes."""
+    return {} if report.depth is None else {"blocks": len(report.depth.kept)}

@@ -60,3 +60,8 @@ def _show_tried(depth: DepthRecord | None, hidden: HiddenRecord | None) -> list[
     rows = [[*map(str, counts), f"{loss:.4f}", "taken" if counts == taken else ""] for counts, loss in tried]
     sentence = "Divergence from the dense model on held-out samples, the rest of the size met by widths."
     return [Section("Amounts that were tried", [sentence], tables=[Table([*axes, "divergence", ""], rows)])]
+
+
+def size_axes(report: Report) -> dict[str, int]:
+    """Return how many dimensions stay, for a table of sizes."""
+    return {} if report.hidden is None else {"dimensions": report.hidden.kept}

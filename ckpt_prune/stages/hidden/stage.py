@@ -1,14 +1,15 @@
 """The work of the stage `hidden`: dimensions of the residual stream go, in a basis that is measured (SliceGPT)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
+from ckpt_prune.model.model import Model
 from ckpt_prune.stages.hidden.keys import Hidden
-from ckpt_prune.stages.hidden.preview import check_hidden
+from ckpt_prune.stages.hidden.preview import check_hidden, half_stream
 from ckpt_prune.stages.hidden.run import narrow_stream
 from ckpt_prune.stages.hidden.show import dimensions_line
 from ckpt_prune.stages.joint_counts.placeholders import narrow_unmeasured
@@ -60,6 +61,9 @@ class HiddenStage(Stage[Hidden]):
             f"few calibration tokens: {tokens:,} for {width:,} dimensions of the residual stream, whose principal "
             f"directions are then those of these tokens; use more samples ({2 * width:,} tokens or more)"
         ]
+
+    def halve(self, prepared: Prepared) -> tuple[int, Callable[[Model], Model]]:
+        return half_stream(prepared)
 
     def run(self, prepared: Prepared, run: Run) -> Prepared:
         return narrow_stream(prepared, run)

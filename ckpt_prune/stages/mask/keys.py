@@ -119,6 +119,23 @@ class Mask(StageKeys):
             )
         return values | {"ratio": groups.ratio}
 
+    @classmethod
+    def check_ratio(cls, values: Mapping[str, Any], ratio: float) -> None:
+        pattern = str(values.get("pattern", UNSTRUCTURED))
+        if pattern != UNSTRUCTURED:
+            raise UserError(
+                f"--ratio {ratio:g} does not go with pattern {pattern}, which says by itself how much is zeroed: "
+                f"take a recipe without one, or say --set mask.pattern={UNSTRUCTURED} as well"
+            )
+
+    @classmethod
+    def check_size(cls, name: str) -> None:
+        raise UserError(f"recipe {name} has a mask, which leaves every size as it is: say --ratio")
+
+    @classmethod
+    def settles_ratio(cls, keys: tuple[str, ...], values: Mapping[str, Any]) -> bool:
+        return keys == ("mask", "pattern") and values["pattern"] != UNSTRUCTURED
+
     def check_recipe(self, recipe: Recipe) -> None:
         if recipe.layers is not None:
             raise ValueError("layers is for spaces: a mask zeroes weights of every block")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from ckpt_prune.common.formatting import human_count, plural
+from ckpt_prune.common.records import Record
 from ckpt_prune.common.zero_patterns import describe_mask
 from ckpt_prune.show.section import Section, name_some, number_under
 from ckpt_prune.stages.mask.records import MaskedLinear
@@ -21,7 +22,8 @@ _PACKED = (
 
 def sections(report: Report) -> list[Section]:
     """Say how many weights are zero, and what error that leaves at the outputs of the linear modules."""
-    mask, damp = report.mask, report.recipe.damp
+    mask, asked = report.mask, report.recipe.entries.get("mask")
+    damp = Record.read(asked).figure("damp") if isinstance(asked, dict) else None
     linears = sorted(report.linears, key=lambda linear: linear.block)
     if not linears:
         return []
@@ -76,3 +78,8 @@ def source_lines(report: Report) -> list[str]:
         f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask chooses "
         "anew; see `ckpt-prune inspect OUT --sparsity`"
     ]
+
+
+def count_zeros(report: Report) -> int:
+    """Return how many of an output's weights are zeros of its mask."""
+    return sum(linear.zeros for linear in report.linears)

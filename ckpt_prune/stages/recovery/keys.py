@@ -49,6 +49,13 @@ class Recovery(RecoverySettings, StageKeys):
         return True
 
     @property
+    def beside_plan(self) -> str:
+        return (
+            f"the recipe ends with recovery ({self.method}), which these figures leave out: `prune --plan` asks for "
+            "the samples that it takes"
+        )
+
+    @property
     def at_the_end(self) -> bool:
         """Whether all blocks are recovered at the end, rather than each right after it is pruned."""
         return self.method == "scales"

@@ -83,3 +83,18 @@ def _pruned_elsewhere(prepared: Prepared, dense: Model) -> Report:
 
 RECOVERED = Form(find_report, _recovered_report)
 """Output of `recover`."""
+
+
+def known_samples(report: Report | None) -> list[tuple[int, str]] | None:
+    """Return numbers and fingerprints of the samples that a model says it was pruned on and fitted to, in turn."""
+    if report is None:
+        return None
+    data = report.calibration.entries
+    pruned_on = [(data.get("samples"), data.get("data"))]
+    adapters = report.adapters
+    fitted = []
+    while adapters is not None:
+        fitted.append((adapters.samples, adapters.data))
+        adapters = adapters.earlier
+    seen = [*pruned_on, *reversed(fitted)]
+    return [(count, data) for count, data in seen if isinstance(count, int) and isinstance(data, str) and data]

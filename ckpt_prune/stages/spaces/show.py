@@ -428,3 +428,8 @@ def _details(sites: Sequence[SiteRecord]) -> list[Table]:
             words=2,
         ),
     ]
+
+
+def settle(recipe: Recipe, report: Report) -> Recipe:
+    """Return a recipe with what the run chose by trials in place of the trials: one strength."""
+    return recipe if report.lambda_search is None else recipe.with_strength(report.lambda_search.chosen)
