@@ -1,0 +1,19 @@
+"""The keys of `scale`: multiply the output projections of blocks by a number."""
+
+from pydantic import Field
+
+from ckpt_prune.job.recipe import StageKeys
+
+
+class Scale(StageKeys):
+    """One factor for the last projection of every mlp."""
+
+    key = "scale"
+    summary = "Multiply the last projection of every mlp by a number."
+    prunes = False
+
+    factor: float = Field(2.0, gt=0, description="What it is multiplied by.")
+
+    @property
+    def beside_plan(self) -> str:
+        return f"the mlp is scaled by {self.factor:g} afterwards, of which a plan says nothing"
