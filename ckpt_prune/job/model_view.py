@@ -40,14 +40,14 @@ class ModelView:
         basis: the model in another basis, or None.
         container: what the model is built as if that is not the stock class of its config: its own if it carries code,
             the output's if it is in another basis, whose `biases` have a slot in every block, filled or not.
-        leaps: the model with all its blocks, if some are left out of `model`; that is what is run then.
+        skips: the model with all its blocks, if some are left out of `model`; that is what is run then.
     """
 
     model: Model
     device: torch.device
     basis: Basis | None = None
     container: Container | None = None
-    leaps: KeptBlocks | None = None
+    skips: KeptBlocks | None = None
 
     def block(self, block: int, stored: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return a block's tensors by on-disk name. `stored` are those on disk, if they are read already."""
@@ -64,11 +64,11 @@ class ModelView:
 
     def stream(self, samples: Samples, dtype: torch.dtype, **options: Any) -> HiddenStream:
         """Return hidden states of samples at the first block; `options` as `HiddenStream` takes them."""
-        if self.leaps is not None:
-            dense_model = self.leaps.whole
+        if self.skips is not None:
+            dense_model = self.skips.whole
             factory = BlockFactory(dense_model, device=self.device, dtype=dtype)
             names, read = list(dense_model.checkpoint.tensors), dense_model.checkpoint.read
-            return KeptBlockStream(factory, self.leaps, names, read, samples, **options)
+            return KeptBlockStream(factory, self.skips, names, read, samples, **options)
         skeleton = None if self.container is None else self.container.skeleton()
         factory = BlockFactory(self.model, device=self.device, dtype=dtype, skeleton=skeleton)
         names = list(self.model.checkpoint.tensors) if self.basis is None else self.basis.names()

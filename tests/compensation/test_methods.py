@@ -97,7 +97,7 @@ def test_uses_strength_exactly_if_it_says_so(name):
 
 @pytest.mark.parametrize("name", WITH_LAMBDA)
 @pytest.mark.parametrize("strength", [0.0, LAMBDA, 1e4])
-def test_what_says_that_it_is_a_ridge_is_one(name, strength):
+def test_methods_that_name_a_ridge_are_ridges(name, strength):
     """The choice on folds scores it as one, without asking the method itself."""
     site, method = make_site(*WIDE), METHODS[name]
     assert method.ridge_towards == {"ridge": "kept", "affine": "kept", "grail": "zero"}[name]

@@ -35,7 +35,7 @@ class Piece:
         """Return True if a parameter or module is the piece's, or the piece itself."""
         return f"{path}.".startswith(f"{self.path}.")
 
-    def hands_on(self, consumer: str) -> str | None:
+    def passes_to(self, consumer: str) -> str | None:
         """Return the path of the input of a linear module in the piece, or of the output that one behind it may read.
 
         None if it is in the piece, and not its last, or if the output is no tensor alone.
@@ -276,11 +276,11 @@ def _find_narrower(
     narrower: dict[str, Tensor] = {}
     for consumer, names in makers.items():
         inside = {path.rpartition(".")[0] for name in names for path in find_paths(name)}
-        handed = piece.hands_on(consumer)
-        if handed is not None and parents & inside and parents <= inside | {consumer}:
+        passed = piece.passes_to(consumer)
+        if passed is not None and parents & inside and parents <= inside | {consumer}:
             columns = find_rows(*([each[name] for name in names if name in each] for each in (before, now)))
             if columns is not None:
-                narrower[handed] = columns
+                narrower[passed] = columns
     return narrower
 
 

@@ -85,7 +85,7 @@ def lay_out(recovery: Afterwards, prepared: Prepared) -> Prepared:
     return prepared if target is None else prepared.knowing(DenseTarget(target))
 
 
-def doubt_of(prepared: Prepared) -> str | None:
+def reason_to_doubt(prepared: Prepared) -> str | None:
     """Return a warning if the dense model is probably a mistake: the same, or not what the model was made from."""
     pruned, dense = prepared.model.checkpoint, prepared.job.dense
     if dense is None:
@@ -142,7 +142,7 @@ def afterwards_step(recovery: Afterwards, prepared: Prepared, run: Run) -> Step 
         trained = run.done["adapters"].modules > 0
         return _MergeStep(load_file(run.scratch / _FILE) if trained else {}, prepared.model)
     step = recover_step(recovery, prepared)
-    for line in (doubt_of(prepared), None if step is None else step.recoverer.summary):
+    for line in (reason_to_doubt(prepared), None if step is None else step.recoverer.summary):
         if line is not None:
             run.announce(line)
     return step

@@ -102,7 +102,7 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
                 scores, errors = (solver.scores(block, tensors, folds, score), None) if curve is None else curve
                 if recipe.allocation == "least-error" and curve is None:
                     errors = solver.errors(block, tensors, folds, scores, metric.get(name))
-                if errors is not None and recipe.weighed_by_effect and solver.tried_out:
+                if errors is not None and recipe.weighed_by_effect and solver.has_effects:
                     effects = effects_on(statistics, model.site_name(block, space), score)
                     counts = [count for count, _ in effects]
                     predicted = solver.tried_errors(block, tensors, folds, counts, errors, metric[name])

@@ -32,7 +32,7 @@ from ckpt_prune.parallel.group import process_group
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.stages.spaces.effects.measured import is_shallow, label_draws
 from ckpt_prune.stages.spaces.effects.predicted import Predicted, list_refits, measure_spaces
-from ckpt_prune.stages.spaces.effects.refits import BlockRefits, Refits, tried_out
+from ckpt_prune.stages.spaces.effects.refits import BlockRefits, Refits, refitted_spaces
 from ckpt_prune.stages.spaces.effects.site_variants import POINTS, dropped_counts
 
 DRAWN = 4
@@ -77,7 +77,7 @@ def add_gradients(
     some = SampleRange(samples, rows.start, rows.stop)
     read_end = None if ends is None else partial(ends.read, rows=rows)
     files: dict[str, str] = {}
-    refits = Refits(model, statistics, device, tried_out(model, spaces))
+    refits = Refits(model, statistics, device, refitted_spaces(model, spaces))
     trials = _Trials(refits) if "gram" in statistics.index.collect else None
     how: dict[str, Any] = {"compute_dtype": compute_dtype, "allocate": allocate}
     rotary = "rotary" in statistics.index.collect

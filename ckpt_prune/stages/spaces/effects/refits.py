@@ -22,7 +22,7 @@ from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 
-def tried_out(model: Model, spaces: Collection[SpaceName] | None = None) -> list[SpaceName]:
+def refitted_spaces(model: Model, spaces: Collection[SpaceName] | None = None) -> list[SpaceName]:
     """Return spaces with a consumer of which something can go: of those named, or of those that stand in no other."""
     named = model.family.consumers if spaces is None else spaces
     return [space for space in model.family.columns if space in named and model.units(space) > 1]
@@ -35,7 +35,7 @@ class Refits:
     Scores of a site are kept, so that it is not ranked again.
 
     Attributes:
-        spaces: whose sites, in the family's order (`tried_out`).
+        spaces: whose sites, in the family's order (`refitted_spaces`).
     """
 
     model: Model

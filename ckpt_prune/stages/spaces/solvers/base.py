@@ -57,7 +57,7 @@ class Solver(ABC):
         return self.model.family.spaces[self.space]
 
     @property
-    def tried_out(self) -> bool:
+    def has_effects(self) -> bool:
         """True if effects of `trial` are those of the recipe's compensation."""
         return True
 

@@ -36,7 +36,7 @@ class RotarySolver(HeadSolver[RotaryMoments]):
     moments_type = RotaryMoments
 
     @property
-    def tried_out(self) -> bool:
+    def has_effects(self) -> bool:
         return self.own.compensation.method == "factors"
 
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
