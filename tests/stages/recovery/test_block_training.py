@@ -1,14 +1,10 @@
 """Training one block, against whole models in float64 (`oracles.laco`)."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
@@ -189,47 +185,6 @@ def test_a_training_that_gains_nothing_is_tried_again_at_a_quarter_of_the_rate(t
     assert trained.epochs == 3 + slower.epochs
     assert_same_bits(trained.kept, slower.kept)
     assert at.train(rate=0.8).rate == 0.05  # and at a sixteenth
-
-
-RATES = st.one_of(
-    st.floats(1e-12, 1e-3), st.floats(1e-3, 1.0), st.floats(1.0, 1e30), st.sampled_from([5e-324, 1e6, math.inf])
-)
-
-
-@pytest.fixture(scope="module")
-def sites(twins):
-    """Ready for training, as it leaves them."""
-    cached: dict[tuple[str, torch.dtype], Site] = {}
-
-    def of(variant: str, stored: torch.dtype, computed: torch.dtype = torch.float32) -> Site:
-        if (variant, stored) not in cached:
-            cached[variant, stored] = site(twins(variant), settings(epochs=2), dtype=computed, stored=stored)
-        return cached[variant, stored]
-
-    return of
-
-
-@hypothesis_settings(max_examples=25, deadline=None)
-@given(
-    rate=RATES,
-    variant=st.sampled_from(["llama", "opt"]),
-    stored=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    schedule=st.sampled_from(["cosine", "constant"]),
-    seed=st.integers(0, 9),
-)
-def test_the_error_on_samples_held_out_never_grows(sites, rate, variant, stored, schedule, seed):
-    """At any learning rate the error on held-out samples does not grow; weights stay finite and keep their zeros."""
-    at: Site = sites(variant, stored)
-    at.chosen = settings(epochs=2, schedule=schedule)
-    before = at.error(at.tensors)
-    trained = at.train(rate=rate, seed=seed)
-    assert (trained.kept is None) == (trained.best_epoch == 0)
-    for name, tensor in (trained.kept or {}).items():
-        assert tensor.isfinite().all(), name
-        if name.endswith(".weight"):
-            assert not tensor[at.tensors[name] == 0].any(), name
-    if trained.kept is not None:
-        assert at.error(trained.kept) < before * (1 + 1e-5)
 
 
 def test_float16_weights_beyond_its_range_are_not_written(twins):

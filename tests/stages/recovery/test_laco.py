@@ -132,21 +132,6 @@ def test_going_past_what_is_done_changes_nothing_that_follows(twins, done):
     assert again.perplexities() == walk.perplexities()
 
 
-def test_a_rate_that_leads_astray_leaves_the_model_as_it_was_pruned(twins):
-    pair = twins("opt")
-    walk, tensors, layers = recover_masked(pair, lr=1000)
-    pruned = pair.disk(pair.pruned())
-    for block, block_tensors in enumerate(tensors):
-        assert all(torch.equal(block_tensors[name], tensor) for name, tensor in pair.block(block, pruned).items())
-    for layer in layers:
-        assert layer.diverged
-        assert (layer.epochs, layer.best_epoch, layer.rate, layer.recovered) == (3, 0, None, False)
-        assert layer.mse_before == pytest.approx(layer.mse_start)
-        assert layer.mse_start == pytest.approx(layer.mse_after)
-    (none, everything) = walk.perplexities()
-    assert none["perplexity"] == pytest.approx(everything["perplexity"])
-
-
 # ---- perplexity ------------------------------------------------------------------------------------------------------
 
 
@@ -172,9 +157,6 @@ def test_models_that_are_no_causal_language_models_have_no_perplexity(twins, var
     walk, _, layers = recover_masked(twins(variant), after=(1,))
     assert all(layer.recovered for layer in layers)
     assert walk.perplexities() is None
-
-
-# ---- progress --------------------------------------------------------------------------------------------------------
 
 
 # ---- two models that belong together ---------------------------------------------------------------------------------
@@ -220,6 +202,3 @@ def test_a_walk_does_not_begin_with_models_of_different_starts(twins, other):
         pruned = dense | {table: dense[table].roll(7, 0)}
     with pytest.raises(UserError, match="different hidden states"):
         pair.recoverer(dense, pruned, settings())
-
-
-# ---- settings --------------------------------------------------------------------------------------------------------
