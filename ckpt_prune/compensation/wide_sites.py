@@ -5,7 +5,7 @@ the weights, Δ = Ŵ − W_K. See compensation/README.md, section 5.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -90,40 +90,60 @@ def choose_wide(
     plain = [method for method in candidates if not method.ridge_towards and not method.needs_gram]
     dear = [method for method in candidates if not method.ridge_towards and method.needs_gram]
     sums: dict[_Key, float] = defaultdict(float)
-    on_first: dict[str, float] = {}
-    energy, count, best_on_first = 0.0, 0, 0.0
-    single = weight_kept.shape[1] > WIDE_IF_MANY_TOKENS
-    share = used_shares[-1]
+    far: dict[str, float] = {}  # method that is not near the best on the first fold → times its error there
+    energy, count, least_on_first, share = 0.0, 0, 0.0, used_shares[-1]
     for number, train, fold in split_folds(folds, total):
         energy += energies[number]
         for walk in walks:
             walk.see(count, train, fold)
-        for method in plain:
-            for own_share in used_shares if method.adds_bias else used_shares[:1]:
-                solution = fit_change(method, weight_kept, train.at(own_share), 0.0)
-                sums[method.name, None, own_share] += squared_error(solution, fold)
+        for key, error in _plain_errors(plain, weight_kept, train, fold, used_shares):
+            sums[key] += error
         if count == 0 and walks:
-            best_on_first, share = min(walk.least_of(0) for walk in walks)
-            best_on_first = min([best_on_first, *sums.values()])
-        open_names = [method.name for method in dear if method.name not in on_first]
-        lack = complete(train.at(share), weight_kept, single=single) if open_names else None
-        for name, solution in fit_all(open_names, weight_kept, lack) if lack is not None else ():
-            error = squared_error(Solution(solution.weight - weight_kept, solution.bias), fold, single=single)
-            sums[name, None, share] += error
-            if count == 0 and walks and error > (1 + NEAR_ON_ONE_FOLD) * best_on_first:
-                on_first[name] = error / best_on_first if best_on_first > 0 else 1.0
-                del sums[name, None, share]
+            least_on_first, share = min(walk.least_of(0) for walk in walks)
+            least_on_first = min([least_on_first, *sums.values()])
+        near = [method.name for method in dear if method.name not in far]
+        for name, error in _dear_errors(near, weight_kept, train.at(share) if near else None, fold):
+            if count == 0 and walks and error > (1 + NEAR_ON_ONE_FOLD) * least_on_first:
+                far[name] = error / least_on_first if least_on_first > 0 else 1.0
+            else:
+                sums[name, None, share] += error
         count += 1
+    _finish_walks(walks, folds, total, count)
+    for walk in walks:
+        sums |= walk.errors()
+    scale = 1 / energy if energy > 0 else 0.0
+    trials = [FormTrial(*key, error * scale) for key, error in sums.items()]
+    least = min(trial.error for trial in trials)
+    ruled_out = [RuledOut(name, least * worse) for name, worse in far.items()]
+    return make_choice([method for method in candidates if method.name not in far], trials, ruled_out)
+
+
+def _plain_errors(
+    methods: Sequence[Method], weight_kept: Tensor, train: Blend, fold: Fit, shares: Sequence[float]
+) -> Iterator[tuple[_Key, float]]:
+    """Yield errors on one fold of methods that need no Gram; those without a bias are the same at every share."""
+    for method in methods:
+        for share in shares if method.adds_bias else shares[:1]:
+            yield (
+                (method.name, None, share),
+                squared_error(fit_change(method, weight_kept, train.at(share), 0.0), fold),
+            )
+
+
+def _dear_errors(names: Sequence[str], weight_kept: Tensor, lack: Fit | None, fold: Fit) -> Iterator[tuple[str, float]]:
+    """Yield errors on one fold of methods that are no ridges and need a Gram; `lack` is what they are fitted to."""
+    if lack is None:
+        return
+    single = weight_kept.shape[1] > WIDE_IF_MANY_TOKENS
+    for name, solution in fit_all(names, weight_kept, complete(lack, weight_kept, single=single)):
+        yield name, squared_error(Solution(solution.weight - weight_kept, solution.bias), fold, single=single)
+
+
+def _finish_walks(walks: Sequence[StrengthWalk], folds: Sequence[Blend], total: Blend, count: int) -> None:
+    """Let walks that have seen `count` folds once see them again, until none has a strength left to try."""
     going_on = [walk for walk in walks if walk.move(count)]
     while going_on:
         for number, (_, train, fold) in enumerate(split_folds(folds, total)):
             for walk in going_on:
                 walk.see(number, train, fold)
         going_on = [walk for walk in going_on if walk.move(count)]
-    for walk in walks:
-        sums |= walk.errors()
-    scale = 1 / energy if energy > 0 else 0.0
-    trials = [FormTrial(*key, error * scale) for key, error in sums.items()]
-    least = min(trial.error for trial in trials)
-    ruled_out = [RuledOut(name, least * worse) for name, worse in on_first.items()]
-    return make_choice([method for method in candidates if method.name not in on_first], trials, ruled_out)

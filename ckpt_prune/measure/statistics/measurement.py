@@ -40,6 +40,7 @@ from ckpt_prune.measure.statistics.index import StatisticsIndex, add_index
 from ckpt_prune.measure.statistics.taylor import measure_taylor
 from ckpt_prune.measure.streams.hidden_stream import open_stream, split_folds
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
 
@@ -172,19 +173,11 @@ def measure_into(
     device, if it is not the stock one of its config. Every block is entered in the journal when it is measured;
     blocks that are in it are run, but not measured again. `ends` keeps hidden states behind every block.
     """
-    family, checkpoint, blocks, group = model.family, model.checkpoint, model.blocks, process_group()
+    checkpoint, blocks, group = model.checkpoint, model.blocks, process_group()
     run: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate, "group": group}
     stream = open_stream(model, samples, skeleton=skeleton, folds=folds, active_above=active_above, **run)
-    gram: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
-    gram |= dict.fromkeys(family.expert_spaces, False)
-    if "logits" in collect:
-        gram |= dict.fromkeys(family.logits, "centred" in collect)
-    if "rotary" in collect:
-        gram |= dict.fromkeys(family.rotary_spaces, False)
-    if "linears" in collect:
-        gram |= dict.fromkeys(family.producer_inputs, "gram" in collect)
+    gram, files = _what_to_observe(model.family, collect), dict[str, str]()
     done: dict[str, str] = group.once(lambda: {} if journal is None else journal.notes)
-    files: dict[str, str] = {}
 
     def write(block: int, named: BlockMoments) -> None:
         for name, moments in named.items():
@@ -200,20 +193,16 @@ def measure_into(
     def write_units(block: int, importances: Mapping[str, Taylor]) -> None:
         files[name_file("taylor", block)] = write_taylor(folder, block, importances)
 
-    def keep(block: int) -> None:
-        if ends is not None:
-            ends.write(block, stream.states)
-
     for block, tensors in track(read_ahead(model.read_block, range(blocks)), "calibrating", total=blocks):
         if _entry(block) in done:
             stream.advance(block, tensors)
             files[name_file("block", block)] = done[_entry(block)]
-            keep(block)
-            continue
-        observed = stream.observe(block, tensors, gram if block in model.spaced_blocks else {}, advance=True)
-        named = {model.moments_name(block, key): moments for key, moments in observed.items()}
-        group.on_first(partial(write, block, named))
-        keep(block)
+        else:
+            observed = stream.observe(block, tensors, gram if block in model.spaced_blocks else {}, advance=True)
+            named = {model.moments_name(block, key): moments for key, moments in observed.items()}
+            group.on_first(partial(write, block, named))
+        if ends is not None:
+            ends.write(block, stream.states)
     if "taylor" in collect:
         for block, importances in measure_taylor(model, samples, **run):
             group.on_first(partial(write_units, block, importances))
@@ -225,7 +214,7 @@ def measure_into(
         model=checkpoint.fingerprint,
         tokenizer=reader,
         dtype=str(model.dtype).removeprefix("torch."),
-        modality=family.modality,
+        modality=model.family.modality,
         data=[samples.fingerprint],
         texts=getattr(samples, "origin", ""),
         seed=seed,
@@ -246,6 +235,19 @@ def measure_into(
         files=files,
     )
     return group.once(lambda: write_index(folder, index))
+
+
+def _what_to_observe(family: Family, collect: Sequence[Collect]) -> dict[str, bool]:
+    """Return the spaces and linear modules of a block whose moments are measured, and whether with the Gram."""
+    gram: dict[str, bool] = dict.fromkeys(family.consumers, "gram" in collect)
+    gram |= dict.fromkeys(family.expert_spaces, False)
+    if "logits" in collect:
+        gram |= dict.fromkeys(family.logits, "centred" in collect)
+    if "rotary" in collect:
+        gram |= dict.fromkeys(family.rotary_spaces, False)
+    if "linears" in collect:
+        gram |= dict.fromkeys(family.producer_inputs, "gram" in collect)
+    return gram
 
 
 def _entry(block: int) -> str:

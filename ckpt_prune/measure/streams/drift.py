@@ -6,7 +6,7 @@ See compensation/README.md, section 4.
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ckpt_prune.measure.moments.inputs import Drift
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
 from ckpt_prune.measure.streams.block_memory import AllSeenError
+from ckpt_prune.measure.streams.experts import SplitExperts
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.spaces import SpaceName
 
@@ -70,7 +71,7 @@ def observe_drift(
     ours = Residual(pruned, index, tensors, spaces)
     pruned.learn_structure(ours.block, index, tensors)  # before there is a dense block, so that two are held at most
     theirs = None if dense_tensors is None else Residual(dense, index, dense_tensors, spaces)
-    experts = factory.find_experts(ours.block)
+    pair = _Pair(dense, theirs, ours, factory.find_experts(ours.block), narrow)
     observers = {key: pruned.watch(ours.block, index, key, with_gram) for key, with_gram in gram.items()}
     ours.whole = any(key not in factory.family.spaces for key in gram)
     if theirs is not None:
@@ -85,23 +86,14 @@ def observe_drift(
             ours.run(rows)
             # Only a block that has run tells whether its norms come first.
             if position == 0 and theirs is not None:
-                theirs.whole = passed = later is not None and all(
-                    theirs.ends(space) for space in columns if space in later
-                )
+                passed = later is not None and all(theirs.ends(space) for space in columns if space in later)
+                theirs.whole = passed
             elif position == 0 and not all(ours.ends(space) for space in spaces):
                 raise ValueError(f"the dense model's hidden states are past what is asked for of block {index}")
             for space, folds in drifts.items():
-                number = factory.find_expert(space)
-                tokens = None if experts is None or number is None else experts.routed.get(number)
-                if number is not None and tokens is None:
-                    continue
-                target = _rows(dense.states[rows].to(dense.factory.device)) if theirs is None else theirs.after(space)
-                target = target if narrow is None else narrow(target.double())
-                delta = ours.unscale(space, target - ours.after(space))
-                if experts is not None and tokens is not None:
-                    # Experts that see a token share what there is to make up for.
-                    delta = delta[tokens] / experts.most
-                folds[fold] = folds[fold].accumulate(delta, ours.inputs[columns[space].consumer])
+                delta = pair.difference(space, rows)
+                if delta is not None:
+                    folds[fold] = folds[fold].accumulate(delta, ours.inputs[columns[space].consumer])
             if theirs is not None and passed:
                 dense.states[rows] = theirs.left.cpu()
     moments: dict[Key, SpaceMoments] = {key: observer.finish() for key, observer in observers.items()}
@@ -109,13 +101,45 @@ def observe_drift(
         pairs = zip(select_input_moments(moments[space]), folds, strict=True)
         moments[space] = tuple(replace(fold, drift=drift.to("cpu")) for fold, drift in pairs)
     moments = pool_moments(pruned.group, moments)
-    if experts is not None:
-        moments = pruned.complete_experts(ours.block, index, experts, moments, gram)
-        for space in spaces:  # of tokens that were only shown to an expert: nothing is to be made up for there
-            none = ours.no_drift(space).to("cpu")
-            folds_ = select_input_moments(moments[space])
-            moments[space] = tuple(replace(fold, drift=fold.drift or none) for fold in folds_)
+    if pair.experts is None:
+        return moments, passed
+    moments = pruned.complete_experts(ours.block, index, pair.experts, moments, gram)
+    for space in spaces:  # of tokens that were only shown to an expert: nothing is to be made up for there
+        none = ours.no_drift(space).to("cpu")
+        complete = select_input_moments(moments[space])
+        moments[space] = tuple(replace(fold, drift=fold.drift or none) for fold in complete)
     return moments, passed
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A block of the pruned model that has run on some samples, and the dense one's on the same.
+
+    Attributes:
+        theirs: None if the dense stream is past the block.
+        experts: of the pruned block.
+    """
+
+    dense: HiddenStream
+    theirs: "Residual | None"
+    ours: "Residual"
+    experts: SplitExperts | None
+    narrow: Callable[[Tensor], Tensor] | None
+
+    def difference(self, space: Key, rows: slice) -> Tensor | None:
+        """Return δ at a space's consumer, (tokens, d_out); of an expert's for the tokens that it sees, None if none."""
+        number = self.ours._stream.factory.find_expert(space)
+        tokens = None if self.experts is None or number is None else self.experts.routed.get(number)
+        if number is not None and tokens is None:
+            return None
+        if self.theirs is None:
+            target = _rows(self.dense.states[rows].to(self.dense.factory.device))
+        else:
+            target = self.theirs.after(space)
+        target = target if self.narrow is None else self.narrow(target.double())
+        delta = self.ours.unscale(space, target - self.ours.after(space))
+        # Experts that see a token share what there is to make up for.
+        return delta if self.experts is None or tokens is None else delta[tokens] / self.experts.most
 
 
 @torch.no_grad()

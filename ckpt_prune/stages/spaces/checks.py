@@ -12,7 +12,7 @@ from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.spaces import BESIDE, ENDS, Site, first_expert_spaces
+from ckpt_prune.model.spaces import BESIDE, ENDS, Site, SpaceName, first_expert_spaces
 from ckpt_prune.stages.spaces.size_search import check_reachable
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import check_effects
@@ -170,42 +170,9 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"recipe {recipe.name} prunes {' and '.join(given.spaces)} where there is any, and this "
             f"{family.model_type} has none: nothing is left to do"
         )
-    missing = [space for space in recipe.spaces if space not in family.spaces]
-    if missing and missing[0] in family.absent:
-        remedy = ". --set spaces.heads.optional=true leaves them as they are" if missing[0] == "heads" else ""
-        raise UserError(
-            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not "
-            f"({family.absent[missing[0]]}){remedy}: it has {', '.join(first_expert_spaces(family.spaces))}"
-        )
-    if missing and ENDS[missing[0]] == "logits" and family.rope:
-        raise UserError(
-            f"recipe {recipe.name} prunes q and k, and {family.model_type} rotates them by position in fixed pairs "
-            "(RoPE): the matrix that makes up for dropped dimensions cannot be absorbed there. "
-            + ("Whole pairs can go: spaces.rotary. " if family.rotary_spaces else "")
-            + f"Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{missing[0]}"
-        )
-    if missing and ENDS[missing[0]] == "rotary":
-        problem = family.unpaired or "its description does not say how they lie"
-        reason = f"in {family.model_type} none can go: {problem}" if family.rope else f"{family.model_type} has none"
-        remedy = "; spaces.qk prunes dimensions of its queries and keys" if family.logits else ""
-        raise UserError(f"recipe {recipe.name} prunes {missing[0]}, pairs of rotary positions, and {reason}{remedy}")
-    if missing and missing[0] in BESIDE and ENDS[missing[0]] == "columns":
-        raise UserError(
-            f"recipe {recipe.name} prunes {missing[0]}, query heads inside KV groups, and none can go by itself in "
-            f"this {family.model_type}: spaces.heads drops them with their keys and values"
-        )
-    if missing and ENDS[missing[0]] == "values":
-        fused = family.attention.query == family.attention.value
-        why = "one projection makes queries, keys and values" if fused else "its class knows heads of one width"
-        raise UserError(
-            f"recipe {recipe.name} prunes {missing[0]}, and values of {family.model_type} stay as wide as they are: "
-            f"{why}. Leave out spaces.{missing[0]}"
-        )
-    if missing:
-        raise UserError(
-            f"recipe {recipe.name} prunes {missing[0]}, which {family.model_type} has not: it has "
-            f"{', '.join(first_expert_spaces(family.spaces))}"
-        )
+    for space in recipe.spaces:
+        if space not in family.spaces:
+            raise UserError(f"recipe {recipe.name} prunes {_say_lacking(space, family)}")
     gated = [name for name in recipe.spaces if name in family.columns and family.columns[name].gate is not None]
     if gated and recipe.target == "drift":
         raise UserError(
@@ -213,13 +180,43 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             f"multiplies by another factor for every token: say target: sequential, or leave out spaces.{gated[0]}"
         )
     for name in recipe.spaces:
-        if family.spaces[name].whole is not None:
+        obstacle = family.spaces[name].whole
+        if obstacle is not None:
             prunable = {each: own for each, own in family.spaces.items() if own.whole is None and own.ends != "experts"}
             plain = (each for each, own in prunable.items() if each in family.columns and own.fixed is None)
             others = list(first_expert_spaces(plain)) or list(first_expert_spaces(prunable))
             alone = " and ".join(f"recipe corp-{other}" for other in others)
-            obstacle = family.spaces[name].whole
             raise UserError(
                 f"recipe {recipe.name} prunes {name}, of which none can go in {family.model_type}: {obstacle}. "
                 f"Leave out spaces.{name}: {' and '.join(others)} can be pruned, by itself in {alone}"
             )
+
+
+def _say_lacking(space: SpaceName, family: Family) -> str:
+    """Name a space, say why a family does not have it, and what can be pruned instead."""
+    model_type, ends, others = family.model_type, ENDS[space], ", ".join(first_expert_spaces(family.spaces))
+    if space in family.absent:
+        remedy = ". --set spaces.heads.optional=true leaves them as they are" if space == "heads" else ""
+        return f"{space}, which {model_type} has not ({family.absent[space]}){remedy}: it has {others}"
+    if ends == "logits" and family.rope:
+        return (
+            f"q and k, and {model_type} rotates them by position in fixed pairs (RoPE): the matrix that makes up for "
+            "dropped dimensions cannot be absorbed there. "
+            + ("Whole pairs can go: spaces.rotary. " if family.rotary_spaces else "")
+            + f"Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{space}"
+        )
+    if ends == "rotary":
+        problem = family.unpaired or "its description does not say how they lie"
+        reason = f"in {model_type} none can go: {problem}" if family.rope else f"{model_type} has none"
+        remedy = "; spaces.qk prunes dimensions of its queries and keys" if family.logits else ""
+        return f"{space}, pairs of rotary positions, and {reason}{remedy}"
+    if space in BESIDE and ends == "columns":
+        return (
+            f"{space}, query heads inside KV groups, and none can go by itself in this {model_type}: spaces.heads "
+            "drops them with their keys and values"
+        )
+    if ends == "values":
+        fused = family.attention.query == family.attention.value
+        why = "one projection makes queries, keys and values" if fused else "its class knows heads of one width"
+        return f"{space}, and values of {model_type} stay as wide as they are: {why}. Leave out spaces.{space}"
+    return f"{space}, which {model_type} has not: it has {others}"

@@ -1,6 +1,7 @@
 """Measured effects: one site is pruned alone, and the blocks after it are run again."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.fisher import LABEL_DRAWS, LIMITS
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.measure.streams.hidden_stream import open_stream
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream
 from ckpt_prune.measure.streams.readout import measure_divergences
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
@@ -87,65 +88,95 @@ def measure_effects(
         dimensions dropped in every head and of queries heads dropped in every KV group, ascending, and the mean over
         samples of `Readout.divergence` from the dense model. A site of one unit is left out.
     """
-    family = model.family
     counts = counts_of(model, statistics, spaces, points)
     variants = [(space, count) for space, own in counts.items() for count in own]
     if not variants:
         return {}
-    few = SampleRange(samples, 0, min(len(samples), LIMITS[family.modality] if limit is None else limit))
+    few = SampleRange(samples, 0, min(len(samples), LIMITS[model.family.modality] if limit is None else limit))
     stream = open_stream(model, few, device=device, compute_dtype=compute_dtype, allocate=allocate)
-    readout = stream.readout()
-    sites = Variants(model, statistics, device, counts)
-    shape, dtype = tuple(stream.states.shape), stream.states.dtype
-    group = process_group()
+    readout, sites, group = stream.readout(), Variants(model, statistics, device, counts), process_group()
     mine = range(group.rank, len(variants), group.size)
-    pruned = [allocate(shape, dtype) for _ in mine]
-    dense = allocate(shape, dtype)
-
-    def run(block: int, tensors: Mapping[str, Tensor], moved: list[tuple[Tensor, Tensor]]) -> None:
-        """Run a block from the first states of each pair into the second, which may be the same."""
-        module = stream.factory.build_block(block, tensors)
-        for given, out in moved:
-            stream.pass_through(module, block, given, out)
-
-    effects: dict[str, list[tuple[int, float]]] = {}
-    blocks = model.blocks
-    notes: dict[str, Any] = group.once(lambda: {} if journal is None else journal.notes)
-    start = next((block for block in range(blocks) if _entry(block) not in notes), blocks)
-    for block in range(start):
-        effects |= {name: [(count, value) for count, value in own] for name, own in notes[_entry(block)].items()}
-    for block in range(blocks) if 0 < start < blocks else ():
-        # Bring the states before the first block that is still to be measured, and the last ones.
-        tensors = model.read_block(block)
-        states = stream.states if block < start else dense
-        run(block, tensors, [(states, states)])
-        if block == start - 1:
-            dense.copy_(stream.states)
-    passes = [(site, block) for site in range(start, blocks) for block in range(site, blocks)]
+    states = _States.of(stream, len(mine), allocate)
+    effects, start = _read_recorded(model.blocks, journal)
+    states.go_to(start, model)
+    passes = [(site, block) for site in range(start, model.blocks) for block in range(site, model.blocks)]
     for site, block in track(passes, "measuring effects", total=len(passes), unit="block run"):
         tensors = model.read_block(block)
         if block == site:
-            for out, new in zip(pruned, sites.of(block, tensors, mine), strict=True):
-                run(block, new, [(stream.states, out)])
-            run(block, tensors, [(stream.states, stream.states)])
-            if site == 0:
-                dense.copy_(stream.states)
+            states.prune(block, tensors, sites.of(block, tensors, mine))
         else:
-            # The first time, the dense model's own states go all the way: the others are compared with them.
-            run(block, tensors, [(states, states) for states in ([dense] if site == 0 else []) + pruned])
-        if block == blocks - 1:
-            values = group.interleave(
-                measure_divergences(readout, dense, few, [(readout, states) for states in pruned])
-            )
-            for (space, count), value in zip(variants, values, strict=True):
-                name = model.site_name(site, space)
-                check_finite(value, without_units(count, name), compute_dtype)
-                effects.setdefault(name, []).append((count, value))
-            if journal is not None:
-                names = {model.site_name(site, space) for space in counts}
-                with disk_failures(journal.folder):
-                    journal.record(_entry(site), note={name: effects[name] for name in effects if name in names})
+            states.advance(block, tensors, dense=site == 0)
+        if block < model.blocks - 1:
+            continue
+        pairs = [(readout, own) for own in states.pruned]
+        of_site: dict[str, list[tuple[int, float]]] = {}
+        values = group.interleave(measure_divergences(readout, states.dense, few, pairs))
+        for (space, count), value in zip(variants, values, strict=True):
+            name = model.site_name(site, space)
+            check_finite(value, without_units(count, name), compute_dtype)
+            of_site.setdefault(name, []).append((count, value))
+        effects |= of_site
+        if journal is not None:
+            with disk_failures(journal.folder):
+                journal.record(_entry(site), note=of_site)
     return effects
+
+
+@dataclass(frozen=True)
+class _States:
+    """Hidden states of a few samples in the dense model, and in it with one of its sites pruned.
+
+    Attributes:
+        stream: of the dense model, at the block whose sites are pruned.
+        dense: what leaves the dense model's last block, once it has gone there.
+        pruned: states of each variant.
+    """
+
+    stream: HiddenStream
+    dense: Tensor
+    pruned: list[Tensor]
+
+    @classmethod
+    def of(cls, stream: HiddenStream, variants: int, allocate: Allocate) -> "_States":
+        shape, dtype = tuple(stream.states.shape), stream.states.dtype
+        pruned = [allocate(shape, dtype) for _ in range(variants)]
+        return cls(stream, allocate(shape, dtype), pruned)
+
+    def go_to(self, start: int, model: Model) -> None:
+        """Bring the stream before a block of a resumed run, and the dense model's own states behind the last."""
+        for block in range(model.blocks) if 0 < start < model.blocks else ():
+            tensors = model.read_block(block)
+            self._run(block, tensors, [self.stream.states if block < start else self.dense])
+            if block == start - 1:
+                self.dense.copy_(self.stream.states)
+
+    def prune(self, block: int, tensors: Mapping[str, Tensor], variants: Iterable[Mapping[str, Tensor]]) -> None:
+        """Let a block's variants make the states of each, and move the stream behind the dense block."""
+        for out, pruned in zip(self.pruned, variants, strict=True):
+            self.stream.pass_through(self.stream.factory.build_block(block, pruned), block, self.stream.states, out)
+        self._run(block, tensors, [self.stream.states])
+        if block == 0:
+            self.dense.copy_(self.stream.states)
+
+    def advance(self, block: int, tensors: Mapping[str, Tensor], *, dense: bool) -> None:
+        """Let the states of all variants go through a later block.
+
+        The first time, the dense model's own states go all the way: the others are compared with them.
+        """
+        self._run(block, tensors, [self.dense, *self.pruned] if dense else self.pruned)
+
+    def _run(self, block: int, tensors: Mapping[str, Tensor], moved: Sequence[Tensor]) -> None:
+        module = self.stream.factory.build_block(block, tensors)
+        for states in moved:
+            self.stream.pass_through(module, block, states, states)
+
+
+def _read_recorded(blocks: int, journal: Journal | None) -> tuple[dict[str, list[tuple[int, float]]], int]:
+    """Return the effects that an earlier run has recorded, and the first block whose sites are still to be measured."""
+    notes: dict[str, Any] = process_group().once(lambda: {} if journal is None else journal.notes)
+    start = next((block for block in range(blocks) if _entry(block) not in notes), blocks)
+    recorded = (notes[_entry(block)] for block in range(start))
+    return {name: [(count, value) for count, value in own] for note in recorded for name, own in note.items()}, start
 
 
 def _entry(block: int) -> str:

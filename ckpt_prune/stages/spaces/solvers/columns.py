@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
+from itertools import starmap
 from operator import add
 from typing import Any, ClassVar, Literal
 
@@ -139,109 +140,126 @@ class ColumnSolver(Solver):
 
     def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: SiteDecision) -> SolvedSite:
         """Select columns and solve what stays of the consumer (compensation/README.md, section 2)."""
-        compensation, planned = self.own.compensation, decision.plan
-        name, bias_name = self._consumer(block), self._consumer(block, "bias")
-        methods = self._methods(block, tensors)
+        name, methods = self._consumer(block), self._methods(block, tensors)
         weight, moments = tensors[name].to(self.device), self._moments(folds)
-        summed_moments = sum_folds(moments) if moments else None
+        summed = sum_folds(moments) if moments else None
+        kept, scores = self._choose_units(weight, summed, methods, decision)
+        plan = self._plan(block, name, kept, scores)
+        plan.score, plan.few = decision.score, None if summed is None else summed.few
+        if kept.numel() == scores.numel():
+            return plan, None
+        plan.method = methods[0]
+        columns = self.columns_of(kept).to(self.device)
+        if summed is None:
+            return plan, {name: weight[:, columns].double().cpu()}
+        self._check_moments(methods, moments, summed, chosen=decision.plan is None)
+        wide = summed.gram is not None and is_wide(len(columns), summed.count)
+        # Before there are float64 copies of Grams, since this makes a matrix of the same size.
+        energies = _energies(weight, moments) if wide else []
+        site = _Site(weight, moments, summed, columns, self.own.compensation.by_folds, wide, energies)
+        unseen = self._choose_form(plan, site, methods, decision.plan)
+        solution = self._fit(plan, site, unseen)
+        if self.diagnostics and summed.gram is not None:
+            self._enter_diagnostics(plan, weight, summed, columns)
+            self._enter_held_out(plan, site)
+        return plan, self._new_tensors(block, tensors, site, solution)
+
+    def _choose_units(
+        self, weight: Tensor, moments: Moments | None, methods: list[str], decision: SiteDecision
+    ) -> tuple[Tensor, Tensor]:
+        """Return the units that stay, ascending, and the scores of all."""
         scores = decision.scores
         if scores is None:
             count = self.model.site_units(self.space) - decision.keep if self._is_cut_short(weight) else None
-            scores = self._unit_scores(weight, summed_moments, methods, decision.score, count)
-        kept = self.select(scores, decision.keep) if decision.kept is None else decision.kept
-        plan = self._plan(block, name, kept, scores)
-        plan.score = decision.score
-        plan.few = None if summed_moments is None else summed_moments.few
-        if kept.numel() == scores.numel():
-            return plan, None
-        columns = self.columns_of(kept).to(self.device)
-        weight_kept = weight[:, columns].double()
-        plan.method = methods[0]
-        if summed_moments is None:
-            return plan, {name: weight_kept.cpu()}
+            scores = self._unit_scores(weight, moments, methods, decision.score, count)
+        return self.select(scores, decision.keep) if decision.kept is None else decision.kept, scores
+
+    def _check_moments(self, methods: list[str], folds: tuple[Moments, ...], summed: Moments, *, chosen: bool) -> None:
+        """Refuse moments without Grams, and too few folds if something is chosen on them."""
         needing = [method for method in methods if METHODS[method].needs_gram]
-        if needing and summed_moments.gram is None:
+        if needing and summed.gram is None:
             raise UserError(
                 f"compensation {needing[0]} needs Grams, and these statistics have none: "
                 "calibrate with --collect moments,gram"
             )
-        by_folds = compensation.by_folds and planned is None
-        if by_folds and len(moments) < 2:
+        if self.own.compensation.by_folds and chosen and len(folds) < 2:
             raise UserError(NO_FOLDS)
-        wide = summed_moments.gram is not None and is_wide(len(columns), summed_moments.count)
-        # Before there are float64 copies of Grams, since this makes a matrix of the same size.
-        energies = _energies(weight, moments) if wide else []
-        blends = _Blends(weight, moments, columns, wide)
-        # The sum of folds only if something is chosen on them: diagnostics must not change a bit of the result.
-        summed = compensation.by_folds and len(moments) > 1 and not wide
-        blend = reduce(add, blends) if summed else blends.of(summed_moments)
-        unseen: list[float] = []
-        if by_folds:
-            how = (
-                weight_kept,
-                blends,
-                methods,
-                compensation.grid,
-                compensation.drift_shares,
-                compensation.lambda_units,
-            )
-            choice = choose_wide(*how, total=blend, energies=energies) if wide else choose_form(*how, total=blend)
+
+    def _choose_form(self, plan: SitePlan, site: "_Site", methods: list[str], planned: SitePlan | None) -> list[float]:
+        """Enter method, strength and share into the plan: as planned, chosen on held-out folds, or by rule.
+
+        Return errors on tokens that a fit by rule has not seen, as shares of what no compensation would leave.
+        """
+        compensation, unseen = self.own.compensation, list[float]()
+        if planned is not None:
+            plan.method, plan.strength, plan.share = planned.method, planned.strength, planned.share
+            plan.error_held_out, plan.runner_up, plan.margin = planned.error_held_out, planned.runner_up, planned.margin
+        elif compensation.by_folds:
+            how: Any = (methods, compensation.grid, compensation.drift_shares, compensation.lambda_units)
+            if site.wide:
+                choice = choose_wide(site.weight_kept, site, *how, total=site.total, energies=site.energies)
+            else:
+                choice = choose_form(site.weight_kept, site, *how, total=site.total)
             plan.method, plan.strength, plan.share = choice.best.method, choice.best.strength, choice.best.share
             plan.error_held_out = choice.best.error
             plan.runner_up, plan.margin = choice.runner_up, choice.margin if choice.runner_up else None
-        elif planned is not None:
-            plan.method, plan.strength, plan.share = planned.method, planned.strength, planned.share
-            plan.error_held_out, plan.runner_up, plan.margin = planned.error_held_out, planned.runner_up, planned.margin
         else:
-            plan.strength = compensation.strength if METHODS[methods[0]].uses_strength else None
+            method = METHODS[plan.method]
+            plan.strength = compensation.strength if method.uses_strength else None
             plan.share = compensation.drift_shares[0]
             if compensation.by_rule:
-                plan.strength = derive_strength(len(columns), summed_moments.count)
-                if len(moments) > 1:
-                    unseen = unseen_errors(METHODS[plan.method], weight_kept, blends, blend, plan.share, wide=wide)
-        if summed_moments.drift is None:
+                plan.strength = derive_strength(len(site.kept), site.moments.count)
+                if len(site) > 1:
+                    unseen = unseen_errors(method, site.weight_kept, site, site.total, plan.share, wide=site.wide)
+        if site.moments.drift is None:  # then there is one target
             plan.share = None
-        fit, target = blend.at(plan.share or 0.0), blend.at(1.0)
-        solution = self._solve(plan, weight_kept, fit, wide)
-        energy = sum(energies) if wide else target.target_energy
-        if energy:
-            plain = target.second_moments()[2] if wide else squared_error(Solution(weight_kept), target)
+        return unseen
+
+    def _fit(self, plan: SitePlan, site: "_Site", unseen: list[float]) -> Solution:
+        """Fit what stays as the plan says, and enter its error; without compensation where that loses no more."""
+        solution = self._solve(plan, site, site.total)
+        if site.energy:
+            target = site.target
+            plain = target.second_moments()[2] if site.wide else squared_error(Solution(site.weight_kept), target)
             error = squared_error(solution, target)
             if plain and loses_to_none(error / plain, unseen):
                 plan.method, plan.strength, error = "none", None, plain
-                solution = self._solve(plan, weight_kept, fit, wide)
-            plan.error_uncompensated, plan.error_compensated = plain / energy, error / energy
+                solution = self._solve(plan, site, site.total)
+            plan.error_uncompensated, plan.error_compensated = plain / site.energy, error / site.energy
             if unseen:
                 plan.error_held_out = sum(unseen) / len(unseen) * plan.error_uncompensated
-        if self.diagnostics and summed_moments.gram is not None:
-            self._enter_diagnostics(plan, weight, summed_moments, columns)
-            if len(moments) > 1 and plan.method == "none" and plan.error_held_out is None:
-                plan.error_held_out = plan.error_uncompensated
-            elif len(moments) > 1 and energy and plan.error_held_out is None:
-                plan.error_held_out = self._held_out_error(plan, weight_kept, blends, blend) / energy
-        new = {name: (weight_kept + solution.weight if wide else solution.weight).cpu()}
-        if solution.bias is not None:
-            bias = tensors.get(bias_name)
-            new[bias_name] = solution.bias.cpu() if bias is None else solution.bias.cpu() + bias.double()
-        return plan, new
+        return solution
 
-    def _solve(self, plan: SitePlan, weight_kept: Tensor, fit: Fit, wide: bool) -> Solution:
+    def _solve(self, plan: SitePlan, site: "_Site", train: Blend) -> Solution:
         """Apply the plan's compensation, with its λ on the scale of the fit's Gram; 0 if there is none.
 
         At a wide site the fit is to what the kept weights lack, and the solution is what is added to them.
         """
+        fit, method = train.at(plan.share or 0.0), METHODS[plan.method]
         units = self.own.compensation.lambda_units
         strength = 0.0 if plan.strength is None else absolute_strength(plan.strength, units, fit)
-        method = METHODS[plan.method]
-        return fit_change(method, weight_kept, fit, strength) if wide else method.fit(weight_kept, fit, strength)
+        if site.wide:
+            return fit_change(method, site.weight_kept, fit, strength)
+        return method.fit(site.weight_kept, fit, strength)
 
-    def _held_out_error(self, plan: SitePlan, weight_kept: Tensor, folds: "_Blends", total: Blend) -> float:
-        """Return Σ ‖y − ŷ‖² over every fold, for the plan's compensation fitted to the other folds."""
-        error = 0.0
-        for fold in folds:
-            solution = self._solve(plan, weight_kept, (total - fold).at(plan.share or 0.0), folds.wide)
-            error += squared_error(solution, fold.at(1.0))
-        return error
+    def _new_tensors(self, block: int, tensors: Tensors, site: "_Site", solution: Solution) -> dict[str, Tensor]:
+        """Return the consumer's weight and, if a bias is added to it, its whole bias: float64 on CPU."""
+        name, bias_name = self._consumer(block), self._consumer(block, "bias")
+        new = {name: (site.weight_kept + solution.weight if site.wide else solution.weight).cpu()}
+        if solution.bias is not None:
+            bias = tensors.get(bias_name)
+            new[bias_name] = solution.bias.cpu() if bias is None else solution.bias.cpu() + bias.double()
+        return new
+
+    def _enter_held_out(self, plan: SitePlan, site: "_Site") -> None:
+        """Enter the error on each fold of the plan's compensation fitted to the other folds, if it is not known."""
+        if len(site) < 2 or plan.error_held_out is not None:
+            return
+        if plan.method == "none":
+            plan.error_held_out = plan.error_uncompensated
+        elif site.energy:
+            solutions = ((self._solve(plan, site, site.total - fold), fold.at(1.0)) for fold in site)
+            plan.error_held_out = sum(starmap(squared_error, solutions)) / site.energy
 
     def _enter_diagnostics(self, plan: SitePlan, weight: Tensor, moments: Moments, kept: Tensor) -> None:
         """Enter CORP's errors and the spectrum of the inputs into the plan."""
@@ -278,24 +296,53 @@ class ColumnSolver(Solver):
 
 
 @dataclass(frozen=True)
-class _Blends(Sequence[Blend]):
-    """Blends of the folds of a site, made when they are read: at a width of 11008 each takes a gigabyte.
+class _Site(Sequence[Blend]):
+    """What a site is fitted to: blends of its folds, made when they are read (at a width of 11008 one is a gigabyte).
 
-    At a wide site they are of what the kept weights lack.
+    Attributes:
+        weight: of the consumer, (d_out, d_in).
+        folds, moments: of its inputs, by fold and of all.
+        kept: columns that stay.
+        by_folds: whether something is chosen on held-out folds.
+        wide: whether blends are of what the kept weights lack.
+        energies: Σ ‖y‖² of every fold, at α = 1, of a wide site.
     """
 
     weight: Tensor
     folds: tuple[Moments, ...]
+    moments: Moments
     kept: Tensor
+    by_folds: bool
     wide: bool
+    energies: list[float]
 
     def __len__(self) -> int:
         return len(self.folds)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.of(self.folds[index])
+        return self._blend(self.folds[index])
 
-    def of(self, moments: Moments) -> Blend:
+    @cached_property
+    def weight_kept(self) -> Tensor:
+        return self.weight[:, self.kept].double()
+
+    @cached_property
+    def total(self) -> Blend:
+        # The sum of folds only if something is chosen on them: diagnostics must not change a bit of the result.
+        summed = self.by_folds and len(self) > 1 and not self.wide
+        return reduce(add, self) if summed else self._blend(self.moments)
+
+    @cached_property
+    def target(self) -> Fit:
+        """The fit to the dense model's own residual stream."""
+        return self.total.at(1.0)
+
+    @property
+    def energy(self) -> float:
+        """Σ ‖y‖² of all folds, at α = 1; 0 if it is not known."""
+        return sum(self.energies) if self.wide else self.target.target_energy or 0.0
+
+    def _blend(self, moments: Moments) -> Blend:
         make = lack_from_moments if self.wide else blend_from_moments
         return make(self.weight, moments, self.kept)
 
