@@ -88,7 +88,7 @@ def choose_wide(
         if method.ridge_towards
     ]
     plain = [method for method in candidates if not method.ridge_towards and not method.needs_gram]
-    dear = [method for method in candidates if not method.ridge_towards and method.needs_gram]
+    costly = [method for method in candidates if not method.ridge_towards and method.needs_gram]
     sums: dict[_Key, float] = defaultdict(float)
     far: dict[str, float] = {}  # method that is not near the best on the first fold → times its error there
     energy, count, least_on_first, share = 0.0, 0, 0.0, used_shares[-1]
@@ -101,8 +101,8 @@ def choose_wide(
         if count == 0 and walks:
             least_on_first, share = min(walk.least_of(0) for walk in walks)
             least_on_first = min([least_on_first, *sums.values()])
-        near = [method.name for method in dear if method.name not in far]
-        for name, error in _dear_errors(near, weight_kept, train.at(share) if near else None, fold):
+        near = [method.name for method in costly if method.name not in far]
+        for name, error in _costly_errors(near, weight_kept, train.at(share) if near else None, fold):
             if count == 0 and walks and error > (1 + NEAR_ON_ONE_FOLD) * least_on_first:
                 far[name] = error / least_on_first if least_on_first > 0 else 1.0
             else:
@@ -130,7 +130,7 @@ def _plain_errors(
             )
 
 
-def _dear_errors(names: Sequence[str], weight_kept: Tensor, lack: Fit | None, fold: Fit) -> Iterator[tuple[str, float]]:
+def _costly_errors(names: Sequence[str], weight_kept: Tensor, lack: Fit | None, fold: Fit) -> Iterator[tuple[str, float]]:
     """Yield errors on one fold of methods that are no ridges and need a Gram; `lack` is what they are fitted to."""
     if lack is None:
         return

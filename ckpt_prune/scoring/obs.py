@@ -312,7 +312,7 @@ def _indefinite() -> SingularHessianError:
 
 
 def _eliminate(H: Tensor, A: Tensor, h: Tensor, a: Tensor, V: Tensor, Z: Tensor, used: int, at: int, live: int) -> None:
-    """Write v and z of the unit `at`, as rows, after the `held` rows of V and Z. Their values at the unit are void.
+    """Write v and z of the unit `at`, as rows, after the `used` rows of V and Z. Their values at the unit are void.
 
     Args:
         H: lower triangle, without the updates in V.
@@ -320,7 +320,7 @@ def _eliminate(H: Tensor, A: Tensor, h: Tensor, a: Tensor, V: Tensor, Z: Tensor,
         h: H_BB, (b, b), up to date.
         a: A_BB, (b, b), up to date.
         Z: (width, d), as V.
-        held: rows of V and Z in use.
+        used: rows of V and Z in use.
         at: position of the unit.
         live: number of units left, this one among them.
     """

@@ -23,7 +23,7 @@ from ckpt_prune.stages.recovery.keys import RecoverRecipe
 from tests import encoders, families
 from tests.families import BLOCKS, contents, prune, windows
 from tests.oracles import masked_model
-from tests.pairs import choose_cases, dealt, every, first_of_each
+from tests.pairs import dealt, every
 from tests.reports import recover
 from tests.stages.recovering import (
     QUICK,
@@ -256,22 +256,27 @@ def recovered_through(dense, prunings, tmp_path_factory) -> Callable[[str], dict
 
 
 @pytest.mark.parametrize(
-    ("name", "block"),
-    first_of_each(
-        dict.fromkeys(
-            [*dealt(["masked", "turned", "uneven", "vit"], range(BLOCKS)), *(("vit", b) for b in range(BLOCKS))]
-        ),
-        lambda a: a[0],
-    ),
+    ("name", "block", "error"),
+    [
+        ("masked", 0, RuntimeError("bug")),
+        ("masked", 1, torch.OutOfMemoryError("too large")),
+        ("turned", 1, KeyboardInterrupt()),
+        ("uneven", 2, KeyboardInterrupt()),
+        ("vit", 0, KeyboardInterrupt()),
+    ],
 )
-def test_a_resumed_recovery_is_byte_identical(dense, prunings, recovered_through, tmp_path, name, block, monkeypatch):
+def test_a_resumed_recovery_is_byte_identical(
+    dense, prunings, recovered_through, tmp_path, name, block, error, monkeypatch
+):
+    """Whether the user or a fault ends it; what a fault ends in the first block leaves nothing."""
     variant, pruned = prunings[name]
     job = recovery_job(pruned, dense.folder(variant), training_data(variant), **SEVERAL)
     expected = recovered_through(name)
     with monkeypatch.context() as patch:
-        stop_training_at(patch, block)
-        with pytest.raises(KeyboardInterrupt):
+        stop_training_at(patch, block, error)
+        with pytest.raises(type(error)):
             recover(job, tmp_path / "out")
+    assert isinstance(error, KeyboardInterrupt) or (tmp_path / "out.partial").exists() == bool(block)
     assert not (tmp_path / "out").exists()
     with monkeypatch.context() as patch:
         seen = trained_blocks(patch)
@@ -325,29 +330,6 @@ def test_another_job_does_not_resume(dense, masked_llama, tmp_path, key, monkeyp
     with pytest.raises(UserError, match="was begun by a different job"):
         recover(change(job, key), tmp_path / "out", resume=True)
     assert contents(tmp_path) == files
-
-
-@pytest.mark.parametrize(
-    ("block", "error"),
-    choose_cases(
-        dealt(range(BLOCKS), [RuntimeError("bug"), torch.OutOfMemoryError("too large")]),
-        lambda cell: cell[0] < 2,
-    ),
-)
-def test_a_crash_in_training_keeps_the_blocks_before(dense, masked_llama, tmp_path, block, error, monkeypatch):
-    """Byte for byte; in the first block there is nothing to keep."""
-    job = recovery_job(masked_llama, dense.folder("llama"), training_data("llama"), **SEVERAL)
-    with monkeypatch.context() as patch:
-        stop_training_at(patch, block, error)
-        with pytest.raises(type(error)):
-            recover(job, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"] * bool(block)
-    with monkeypatch.context() as patch:
-        seen = trained_blocks(patch)
-        recover(job, tmp_path / "out", resume=True)
-    assert seen == list(range(block, BLOCKS))
-    recover(job, tmp_path / "through")
-    assert contents(tmp_path / "out") == contents(tmp_path / "through")
 
 
 # ---- states on disk ----------------------------------------------------------------------------------------------

@@ -32,6 +32,10 @@ Predicted = dict[str, dict[str, list[tuple[int, float]]]]
 """Site by `Model.site_name` → score → (units dropped, divergence), ascending."""
 
 
+Variant = tuple[SpaceName, int, str | None]
+"""Space, units dropped of every block, and the single score that ranks them; None: the best one of each site."""
+
+
 def measure_spaces(
     refits: Refits,
     samples: Samples,
@@ -77,34 +81,41 @@ def measure_spaces(
         fitted = refits.of(block, tensors)
         for (space, count, single), own in zip(own_variants, states, strict=True):
             score = single or _best(predicted[model.site_name(block, space)], count)
-            stream.pass_through(
-                stream.factory.build_block(block, fitted.prune_site(space, score, count)), block, own, own
-            )
+            pruned = stream.factory.build_block(block, fitted.prune_site(space, score, count))
+            stream.pass_through(pruned, block, own, own)
         if end is None:
             stream.advance(block, tensors)
     readout = stream.readout()
-    mixed: dict[SpaceName, dict[int, float]] = {}
-    singles: dict[SpaceName, dict[str, float]] = {}
     others = [(readout, own) for own in states]
     dense = stream.states if end is None else end
     values = group.interleave(measure_divergences(readout, dense, samples, others, positions=POSITIONS))
-    for (space, count, single), value in zip(variants, values, strict=True):
+    for (space, count, _), value in zip(variants, values, strict=True):
         check_finite(value, without_units(count, f"the {space} of every block"), compute_dtype)
+    return _choose_scores(dict(zip(variants, values, strict=True)))
+
+
+def _choose_scores(
+    divergences: Mapping[Variant, float],
+) -> tuple[dict[SpaceName, list[tuple[int, float]]], dict[SpaceName, str]]:
+    """Return what `measure_spaces` does, from the divergence of every variant."""
+    curves: dict[SpaceName, dict[int, float]] = {}
+    singles: dict[SpaceName, dict[str, float]] = {}
+    for (space, count, single), value in divergences.items():
         if single is None:
-            mixed.setdefault(space, {})[count] = value
+            curves.setdefault(space, {})[count] = value
         else:
             singles.setdefault(space, {})[single] = value
     chosen: dict[SpaceName, str] = {}
     for space, by_score in singles.items():
-        first, best_of_each = next(iter(mixed[space].items()))
+        first, best_of_each = next(iter(curves[space].items()))
         best = _robust(by_score, best_of_each)
         if best is not None:
-            mixed[space][first], chosen[space] = by_score[best], best
-    return {space: list(by_count.items()) for space, by_count in mixed.items()}, chosen
+            curves[space][first], chosen[space] = by_score[best], best
+    return {space: list(by_count.items()) for space, by_count in curves.items()}, chosen
 
 
-def _list_variants(model: Model, space: SpaceName) -> Iterator[tuple[SpaceName, int, str | None]]:
-    """Yield what is tried of a space: units dropped of every block, and the single score, or None for the best ones."""
+def _list_variants(model: Model, space: SpaceName) -> Iterator[Variant]:
+    """Yield what is tried of a space."""
     for index, count in enumerate(dropped_counts(model.units(space), SPACE_POINTS)):
         for single in (None, *(_singles(space, model.units(space)) if index == 0 else ())):
             yield space, count, single
