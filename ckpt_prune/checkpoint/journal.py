@@ -80,8 +80,8 @@ class Journal:
         """Record a finished entry and a JSON note. Its bytes must be on disk already. Several threads may record.
 
         Args:
-            entry: its name.
-            digests: its tensors → hex SHA-256.
+            entry: name of the entry.
+            digests: tensor of the entry → hex SHA-256.
             note: JSON.
             files: its files below the folder, which a resumed run reads.
         """

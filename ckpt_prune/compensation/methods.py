@@ -181,10 +181,10 @@ FAR_FROM_RULE = 3.0
 def derive_strength(inputs: int, tokens: int) -> float:
     """Return the strength of a ridge of `inputs` to `tokens`, relative to the mean square of an input: 1.5 k / n.
 
-    At least `LEAST_STRENGTH`. For inputs of one size and a change of the weights without a preferred direction the best
-    ridge is the mean of Bayesian regression, λ = (k / n) (1 − ρ²) / ρ², with ρ² the share of what is lost that the kept
-    inputs predict: 1.5 k / n at 40 % (README.md, section 2). Source: this project; Hoerl, Kennard and Baldwin 1975 have
-    the same with k σ² / ‖Δ‖² in its place.
+    At least `LEAST_STRENGTH`. Suppose that inputs have one size, and that the change of the weights has no preferred
+    direction. Then the best ridge is the mean of Bayesian regression, λ = (k / n) (1 − ρ²) / ρ². Here ρ² is the share
+    of the loss that the kept inputs predict; at 40 % λ is 1.5 k / n (README.md, section 2). Source: this project.
+    Hoerl, Kennard and Baldwin 1975 have k σ² / ‖Δ‖² in its place.
     """
     return max(1.5 * inputs / max(tokens, 1), LEAST_STRENGTH)
 

@@ -177,9 +177,10 @@ def unseen_errors(
 def loses_to_none(seen: float, unseen: Sequence[float]) -> bool:
     """Return True if a fit is worse than the kept weights as they are, by the .632 estimate of its error.
 
-    Errors are shares of the kept weights' own on the same tokens. That of a fit to all tokens lies between what it has
-    on these, and what a fit to half of them has on the other half: half of the tokens, as a bootstrap sample is worth
-    (Efron 1983, J. Am. Stat. Assoc. 78). By the second alone a few windows would rule out fits that win.
+    Errors are shares of the kept weights' own error on the same tokens. The true error of a fit to all tokens lies
+    between two that can be measured: its error on these tokens, and the error on one half of a fit to the other half.
+    The estimate weighs both (Efron 1983, J. Am. Stat. Assoc. 78). By the second alone a few windows would rule out fits
+    that win.
 
     Args:
         seen: of the fit to all tokens, on these.

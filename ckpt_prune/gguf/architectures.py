@@ -34,7 +34,7 @@ class Architecture:
         name: of the architecture in llama.cpp.
         model_type: of the config.json that it computes.
         block: module of a block in transformers → tensor in GGUF, without "blk.N." and ".weight" or ".bias".
-        outer: the same outside the blocks.
+        outer: module outside the blocks → tensor in GGUF.
         neighbours: llama.cpp rotates pairs of neighbouring rows where transformers rotates the halves of a head, so
             that rows of q and k are reordered.
         norm_offset: what is added to the weights of norms.
@@ -46,9 +46,9 @@ class Architecture:
         window: llama.cpp applies the config's sliding window. Elsewhere the context is cut to the window.
         pattern: block → whether it is an exception (full attention, no rotary positions): the last of every N.
         large: number of blocks of the model of 27 B, in which llama.cpp scales attention by hidden size / heads.
-        table: llama.cpp reads a table that rotary frequencies are divided by.
+        table: llama.cpp divides rotary frequencies by a table.
         partial: transformers' class can rotate a part of each head.
-        constants: GGUF keys that it asks for besides.
+        constants: further GGUF keys that it asks for, with their values.
         epsilon: GGUF key of the norms' epsilon.
         differs: blocks may have different shapes.
     """

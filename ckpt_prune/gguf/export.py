@@ -216,7 +216,7 @@ class GgufStep:
         recipe: what to write.
         kind: type of the matrices.
         proving: what to compare the file on.
-        dense: the model that is pruned.
+        dense: the unpruned model, to compare with.
         trust: run code that the checkpoint brings.
     """
 

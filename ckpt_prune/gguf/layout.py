@@ -51,7 +51,7 @@ class Weight:
         Args:
             axis: of the tensor.
             now: how the axis divides, such as (groups, heads of a group, rows of a head).
-            filled: the same afterwards.
+            filled: how the axis divides once zeros fill it up.
         """
         if now == filled:
             return self

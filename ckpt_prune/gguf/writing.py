@@ -50,7 +50,7 @@ def write_gguf(
         layout: its tensors and the model's keys.
         chosen: type that the file says it has.
         kinds: type of every tensor.
-        tokenizer: its keys and the file's name.
+        tokenizer: GGUF keys of the tokenizer, and the name of the file they are from.
         source: folder whose card names the licence.
     """
     writer = gguf.GGUFWriter(path, layout.architecture.name)

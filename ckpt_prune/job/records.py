@@ -128,7 +128,7 @@ class GapRecord(FixedRecord):
     """A run of consecutive blocks that are gone, and what makes up for them.
 
     Attributes:
-        first: as the dense model counts.
+        first: number of the first block that is gone, in the dense model.
         into: on-disk name, in the output, of the weight that the map was absorbed in, of experts with `*` for their
             numbers; None without a map.
         method: none (the stream goes on as it is), bias, ridge or affine: the form of the map.
@@ -178,15 +178,16 @@ class TriedHidden(Tried):
 
 
 class DepthRecord(FixedRecord):
-    """Which blocks of a model are gone, or which have zeros in place of a part.
+    """The blocks of a model that are gone, or that have zeros in place of a part.
 
     Attributes:
-        part: what of them: all (block), attention or mlp; blocks without a part stay under their numbers.
-        blocks: of the dense model.
-        kept: those that stay, ascending; in the output they are numbered anew.
+        part: what is gone: the whole block, its attention or its mlp. Blocks without a part keep their numbers.
+        blocks: number of blocks of the dense model.
+        kept: the blocks that stay, ascending; in the output they are numbered anew.
         choose: how the others were chosen; None if they were given.
-        gaps: runs of those that are gone, in order.
-        tried: ascending; empty if one number was given, and if the stream may lose dimensions besides.
+        gaps: runs of blocks that are gone, in order.
+        tried: numbers of blocks that were tried, ascending; empty if one number was given, and if the stream may lose
+            dimensions, too.
     """
 
     part: Literal["block", "attention", "mlp"] = "block"

@@ -40,7 +40,7 @@ class BlockKinds:
 
     Attributes:
         path: name of the list of blocks in the model.
-        blocks: the modules in order.
+        blocks: modules of the blocks, in order.
         kinds: the kind of each block, numbered by first appearance.
         outputs: the form of what each block returns, with the class `Tensor` in place of the tensor.
     """

@@ -122,10 +122,10 @@ def validate(
 ) -> Validations:
     """Compare the graphs of a folder with the model they were made from.
 
-    The WHOLE model is loaded, with the checkpoint's own values in float32 on the CPU whatever the graph's type is, so
-    that what is measured holds all that the export did. onnxruntime has the weights in a layout of its own, so the
-    model is let go while the graph runs, and then reads the same; both are held only while a metric is measured for
-    which the graph must run again.
+    The whole model is loaded, with the checkpoint's own values in float32 on the CPU. Whatever the graph's type is, the
+    differences then show everything that the export did. onnxruntime keeps the weights in a layout of its own. So the
+    model is freed while the graph runs, and loaded again afterwards. Both are held only for a metric that needs another
+    run of the graph.
 
     A case passes if the largest difference is at most `tolerance` times the largest output in PyTorch, and the mean
     difference a tenth of that. By default 1e-4 in fp32: float32 moves outputs by 1e-7 to 1e-5 of the largest one. In

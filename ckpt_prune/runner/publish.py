@@ -132,9 +132,9 @@ def replace_record(out: Path, report: Report) -> None:
 
 
 def note_loss(out: Path, loss: Loss) -> None:
-    """Put what was measured into record and card of a finished output, in place of an earlier one.
+    """Note a measured loss in the record and the card of a finished output, in place of an earlier one.
 
-    What `quantize` wrote may have one for each model that it was measured beside.
+    An output of `quantize` may have a loss for each model that it was compared with.
     """
     report, rounded = find_report(out), find_record(out)
     if report is not None:

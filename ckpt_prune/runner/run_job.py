@@ -45,7 +45,7 @@ def check_job(job: Job, *, needs_data: bool = True) -> Prepared:
 
 
 def preview_job(job: Job, start: Prepared | None = None) -> Prepared:
-    """Return what is known of the output before anything is measured. What measuring will decide gets a placeholder.
+    """Plan the output before anything is measured. What measuring will decide gets a placeholder.
 
     `start` is what `check_job` has returned; by default the job is checked here.
     """

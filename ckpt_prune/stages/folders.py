@@ -23,7 +23,7 @@ def stages_of(recipe: Recipe) -> "list[Stage[Any]]":
 
 
 def stage_sections(report: Any) -> list[Section]:
-    """Return what a report says of every stage: `sections` of `show.py` in its folder, where there is one."""
+    """Return the sections of a report: `sections` of `show.py` in the folder of each stage, where there is one."""
     return [section for show in find_functions("sections", "show") for section in show(report)]
 
 

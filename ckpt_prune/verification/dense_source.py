@@ -1,4 +1,4 @@
-"""The dense model that a pruned one was made from, where it can be found."""
+"""Find the dense model that a pruned one was made from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -147,7 +147,7 @@ def open_dense(folder: Path, report: Report | None, against: Path, description: 
 
     Args:
         folder: of the output.
-        report: its own.
+        report: the report of the pruned output.
         against: folder of the dense model.
         description: of the model's family, if the output carries one.
     """

@@ -1,14 +1,14 @@
 r"""Cut a long text into pieces whose tokens are those of the whole text.
 
-The tokenizers library takes about a hundred bytes for each token until the whole text is done. A cut between an ASCII
-letter and a line feed changes no token, whatever stands around it, on three conditions:
+The tokenizers library takes about a hundred bytes for each token until the whole text is done, so long texts are cut. A
+cut between an ASCII letter and a line feed changes no token on three conditions:
 
 - The normalizer changes characters one by one, or composes them: a line feed composes with nothing.
 - No added token holds a line feed, or takes the white space beside it.
-- Words of the pre-tokenizer end at the cut. Those that cut at white space do. So do the published patterns below: what
-  takes a letter takes no line feed after it, and they look ahead, never back.
+- Words of the pre-tokenizer end at the cut. They do if it cuts at white space. They also do in the published patterns
+  below: no part of these takes a letter and a line feed after it, and they look ahead, never back.
 
-Texts of other tokenizers (those that put something before a text, or merge over the whole of it) are not cut.
+Other tokenizers put something before a text, or merge over the whole of it. Their texts are not cut.
 """
 
 import json

@@ -83,12 +83,11 @@ class _Kept:
 class BlockMemory:
     """Outputs of the pieces of one block, and inputs of their last linear modules, for every batch of a stream.
 
-    A piece is not run again where neither its own weights nor those of any that run before it have changed. If only its
-    last linear module has changed, nothing else of it is run; nor if that has lost columns, and the modules that make
-    them the rows of the same units. The numbers are those of a whole run: what is not computed again is the very
-    tensor, or columns of it. Some libraries add up in another order where a product has fewer columns, so that columns
-    are taken only if those of the first batch of their shape are equal to what a whole run gives, bit for bit. Where
-    nothing is known of how modules follow one another, they run.
+    A piece runs again only if its own weights changed, or those of a piece before it. If only its last linear module
+    changed, that alone runs. The same holds if that module lost columns, and the modules before it lost the rows of the
+    same units: then columns of the old tensor are taken. The numbers are those of a whole run. Some libraries add up in
+    another order where a product has fewer columns. So columns are taken only if the first batch of their shape gives
+    what a whole run gives, bit for bit. Modules whose order is unknown always run.
 
     Args:
         fits: says whether there is room for a tensor, and counts it if so.

@@ -45,7 +45,7 @@ class MaskRecord(FixedRecord):
     """Which weights were zeroed.
 
     Attributes:
-        ratio: the share that was asked for.
+        ratio: the share of zeros that the recipe asks for.
         allocation, shares: how blocks came by shares of their own; None if all have one.
     """
 

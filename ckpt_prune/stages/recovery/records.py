@@ -99,7 +99,7 @@ class Adapters(FixedRecord):
     """How a model was recovered as a whole: by LoRA, or by scales of its linear modules.
 
     Attributes:
-        lr: the highest learning rate.
+        lr: the highest learning rate of all steps.
         seed: of the adapters and the order of samples.
         settings: of training, as `RecoverySettings.of_all` has them.
         data: fingerprint of the samples.

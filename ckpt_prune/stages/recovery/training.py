@@ -105,7 +105,7 @@ class Trained(Generic[Kept]):
         best_epoch: its number; 0 if none was better.
         curve: loss on measured samples at the start and after every epoch.
         diverged: whether the loss stopped being finite, or grew tenfold.
-        rate: the highest learning rate.
+        rate: the highest learning rate of all steps.
         epochs: passes over the training samples.
         seconds: of training, measuring included.
         parameters: numbers that were trained.
@@ -146,17 +146,17 @@ def train(
 ) -> Trained[Kept]:
     """Train an objective, and keep what its best epoch has made.
 
-    After every epoch the loss is measured. The best epoch is kept, if it is better than the start; training ends when
-    the loss has not fallen for `patience` epochs. If no samples are held out, nothing is chosen: the last epoch is
-    kept that is better than the start. Training that diverges ends.
+    After every epoch the loss is measured. The best epoch is kept if it is better than the start, and training ends
+    when the loss has not fallen for `patience` epochs. If no samples are held out, the last epoch that is better than
+    the start is kept. Training that diverges ends.
 
     Args:
-        optimizer: of the objective's parameters, at the highest learning rate.
+        optimizer: holds the objective's parameters, and begins at the highest learning rate.
         settings: `epochs`, `batch`, `schedule`, `patience` and whether samples are held out.
-        seed: of the order of samples.
+        seed: decides the order of samples.
         climb: steps over which the learning rate climbs to the highest.
         before: the loss at the start, where it has been measured already.
-        nothing: loss at the start up to which there is nothing to train.
+        nothing: nothing is trained if the loss at the start is at most this.
         seconds: training ends after these, whatever `epochs` says.
     """
     began, steps = time.monotonic(), split.steps(settings)

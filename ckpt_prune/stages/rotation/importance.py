@@ -1,6 +1,6 @@
-"""Importance of rotated weights and its entropy: what rotations are learned to lower (DenoiseRotator section 3).
+"""Importance of rotated weights, and its entropy, which learning lowers (DenoiseRotator section 3).
 
-A linear layer y = W x between a residual stream turned by R1 and heads turned by R2 keeps its meaning as
+R1 turns the residual stream and R2 the heads. A linear layer y = W x between them keeps its meaning as
 
     W' = Lᵀ W R,   x' = Rᵀ x,   H' = Rᵀ H R,   H = Σ x xᵀ.
 
@@ -12,8 +12,8 @@ In exact arithmetic these are invariant (appendix B has an approximate argument;
 
 - Under L, the total of every column, for all three: the divisor or factor of a column is not touched.
 - Under R, the total of every row, for magnitude.
-- Under both, ‖W X‖² = tr(W H Wᵀ), with which appendix B argues. It is not Σ importance, which leaves out the
-  products of two weights: OBD's second-order term of removing them all at once is not the sum of removing each.
+- Under both, ‖W X‖² = tr(W H Wᵀ), with which appendix B argues. It is not Σ importance: that leaves out the products
+  of two weights, since removing all at once does not cost the sum of removing each (OBD's second-order term).
 
 Under R the totals of Wanda and SparseGPT are NOT invariant, against the paper's section 3.3.2. An example is W = (1, 0)
 and H = diag(1, 0), turned by 45°: W' = (±1, ±1)/√2 and diag(H') = (½, ½), so Wanda's total goes from 1 to ½. Entropy
