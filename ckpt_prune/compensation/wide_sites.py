@@ -121,16 +121,16 @@ def choose_wide(
 def _plain_errors(
     methods: Sequence[Method], weight_kept: Tensor, train: Blend, fold: Fit, shares: Sequence[float]
 ) -> Iterator[tuple[_Key, float]]:
-    """Yield errors on one fold of methods that need no Gram; those without a bias are the same at every share."""
+    """Yield errors on one fold of methods that need no Gram; without a bias they are the same at every share."""
     for method in methods:
         for share in shares if method.adds_bias else shares[:1]:
-            yield (
-                (method.name, None, share),
-                squared_error(fit_change(method, weight_kept, train.at(share), 0.0), fold),
-            )
+            solution = fit_change(method, weight_kept, train.at(share), 0.0)
+            yield (method.name, None, share), squared_error(solution, fold)
 
 
-def _costly_errors(names: Sequence[str], weight_kept: Tensor, lack: Fit | None, fold: Fit) -> Iterator[tuple[str, float]]:
+def _costly_errors(
+    names: Sequence[str], weight_kept: Tensor, lack: Fit | None, fold: Fit
+) -> Iterator[tuple[str, float]]:
     """Yield errors on one fold of methods that are no ridges and need a Gram; `lack` is what they are fitted to."""
     if lack is None:
         return
