@@ -1,7 +1,7 @@
 """Mutants: how many small mistakes in a room its tests notice.
 
     PYTHONPATH=. python tools/mutants.py stages model --number 6            # six mistakes in each of two rooms
-    PYTHONPATH=. python tools/mutants.py stages/mask --also tests/cli/test_masks.py --seed 1
+    PYTHONPATH=. python tools/mutants.py stages/mask --also tests/cli/test_prune.py --seed 1
 
 Each mutant changes one place of one file: a comparison, a constant, an operator, a condition, or a statement that goes.
 Which places are taken follows from the seed. The checkout stays as it is: tests run in a copy of it. A mutant meets the
@@ -167,6 +167,9 @@ def choose_tests(mutant: Mutant, room: str, also: list[str], far: bool) -> list[
     chosen = [file for file in files if target in imported(file)]
     if far or not chosen:
         chosen += [file for file in files if own_room in file.parents and leads_to(file, target)]
+    if not chosen:  # the room comes to it by the name of a module, or of a folder that is a key of recipes
+        words = set(mutant.path.parts[1:-1])
+        chosen = [file for file in files if own_room in file.parents and words & set(file.parts)]
     chosen.sort(key=lambda file: own_room not in file.parents)
     chosen += [file for pattern in also for file in sorted(ROOT.glob(pattern))]
     return list(dict.fromkeys(str(file.relative_to(ROOT)) for file in chosen))
@@ -180,7 +183,8 @@ def run_tests(place: Path, tests: list[str], options: list[str]) -> tuple[int, s
     except subprocess.TimeoutExpired:
         return 1, "it never ended"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return done.returncode, failed[0].partition(" ")[2].partition(" - ")[0] if failed else ""
+    first = failed[0].partition(" ")[2].partition(" - ")[0] if failed else f"exit code {done.returncode}"
+    return done.returncode, first
 
 
 def try_room(room: str, place: Path, asked: argparse.Namespace) -> tuple[int, int]:

@@ -84,19 +84,6 @@ def test_zeros_stay_and_the_stored_model_has_the_divergence_that_is_said(place: 
     assert report_of("out")["recipe"]["name"] == "magnitude-50"
 
 
-@pytest.mark.thorough
-def test_outputs_with_code_of_their_own_and_rotated_ones(place: Path):
-    how = ("--statistics", "stats", "--ratio", "0.5", "--container", "remote")
-    ok("prune", "dense", "--recipe", "rcpu", *how, "-o", "own")
-    ok("prune", "dense", "--recipe", "wanda-50", "--set", "rotation={kind: per-layer, steps: 2}", *TEXT, "-o", "turned")
-    for source in ("own", "turned"):
-        ok("recover", source, *changed(SCALES, "--held-out", "0"), "-o", f"{source}-out")
-        adapters = report_of(f"{source}-out")["adapters"]
-        assert adapters["modules"] == 14
-        assert adapters["loss_after"] < adapters["loss_before"]
-        assert adapters["loss_after"] == pytest.approx(told_divergence(f"{source}-out", skip=8), rel=1e-4)
-
-
 def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
     done = run("recover", "dense", *SCALES, "-o", "out")
     assert done.exit_code == 0, done.output
@@ -124,25 +111,6 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pyt
 # ---- as a step of a recipe ---------------------------------------------------------------------------------------
 
 STEP = ("--set", "recovery={method: scales, epochs: 3, batch: 4, lr: 0.05, held_out: 0.1}")
-
-
-@pytest.mark.thorough
-def test_each_space_a_mask_a_rotation_and_whole_blocks_go_before(place: Path):
-    """The target is the model as it was given: with all its blocks, and in its own basis."""
-    recipes = {
-        "best": ("--ratio", "0.5"),
-        "best-attention": ("--ratio", "0.5", "--set", "spaces.rotary.ratio=0.5"),
-        "wanda-50": ("--set", "rotation={kind: per-layer, steps: 2}"),
-        "depth": ("--set", "depth.drop=1"),
-    }
-    small = ("--set", "recovery.held_out=0", "--set", "recovery.lr=0.003")
-    for recipe, how in recipes.items():
-        ok("prune", "dense", "--recipe", recipe, *how, *TEXT, *STEP, *small, "-o", recipe)
-        adapters = report_of(recipe)["adapters"]
-        assert adapters["loss_after"] < adapters["loss_before"], recipe
-        assert adapters["modules"] == (7 if recipe == "depth" else 14)
-        assert adapters["loss_after"] == pytest.approx(told_divergence(recipe, skip=8, samples=8), rel=1e-4), recipe
-        assert "FAILED" not in ok("verify", recipe)
 
 
 def test_scales_are_fitted_to_samples_that_it_was_not_pruned_on(place: Path):

@@ -172,7 +172,7 @@ class Case:
         """By space that all promises are held for.
 
         Without values, which no stock class has narrower: `values` has these, too. Rotary pairs and whole experts have
-        tests of their own (`test_rotary`, `tests/stages/test_experts.py`).
+        tests of their own (`test_rotary`, `tests/stages/spaces/test_experts.py`).
         """
         return {name: share for name, share in self.values.items() if name != "values"}
 

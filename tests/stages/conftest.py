@@ -1,10 +1,15 @@
+"""Dense models of the rooms below, and the folders that commands run in."""
+
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import hub, made, place
 from tests.stages.recovering import pruned_by
 from tests.stages.whole import make_recipe, sources_of_all
 from tests.stored import Sources
+
+__all__ = ["hub", "made", "place"]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.interrupting import interrupt_at
 from tests.oracles import closed_forms, perplexity
 from tests.oracles.streams import inputs_of
 from tests.pairs import cross_cases, every
-from tests.stages.oracle import CONSUMERS, per_unit
+from tests.stages.spaces.oracle import CONSUMERS, per_unit
 
 GRID = [0.01, 1.0, 100.0]
 BY_PERPLEXITY = {"lambda_by": "perplexity", "lambda_grid": GRID}

@@ -220,9 +220,6 @@ def test_a_resumed_run_on_the_fly_is_byte_identical(dense, tmp_path, through, na
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-PRUNINGS = ["masked", "turned", "uneven", "vit"]
-
-
 @pytest.fixture(scope="module")
 def prunings(dense, masked_llama, tmp_path_factory) -> dict[str, tuple[str, Path]]:
     """Variant and folder of pruned models of several kinds."""

@@ -23,7 +23,6 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.model.containers.rope_keys import state_rope
-from ckpt_prune.modeling_pruned import PlainNorm
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.mask.masker import Masker
@@ -129,12 +128,6 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 # ---- the same function -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("variant", "kind"), CELLS)
-def test_logits_are_the_dense_ones(dense, turned, variant, kind):
-    expected = logits(families.stock(dense.folder(variant)))
-    assert distance(logits(load_rotated(turned(variant, kind), kind)), expected) < 1e-5
-
-
 @pytest.mark.parametrize("variant", ["opt-model", "opt-350m-like"])
 def test_values_alone_rotate_in_any_residual_stream(dense, turned, variant):
     """Without a head, after a norm, beside projections: R2 does not meet the stream."""
@@ -153,36 +146,6 @@ def is_opt(variant: str) -> bool:
 def absorbs_ends(variant: str, kind: str) -> bool:
     """Whether embedding, final norm and head take part."""
     return kind == "shared" or (kind == "per-layer" and not is_opt(variant) and variant not in TIED)
-
-
-def is_final_norm(name: str) -> bool:
-    return name.removeprefix("model.").startswith(("norm.", "decoder.final_layer_norm."))
-
-
-def is_block_norm(name: str) -> bool:
-    return "layers." in name and any(f"{norm}." in name for norm in ("layernorm", "layer_norm"))
-
-
-@pytest.mark.parametrize(("variant", "kind"), CELLS)
-def test_norms_that_are_fused_have_no_gain_and_others_keep_theirs(dense, turned, variant, kind):
-    before, after = tensors_of(dense.folder(variant)), tensors_of(turned(variant, kind))
-    norms = [name for name in before if is_block_norm(name)]
-    assert len(norms) == BLOCKS * (4 if is_opt(variant) else 2)
-    for name in norms:
-        kept = before[name] if kind == "values" else torch.full_like(before[name], name.endswith("weight"))
-        # One number where the stream is turned for a block, which no stock class takes.
-        alone = kind == "per-layer" and ("layers.0." not in name or not absorbs_ends(variant, kind))
-        assert torch.equal(after[name], kept[:1] if alone else kept)
-        assert not torch.equal(before[name], torch.full_like(before[name], name.endswith("weight")))
-    for name in filter(is_final_norm, before):
-        if not absorbs_ends(variant, kind):
-            assert torch.equal(after[name], before[name])
-        elif name.endswith("weight"):
-            assert torch.equal(after[name], torch.ones_like(after[name]))
-    # Norms inside attention stay.
-    for name in before:
-        if "_norm." in name and not is_block_norm(name) and not is_final_norm(name):
-            assert torch.equal(after[name], before[name])
 
 
 @pytest.mark.parametrize(("variant", "kind"), CELLS)
@@ -229,26 +192,6 @@ def test_heads_and_configs(dense, turned, variant, kind):
     assert (len(entries), len(exits)) == (BLOCKS - first, len(last))
 
 
-@pytest.mark.parametrize(("variant", "kind"), cross_cases(OPT, ["shared", "per-layer"]))
-def test_layer_norms_see_a_stream_without_a_mean(dense, turned, variant, kind):
-    """So that subtracting it changes nothing, and they act as RMSNorms."""
-    seen: list[Tensor] = []
-
-    def means(folder: Path, how: str) -> Tensor:
-        model = load_rotated(folder, how).double()
-        norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm | PlainNorm)]
-        assert len(norms) == 2 * BLOCKS + 1
-        seen.clear()
-        for norm in norms:
-            norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].mean(-1).abs().max() / args[0].std()))
-        logits(model)
-        return torch.stack(seen)
-
-    assert bool((means(dense.folder(variant), "shared") > 0.01).all())
-    # The last norm of a model whose ends are not folded is the dense one's, and may subtract what it likes.
-    assert bool((means(turned(variant, kind), kind) < 1e-6).all())
-
-
 @pytest.mark.parametrize(("variant", "kind"), cross_cases(["llama-gqa-tied", "qwen3", "mistral", "opt"], KINDS))
 def test_rotations_are_kept_beside_the_model(dense, turned, variant, kind):
     out = turned(variant, kind)
@@ -283,9 +226,6 @@ def test_rotations_are_kept_beside_the_model(dense, turned, variant, kind):
         right = stored["residual" if kind == "shared" else "blocks.1.residual"].double().numpy()
     expected = rotation_entropy.rotate(V, full_rotation("heads", len(V), None, R2), right)
     np.testing.assert_allclose(tensors_of(out)[f"{block}self_attn.v_proj.weight"], expected, rtol=1e-5, atol=1e-6)
-
-
-# ---- as remote code ----------------------------------------------------------------------------------------------
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------

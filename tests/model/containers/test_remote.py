@@ -17,7 +17,7 @@ from tests import encoders, families
 from tests.encoders import columns_of
 from tests.families import BLOCKS, calibrate, job_on, logits, make, prune, recipe, stock, windows
 from tests.oracles.streams import inputs_of
-from tests.stages.oracle import CONSUMERS, per_unit
+from tests.stages.spaces.oracle import CONSUMERS, per_unit
 from tests.stages.test_rotations import random_rotations, rotating
 from tests.stored import run_elsewhere
 

@@ -1,19 +1,14 @@
 """Every family, pruned from statistics and loaded with stock transformers, against pruning a whole model in memory."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import ckpt_prune
 from ckpt_prune.common.errors import UserError
-from tests.encoders import STRENGTH, WITH_STRENGTH
 from tests.families import (
     BLOCKS,
     VARIANTS,
     calibrate,
-    contents,
     job_on,
     logits,
     make,
@@ -23,62 +18,9 @@ from tests.families import (
     stock,
     windows,
 )
-from tests.pairs import dealt, every, pairwise
-from tests.stages.oracle import BIASED, METHODS, prune_whole
-
-STORED_AS = {
-    # variant: model_type without added biases, with them
-    "llama": ("mistral", "seed_oss"),
-    "llama-gqa-tied": ("llama", "llama"),
-    "llama-biases": ("llama", "llama"),
-    "mistral": ("mistral", "seed_oss"),
-    "mistral-mha": ("mistral", "seed_oss"),
-    "qwen2": ("qwen2", "seed_oss"),
-    "qwen2-mha": ("qwen2", "seed_oss"),
-    "qwen3": ("qwen3", "remote"),
-    "qwen3-biases-mha": ("qwen3", "remote"),
-    "seed_oss": ("seed_oss", "seed_oss"),
-    "seed_oss-biases-mha": ("seed_oss", "seed_oss"),
-}
-MLP_KEPT = 16  # of 22 at 25 %: ceil(5.5) = 6 go
-
-
-def pruned_recipe(variant, method, **top):
-    lam = STRENGTH if method in WITH_STRENGTH else None
-    return recipe(method, heads=one_group(variant), mlp=0.25, lam=lam, **top)
-
-
-PLAIN = [method for method in METHODS if method not in BIASED]
-
+from tests.pairs import pairwise
 
 # Whether a bias is added decides on the container: every variant with and without, and every method on several.
-@pytest.mark.parametrize(("variant", "method"), every(5, [*dealt(VARIANTS, sorted(BIASED)), *dealt(VARIANTS, PLAIN)]))
-def test_equals_folds_made_from_activations(sources, variant, method, tmp_path):
-    expected_type = STORED_AS[variant][method in BIASED]
-    container = "remote" if expected_type == "remote" else "auto"
-    full_recipe = pruned_recipe(variant, method, container=container)
-    report = prune(job_on(sources.folder(variant), full_recipe, sources.statistics(variant)), tmp_path / "out")
-
-    keep = {"heads": VARIANTS[variant].kv_heads - 1, "mlp": MLP_KEPT}
-    by_hand, kept = prune_whole(sources.folder(variant), windows(), keep, method=method, score="rcpu")
-    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == kept
-    if expected_type == "remote":
-        model = ckpt_prune.load(tmp_path / "out")
-    else:
-        model = stock(tmp_path / "out")
-        assert model.config.model_type == expected_type
-    ids = windows(3, 20, seed=9)
-    torch.testing.assert_close(logits(model, ids), logits(by_hand, ids), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("method", sorted(BIASED))
-def test_a_bias_that_qwen3_cannot_store_is_refused(sources, method):
-    with pytest.raises(UserError) as caught:
-        job_on(sources.folder("qwen3"), pruned_recipe("qwen3", method), sources.statistics("qwen3"))
-    assert str(caught.value) == (
-        "no stock class fits: qwen3 has no slot for a bias on mlp.down_proj. Say --container any to store it "
-        "with code of its own beside the weights, or take another --ratio or a compensation without a bias"
-    )
 
 
 @pytest.mark.parametrize(
@@ -112,21 +54,6 @@ def test_names_dtypes_and_untouched_rows_stay(sources, variant, dtype, shard, tm
                 tensor = tensor[:, units["mlp"]]
             assert torch.equal(after[name], tensor), name
     assert stock(tmp_path / "out").dtype == dtype
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_dropped_is_the_source_byte_for_byte(sources, variant, tmp_path):
-    folder = sources.folder(variant, torch.bfloat16, "8KB")
-    prune(job_on(folder, recipe("none", "magnitude", heads=0, mlp=0)), tmp_path / "out")
-    before, after = contents(folder), contents(tmp_path / "out")
-    weights = [name for name in before if name.endswith(".safetensors")]
-    assert len(weights) > 1
-    assert [name for name in after if name.endswith(".safetensors")] == weights
-    assert all(before[name] == after[name] for name in [*weights, "tokenizer.json", "tokenizer_config.json"])
-    map_before, map_after = (
-        json.loads(files["model.safetensors.index.json"])["weight_map"] for files in (before, after)
-    )
-    assert map_before == map_after
 
 
 def test_a_copy_of_the_embedding_that_is_stored_as_the_tied_head_is_left_out(sources, tmp_path):

@@ -34,7 +34,6 @@ spaces:
   mlp: {score: auto, compensation: {method: ridge}}
 """
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
-KINDS = "moments,gram,rotary,fisher,effects,queries"
 
 
 @pytest.fixture
@@ -88,27 +87,6 @@ def test_pairs_go_by_a_plan_or_at_once(here):
         False,
         f"{name} does not name the rotary pairs that are kept",
     )
-
-
-def test_a_budget_shares_out_pairs_heads_query_heads_and_columns(here):
-    ok("calibrate", "dense", *TEXT, "--folds", "2", "--collect", KINDS, "-o", "more")
-    index = read_json("more/statistics.json")
-    assert index["turned"] == {"model.layers.{block}.self_attn.q_proj.weight": [4, 2]}
-    dense = read_json("dense/config.json")["hidden_size"]
-    assert dense == 16
-    total = sum(parameter.numel() for parameter in ckpt_prune.load("dense").parameters())
-    for share in ("85%", "45%"):
-        out = f"out{share[:2]}"
-        given = ("--recipe", "budget.yaml", "--target-params", share, "--statistics", "more")
-        ok("plan", "dense", *given, "-o", f"{out}.json")
-        ok("prune", "dense", "--plan", f"{out}.json", "--statistics", "more", "-o", out)
-        count = parameters(out)
-        assert count <= float(share[:2]) / 100 * total
-        assert count == read_json(f"{out}/ckpt_prune.json")["after"]["parameters"]
-        assert all(check["passed"] is not False for check in checks_of(out))
-    kept = {len(site["kept"]) for site in sites("out45")}
-    assert kept - {4}, "no pair went"
-    ok("statistics", "show", "more")
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Masks and rotations from the command line: every shipped recipe, exact output, and what is refused."""
 
-import json
-import re
 import shutil
 from itertools import product
 from pathlib import Path
@@ -10,17 +8,14 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoModelForCausalLM
 
 import ckpt_prune
-from ckpt_prune.common.progress import Meter
 from ckpt_prune.common.zero_patterns import RotationName
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.show.section import format_figure
 from ckpt_prune.sparsity import damping
 from ckpt_prune.stages.rotation.keys import Rotation
-from ckpt_prune.stages.rotation.learner import Learner
 from tests import encoders, families
 from tests.cli.running import (
     TEXT,
@@ -30,15 +25,12 @@ from tests.cli.running import (
     ok,
     read_json,
     read_refusal,
-    run,
-    same_files,
     set_config,
     without_quality,
 )
 from tests.evaluation.tiny import random_windows
 from tests.images import write_images, write_vit
-from tests.interrupting import interrupt_at
-from tests.pairs import choose_cases, dealt, every
+from tests.pairs import choose_cases, every
 
 MASKS = [f"{method}-{pattern}" for method, pattern in product(("magnitude", "wanda", "sparsegpt"), ("50", "2-4"))]
 SHARED = [f"cayley-rotator-shared-{mask}" for mask in MASKS]
@@ -46,7 +38,6 @@ PER_LAYER = [f"denoise-rotator-{mask}" for mask in MASKS]
 EACH_ONCE = {SHARED[3], SHARED[4], PER_LAYER[1], PER_LAYER[5]}
 """Every method after one kind of rotation, and both patterns."""
 FEW = ("--set", "rotation.steps=3")
-IMAGES = ("--images", "images", "--samples", "12")
 PRUNE = ("prune", "dense", "-o", "out", "--recipe")
 
 COSTS = """\
@@ -236,47 +227,7 @@ def test_a_head_that_is_no_longer_tied_is_said(here):
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
-# ---- every family --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "recipe", every(2, ["magnitude-2-4", "wanda-2-4", "wanda-50", "sparsegpt-2-4", "sparsegpt-50"])
-)
-def test_a_vision_transformer(here, recipe):
-    output = ok("prune", "vit", "--recipe", recipe, *IMAGES, "-o", "out")
-    # 2 x (4 x 256 + 2 x 384) weights.
-    assert masked_line(recipe).replace("14 linear weights of 3.84K", "12 linear weights of 3.58K") in output
-    dense, masked = tensors("vit"), tensors("out")
-    linear = {name for name in dense if re.search(r"layer\.\d\..*(query|key|value|dense)\.weight$", name)}
-    assert len(linear) == 12
-    for name, tensor in masked.items():
-        if name in linear:
-            assert int((tensor == 0).sum()) == tensor.numel() // 2
-            assert zeros_per_group(tensor, 4) == {2} or recipe.endswith("50")
-        else:
-            assert torch.equal(tensor, dense[name])
-    model = stock("out", AutoModelForImageClassification)
-    assert model(pixel_values=torch.randn(2, 3, 8, 8)).logits.isfinite().all()
-
-
 # ---- how much ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", every(2, ["wanda-2-4", "sparsegpt-2-4", "cayley-rotator-shared-wanda-2-4"]))
-def test_a_pattern_is_its_own_ratio(here, recipe):
-    assert read_refusal(*PRUNE, recipe, "--ratio", "0.3", *TEXT) == (
-        "--ratio 0.3 does not go with pattern 2:4, which says by itself how much is zeroed: take a recipe without one, "
-        "or say --set mask.pattern=unstructured as well"
-    )
-    assert read_refusal(*PRUNE, recipe, "--set", "mask.pattern=unstructured", *TEXT) == (
-        f"{shipped_recipes()[recipe].path}, with --set: an unstructured mask needs ratio, the share of weights to "
-        "zero; N:M patterns do not"
-    )
-    ok(*PRUNE, recipe, "--set", "mask.pattern=unstructured", "--ratio", "0.25", *TEXT, *few(recipe))
-    card = (Path("out") / "README.md").read_text()
-    assert " That is the shipped recipe of this name with changes" in card
-    ok("prune", "dense", "--recipe", "wanda-2-4", *TEXT, "-o", "as-it-is")
-    assert "with changes" not in (Path("as-it-is") / "README.md").read_text()
 
 
 OPTIONS = {
@@ -319,29 +270,6 @@ def test_statistics_that_lack_something(here, recipe, collected, lacks, wants):
     assert message == f"recipe {recipe} needs {needs}, and less has no {lacks}: calibrate with --collect {wants}"
     ok("calibrate", "dense", *TEXT, "--collect", wants, "-o", "enough")
     ok(*PRUNE, recipe, "--statistics", "enough", *few(recipe))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "change", "why"),
-    [
-        (
-            "denoise-rotator-wanda-50",
-            "rotation.kind=shared",
-            "rotation.measured pruned needs rotations that are "
-            "learned block by block, and kind shared has one of all blocks before the first is pruned: say kind: "
-            "per-layer or values",
-        ),
-        (
-            "denoise-rotator-magnitude-50",
-            "rotation.measured=pruned",
-            "rotation.measured is of inputs, which magnitude's importance does not see: leave it out",
-        ),
-    ],
-)
-def test_rotations_that_cannot_be_learned_so(here, recipe, change, why):
-    message = read_refusal(*PRUNE, recipe, *TEXT, "--set", change)
-    assert message.endswith(why)
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -446,39 +374,7 @@ def test_a_hessian_that_stays_singular_is_named(here, monkeypatch):
     )
 
 
-# ---- the same again, and interruption ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("recipe", "step"), dealt(["denoise-rotator-sparsegpt-2-4", "denoise-rotator-wanda-50"], [2, 5])
-)
-def test_ctrl_c_while_learning_a_rotation_of_a_block(here, recipe, step, monkeypatch):
-    """In the first block and in the second: what is done is not learned again."""
-    job = ["prune", "dense", "--recipe", recipe, *TEXT, *FEW]
-    ok(*job, "-o", "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, Meter, "step", step)
-        assert run(*job, "-o", "out").exit_code == 130
-    assert {path.name for path in Path().glob("*out*")} == {"out.partial"}
-    original, learned = Learner.weights, []
-    monkeypatch.setattr(
-        Learner, "weights", lambda self, block, *args: learned.append(block) or original(self, block, *args)
-    )
-    ok(*job, "-o", "out", "--resume")
-    assert learned == ([0, 1] if step == 2 else [1])
-    assert same_files("out", "whole")
-
-
 # ---- what other commands make of it --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", every(2, ["wanda-2-4", "sparsegpt-50", SHARED[3], PER_LAYER[2]]))
-def test_verify_and_report(here, recipe):
-    ok(*PRUNE, recipe, *TEXT, *few(recipe))
-    assert json.loads(ok("verify", "out", "--against", "dense", "--json"))["passed"]
-    assert ok("report", "out") == "report written to out.report.html\n"
-    assert "Traceback" not in Path("out.report.html").read_text()
-    assert "perplexity" in ok("evaluate", "out", "--text", "calib.txt", "--window", "16", "--samples", "2")
 
 
 def test_a_ratio(here):

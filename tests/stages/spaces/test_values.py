@@ -1,6 +1,5 @@
 """Directions of values, alone and beside heads, queries and columns, from the command line."""
 
-import json
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
 from tests.cli.running import TEXT, interrupt_job, ok, read_json, read_refusal, resume_job
 from tests.evaluation.tiny import tiny_tokenizer
-from tests.families import stock
 
 RECIPE = """\
 version: 1
@@ -124,26 +122,6 @@ def test_beside_heads_queries_and_columns(here):
     ok("plan", "dense", "--recipe", "beside.yaml", *cached, "-o", "plan.json")
     ok("prune", "dense", "--plan", "plan.json", "-o", "planned")
     assert shapes("planned") == shapes("whole")
-
-
-def test_widths_by_the_least_error(here):
-    """A size is met where queries, groups, values and columns share it: what goes with several counts once."""
-    given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")
-    ok("prune", "dense", *given, "-o", "out")
-    assert any(len(units) < 8 for units in kept_units("out", "values"))
-    parameters = sum(p.numel() for p in ckpt_prune.load("out").parameters())
-    dense = sum(p.numel() for p in stock(Path("dense")).parameters())
-    assert 0.55 * dense < parameters == read_json("out/ckpt_prune.json")["after"]["parameters"] <= 0.6 * dense
-    for check in json.loads(ok("verify", "out", "--against", "dense", "--json"))["checks"]:
-        assert check["passed"] is not False, check
-
-
-def test_padded_values_are_the_same_function(here):
-    given = ("prune", "dense", "--recipe", "mine.yaml", "--statistics", "stats")
-    ok(*given, "-o", "out")
-    ok(*given, "--container", "padded", "-o", "padded")
-    ids = torch.arange(3, 15)[None]
-    torch.testing.assert_close(stock(Path("padded"))(ids).logits, ckpt_prune.load("out")(ids).logits)
 
 
 def test_what_is_refused(here):

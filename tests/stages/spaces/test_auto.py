@@ -23,7 +23,7 @@ from tests.families import BLOCKS, prune
 from tests.oracles import choice, closed_forms, drift, effects, whole_best
 from tests.oracles.choice import Tokens
 from tests.pairs import every
-from tests.stages.test_drift_source import samples_of, until
+from tests.stages.spaces.test_drift_source import samples_of, until
 from tests.stages.whole import data_of, stock, whole
 
 Array = NDArray[np.float64]

@@ -1,7 +1,6 @@
 """Vision transformers, OPT and BERT: streams, heads and mlp, containers and remote code, against whole models."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 import ckpt_prune
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.measure.streams import hidden_stream as streams
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
@@ -21,7 +19,6 @@ from tests.encoders import (
     FOR_CORP,
     HEAD_DIM,
     HEADS,
-    HIDDEN,
     VARIANTS,
     assert_same_outputs,
     calibrate,
@@ -34,7 +31,6 @@ from tests.encoders import (
     watch,
 )
 from tests.families import prune
-from tests.oracles import perplexity
 from tests.pairs import dealt, every
 from tests.stored import Sources
 
@@ -67,44 +63,6 @@ def stream_on(folder: Path, data, folds: int = 1) -> tuple[HiddenStream, Model]:
     model = Model.open(folder)
     factory = BlockFactory(model, device=torch.device("cpu"), dtype=torch.float32)
     return HiddenStream(factory, model.checkpoint.tensors, model.checkpoint.read, data, folds=folds), model
-
-
-@pytest.mark.parametrize("variant", every(5, CHOSEN))
-def test_hidden_states_are_those_of_the_whole_model(dense, variant, monkeypatch):
-    """Input of every block and output of the last; two samples a batch, one in the last of a fold."""
-    data, chosen = samples(variant, 5), VARIANTS[variant]
-    monkeypatch.setattr(streams, "TOKENS_PER_BATCH", 2 * data.tokens)
-    stream, source = stream_on(dense.folder(variant), data)
-    paths = [f"{chosen.layers}.{block}" for block in range(BLOCKS)]
-    model = load_stock_once(dense.folder(variant), variant)
-    inputs = watch(model, data, inputs=paths)
-    results = watch(model, data, results=paths)
-    expected = [inputs[paths[0]], *(results[path] for path in paths)]
-    for block in range(BLOCKS + 1):
-        states = stream.states.double().numpy()
-        assert states.shape == (5, chosen.tokens, HIDDEN)
-        np.testing.assert_allclose(states, expected[block], rtol=1e-5, atol=1e-5 * np.abs(expected[block]).max())
-        if block < BLOCKS:
-            stream.advance(block, source.read_block(block))
-
-
-@pytest.mark.parametrize("variant", every(5, CHOSEN))
-def test_moments_are_those_of_the_consumers_inputs(dense, variant):
-    """24 samples in folds of 3, under the names on disk."""
-    chosen, data = VARIANTS[variant], samples(variant)
-    statistics = dense.statistics(variant, folds=8)
-    paths = {(b, s): chosen.module(b, s) for b in range(BLOCKS) for s in ("heads", "mlp")}
-    seen = watch(load_stock_once(dense.folder(variant), variant), data, inputs=paths.values())
-    for (block, space), path in paths.items():
-        folds = statistics.read_moments(block)[chosen.tensor(block, space)]
-        assert len(folds) == 8
-        for fold, moments in enumerate(folds):
-            tokens = seen[path][3 * fold : 3 * fold + 3].reshape(-1, seen[path].shape[2])
-            assert moments.count == len(tokens) == 3 * chosen.tokens
-            expected = {"sum": tokens.sum(0), "square": (tokens**2).sum(0), "gram": tokens.T @ tokens}
-            for name, value in expected.items():
-                atol = 1e-5 * np.abs(value).max()
-                np.testing.assert_allclose(getattr(moments, name).numpy(), value, rtol=1e-4, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("variant", every(5, CHOSEN))
@@ -143,17 +101,6 @@ def test_data_that_the_model_refuses(dense):
     with pytest.raises(UserError, match=r"^the model refuses its calibration data: .*image size") as caught:
         stream_on(dense.folder("vit"), type(data)(data.values[:, :, :8, :8], 5))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("variant", ["opt", "opt-350m-like", "opt-tied", "opt-no-bias", "opt-no-prefix"])
-def test_nll_is_that_of_the_whole_model(dense, variant):
-    """Final norm or none, a projection out of the hidden size, a head that is the embedding."""
-    data = samples(variant, 2, seed=3)
-    stream, source = stream_on(dense.folder(variant), data)
-    for block in range(BLOCKS):
-        stream.advance(block, source.read_block(block))
-    expected = perplexity.perplexity(load_stock_once(dense.folder(variant), variant), data.windows)
-    assert math.exp(stream.measure_nll()) == pytest.approx(expected, rel=1e-5)
 
 
 # ---- heads and mlp, with every compensation ------------------------------------------------------------------------
@@ -195,19 +142,6 @@ def test_padded_containers_of_heads_and_mlp(dense, variant, tmp_path):
         "deit-teacher": [],
         "dinov2-swiglu": ["mlp"],
     }.get(variant, ["heads"])
-
-
-@pytest.mark.parametrize("variant", every(4, SPECIAL))
-def test_nothing_dropped_is_the_source_byte_for_byte(dense, variant, tmp_path):
-    folder = dense.folder(variant)
-    full_recipe = recipe({"qk": 0.0, "heads": 0.0, "mlp": 0.0})
-    report = prune(job_on(folder, full_recipe, dense.statistics(variant)), tmp_path / "out")
-    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert not report["container"]["remote_code"]
-    assert_same_outputs(
-        load_stock_once(folder, variant), stock(tmp_path / "out", variant), samples(variant, 2), tolerance=0
-    )
-    assert report["before"] == report["after"]
 
 
 # ---- containers ----------------------------------------------------------------------------------------------------

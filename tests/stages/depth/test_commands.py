@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.stages.recovery.training import SampleSplit
 from ckpt_prune.stages.spaces.messages import SECOND_ORDER
 from tests.cli.running import (
     TEXT,
@@ -21,13 +19,11 @@ from tests.cli.running import (
     ok,
     read_json,
     read_refusal,
-    resume_job,
     run,
     without_quality,
 )
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
-from tests.interrupting import interrupt_at
 from tests.oracles.gap import ridge_map
 
 RECIPE = """\
@@ -222,17 +218,6 @@ def test_a_plan_chooses_the_blocks(here) -> None:
     assert message == "recipe sleb chooses blocks by the loss without them, on text: use `ckpt-prune prune --text`"
 
 
-def test_depth_beside_width_in_one_table(here) -> None:
-    ok("calibrate", "deep", *TEXT, "-o", "deep-stats")
-    output = ok(
-        *("plan", "deep", "--recipe", "shortgpt", "--recipe", "wanda-sp", "--statistics", "deep-stats"),
-        *("--target-params", "80%", "--json"),
-    )
-    first, second = json.loads(output)["recipes"]
-    assert (first["recipe"], second["recipe"]) == ("shortgpt", "wanda-sp")
-    assert min(first["divergence"], second["divergence"]) > 0
-
-
 def test_statistics_that_do_not_say_what_blocks_do(here) -> None:
     ok("calibrate", "deep", *TEXT, "--collect", "moments,gram", "-o", "deep-stats")
     message = read_refusal("plan", "deep", "--recipe", "depth", "--statistics", "deep-stats")
@@ -247,28 +232,6 @@ def test_blocks_that_share_keys_and_values_stay(here) -> None:
     Path("deep/config.json").write_text(json.dumps(config))
     message = read_refusal(*GIVEN, "-o", "out")
     assert "num_kv_shared_layers" in message
-
-
-@pytest.mark.thorough
-def test_what_is_left_is_recovered_to_the_dense_states_behind_the_gap(here) -> None:
-    ok(*LINEAR, "-o", "short")
-    job = ["recover", "short", "--dense", "deep", *TEXT, "--epochs", "3", "--lr", "0.003"]
-    ok(*job, "-o", "whole")
-    report, before = (read_json(f"{folder}/ckpt_prune.json") for folder in ("whole", "short"))
-    assert (report["depth"], report["source"]) == (before["depth"], before["source"])
-    dense, pruned = stock(Path("deep")), stock(Path("short"))
-    held_out = windows()[SampleSplit.of(8, 0.1).measured]
-    target, pruned_states = states(dense, held_out), states(pruned, held_out)
-    for layer, end in zip(report["layers"], (2, 5, 6), strict=True):
-        # The last block of what is left ends where the dense model does, the others where their gaps do.
-        mse = float((pruned_states[layer["block"] + 1] - target[end]).square().mean())
-        assert layer["mse_before"] == pytest.approx(mse, rel=1e-3)
-    assert any(layer["recovered"] for layer in report["layers"])
-    assert run("verify", "whole", "--against", "deep").exit_code == 0
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", 2)
-        assert run(*job, "-o", "out").exit_code == 130
-    resume_job(job)
 
 
 def silence(model: Any, block: int, part: str) -> Any:

@@ -34,7 +34,7 @@ from tests.encoders import (
     watch,
 )
 from tests.families import prune
-from tests.oracles import logits, perplexity
+from tests.oracles import logits
 from tests.pairs import dealt, every, pairwise
 from tests.stored import Sources
 
@@ -76,17 +76,6 @@ def logits_of(model, variant, data, block) -> list[np.ndarray]:
 
 
 # The source's container stays whichever is asked for; `tests/contract` has every class.
-@pytest.mark.parametrize(
-    ("variant", "container"), dealt(["vit", "dinov2-model", "opt", "bert-model"], ["auto", "remote", "any", "padded"])
-)
-def test_nothing_dropped_changes_no_byte(dense, variant, container, tmp_path):
-    full_recipe = recipe({"qk": 0.0}, container=container)
-    _, model = run(dense, variant, tmp_path / "out", full_recipe)
-    before, after = ((f / "model.safetensors").read_bytes() for f in (dense.folder(variant), tmp_path / "out"))
-    assert before == after
-    assert_same_outputs(
-        model, load_stock_once(dense.folder(variant), variant), samples(variant, 3, seed=9), tolerance=1e-6
-    )
 
 
 # ---- compensation --------------------------------------------------------------------------------------------------
@@ -262,59 +251,8 @@ def test_attention_keeps_the_scale_of_the_original_head(dense, variant, containe
 
 # ---- spaces together, targets, containers --------------------------------------------------------------------------
 
-TOGETHER = [{"qk": 0.5, "mlp": 0.3}, {"qk": 0.5, "heads": 0.25}, {"qk": 0.25, "heads": 0.5, "mlp": 0.3}]
-
 
 # Every two of them: each class with each combination of spaces, each target and each container, and these in turn.
-@pytest.mark.parametrize(
-    ("variant", "ratios", "target", "container"),
-    every(
-        3,
-        pairwise(
-            ["vit", "deit-model", "dinov2-swiglu", "opt", "opt-no-bias", "bert-pretraining"],
-            TOGETHER,
-            ["dense", "sequential"],
-            CONTAINERS,
-        ),
-    ),
-)
-def test_spaces_together(dense, variant, ratios, target, container, tmp_path):
-    """In the order of computation; sequentially, each measured after what comes before it is pruned."""
-    methods = {"heads": "affine", "mlp": "affine", "qk": "logit"}
-    if variant == "opt-no-bias":
-        # A bias has no slot there, which only remote code gives it.
-        methods |= {"heads": "ridge", "mlp": "ridge"}
-    full_recipe = recipe(ratios, methods=methods, target=target, container=container)
-    report, model = run(dense, variant, tmp_path / "out", full_recipe, live=target == "sequential")
-    stage = {"dense": "dense", "sequential": "by site"}[target]
-    by_hand = whole_of(dense, variant, ratios).prune(samples(variant), {s: methods[s] for s in ratios}, stage)
-    assert {(s["block"], s["space"]): s["kept"] for s in report["sites"]} == by_hand.kept
-    assert_same_outputs(model, by_hand.model.float(), samples(variant, 4, seed=9), tolerance=1e-3)
-    assert report["container"]["remote_code"] == (container == "remote")
-
-
-@pytest.mark.thorough
-def test_lambda_by_perplexity_is_that_of_the_pruned_model(dense, tmp_path):
-    """One value for queries, keys and columns alike."""
-    grid = [0.001, 1.0]
-    compensation = {"lambda_grid": grid, "lambda_by": "perplexity"}
-    methods = {"qk": {"method": "logit"} | compensation, "mlp": {"method": "ridge"} | compensation}
-    full_recipe = recipe({"qk": 0.5, "mlp": 0.3}, methods=methods, target="sequential")
-    report, _ = run(dense, "opt", tmp_path / "out", full_recipe, live=True)
-    expected = {}
-    for value in grid:
-        fixed = {"qk": {"method": "logit", "lambda": value}, "mlp": {"method": "ridge", "lambda": value}}
-        out = tmp_path / str(value)
-        _, model = run(
-            dense, "opt", out, recipe({"qk": 0.5, "mlp": 0.3}, methods=fixed, target="sequential"), live=True
-        )
-        expected[f"{value:g}"] = perplexity.perplexity(model, samples("opt").windows)
-    assert report["lambda_search"]["perplexity"] == pytest.approx(expected, rel=1e-4)
-    chosen = f"{report['lambda_search']['chosen']:g}"
-    assert chosen == min(expected, key=lambda value: expected[value])
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
-        tmp_path / str(float(chosen)) / "model.safetensors"
-    ).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -333,18 +271,3 @@ def test_verify_finds_the_dense_rows(dense, variant, method, container, tmp_path
 
 
 # Both are held against the whole model above: one combination a class.
-@pytest.mark.parametrize(("variant", "ratios"), every(5, dealt(CHOSEN, [{"qk": 0.5}, *TOGETHER])))
-def test_padded_and_remote_are_the_same_function(dense, variant, ratios, tmp_path):
-    models, reports = {}, {}
-    for container in CONTAINERS:
-        out = tmp_path / container
-        reports[container], models[container] = run(dense, variant, out, recipe(ratios, container=container))
-    assert_same_outputs(models["remote"], models["padded"], samples(variant, 4, seed=9), tolerance=1e-5)
-    sites = [[s | {"scores": None} for s in report["sites"]] for report in reports.values()]
-    assert sites[0] == sites[1]
-    assert "qk" in reports["padded"]["container"]["padded"]
-    assert reports["remote"]["after"]["parameters"] < reports["padded"]["after"]["parameters"]
-    assert (
-        "padded with zeros to the dense width for a stock class: nothing is saved there"
-        in (reports["padded"]["container"]["note"])
-    )

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
@@ -53,10 +52,6 @@ def heads(folder: str) -> tuple[int, int]:
     return config["num_attention_heads"], config["num_key_value_heads"]
 
 
-def kept_units(folder: str, space: str) -> list[list[int]]:
-    return [site["kept"] for site in read_json(f"{folder}/ckpt_prune.json")["sites"] if site["space"] == space]
-
-
 def small(folder: str, **changes: int) -> None:
     with quiet_transformers():
         tiny_llama(max_position_embeddings=32, **changes).save_pretrained(folder)
@@ -99,23 +94,6 @@ def test_a_plan_does_what_its_recipe_does(here, recipe):
 
 
 # ---- beside whole groups -----------------------------------------------------------------------------------------
-
-
-def test_widths_by_the_least_error(here):
-    """A size is met where query heads, groups and columns share it: what goes with two of them counts once."""
-    given = ("--recipe", "budget.yaml", *TEXT, "--folds", "4", "--target-params", "60%")
-    ok("prune", "dense", *given, "-o", "out")
-    counts = {space: [len(units) for units in kept_units("out", space)] for space in ("queries", "heads", "mlp")}
-    assert any(count < 4 for count in counts["queries"])
-    parameters = sum(p.numel() for p in ckpt_prune.load("out").parameters())
-    dense = sum(p.numel() for p in stock(Path("dense")).parameters())
-    assert 0.55 * dense < parameters == read_json("out/ckpt_prune.json")["after"]["parameters"] <= 0.6 * dense
-    for check in json.loads(ok("verify", "out", "--against", "dense", "--json"))["checks"]:
-        assert check["passed"] is not False, check
-    uniform = ("--set", "widths=uniform", "--set", "container=auto")
-    ok("prune", "dense", *given, *uniform, "-o", "even")
-    assert not read_json("even/ckpt_prune.json")["container"]["remote_code"]
-    assert sum(p.numel() for p in stock(Path("even")).parameters()) <= 0.6 * dense
 
 
 def test_effects_of_query_heads_are_measured_on_request(here):

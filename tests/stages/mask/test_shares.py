@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.cli.running import ok, run
 from tests.pairs import every
 
-from .test_masks import LINEARS, PRUNE, TEXT
+from .test_commands import LINEARS, PRUNE, TEXT
 
 
 @pytest.fixture

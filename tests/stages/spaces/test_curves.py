@@ -33,7 +33,7 @@ from tests.families import BLOCKS, prune
 from tests.measure.test_fisher import draw_unlikeliest, losses_of
 from tests.oracles import obs as oracle
 from tests.oracles.whole_best import read
-from tests.stages.test_effects import ByHand
+from tests.stages.spaces.test_effects import ByHand
 from tests.stages.whole import data_of, stock
 from tests.stored import Sources
 
