@@ -58,3 +58,4 @@ def test_an_example_runs(name, line, things, tmp_path, monkeypatch):
     if written is not None and (place / written).exists():
         shutil.rmtree(place / written) if (place / written).is_dir() else (place / written).unlink()
     ok(*words)
+    assert written is None or (place / written).exists()

@@ -130,7 +130,9 @@ def test_a_wrong_key_is_named(description: dict[str, Any], message: str) -> None
 
 def test_a_dimension_may_have_names_that_the_config_lacks() -> None:
     dimensions = load_family("llama").dimensions | {"mlp": ["ffn_dim", "intermediate_size"]}
-    check_description(parse_family(json.dumps(described_as(dimensions=dimensions))), CONFIG)
+    family = parse_family(json.dumps(described_as(dimensions=dimensions)))
+    check_description(family, CONFIG)
+    assert family.dimensions["mlp"] == ["ffn_dim", "intermediate_size"]
 
 
 def test_what_writes_the_stream_are_the_consumers_though_others_are_as_wide() -> None:

@@ -104,7 +104,7 @@ def test_a_switch_of_the_config_that_no_description_knows(tmp_path: Path, monkey
 def test_without_data_nothing_is_run_and_nothing_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     families.make(tmp_path / "dense")
     monkeypatch.setattr(forward_pass, "_check", lambda *_: 1 / 0)
-    ok("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out")
+    assert "written to out\n" in ok("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out")
 
 
 def test_a_model_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
