@@ -96,6 +96,17 @@ def test_what_another_run_has_left_since_it_was_checked_is_not_lost(tmp_path, ov
     assert (tmp_path / "out.partial" / "done").read_text() == "hours of work"
 
 
+@pytest.mark.parametrize("how", [{"resume": True}, {"overwrite": True}])
+def test_a_run_that_is_gone_on_with_is_held_as_a_new_one_is(tmp_path, how):
+    """Two resumptions would write one folder."""
+    kill(staging(tmp_path / "out"))
+    with staging(tmp_path / "out", **how) as run:
+        for other in ({}, {"resume": True}, {"overwrite": True}):
+            assert refusal(tmp_path / "out", **other) == (
+                f"{run.path} is being written by another run; wait for it or stop it"
+            )
+
+
 def test_what_nobody_goes_on_with_is_dropped_without_asking(tmp_path):
     killed = staging(tmp_path / "out", kind=KINDS[2])
     killed.__enter__()

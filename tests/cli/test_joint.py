@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tests.stages.depth.test_commands import windows
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.joint_axes import divergence
 from tests.cli.running import TEXT, ok, read_json, read_refusal, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
+from tests.stages.depth.test_commands import windows
 
 RECIPE = """\
 version: 1
