@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ckpt_prune.evaluation.pair import Pair
-    from ckpt_prune.evaluation.results import OneResult, Result, TaskResult
+    from ckpt_prune.evaluation.results import Result
     from ckpt_prune.evaluation.streamed import StreamedModel
 
 
@@ -107,7 +107,7 @@ def _measure(options: EvaluateOptions) -> "Result":
         measures = [bool(options.text), bool(names), bool(options.generate)]
         trust, keeps = options.trust_remote_code, sum(measures) > 1 or len(options.text) > 1
         pair = Pair(folder, reference, target, trust, graph, other, _open_graph, keeps=keeps, foresee=_foresee)
-        results: dict[str, OneResult] = {}
+        results: dict[str, Result] = {}
         # Answers first: they are quick, and refuse what does not suit the model before the long run over the text.
         if options.generate:
             results["generate"] = measure_generation(pair, options.generate, options.generate_tokens)
@@ -145,10 +145,9 @@ def _note_loss(options: EvaluateOptions, result: "Result") -> None:
         Notices()(f"the model card of {out} does not say what was measured: {error}")
 
 
-def _lm_eval(options: EvaluateOptions, names: Sequence[str], pair: "Pair") -> "TaskResult":
-    from ckpt_prune.evaluation.harness import run_tasks
+def _lm_eval(options: EvaluateOptions, names: Sequence[str], pair: "Pair") -> "Result":
+    from ckpt_prune.evaluation.harness import run_tasks, tabulate
     from ckpt_prune.evaluation.purpose import check_generates
-    from ckpt_prune.evaluation.results import TaskResult
 
     graph = pair.graph or pair.reference_graph
     if graph is not None:
@@ -164,7 +163,7 @@ def _lm_eval(options: EvaluateOptions, names: Sequence[str], pair: "Pair") -> "T
         )
 
     other = None if pair.reference is None else tables(pair.reference, pair.load_reference)
-    return TaskResult(pair.folder, tables(pair.folder, pair.load), pair.reference, other)
+    return tabulate(pair.folder, tables(pair.folder, pair.load), pair.reference, other)
 
 
 def _place(name: str) -> tuple[Path | None, Path]:
@@ -193,7 +192,7 @@ def _foresee(models: "Sequence[StreamedModel]", windows: int, window: int) -> No
 
 
 def _foresee_text(pair: "Pair", options: EvaluateOptions) -> "Result":
-    from ckpt_prune.evaluation.results import Foreseen
+    from ckpt_prune.evaluation.results import PlainResult
     from ckpt_prune.evaluation.texts import read_windows
     from ckpt_prune.measure.samples.text import load_tokenizer
     from ckpt_prune.runner.estimate import estimate_evaluation
@@ -207,7 +206,7 @@ def _foresee_text(pair: "Pair", options: EvaluateOptions) -> "Result":
     tokenizer = load_tokenizer(pair.folder)
     windows = sum(len(read_windows(text, tokenizer, options)) for text in options.text)
     estimate = estimate_evaluation([models[folder] for folder in pair.folders], windows, options.window)
-    return Foreseen(estimate.data(), estimate.line)
+    return PlainResult({"estimate": estimate.data()}, [f"it takes {estimate.line}"])
 
 
 def _names(tasks: str | None) -> list[str]:

@@ -106,21 +106,23 @@ class PointMeasurer:
 
 
 def _scores(result: "Result") -> Scores:
-    from ckpt_prune.evaluation.results import AccuracyResult, MaskedResult, PerplexityResult, TextsResult
+    from ckpt_prune.evaluation.image_classes import Classification
+    from ckpt_prune.evaluation.masked import MaskedScore
+    from ckpt_prune.evaluation.results import ScoredResult, TextsResult
 
     if isinstance(result, TextsResult) and result.together is not None:
         result = result.together
-    if not isinstance(result, PerplexityResult | MaskedResult | AccuracyResult):
+    if not isinstance(result, ScoredResult):
         raise UserError("--evaluate measures a perplexity of text or classes of images, which this model has not")
     assert result.reference is not None
-    if isinstance(result, AccuracyResult):
+    if isinstance(result.score, Classification):
         metric, on, own = "top1", f"{result.score.images} images", result.score.top1
         dense_top1 = result.reference.top1
         dense = "top-1 (no labels)" if dense_top1 is None else f"top-1 (dense: {dense_top1:.1%})"
     else:
-        metric, on = "masked_perplexity", f"{result.score.tokens} masked tokens"
-        if isinstance(result, PerplexityResult):
-            metric, on = "perplexity", f"{result.score.windows} windows"
+        metric, on = "perplexity", f"{result.score.windows} windows"
+        if isinstance(result.score, MaskedScore):
+            metric, on = "masked_perplexity", f"{result.score.tokens} masked tokens"
         dense = f"{metric.replace('_', ' ')} (dense: {result.reference.perplexity:.3f})"
         on, own = f"{on} of {result.score.window} tokens", result.score.perplexity
     score, kl = (each if each is not None and isfinite(each) else None for each in (own, result.kl))

@@ -53,12 +53,21 @@ class ChoiceScore(Figures):
     def data(self) -> dict[str, Any]:
         return super().data() | {"stderr": self.stderr}
 
-    def difference(self, other: "ChoiceScore") -> tuple[float, float]:
-        """Return this accuracy less another's of the same items, and the standard error of that, item by item."""
+    def compare(self, other: "ChoiceScore") -> dict[str, float]:
+        """Compare with another's score of the same items.
+
+        Returns:
+            The share of items for which both choose the same, this accuracy less the other's, and the standard error of
+            that, item by item.
+        """
         differences = [int(ours) - int(theirs) for ours, theirs in zip(self.right, other.right, strict=True)]
         mean = sum(differences) / self.items
         variance = sum((value - mean) ** 2 for value in differences) / max(1, self.items - 1)
-        return mean, math.sqrt(variance / self.items)
+        return {
+            "agreement": sum(map(int.__eq__, self.picked, other.picked)) / self.items,
+            "difference": mean,
+            "difference_stderr": math.sqrt(variance / self.items),
+        }
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +26,11 @@ class GeneratedText:
     text: str
     tokens: int
     repeated: float
+
+    def describe(self, model: Path | None) -> str:
+        # A model may write what a terminal would obey.
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in self.text)
+        return f"{model} ({self.tokens} tokens, {self.repeated:.0%} repeated):\n{text}"
 
 
 @torch.inference_mode()

@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.similar_names import did_you_mean
+from ckpt_prune.evaluation.results import PlainResult
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import load_tokenizer
+from ckpt_prune.show.section import Table
 
 
 def run_tasks(
@@ -75,3 +77,23 @@ def check_tasks(tasks: Sequence[str], known: Iterable[str]) -> None:
         if task not in names:
             hint = did_you_mean(task, names, most=5).rstrip()
             raise UserError(f"unknown task {task!r}: {hint or '`lm_eval ls tasks` lists them'}")
+
+
+def tabulate(model: Path, tables: dict[str, Any], against: Path | None, others: dict[str, Any] | None) -> PlainResult:
+    """Put the tables of `run_tasks` of a model, and of a reference, side by side; standard errors are in JSON alone."""
+    rows, differences = [], dict[str, dict[str, float]]()
+    for task, metrics in tables["results"].items():
+        theirs = {} if others is None else others["results"][task]
+        for metric, value in metrics.items():
+            if not isinstance(value, float) or "stderr" in metric:
+                continue
+            rows.append([task, metric, f"{value:.4f}"])
+            if metric in theirs:
+                differences.setdefault(task, {})[metric] = difference = value - theirs[metric]
+                rows[-1] += [f"{theirs[metric]:.4f}", f"{difference:+.4f}"]
+            elif others is not None:
+                rows[-1] += ["-", "-"]
+    if others is None:
+        return PlainResult(tables, [Table(["task", "metric", "value"], rows)])
+    record = tables | {"against": {"model": str(against)} | others, "differences": differences}
+    return PlainResult(record, [Table(["task", "metric", str(model), str(against), "difference"], rows)])

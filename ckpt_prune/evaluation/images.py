@@ -8,10 +8,16 @@ from transformers import BaseImageProcessor
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.evaluation.features import compare_features
-from ckpt_prune.evaluation.image_classes import class_names, classify, compare_classifiers, is_classifier
+from ckpt_prune.evaluation.image_classes import (
+    Classification,
+    class_names,
+    classify,
+    compare_classifiers,
+    is_classifier,
+)
 from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_folder, check_same_kind, is_vision, reference_of_base
-from ckpt_prune.evaluation.results import AccuracyResult, ComparisonResult
+from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult
 from ckpt_prune.evaluation.whole_model import purpose_of_folder, read_config
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.measure.samples.image_processor import load_processor
@@ -24,7 +30,7 @@ from ckpt_prune.options.data import EvaluationOptions
 
 def measure_images(
     pair: Pair, options: EvaluationOptions, given: ImageSamples | None = None
-) -> AccuracyResult | ComparisonResult:
+) -> ScoredResult[Classification] | ComparisonResult:
     """Measure a classifier of images by its classes, or compare a base model's features with those of its reference.
 
     `given` are images to measure on, in place of those of the options.
@@ -38,7 +44,7 @@ def measure_images(
     skipped = tuple(sorted(samples.skipped))
     model = pair.load()
     if pair.reference is None or pair.reference_name is None:
-        return AccuracyResult(pair.name, classify(model, samples), skipped=skipped)
+        return ScoredResult(pair.name, classify(model, samples), skipped=skipped)
     other = pair.load_reference()
     if not has_head:
         with images_refused():
@@ -46,7 +52,7 @@ def measure_images(
                 pair.name, pair.reference_name, compare_features(model, other, samples), skipped=skipped
             )
     both = compare_classifiers(model, other, samples)
-    return AccuracyResult(
+    return ScoredResult(
         pair.name, both.score, pair.reference_name, both.reference_score, both.kl, both.agreement, skipped
     )
 

@@ -18,11 +18,12 @@ from ckpt_prune.evaluation.batches import check_finite, group_by_length
 from ckpt_prune.evaluation.metrics import METRICS, rank_correlation
 from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_folder, check_same_kind, check_same_tokenizer
-from ckpt_prune.evaluation.results import LabelComparison, LabelResult, LabelScore
+from ckpt_prune.evaluation.results import PlainResult
 from ckpt_prune.evaluation.whole_model import purpose_of_folder, read_config
 from ckpt_prune.measure.samples.text import check_vocabulary, load_tokenizer
 from ckpt_prune.measure.streams.readout import allow_several_texts, kl_divergence
 from ckpt_prune.model.context import context_length
+from ckpt_prune.show.section import Table
 
 PURPOSE = "text-classification"
 _UNLIMITED = 10**6
@@ -83,10 +84,10 @@ def is_labelled(folder: Path) -> bool:
     return (folder / "config.json").is_file() and purpose_of_folder(folder) == PURPOSE
 
 
-def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> LabelResult:
+def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> PlainResult:
     """Let a model, and its reference, label texts: all of each task, or the first `limit`.
 
-    A task is one of GLUE, or a file of labelled texts.
+    A task is one of GLUE (`glue.parse_task_name`), or a file of labelled texts.
     """
     for folder in pair.folders:
         check_folder(folder)
@@ -99,14 +100,31 @@ def measure_labelled(pair: Pair, names: Sequence[str], limit: int | None) -> Lab
     tasks = [_read_task(name, limit) for name in names]
     if len({task.name for task in tasks}) < len(tasks):
         raise UserError("--tasks: two have the same name: figures could not be told apart")
-    logits = _run(pair.load(), load_tokenizer(pair.folder), tasks)
-    scores = {task.name: _score(pair.folder, task, logits[task.name]) for task in tasks}
-    if pair.reference is None:
-        return LabelResult(pair.name, scores)
-    others = _run(pair.load_reference(), load_tokenizer(pair.reference), tasks)
-    references = {task.name: _score(pair.reference, task, others[task.name]) for task in tasks}
-    comparisons = {name: _compare(logits[name], others[name]) for name in scores}
-    return LabelResult(pair.name, scores, pair.reference_name, references, comparisons)
+    logits, others = _run(pair.load(), load_tokenizer(pair.folder), tasks), dict[str, Tensor]()
+    if pair.reference is not None:
+        others = _run(pair.load_reference(), load_tokenizer(pair.reference), tasks)
+    record: dict[str, Any] = {}
+    rows, apart, by_number = [], list[str](), list[str]()
+    for task in tasks:
+        by_name, figures = _score(pair.folder, task, logits[task.name])
+        record[task.name] = {"items": len(task.items), "by_name": by_name, **figures}
+        theirs: dict[str, float] = {}
+        if pair.reference is not None:
+            _, theirs = _score(pair.reference, task, others[task.name])
+            both, sentence = _compare(logits[task.name], others[task.name])
+            differences = {metric: value - theirs[metric] for metric, value in figures.items()}
+            record[task.name] |= {**both, "difference": differences, "against": theirs}
+            apart.append(f"{task.name}: {sentence}")
+        for metric, value in figures.items():
+            other = [f"{theirs[metric]:.4f}", f"{value - theirs[metric]:+.4f}"] if theirs else []
+            rows.append([task.name, metric, f"{value:.4f}", *other, f"{len(task.items):,}"])
+        if by_name is False:
+            by_number.append(
+                f"{task.name}: the model does not name its classes as the task does; they are taken by number"
+            )
+    against = [str(pair.reference_name), "difference"] if others else []
+    table = Table(["task", "metric", str(pair.name), *against, "texts"], rows)
+    return PlainResult({**pair.names(), "tasks": record}, [table, *apart, *by_number])
 
 
 def _read_task(name: str, limit: int | None) -> _Task:
@@ -144,7 +162,8 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequ
     return logits
 
 
-def _score(folder: Path, task: _Task, logits: Tensor) -> LabelScore:
+def _score(folder: Path, task: _Task, logits: Tensor) -> tuple[bool | None, dict[str, float]]:
+    """Return a task's metrics, and whether the model's classes were matched by their names; None for numbers."""
     count = logits.shape[1]
     default: tuple[Metric, ...] = (
         ("pearson", "spearman") if count == 1 else ("accuracy", "f1") if count == 2 else ("accuracy",)
@@ -165,7 +184,7 @@ def _score(folder: Path, task: _Task, logits: Tensor) -> LabelScore:
             raise UserError(f"{folder} has {count} classes, and {task.name} has {len(classes)}: not its task")
         true = torch.tensor([_find_class(label, classes, task.name) for label in labels])
         predicted = class_of_output[logits.argmax(1)]
-    return LabelScore(len(labels), {metric: METRICS[metric](predicted, true) for metric in metrics}, by_name)
+    return by_name, {metric: METRICS[metric](predicted, true) for metric in metrics}
 
 
 def _match_classes(folder: Path, task: LabelTask, count: int) -> tuple[list[str], Tensor, bool]:
@@ -199,10 +218,15 @@ def _normalise(name: str) -> str:
     return "_".join(name.casefold().replace("-", " ").replace("_", " ").split())
 
 
-def _compare(ours: Tensor, theirs: Tensor) -> LabelComparison:
+def _compare(ours: Tensor, theirs: Tensor) -> tuple[dict[str, float | None], str]:
+    """Return how far two models answer alike, in JSON's words and in a sentence: classes, or the order of numbers."""
     if ours.shape != theirs.shape:
         raise UserError("the two heads differ in their classes: what they give cannot be compared")
     if ours.shape[1] == 1:
-        return LabelComparison(None, None, rank_correlation(ours[:, 0], theirs[:, 0]))
+        order = rank_correlation(ours[:, 0], theirs[:, 0])
+        sentence = f"rank correlation of the two models' numbers {order:.4f}"
+        return {"kl": None, "agreement": None, "rank_correlation": order}, sentence
     agreement = float((ours.argmax(1) == theirs.argmax(1)).double().mean())
-    return LabelComparison(kl_divergence(theirs, ours) / len(ours), agreement, None)
+    kl = kl_divergence(theirs, ours) / len(ours)
+    sentence = f"both put the same class first for {agreement:.1%}, KL {kl:.6f}"
+    return {"kl": kl, "agreement": agreement, "rank_correlation": None}, sentence

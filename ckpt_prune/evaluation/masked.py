@@ -1,6 +1,7 @@
 """How well a masked language model fills in tokens, and its divergence from a reference."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ class MaskedScore(PerplexityScore):
     remark = f"{SHARE:.0%} of the tokens masked: not comparable with a causal perplexity"
     hidden = ("nll",)
     accuracy: float
+
+    def data(self) -> dict[str, Any]:
+        data = super().data()
+        data["masked_perplexity"], data["masked"] = data.pop("perplexity"), data.pop("tokens")
+        return data
 
 
 def choose_masked(windows: Tensor, special: set[int], *, seed: int = 0) -> Tensor:

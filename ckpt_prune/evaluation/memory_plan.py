@@ -7,27 +7,42 @@ from typing import Any
 import torch
 import transformers
 
+from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.evaluation.device_map import Device, DeviceMap, no_room
-from ckpt_prune.evaluation.results import DeviceShare, MemoryPlan, MemoryPlans
+from ckpt_prune.evaluation.results import PlainResult
 from ckpt_prune.evaluation.whole_model import loading_class, read_config
 from ckpt_prune.model.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.model.skeleton import on_meta_device, parse_config
+from ckpt_prune.show.section import Table
 
 
-def memory_plans(folders: Sequence[Path], places: DeviceMap, dtype: torch.dtype | str) -> MemoryPlans:
-    """Plan where the parts of models go that are in memory together, in the order in which they are loaded."""
-    room, plans = places.room(), []
+def memory_plans(folders: Sequence[Path], places: DeviceMap, dtype: torch.dtype | str) -> PlainResult:
+    """Plan where the parts of models go that are in memory together, in the order in which they are loaded.
+
+    JSON has for each model its name and type, and the devices in the order in which they are filled: cpu, disk or a
+    GPU's number, the bytes and the names of its parts, and how many bytes it may take (`room`, null for a disk).
+    """
+    room, plans, parts = places.room(), [], list[Table | str]()
     for folder in folders:
-        plan = _plan(folder, dict(room), dtype)
-        for share in plan.devices:
-            device = int(share.device) if share.device.isdigit() else share.device
+        used, devices = _plan(folder, dict(room), dtype)
+        rows = []
+        for share in devices:
+            name, free = share["device"], share["room"]
+            device = int(name) if name.isdigit() else name
             if device in room:
-                room[device] -= share.bytes
-        plans.append(plan)
-    return MemoryPlans(tuple(plans))
+                room[device] -= share["bytes"]
+            shown = f"cuda:{name}" if name.isdigit() else name
+            free = "-" if free is None else human_bytes(free)
+            rows.append([shown, str(len(share["parts"])), human_bytes(share["bytes"]), free])
+        plans.append({"model": str(folder), "dtype": used, "devices": devices})
+        parts += [f"{folder}, {used}:", Table(["device", "parts", "bytes", "room"], rows)]
+        if any(share["device"] == "disk" for share in devices):
+            parts.append("what is left on disk is read again for every batch")
+    return PlainResult({"memory": plans}, parts)
 
 
-def _plan(folder: Path, room: dict[Device, int], asked: torch.dtype | str) -> MemoryPlan:
+def _plan(folder: Path, room: dict[Device, int], asked: torch.dtype | str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the type of a model's weights, and what each device would hold."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import compute_module_sizes, get_balanced_memory
 
@@ -43,9 +58,10 @@ def _plan(folder: Path, room: dict[Device, int], asked: torch.dtype | str) -> Me
     sizes = compute_module_sizes(model, dtype=dtype)
     shares = []
     for device in dict.fromkeys(device_of_part.values()):
-        parts = tuple(part for part, place in device_of_part.items() if place == device)
-        shares.append(DeviceShare(str(device), sum(sizes[part] for part in parts), room.get(device), parts))
-    return MemoryPlan(folder, str(dtype).removeprefix("torch."), tuple(shares))
+        parts = [part for part, place in device_of_part.items() if place == device]
+        size = sum(sizes[part] for part in parts)
+        shares.append({"device": str(device), "bytes": size, "room": room.get(device), "parts": parts})
+    return str(dtype).removeprefix("torch."), shares
 
 
 def _build_without_memory(folder: Path) -> Any:

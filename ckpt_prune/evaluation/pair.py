@@ -52,6 +52,13 @@ class Pair:
         """The reference, as results name it."""
         return self.reference_graph or self.reference
 
+    def names(self) -> dict[str, str | None]:
+        """Return both names, as JSON has them."""
+        return {
+            "model": str(self.name),
+            "against": None if self.reference_name is None else str(self.reference_name),
+        }
+
     @property
     def folders(self) -> list[Path]:
         return [self.folder] if self.reference is None else [self.folder, self.reference]

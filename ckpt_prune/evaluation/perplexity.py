@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,6 +44,12 @@ class PerplexityScore(Figures):
     tokens: int
     window: int
     windows: int
+
+    def data(self) -> dict[str, Any]:
+        data = super().data()
+        if not math.isfinite(self.perplexity):  # JSON has no infinity
+            data["perplexity"] = None
+        return data
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.pair import Pair
-from ckpt_prune.evaluation.perplexity import TokenComparison, compare, perplexity
+from ckpt_prune.evaluation.perplexity import PerplexityScore, TokenComparison, compare, perplexity
 from ckpt_prune.evaluation.purpose import (
     LABELLED,
     check_folder,
@@ -24,7 +24,7 @@ from ckpt_prune.evaluation.purpose import (
     is_vision,
     reference_of_base,
 )
-from ckpt_prune.evaluation.results import ComparisonResult, MaskedResult, PerplexityResult, TextsResult
+from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsResult
 from ckpt_prune.evaluation.sentences import compare_sentences, cut_texts, open_embedder
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of_folder, read_config
@@ -40,7 +40,7 @@ from ckpt_prune.measure.samples.text import (
 from ckpt_prune.model.purposes import WITHOUT_HEAD
 from ckpt_prune.options.data import EvaluationOptions
 
-TextResult = PerplexityResult | MaskedResult | ComparisonResult
+TextResult = ScoredResult[PerplexityScore] | ComparisonResult
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,19 @@ def _read_framed_windows(text: Path, tokenizer: PreTrainedTokenizerBase, options
     return add_frame(windows, tokenizer)
 
 
-def _measure_perplexity(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> PerplexityResult:
+def _measure_perplexity(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> TextResult:
     models = pair.open_text_models()
     if pair.foresee is not None:
         pair.foresee([each for each in models if isinstance(each, StreamedModel)], *windows.shape)
     if len(models) == 1:
-        return PerplexityResult(pair.name, perplexity(models[0], windows))
+        return ScoredResult(pair.name, perplexity(models[0], windows))
     both = compare(models[0], models[1], windows)
-    return PerplexityResult(
-        pair.name, both.score, pair.reference_name, both.reference_score, both.kl, both.top1_agreement
-    )
+    return _pair_scores(pair, both)
+
+
+def _pair_scores(pair: Pair, both: TokenComparison) -> TextResult:
+    scores = both.score, pair.reference_name, both.reference_score
+    return ScoredResult(pair.name, *scores, both.kl, both.top1_agreement)
 
 
 def _compare_outputs(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> ComparisonResult:
@@ -139,15 +142,13 @@ def _compare_outputs(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows: T
     return ComparisonResult(pair.name, pair.reference_name, features)
 
 
-def _measure_masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> MaskedResult:
+def _measure_masked(pair: Pair, tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> TextResult:
     if tokenizer.mask_token_id is None:
         raise UserError(f"{pair.folder}: its tokenizer has no mask token, so nothing can be masked")
     masked = choose_masked(windows, set(tokenizer.all_special_ids))
     reference = None if pair.reference is None else pair.load_reference()
     both = fill_in(pair.load(), windows, masked, tokenizer.mask_token_id, reference)
-    if not isinstance(both, TokenComparison):
-        return MaskedResult(pair.name, both)
-    return MaskedResult(pair.name, both.score, pair.reference_name, both.reference_score, both.kl, both.top1_agreement)
+    return _pair_scores(pair, both) if isinstance(both, TokenComparison) else ScoredResult(pair.name, both)
 
 
 def _check_sentences(pair: Pair, base: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,7 +10,7 @@ from ckpt_prune.api.sweep import Sweep
 from ckpt_prune.benchmarking.results import Benchmark, Block, Machine, Row
 from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
 from ckpt_prune.evaluation.choices import ChoiceScore
-from ckpt_prune.evaluation.results import AccuracyResult, TaskResult
+from ckpt_prune.evaluation.results import PlainResult, ScoredResult
 from ckpt_prune.evaluation.similarity import Similarity
 from ckpt_prune.job.records import Cost
 from ckpt_prune.runner.sweep import SweepPoint
@@ -84,8 +84,8 @@ def test_what_grows_with_blocks_items_and_files() -> None:
         Comparison(Path("a"), Path("b"), blocks, 0.1, logits=True, samples=8, tokens=16),
         Sweep("ridge", ("heads", "mlp"), size, points),
         ChoiceScore(items=999, accuracy=0.5, accuracy_norm=0.5, chance=0.2, picked=(1,) * 999, right=(True,) * 999),
-        AccuracyResult(Path("a"), None, skipped=tuple(f"{at}.jpg" for at in range(999))),  # type: ignore[arg-type]
-        TaskResult(Path("a"), {"results": {f"task{at}": task for at in range(20)}, "versions": {}}),
+        ScoredResult(Path("a"), None, skipped=tuple(f"{at}.jpg" for at in range(999))),  # type: ignore[arg-type]
+        PlainResult({"results": {f"task{at}": task for at in range(20)}, "versions": {}}, []),
         Pushed("org/name", False, {f"model-{at:05d}-of-00099.safetensors": at for at in range(99)}),
     ]
     assert [result for result in results if len(repr(result)) >= LINE] == []

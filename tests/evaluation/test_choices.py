@@ -155,5 +155,6 @@ def test_the_error_of_a_difference_counts_items_that_differ():
         for right in ((True, True, False, False), (True, True, True, True))
     )
     # per item 0, 0, -1, -1: mean -1/2, sample variance 1/3
-    assert ours.difference(theirs) == pytest.approx((-0.5, math.sqrt(1 / 3 / 4)))
-    assert ours.difference(ours) == (0.0, 0.0)
+    both = {"agreement": 1, "difference": -0.5, "difference_stderr": math.sqrt(1 / 3 / 4)}
+    assert ours.compare(theirs) == pytest.approx(both)
+    assert ours.compare(ours) == {"agreement": 1, "difference": 0, "difference_stderr": 0}
