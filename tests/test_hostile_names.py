@@ -227,7 +227,7 @@ def test_a_tensor_and_a_side_file_with_such_names_are_refused(tmp_path: Path, mo
     tiny_llama().save_pretrained("dense")
     (Path("dense") / "licence\x1b[2J").write_text("mine")
     assert read_refusal("prune", "dense", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out") == (
-        "dense/licence\\x1b[2J has control characters in its name, or what is no Unicode; rename it"
+        "dense/licence\\x1b[2J has control characters in its name, or is not Unicode; rename it"
     )
     save_file({"a\nverify: ok": torch.zeros(2)}, Path("dense") / "model.safetensors")
     assert read_refusal("inspect", "dense") == (

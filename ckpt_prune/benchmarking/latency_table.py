@@ -80,7 +80,7 @@ class LatencyTable(BaseModel):
             doubt = ": the machine does other things too, so do not rely on it; it is not kept"
         if (own := self.stream) is not None:
             shares = [own.width * each for each in (own.block / self.block, own.rest / self.rest if self.rest else 0.0)]
-            stream = f", of which the width of the residual stream makes {shares[0]:.0%} and {shares[1]:.0%}"
+            stream = f"; the width of the residual stream takes {shares[0]:.0%} and {shares[1]:.0%}"
         return (
             f"latency table: {self.block / 1e6:.4g} ms a block, {self.rest / 1e6:.4g} ms for the rest{stream}; of half "
             f"of everything it says {self.told / 1e6:.4g} ms, which took {self.half / 1e6:.4g} ms{doubt}"
@@ -108,9 +108,9 @@ def choose_timed_workload(folder: Path, timed: Timed, *, trust: bool = False) ->
     """The workload for a size in time: reading a text, or a single token after one; of other models one pass."""
     inputs = read_model_inputs(folder, trust=trust)
     if timed.single and not inputs.cached:
-        raise UserError(f"{folder} generates no text, of which a single token could be timed: leave @token out")
+        raise UserError(f"{folder} generates no text, so no single token can be timed: leave @token out")
     if timed.tokens is not None and inputs.modality == "image":
-        raise UserError(f"{folder} reads images: leave out what stands behind the @")
+        raise UserError(f"{folder} reads images: leave out the @ and what follows it")
     steps = STEPS if timed.single and timed.tokens is not None else None if timed.single else 0
     if timed.tokens is not None and inputs.context is not None and timed.tokens + (steps or 0) > inputs.context:
         after = f" and {steps} after it" if steps else ""

@@ -101,7 +101,7 @@ def find_side_files(folder: Path) -> SideFiles:
         _sort(path, name, found, module=name in modules)
     for name, path in found.files.items():
         if not has_no_controls(name):
-            raise UserError(f"{path} has control characters in its name, or what is no Unicode; rename it")
+            raise UserError(f"{path} has control characters in its name, or is not Unicode; rename it")
         _check_link(path, folder.resolve())
     return found
 

@@ -45,7 +45,7 @@ def plan_legend(model: Model, sites: Sequence[SiteRecord]) -> Iterable[str]:
     if any(relative_floor(site) is not None for site in sites):
         yield "floor: the least error that any weights and bias on the kept units can reach"
     if any(site.rho2 is not None for site in sites):
-        yield "rho2: the share of the variance of what goes that the kept units predict; 1 is all of it"
+        yield "rho2: share of the dropped units' variance that the kept units predict; 1 is all of it"
     if any(site.error_held_out is not None for site in sites):
         yield "held out: the error after, on samples left out of the fit"
     if any(site.margin is not None for site in sites):

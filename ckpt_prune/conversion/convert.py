@@ -62,7 +62,7 @@ def _vit_of_mae(checkpoint: Checkpoint) -> StockCheckpoint:
         elif name.startswith("decoder."):
             left_out += 1
         else:
-            raise UserError(f"{checkpoint.path} has tensor {name}, which is none of a masked autoencoder's")
+            raise UserError(f"{checkpoint.path} has tensor {name}, which a masked autoencoder does not have")
     notes = ["its encoder, which here reads every patch"]
     if left_out:
         notes.append(f"{left_out} tensors of the decoder are left out")

@@ -188,8 +188,8 @@ class _Source:
         mode, interpolation = self.data.get("crop_mode", "center"), self.data.get("interpolation", "bicubic")
         if mode not in ("center", "squash") or interpolation not in _RESAMPLE:
             raise UserError(
-                f"{self.checkpoint.path} prepares images by crop_mode {mode} and interpolation {interpolation}, of "
-                "which no image processor is known"
+                f"{self.checkpoint.path} prepares images by crop_mode {mode} and interpolation {interpolation}, "
+                "which no image processor does"
             )
         values: dict[str, Any] = {
             "do_resize": True,

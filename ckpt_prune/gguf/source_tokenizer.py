@@ -162,7 +162,7 @@ def _of_words(keys: Keys, vocabulary: Mapping[str, int], pre: Any) -> Tokenizer:
     """A tokenizer that merges the bytes of words by a list."""
     merges = [cut_merge(merge) for merge in keys.entries("ggml.merges", str)]
     if wrong := [merge for merge in merges if not {*merge, "".join(merge)} <= vocabulary.keys()]:
-        raise UserError(f"{keys.where}: the merge {str(wrong[0])[:60]} is of what are no tokens; download it again")
+        raise UserError(f"{keys.where}: the merge {str(wrong[0])[:60]} is not of tokens; download it again")
     keys.take("ggml.scores"), keys.take("ggml.add_space_prefix")  # of the other model of tokenizers
     name = _LIKE.get(pre, pre) if isinstance(pre, str) else pre
     expressions = next((steps for steps, known in PRE_TOKENIZERS.items() if known == name), None)

@@ -164,11 +164,11 @@ def _recipe(name: str, ratio: float | None) -> Recipe:
     shown_recipe = load_recipe(file)
     for keys in shown_recipe.stages:
         if keys.changes_model:
-            raise UserError(f"recipe {name} {keys.does}: `ckpt-prune prune --recipe {name} --dry-run` tells the size")
+            raise UserError(f"recipe {name} {keys.does}: `ckpt-prune prune --recipe {name} --dry-run` shows the size")
     if not shown_recipe.spaces:
         raise UserError(f"recipe {name} drops no units of spaces: --ratio is for one with spaces")
     if shown_recipe.size is not None and ratio is None:
-        raise UserError(f"recipe {name} has a size, which `plan` finds the widths of: say --ratio")
+        raise UserError(f"recipe {name} has a size, and `plan` finds its widths: say --ratio")
     # In any container: the answer is a size, not a refusal.
     return load_recipe(file, ("container=any",), ratio)
 

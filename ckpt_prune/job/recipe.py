@@ -431,7 +431,7 @@ class Recipe(Strict):
         defaults = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": "auto"}
         changed = next((key for key, value in defaults.items() if getattr(self, key) != value), None)
         if changed is not None:
-            raise ValueError(f"{changed} speaks of units of spaces: it does not go with {stage}")
+            raise ValueError(f"{changed} is about units of spaces: it does not go with {stage}")
 
     def at(self, family: Family) -> Self:
         """Return the recipe with one entry for every space of a family's blocks that it names.

@@ -156,7 +156,7 @@ def parse_timed(text: str) -> Timed:
     tokens = None if match is None else match["prompt"] or match["after"]
     if match is None or (tokens is not None and int(tokens) < 1):
         raise ValueError(
-            f"{text!r}: behind the @ stands what is timed: 512 for a text of 512 tokens, token for a single token, or "
+            f"{text!r}: after the @ say what to time: 512 for a text of 512 tokens, token for a single token, or "
             "token:512 for a single token after 512"
         )
     return Timed(None if tokens is None else int(tokens), match["token"] is not None)

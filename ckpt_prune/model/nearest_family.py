@@ -95,7 +95,7 @@ def compare_with_families(config: dict[str, Any]) -> FamilyComparison:
     nearest_tensors = near[best]
     if _overlap(tensors, nearest_tensors) < _LEAST:
         raise UserError(
-            f"model_type {parsed.model_type!r} is like none of the families that this version knows: {best} is "
+            f"model_type {parsed.model_type!r} is unlike every family that this version knows: {best} is "
             f"nearest, and of {len(tensors)} kinds of tensors {len(tensors & nearest_tensors)} have the names of one "
             f"of its {len(nearest_tensors)}; {_PAGES}"
         )

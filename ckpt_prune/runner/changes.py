@@ -54,7 +54,7 @@ def _explain(key: str, old: Any, new: Any, model: Model) -> str:
     if key == "target":
         if new == "dense":
             return "statistics are of the dense model alone; give --text or --images for the other"
-        return "a norm follows what is fitted to the drift, and would blow its corrections up"
+        return "a norm follows the layers that are fitted to the drift, and would enlarge their corrections"
     if old is None:
         return f"{model.family.model_type} has one width for it and another space of the recipe"
     refused = unprunable_spaces(model)

@@ -128,7 +128,7 @@ def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
         yield f"to be measured first: {what}, on {count} of {prepared.live.source}"
     if prepared.foreseen and not prepared.whole.recipe.changes_model and is_plannable(recipe):
         yield (
-            f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` tell the widths and the predicted "
+            f"`{recipe.calibration}` and then `ckpt-prune plan --statistics STATS` show the widths and the predicted "
             "error of every layer before anything is pruned"
         )
 

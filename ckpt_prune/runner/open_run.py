@@ -75,7 +75,7 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
         wants = opening.wanted()
         staging = Staging(out, job=opening.digest, resume=resume, overwrite=overwrite, kind=form.kind, wants=wants)
         if staging.journal.is_written and _is_changed(staging, form):
-            announce(f"{out}.partial is not what was written: what changed is done again")
+            announce(f"{out}.partial was changed: the changed parts are done again")
             staging.reopen()
         if staging.changed is not None:
             announce(say_changed(out, staging.changed))

@@ -110,7 +110,7 @@ def test_where_nothing_goes_it_is_the_recipe_of_widths(here) -> None:
         (["depth={part: mlp, drop: 1}"], "depth.part: mlp leaves zeros: beside spaces whole blocks go"),
         (
             [*BARE[1::2], "depth.drop=null", "hidden.drop=null"],
-            "ratio and size speak of the residual stream here: say which blocks go besides, depth.drop (a number) or "
+            "ratio and size mean the residual stream here: also say which blocks go, by depth.drop (a number) or "
             "depth.blocks",
         ),
         (
@@ -148,11 +148,7 @@ def test_a_size_that_spaces_alone_cannot_reach(here) -> None:
     """A dry run tells the fewest dimensions that go for the size, and the fewest blocks if those do not suffice."""
     job = ("prune", "flat", *JOB, "--dry-run", "-o", "out")
     output = ok(*job, "--target-params", "20%")
-    assert (
-        "go is measured first; were it none; how many dimensions of the residual stream go is measured first" in output
-    )
-    assert (
-        "how many dimensions of the residual stream go is measured first; were it 8, the fewest for this size" in output
-    )
+    dimensions = "how many dimensions of the residual stream go is measured first"
+    assert f"go is measured first; if it were none; {dimensions}; if it were 8, the fewest for this size" in output
     output = ok(*job, "--target-params", "5%")
-    assert "how many whole blocks go is measured first; were it 3, the fewest for this size" in output
+    assert "how many whole blocks go is measured first; if it were 3, the fewest for this size" in output

@@ -94,7 +94,7 @@ widths of that size that lose less
 to be stored as a stock class (llama or one that computes the same), or with code of its own where there is none; \
 its shape is known after calibration
 to be measured{}
-`ckpt-prune calibrate --folds 4` and then `ckpt-prune plan --statistics STATS` tell the widths and the \
+`ckpt-prune calibrate --folds 4` and then `ckpt-prune plan --statistics STATS` show the widths and the \
 predicted error of every layer before anything is pruned
 everything that needs no measuring is checked, nothing written
 """

@@ -133,7 +133,7 @@ def test_a_family_like_none(arcee):
     assert guide.is_file()
     pages = f"{families} lists those that can be pruned, and {guide} says how to describe another"
     message = read_refusal("inspect", "arcee")
-    assert message.startswith("model_type 'rwkv' is like none of the families that this version knows: ")
+    assert message.startswith("model_type 'rwkv' is unlike every family that this version knows: ")
     assert message.endswith(pages)
     set_config("arcee", model_type="arce")
     assert read_refusal("inspect", "arcee") == (

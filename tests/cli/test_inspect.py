@@ -69,7 +69,7 @@ def test_a_recipe_that_is_named_has_a_row_by_its_own_ratios(place):
     assert (size["ratio"], size["units"]) == (None, {"heads": 1, "mlp": 18})
     Path("r.yaml").write_text("version: 1\nname: r\nspaces: {mlp: {score: magnitude}}\nsize: {params: 70%}\n")
     assert read_refusal("inspect", "dense", "--recipe", "r.yaml") == (
-        "recipe r.yaml has a size, which `plan` finds the widths of: say --ratio"
+        "recipe r.yaml has a size, and `plan` finds its widths: say --ratio"
     )
 
 

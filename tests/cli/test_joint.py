@@ -90,7 +90,7 @@ def test_one_block_stays_however_small_the_size(here) -> None:
     [
         (
             {"depth": {"choose": "cosine"}},
-            "ratio and size speak of spaces here: say how many blocks go besides, depth.drop (a number, or auto) or "
+            "ratio and size mean spaces here: also say how many blocks go, by depth.drop (a number, or auto) or "
             "depth.blocks",
         ),
         (

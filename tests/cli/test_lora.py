@@ -165,7 +165,7 @@ def test_the_adapter_by_itself_makes_of_the_pruned_model_what_was_merged(
         assert Path("own/modeling_pruned.py").is_file()
     source = "own" if own_code else "pruned"
     output = ok("recover", source, *LORA, "--only", "mlp", "--keep-adapter", "-o", "out")
-    sentence = "The adapter by itself is in adapter: peft.PeftModel.from_pretrained puts it on what was recovered."
+    sentence = "The adapter by itself is in adapter: peft.PeftModel.from_pretrained puts it on the recovered model."
     assert sentence in output
     assert sentence in Path("out/README.md").read_text()
     assert sorted(path.name for path in Path("out/adapter").iterdir()) == [

@@ -56,7 +56,7 @@ def test_dimensions_that_are_empty_go_first(here) -> None:
     verified = run("verify", "out", "--against", "flat")
     assert verified.exit_code == 0
     assert verified.stdout.splitlines()[-1] == (
-        "kept units: no weight is compared: the embedding does not tell the basis that all weights have absorbed"
+        "kept units: no weight is compared: the basis that all weights have absorbed cannot be found from the embedding"
     )
     assert "dimensions stay" in ok("report", "out", "-o", "page.html") + Path("page.html").read_text()
 
@@ -90,12 +90,12 @@ def test_an_interrupted_choice_goes_on(here) -> None:
     [
         (
             ["hidden.kind=per-block"],
-            "hidden.kind: per-block needs code of its own, in whose blocks nothing else is pruned: beside spaces say "
+            "hidden.kind: per-block needs code of its own, whose blocks nothing else can prune: with spaces say "
             "kind: shared, or prune twice, the spaces first",
         ),
         (
             ["hidden.drop=null"],
-            "ratio and size speak of spaces here: say how many dimensions go besides, hidden.drop (a number, or auto)",
+            "ratio and size mean spaces here: also say how many dimensions go, by hidden.drop (a number, or auto)",
         ),
         (
             ["allocation=uniform"],

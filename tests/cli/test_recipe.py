@@ -231,7 +231,7 @@ def test_the_recipe_of_an_output_makes_the_same_output(place):
 
 def test_a_target_that_the_model_changes_is_told_and_kept_by_its_key(place):
     save(Path("gemma"), "gemma3_text", head_dim=16)
-    why = "a norm follows what is fitted to the drift, and would blow its corrections up"
+    why = "a norm follows the layers that are fitted to the drift, and would enlarge their corrections"
     line = f"target is sequential here, and not drift as the recipe says: {why}"
     assert line in ok("prune", "gemma", "--dry-run", *TEXT).splitlines()
     ok("prune", "gemma", "--recipe", "best-uniform", *TEXT, "-o", "out")

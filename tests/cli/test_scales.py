@@ -152,7 +152,7 @@ def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
     ok("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", *TEXT, "--set", "recovery.method=scales", "-o", "one")
     after = ("--dense", "dense", "--method", "scales", *TEXT)
     output = ok("recover", "one", *after, "-o", "two")
-    assert "; other samples may gain less: evaluate --against MODEL tells.\n" in output
+    assert "; other samples may gain less: measure it by evaluate --against MODEL.\n" in output
     ok("recover", "two", *after, "--only", "mlp", "--held-out", "0.2", "-o", "three")
     last = report_of("three")["adapters"]
     records = [last, last["earlier"], last["earlier"]["earlier"]]

@@ -286,7 +286,7 @@ def test_a_whole_output_that_was_changed_before_it_took_its_place_is_mended(plac
     flip(Path("out.partial", file), -3)
     result = run(*FLAP, "--resume")
     assert result.exit_code == 0
-    assert result.stderr.splitlines()[0] == "out.partial is not what was written: what changed is done again"
+    assert result.stderr.splitlines()[0] == "out.partial was changed: the changed parts are done again"
     assert same_files("out", "whole")
 
 

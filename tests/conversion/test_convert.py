@@ -236,7 +236,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "crop": (
         {"pretrained_cfg": DATA | {"crop_mode": "border"}},
-        "timm prepares images by crop_mode border and interpolation bicubic, of which no image processor is known",
+        "timm prepares images by crop_mode border and interpolation bicubic, which no image processor does",
     ),
 }
 

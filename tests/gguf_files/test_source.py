@@ -154,7 +154,7 @@ def edit_file(file: Path, out: Path, **values: object) -> Path:
         ("tokenizer.ggml.pre", "klingon", "pre-tokenizer 'klingon'"),
         ("tokenizer.ggml.eos_token_id", 5000, "eos_token_id is '5000', and there are 2048 tokens"),
         ("tokenizer.ggml.token_type", [1, 1], "2048 tokens"),
-        ("tokenizer.ggml.merges", ["zzzz qqqq"], "is of what are no tokens"),
+        ("tokenizer.ggml.merges", ["zzzz qqqq"], "is not of tokens"),
         ("llama.attention.layer_norm_rms_epsilon", None, "is missing, not a finite number"),
     ],
 )

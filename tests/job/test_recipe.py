@@ -246,7 +246,7 @@ GRID = {"method": "ridge", "lambda_grid": [0.1, 1.0]}
         ({"mask": {"method": "wanda", "pattern": 3}}, "pattern"),
         ({"mask": {"method": "wanda", "pattern": "2:4"}, "ratio": 0.3}, "pattern 2:4 zeroes 0.5 of the weights by its"),
         ({"spaces": SPACES, "rotation": {"kind": "shared"}}, "rotation comes before a mask"),
-        ({"mask": {"method": "wanda"}, "ratio": 0.5, "widths": "per_layer"}, "speak of units"),
+        ({"mask": {"method": "wanda"}, "ratio": 0.5, "widths": "per_layer"}, "are about units"),
         ({"mask": {"method": "wanda"}, "ratio": 0.5, "target": "drift"}, "target drift is for spaces"),
         ({"mask": {"method": "wanda"}}, "an unstructured mask needs ratio"),
         (

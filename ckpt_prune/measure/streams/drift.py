@@ -89,7 +89,7 @@ def observe_drift(
                 passed = later is not None and all(theirs.ends(space) for space in columns if space in later)
                 theirs.whole = passed
             elif position == 0 and not all(ours.ends(space) for space in spaces):
-                raise ValueError(f"the dense model's hidden states are past what is asked for of block {index}")
+                raise ValueError(f"the dense model's hidden states have already passed block {index}")
             for space, folds in drifts.items():
                 delta = pair.difference(space, rows)
                 if delta is not None:

@@ -153,7 +153,7 @@ class Depth(StageKeys):
                 raise ValueError(f"depth.part: {self.part} leaves zeros: beside hidden whole blocks go")
             if self.drop is None and self.blocks is None:
                 raise ValueError(
-                    "ratio and size speak of the residual stream here: say which blocks go besides, depth.drop (a "
+                    "ratio and size mean the residual stream here: also say which blocks go, by depth.drop (a "
                     "number) or depth.blocks"
                 )
             return
@@ -170,7 +170,7 @@ class Depth(StageKeys):
             raise ValueError(f"depth.part: {self.part} leaves zeros: beside spaces whole blocks go")
         if self.drop is None and self.blocks is None:
             raise ValueError(
-                "ratio and size speak of spaces here: say how many blocks go besides, depth.drop (a number, or auto) "
+                "ratio and size mean spaces here: also say how many blocks go, by depth.drop (a number, or auto) "
                 "or depth.blocks"
             )
         if recipe.layers is not None:

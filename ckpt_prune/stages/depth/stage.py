@@ -51,7 +51,7 @@ class DepthStage(Stage[Depth]):
     def _kept_beside(self, prepared: Prepared, record: DepthRecord) -> str:
         """Say which blocks go, beside something else that does."""
         if prepared.foreseen and self.keys.auto:
-            return f"how many whole blocks go is measured first; were it {fewest(record.blocks - len(record.kept))}"
+            return f"how many whole blocks go is measured first; if it were {fewest(record.blocks - len(record.kept))}"
         if not record.gaps:
             return "no whole block goes"
         return (

@@ -89,13 +89,12 @@ class Hidden(StageKeys):
     def _check_beside_spaces(self, recipe: Recipe) -> None:
         if self.kind != "shared":
             raise ValueError(
-                "hidden.kind: per-block needs code of its own, in whose blocks nothing else is pruned: beside spaces "
-                "say kind: shared, or prune twice, the spaces first"
+                "hidden.kind: per-block needs code of its own, whose blocks nothing else can prune: with spaces say "
+                "kind: shared, or prune twice, the spaces first"
             )
         if self.drop is None:
             raise ValueError(
-                "ratio and size speak of spaces here: say how many dimensions go besides, hidden.drop (a number, or "
-                "auto)"
+                "ratio and size mean spaces here: also say how many dimensions go, by hidden.drop (a number, or auto)"
             )
         if self.auto and not recipe.weighed_by_effect:
             raise ValueError(
@@ -105,8 +104,8 @@ class Hidden(StageKeys):
 
     def check_plannable(self, recipe: Recipe) -> None:
         raise UserError(
-            f"recipe {recipe.name} narrows the residual stream, of which a plan says nothing: `ckpt-prune prune "
-            "--dry-run` tells its width and size"
+            f"recipe {recipe.name} narrows the residual stream, which a plan does not cover: `ckpt-prune prune "
+            "--dry-run` shows its width and size"
         )
 
     def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:

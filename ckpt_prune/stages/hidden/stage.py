@@ -43,7 +43,7 @@ class HiddenStage(Stage[Hidden]):
             return None
         if recipe.spaces and prepared.foreseen and self.keys.auto:
             gone = fewest(record.dimensions - record.kept)
-            return f"how many dimensions of the residual stream go is measured first; were it {gone}"
+            return f"how many dimensions of the residual stream go is measured first; if it were {gone}"
         if recipe.spaces or recipe.size is None:
             return f"residual stream: {dimensions_line(record)}"
         if record.kept == record.dimensions:

@@ -115,7 +115,7 @@ def check_kept_stream(checkpoint: Checkpoint, dense: Checkpoint, report: Report,
         largest, compared = max(largest, error), compared + 1
     more = f"; {plural(uncompared, 'rewritten tensor')} not compared" if uncompared else ""
     return True, (
-        f"in the basis of {hidden.kept} dimensions that the embedding tells, {plural(compared, 'tensor')} outside the "
+        f"in the basis of {hidden.kept} dimensions, found from the embedding, {plural(compared, 'tensor')} outside the "
         f"blocks and in {len(blocks)} of {model.blocks} are the dense ones: {largest:.2g} of a tensor's largest value "
         f"away at most{more}"
     )
@@ -148,7 +148,7 @@ def find_basis(checkpoint: Checkpoint, model: Model, hidden: HiddenRecord) -> St
     values, vectors = values[int(centred) :], vectors[:, int(centred) :]
     least = float(values[0])
     if rows < width or least <= 1e-10 * float(values[-1]) or sqrt(width * noise / least) > tolerance(dtype):
-        return "the embedding does not tell the basis that all weights have absorbed"
+        return "the basis that all weights have absorbed cannot be found from the embedding"
     solution = vectors @ ((vectors.T @ cross) / values[:, None])
     count = hidden.kept - centred
     left, lengths, right = torch.linalg.svd(solution, full_matrices=False)

@@ -49,7 +49,7 @@ class LowRank(StageKeys):
     def check_recipe(self, recipe: Recipe) -> None:
         for key in ("allocation", "widths", "weigh_by", "layers", "size"):
             if getattr(recipe, key) != Recipe.model_fields[key].default:
-                raise ValueError(f"{key} speaks of units of spaces: it does not go with low_rank")
+                raise ValueError(f"{key} is about units of spaces: it does not go with low_rank")
         if recipe.target == "drift":
             raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with low_rank")
         if self.update and not (self.whitens and recipe.target == "sequential"):

@@ -124,7 +124,7 @@ class Mask(StageKeys):
         pattern = str(values.get("pattern", UNSTRUCTURED))
         if pattern != UNSTRUCTURED:
             raise UserError(
-                f"--ratio {ratio:g} does not go with pattern {pattern}, which says by itself how much is zeroed: "
+                f"--ratio {ratio:g} does not go with pattern {pattern}, which already says how much is zeroed: "
                 f"take a recipe without one, or say --set mask.pattern={UNSTRUCTURED} as well"
             )
 
@@ -140,7 +140,7 @@ class Mask(StageKeys):
         if recipe.layers is not None:
             raise ValueError("layers is for spaces: a mask zeroes weights of every block")
         if (recipe.allocation, recipe.widths, recipe.size) != ("uniform", "uniform", None):
-            raise ValueError("allocation, widths and size speak of units: they do not go with a mask")
+            raise ValueError("allocation, widths and size are about units: they do not go with a mask")
         if recipe.target == "drift":
             raise ValueError("target drift is for spaces, whose consumers are refitted: say sequential with a mask")
         if recipe.container == "padded":

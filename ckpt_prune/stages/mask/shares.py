@@ -120,7 +120,7 @@ def choose_shares(prepared: Prepared, mask: Mask) -> MaskShares:
         figures = _measure_exponents(model)
         ratios = ratios_by_exponents(figures, sizes, ratio, mask.chosen_spread)
     if not all(torch.isfinite(torch.tensor(figures))):
-        raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs tell no finite figure")
+        raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs give no finite figure")
     # Blocks that come before those with spaces have no zeros, and no figure.
     before = model.spaced_blocks.start
     figures = [0.0] * before + figures

@@ -59,7 +59,7 @@ class MaskStage(Stage[Mask]):
         """Refuse statistics where shares of zeros need samples to run the model on."""
         if self.keys.allocation == "divergence" and prepared.live is None:
             raise UserError(
-                f"recipe {prepared.recipe.name} shares a mask's zeros out by what they do to the model itself: give "
+                f"recipe {prepared.recipe.name} shares a mask's zeros out by their effect on the model: give "
                 f"{DATA_OPTIONS[prepared.model.family.modality]} in place of --statistics"
             )
 

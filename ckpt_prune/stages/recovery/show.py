@@ -188,7 +188,7 @@ def _warnings(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> lis
     last = layers[-1] if any(layer.recovered for layer in layers) else None
     if last is not None and last.mse_before is not None and (last.mse_after or 0) > last.mse_before:
         warnings.append(
-            "After the last block the squared error is larger than without recovery: measure what it is worth with "
+            "After the last block the squared error is larger than without recovery: measure the result with "
             "ckpt-prune evaluate, or use more samples."
         )
     if diverged:
@@ -227,8 +227,8 @@ def _show_adapters(adapters: Adapters | None, *, kept: bool) -> list[Section]:
         sentences = _adapter_sentences(adapters)
         if kept and not sections:
             sentences.append(
-                f"The adapter by itself is in {ADAPTER_FOLDER}: peft.PeftModel.from_pretrained puts it on what was "
-                "recovered."
+                f"The adapter by itself is in {ADAPTER_FOLDER}: peft.PeftModel.from_pretrained puts it on the "
+                "recovered model."
             )
         sections.append(Section(title if not sections else f"{title}, before that", sentences))
         adapters = adapters.earlier
@@ -266,6 +266,6 @@ def _adapter_sentences(adapters: Adapters) -> list[str]:
     ]
     if adapters.loss_before is not None and adapters.loss_after is not None:
         loss = "Divergence from the dense model" if scales else "Loss"
-        more = "" if held_out else "; other samples may gain less: evaluate --against MODEL tells"
+        more = "" if held_out else "; other samples may gain less: measure it by evaluate --against MODEL"
         sentences.append(f"{loss} on {measured}: {adapters.loss_before:.4f} → {adapters.loss_after:.4f}{more}.")
     return sentences

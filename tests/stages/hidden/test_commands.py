@@ -97,7 +97,7 @@ def test_one_basis_and_one_table(here) -> None:
     assert verified.exit_code == 0
     same, distance = verified.stdout.splitlines()[-1].split(" are the dense ones: ")
     assert same == (
-        "kept units: in the basis of 12 dimensions that the embedding tells, 29 tensors outside the blocks and in 3 "
+        "kept units: in the basis of 12 dimensions, found from the embedding, 29 tensors outside the blocks and in 3 "
         "of 3"
     )
     assert distance.endswith(" of a tensor's largest value away at most")

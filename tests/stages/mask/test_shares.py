@@ -83,8 +83,8 @@ def test_shares_that_do_not_hold_are_found(here):
         (
             "wanda-divergence",
             ("--statistics", "stats"),
-            "recipe wanda-divergence shares a mask's zeros out by what they "
-            "do to the model itself: give --text in place of --statistics",
+            "recipe wanda-divergence shares a mask's zeros out by their effect on the model: give --text in place of "
+            "--statistics",
         ),
         (
             "wanda-divergence",
