@@ -19,11 +19,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[1]
+ROOT = Path()
+"""The working folder: a copy of the checkout, once `main` has made it."""
 ROOMS = {"gguf": "gguf_files", "onnx": "onnx_graphs"}
 """Rooms whose tests lie in a folder of another name."""
 COMPARISONS = {
@@ -175,19 +178,21 @@ def choose_tests(mutant: Mutant, room: str, also: list[str], far: bool) -> list[
     return list(dict.fromkeys(str(file.relative_to(ROOT)) for file in chosen))
 
 
-def run_tests(place: Path, tests: list[str], options: list[str]) -> tuple[int, str]:
+def run_tests(tests: list[str], options: list[str]) -> tuple[int, str]:
     """Return pytest's exit code, and the test that failed first."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests]
     try:
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return 1, "it never ended"
+    if done.returncode > 2:
+        raise SystemExit(f"pytest ended with {done.returncode}: {done.stderr or done.stdout}")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     first = failed[0].partition(" ")[2].partition(" - ")[0] if failed else f"exit code {done.returncode}"
     return done.returncode, first
 
 
-def try_room(room: str, place: Path, asked: argparse.Namespace) -> tuple[int, int]:
+def try_room(room: str, asked: argparse.Namespace) -> tuple[int, int]:
     """Print what becomes of each mutant of a room; return how many were killed, and how many there were."""
     options = ["--thorough"] if asked.thorough else []
     killed = 0
@@ -195,13 +200,13 @@ def try_room(room: str, place: Path, asked: argparse.Namespace) -> tuple[int, in
     mutants = choose_mutants(room, asked.number, asked.seed)
     for mutant in mutants:
         tests = choose_tests(mutant, room, asked.also, asked.far)
-        file = place / mutant.path
+        file = ROOT / mutant.path
         before = file.read_text(encoding="utf-8")
         file.write_text(mutant.text, encoding="utf-8")
-        code, failed = run_tests(place, tests, options) if tests else (0, "")
+        code, failed = run_tests(tests, options) if tests else (0, "")
         file.write_text(before, encoding="utf-8")
         if code != 0 and "::" in failed and failed not in sound:
-            sound[failed] = run_tests(place, [failed], options)[0] == 0
+            sound[failed] = run_tests([failed], options)[0] == 0
         noticed = code != 0 and sound.get(failed, True)
         killed += noticed
         how = f"killed by {failed}" if noticed else "SURVIVED" if code == 0 else f"unknown: {failed} fails without it"
@@ -212,13 +217,13 @@ def try_room(room: str, place: Path, asked: argparse.Namespace) -> tuple[int, in
 def copy_checkout(place: Path) -> None:
     """Copy what git keeps track of, with its changes."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=CHECKOUT, capture_output=True, text=True, check=True
     )
     for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
+        if (CHECKOUT / name).is_file():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, place / name)
-    if (shared := ROOT.parent / "shared").exists():
+            shutil.copy2(CHECKOUT / name, place / name)
+    if (shared := CHECKOUT.parent / "shared").exists():
         (place.parent / "shared").symlink_to(shared.resolve())
 
 
@@ -236,7 +241,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "checkout"
         copy_checkout(place)
-        counts = {room: try_room(room, place, asked) for room in asked.rooms}
+        with chdir(place):
+            counts = {room: try_room(room, asked) for room in asked.rooms}
     for room, (killed, number) in counts.items():
         print(f"{room}: {killed} of {number} killed")
     if len(counts) > 1:
