@@ -97,6 +97,7 @@ HELD_OUT, ALL = {"held_out": 0.2}, {"held_out": 0.0}
         ([5, 3, 4], ALL, 2, False),
         ([5, 3, 6, 4.9, 5], ALL | {"patience": 1}, 3, False),
         ([5, 50, 4], HELD_OUT, 2, False),
+        ([5, 0.4, 4.5], HELD_OUT, 1, False),
         ([5, 4, 50.1], HELD_OUT | {"epochs": 9}, 1, True),
         ([5, 4, math.nan], ALL | {"epochs": 9}, 1, True),
         ([5, math.inf], HELD_OUT | {"epochs": 9}, 0, True),
