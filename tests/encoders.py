@@ -19,12 +19,12 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.space_kinds import FITS_LOGITS
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.model.model import Model
+from ckpt_prune.recipe.space_kinds import FITS_LOGITS
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients

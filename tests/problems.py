@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ckpt_prune.job.names import Backbone
+from ckpt_prune.recipe.names import Backbone
 from ckpt_prune.stages.rotation.importance import Side, Term, sensitivity
 
 BACKBONES: tuple[Backbone, ...] = ("magnitude", "wanda", "sparsegpt")

@@ -19,9 +19,9 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.training import RecoverySettings
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.recovery.keys import recover_recipe
 from tests import encoders
 from tests.families import windows

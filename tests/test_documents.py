@@ -17,9 +17,9 @@ from ckpt_prune.common.documents import find_document
 from ckpt_prune.model import family_keys
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.spaces import ConsumerSpace, Incidence, RotarySpace, Space, StrictModel
-from ckpt_prune.recipe.reading import json_schema, load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.stages import STAGES
+from ckpt_prune.stages.reading import json_schema, load_recipe
 from tests.cli.test_help import EVERY
 from tools import families, runtimes
 from tools.lowest import constraints

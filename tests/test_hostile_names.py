@@ -20,7 +20,6 @@ from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison, 
 from ckpt_prune.evaluation.comparison_section import show_comparison
 from ckpt_prune.hub.figures import MeasuredFigure, figures_table, to_model_index
 from ckpt_prune.hub.recipes import _card as recipe_card
-from ckpt_prune.job.model_card import front_matter
 from ckpt_prune.job.report import SourceCard
 from ckpt_prune.onnx.card import make_card as make_graph_card
 from ckpt_prune.onnx.records import GraphEntry, Manifest, Port
@@ -28,6 +27,7 @@ from ckpt_prune.onnx.records import Source as GraphSource
 from ckpt_prune.runner.publish import model_card
 from ckpt_prune.runner.sections import titled_sections
 from ckpt_prune.show.html import print_page
+from ckpt_prune.show.model_card import front_matter
 from ckpt_prune.stages.quantize.records import QuantizationRecord, make_card
 from ckpt_prune.stages.report import AnyPlan, Report, read_report_or_plan
 from tests.cli.running import read_refusal, run

@@ -24,7 +24,7 @@ VALUES = {"values", "recipe"}
 ALLOWED = {
     "api/prune.py": (3, "export works after an output is in its place"),
     "checkpoint/folder_kinds.py": (2, "which files of a folder are its own is read without recipes"),
-    "recipe/reading.py": (1, "--pattern and --rotate are options for masks alone"),
+    "stages/reading.py": (1, "--pattern and --rotate are options for masks alone"),
     "runner/fewer_bits.py": (1, "an exported file may have fewer bits than the output"),
     "runner/read_job.py": (1, "samples to train on are chosen by the keys of recovery"),
     "runner/read_recipe.py": (1, "--perplexity-after is an option of recovery alone"),

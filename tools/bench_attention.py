@@ -24,15 +24,15 @@ from typing import Any
 import torch
 
 import ckpt_prune
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.statistics.folder import Statistics, record_effects
 from ckpt_prune.measure.statistics.measurement import list_collectable, measure_statistics
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
 from tools.bench_best import Bench, benches, of_text

@@ -32,9 +32,9 @@ from ckpt_prune.measure.samples.text import (
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.model.model import Model
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from tests.families import prune
 
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)

@@ -20,7 +20,7 @@ from typing import Any
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
-from ckpt_prune.job.cost import cost_of
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.depth.preview import without
 from tools.bench_lines import add_line, by_key

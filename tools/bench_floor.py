@@ -4,7 +4,7 @@
 
 Counted, from shapes alone, in the types that the package takes, at the speed of one thread:
 
-- blocks: all matrix products of the passes that a recipe defines, at the speed of a large product (`job.cost` counts
+- blocks: all matrix products of the passes that a recipe defines, at the speed of a large product (`model.cost` counts
   them). Measuring behind pruned blocks takes one pass of each, whatever is measured in it. Gradients take a pass again,
   since one block is held at a time, and one back: a product for every linear module, two for each of attention's. The
   head counts for tokens whose predictions are used.
@@ -37,17 +37,17 @@ from pathlib import Path
 
 import torch
 
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
-from ckpt_prune.job.space_kinds import CANDIDATES
 from ckpt_prune.model.containers.opening import open_model
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model, TensorSpecs
 from ckpt_prune.onnx.samples import FEW_WINDOWS
 from ckpt_prune.parallel.devices import resolve_compute_dtype
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.space_kinds import CANDIDATES
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.scoring.costs import WIDE
 from ckpt_prune.stages.quantize.keys import quantize_recipe
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.recovery.training import SampleSplit
 from ckpt_prune.stages.spaces.effects.gradients import DRAWN, gradient_rows
 from ckpt_prune.stages.spaces.effects.predicted import MANY, POSITIONS, SPACE_POINTS, SPACING

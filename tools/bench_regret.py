@@ -24,12 +24,12 @@ from ckpt_prune.compensation import wide_sites
 from ckpt_prune.compensation.choice import split_folds
 from ckpt_prune.compensation.fit import Blend, lack_from_moments, squared_error
 from ckpt_prune.compensation.methods import GRID, METHODS, absolute_strength
-from ckpt_prune.job.selection import select
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.scoring.scores import wanda_sp
+from ckpt_prune.scoring.selection import select
 
 METHOD, USUAL = "ridge", 0.01
 """The method whose strength is chosen, and the strength of recipe `ridge`."""

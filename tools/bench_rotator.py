@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ckpt_prune.job.names import Backbone
-from ckpt_prune.job.names import RetractionName as MethodName
 from ckpt_prune.measure.samples.text import load_tokenizer, read_text, tokenise_text
+from ckpt_prune.recipe.names import Backbone
+from ckpt_prune.recipe.names import RetractionName as MethodName
 from ckpt_prune.stages.rotation.descent import CLIP, learning_rate
 from ckpt_prune.stages.rotation.importance import Side, Term, objective, sensitivity
 from ckpt_prune.stages.rotation.keys import Rotation

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt_prune as cp
-from ckpt_prune.job.cost import cost_of
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from tools.bench_lines import add_line, lines_of
 

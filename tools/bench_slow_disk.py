@@ -56,7 +56,7 @@ def main() -> None:
     outputs = []
     for name, thread in (("in turn", InTurn), ("ahead and behind", BlockThread)):
         from ckpt_prune.checkpoint import block_thread
-        from ckpt_prune.job import walk
+        from ckpt_prune.stages.shared import walk
 
         patched[0].read_tensor = slow(checkpoint_read, lambda _handle, info: info.nbytes, args.rate)
         patched[1].write_tensor = slow(writer_write, lambda _handle, info, _tensor: info.nbytes, args.rate)

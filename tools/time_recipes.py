@@ -15,11 +15,11 @@ from pathlib import Path
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.commands import PruneOptions
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.read_job import read_job
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.stages.reading import load_recipe
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 LLAMA = {"model": str(DATA / "llama-stories260k"), "text": (DATA / "text-tinystories" / "calib_bos.txt",)}

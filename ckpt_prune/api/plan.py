@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from ckpt_prune.api.function import takes
 from ckpt_prune.api.latency import with_latencies
 from ckpt_prune.common.progress import Notices
-from ckpt_prune.job.sizes import asked_size, small_share_line
 from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
 from ckpt_prune.options.commands import PlanOptions
 from ckpt_prune.recipe.places import check_recipe
+from ckpt_prune.recipe.sizes import asked_size, small_share_line
 
 if TYPE_CHECKING:
     from ckpt_prune.job.plan import Plan
     from ckpt_prune.job.prepared import Prepared
-    from ckpt_prune.job.records import Cost
+    from ckpt_prune.model.cost_record import Cost
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from ckpt_prune.checkpoint.staging import check_output
 from ckpt_prune.common.errors import DiskError, UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.short_repr import short_repr
-from ckpt_prune.job.sizes import asked_size, small_share_line
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import check_statistics
 from ckpt_prune.model.supported import check_supported
@@ -23,6 +22,7 @@ from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.group import ALONE, process_group, working_in
 from ckpt_prune.recipe.places import check_recipe
+from ckpt_prune.recipe.sizes import asked_size, small_share_line
 from ckpt_prune.runner.resuming import resumable
 
 if TYPE_CHECKING:

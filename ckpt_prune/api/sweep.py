@@ -15,9 +15,9 @@ from ckpt_prune.options.option import check_options
 
 if TYPE_CHECKING:
     from ckpt_prune.job.job import Job
-    from ckpt_prune.job.recipe import Recipe
-    from ckpt_prune.job.records import Cost
+    from ckpt_prune.model.cost_record import Cost
     from ckpt_prune.model.spaces import SpaceName
+    from ckpt_prune.recipe.recipe import Recipe
     from ckpt_prune.runner.sweep import DepthPoint, SweepPoint
 
 
@@ -162,8 +162,8 @@ def _plan_points(
     at: Callable[[float | str], dict[str, Any]],
     given: dict[str, Any],
 ) -> Sweep:
-    from ckpt_prune.job.cost import cost_of
     from ckpt_prune.job.prepared import begin
+    from ckpt_prune.model.cost import cost_of
     from ckpt_prune.model.spaces import first_expert_spaces
     from ckpt_prune.runner.changes import change_lines
     from ckpt_prune.runner.read_job import read_plan_job

@@ -27,15 +27,15 @@ from ckpt_prune.benchmarking.workload import STEPS, Workload, choose_workloads, 
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import meter
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.latency import TRUSTED, Latencies, StreamTime
-from ckpt_prune.job.sizes import Timed
 from ckpt_prune.model.containers.choosing import ANY, REMOTE, choose_container
 from ckpt_prune.model.containers.remote import remote_model_class, with_block_facts
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.depth import shorten_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config, skip_initialisation
 from ckpt_prune.model.spaces import SpaceName, recipe_space
+from ckpt_prune.recipe.sizes import Timed
 
 MOST_BYTES = 2**30
 """Largest weights of a model that is timed for the table."""

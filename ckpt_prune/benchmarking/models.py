@@ -11,8 +11,8 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.model.context import reserved_positions
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.onnx.records import Manifest, read_manifest
@@ -107,7 +107,7 @@ class Costs:
     """Parameters of a model, and the coefficients of its FLOPs as a polynomial in the number of tokens.
 
     Every linear is applied to every token, pooled ones once; scores and their product with the values are over pairs
-    of tokens (`job.cost.cost_of`). So the coefficients also say what one more token costs.
+    of tokens (`model.cost.cost_of`). So the coefficients also say what one more token costs.
     """
 
     parameters: int

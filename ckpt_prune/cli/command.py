@@ -18,7 +18,7 @@ from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
 
 if TYPE_CHECKING:
-    from ckpt_prune.job.records import Cost
+    from ckpt_prune.model.cost_record import Cost
 
 Result = Any
 """The value that a function of the package returns."""

@@ -13,13 +13,13 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.datasets import standard_library
 from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import choose_windows, cut_windows, load_tokenizer, tokenise_text
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.verification.verify import verify
 
 RECIPES = ("wanda-sp", "flap", "rcpu-scale", "best-uniform", "best")

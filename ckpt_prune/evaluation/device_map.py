@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.sizes import parse_size
 from ckpt_prune.options.machine import SpreadOptions
+from ckpt_prune.recipe.sizes import parse_size
 
 Device = int | str
 """A GPU's number, "cpu" or "disk", as accelerate calls them."""

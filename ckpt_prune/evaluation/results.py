@@ -18,8 +18,8 @@ from ckpt_prune.evaluation.display import Result as Result
 from ckpt_prune.evaluation.features import FeatureComparison
 from ckpt_prune.evaluation.heads import HeadComparison
 from ckpt_prune.evaluation.perplexity import PerplexityScore
+from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.evaluation.sentences import SentenceComparison
-from ckpt_prune.job.quality import judge
 from ckpt_prune.job.report import Loss
 from ckpt_prune.show.section import MISSING, Table
 

@@ -27,13 +27,13 @@ from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import GgufFile, open_gguf, type_of_file
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
-from ckpt_prune.job.model_card import front_matter
 from ckpt_prune.job.run import Announce
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.skeleton import RefusedConfigError, stock_names
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
+from ckpt_prune.show.model_card import front_matter
 
 _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 _CARD = {"license": "license", "license_name": "license.name", "license_link": "license.link", "language": "languages"}

@@ -20,7 +20,7 @@ from ckpt_prune.gguf.layout import Layout
 from ckpt_prune.gguf.rounding import encode
 from ckpt_prune.gguf.tokenizer import FileTokenizer
 from ckpt_prune.gguf.types import FILE_TYPES, tensor_bytes
-from ckpt_prune.job.model_card import source_card
+from ckpt_prune.show.model_card import source_card
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD, REPORT
 from ckpt_prune.hub.figures import figures_table, read_figures, to_model_index
 from ckpt_prune.hub.repository import Repository
-from ckpt_prune.job.model_card import CARD, PRUNED, front_matter, metadata, split_card
 from ckpt_prune.options.commands import PushOptions
+from ckpt_prune.show.model_card import CARD, PRUNED, front_matter, metadata, split_card
 from ckpt_prune.stages.quantize.records import QUANTISATION_KIND, QUANTISED_FROM, card_metadata, read_record
 from ckpt_prune.stages.report import find_report
 

@@ -123,7 +123,7 @@ class ModelDescription(_KnownDescription):
     Attributes:
         purpose: in the Hub's words; None if this package has no use for such models.
         parameters, bytes, flops, tokens, cache: as in `job.records.Cost`.
-        parts: how the parameters are divided (`job.cost.count_by_part`).
+        parts: how the parameters are divided (`model.cost.count_by_part`).
         weights: False if there is a config alone.
         ignored: tensors that outputs lack, because the class does not load them, or because another tensor that is tied
             to them has the same values.

@@ -21,23 +21,23 @@ from ckpt_prune.inspection.answer import (
     UnknownDescription,
     Zeros,
 )
-from ckpt_prune.job.cost import cost_of, count_by_part
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.containers.choosing import choose_container
 from ckpt_prune.model.containers.remote import remote_class
+from ckpt_prune.model.cost import cost_of, count_by_part
 from ckpt_prune.model.depth import check_shortened, shorten_model
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.model.supported import declared_family
 from ckpt_prune.recipe.places import locate_recipe
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.runner.messages import ignored_words, tied_words
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.spaces.checks import check_spaces
 from ckpt_prune.stages.spaces.messages import coarse_lines

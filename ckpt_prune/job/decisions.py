@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.job.plan import Plan, SitePlan
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.selection import units_kept
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Rounding, Site, SpaceName
+from ckpt_prune.recipe.recipe import Recipe
+from ckpt_prune.scoring.selection import units_kept
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from torch import Tensor
 from ckpt_prune._version import __version__
 from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.plan import Plan
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.records import Origin
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.containers.container import Container, container_of
 from ckpt_prune.model.model import Model
+from ckpt_prune.recipe.origin import Origin
+from ckpt_prune.recipe.recipe import Recipe
 
 _JOURNAL = 7
 """Version of the notes that a run leaves for the one that resumes it."""

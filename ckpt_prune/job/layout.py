@@ -5,10 +5,10 @@ from math import prod
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.shard import stack_shapes
-from ckpt_prune.job.records import Cost
 from ckpt_prune.model.composites import composite_names, merge_part_config
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
+from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.model import Model, TensorSpec
 

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.recipe import AnyRecipe
 from ckpt_prune.job.records import PlanFile, SiteRecord
 from ckpt_prune.model.spaces import Site, SpaceName, expert_space
+from ckpt_prune.recipe.recipe import AnyRecipe
 
 
 class SitePlan(SiteRecord):

@@ -9,22 +9,22 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.short_repr import short_repr
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.layout import Output
 from ckpt_prune.job.model_view import Basis, ModelView
 from ckpt_prune.job.plan import Plan
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.records import Cost
 from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.containers.choosing import ANY, unprunable_spaces
 from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.cost import cost_of
+from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)

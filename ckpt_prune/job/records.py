@@ -1,4 +1,4 @@
-"""Records of plans and reports: the cost of a model, its sites, its masked linears.
+"""Records of plans and reports: sites, blocks, dimensions, and what they came from.
 
 Nothing here needs torch: reading a report must not take seconds.
 """
@@ -6,36 +6,14 @@ Nothing here needs torch: reading a report must not take seconds.
 from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord
+from ckpt_prune.model.cost_record import Cost
+from ckpt_prune.recipe.origin import Origin
 
 RecipeT = TypeVar("RecipeT")
 SiteT = TypeVar("SiteT")
-
-
-class Cost(FixedRecord):
-    """Size of one model.
-
-    Attributes:
-        parameters: a tied head counted once, stored buffers not at all.
-        bytes: of its tensors on disk.
-        flops: of one forward pass over one sample of `tokens` tokens, without a cache: two per multiply-add of every
-            matrix product and convolution, attention scores unmasked, as `torch.utils.flop_counter` counts.
-        tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens.
-        cache: bytes that one token takes in the cache of keys and values, in the checkpoint's type; None if it
-            generates no text.
-    """
-
-    optional = frozenset({"cache"})
-
-    model_config = ConfigDict(frozen=True)
-
-    parameters: Annotated[int, Field(ge=1, le=2**63)]
-    bytes: Annotated[int, Field(ge=1, le=2**63)]
-    flops: Annotated[int, Field(ge=1, le=2**100)]
-    tokens: Count | None = None
-    cache: Count | None = None
 
 
 class HeadErrors(FixedRecord):
@@ -224,25 +202,6 @@ class StatisticsReference(FixedRecord):
 
     path: str
     digest: str
-
-
-class Origin(FixedRecord):
-    """The place that a recipe was fetched from.
-
-    Attributes:
-        reference: as it is given to --recipe, without a revision.
-        revision: commit of the Hub repository.
-        sha256: of the file's bytes.
-    """
-
-    reference: str
-    revision: str
-    sha256: str
-
-    @property
-    def pinned(self) -> str:
-        """The value of --recipe that gives the same bytes again."""
-        return f"{self.reference}@{self.revision}"
 
 
 class PlanFile(FixedRecord, Generic[RecipeT, SiteT]):

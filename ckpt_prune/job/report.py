@@ -12,8 +12,9 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 from ckpt_prune.checkpoint.sentence_modules import SentenceClass
 from ckpt_prune.common.filenames import PRUNED_ELSEWHERE
 from ckpt_prune.common.records import Count, Figure, FixedRecord, Record
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.records import Cost, Origin
+from ckpt_prune.model.cost_record import Cost
+from ckpt_prune.recipe.origin import Origin
+from ckpt_prune.recipe.recipe import Recipe
 
 UNKNOWN = "?"
 """Stands for a version in a file that does not say."""

@@ -5,11 +5,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import StageKeys
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import BlockPruner, Step
 from ckpt_prune.model.containers.checking import check_stock
 from ckpt_prune.model.model import Model
+from ckpt_prune.recipe.recipe import StageKeys
 
 Keys = TypeVar("Keys", bound=StageKeys)
 

@@ -13,7 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.safe_text import as_code, as_markdown
-from ckpt_prune.job.quality import lines_of
+from ckpt_prune.evaluation.quality import lines_of
 from ckpt_prune.job.report import Loss
 from ckpt_prune.model.context import context_length
 from ckpt_prune.onnx.records import GraphEntry, Manifest, Port

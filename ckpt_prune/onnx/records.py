@@ -16,7 +16,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.versions import versions
-from ckpt_prune.job.quality import judge
+from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.job.report import Loss
 from ckpt_prune.onnx.session import DATA, Provider
 from ckpt_prune.onnx.tasks import Task

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ckpt_prune.job.names import Goal
-from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.recipe.names import Goal
+from ckpt_prune.recipe.recipe import Recipe
 
 Data = Literal["text", "images", "statistics"]
 Loads = Literal["stock", "stock, else own code", "own code"]

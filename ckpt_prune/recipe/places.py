@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from ckpt_prune.checkpoint.hub_files import commit_of, fetch_hub_file
-from ckpt_prune.job.records import Origin
+from ckpt_prune.recipe.origin import Origin
 from ckpt_prune.recipe.shipped import MOST_BYTES, RecipeFile, find_recipe
 
 _ON_HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<name>[\w./ -]+\.ya?ml)(?:@(?P<revision>[^@\s]+))?")

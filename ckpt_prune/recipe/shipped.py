@@ -13,10 +13,10 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import RECIPE
 from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.common.yaml12 import read_yaml
-from ckpt_prune.job.records import Origin
+from ckpt_prune.recipe.origin import Origin
 
 if TYPE_CHECKING:
-    from ckpt_prune.job.recipe import Recipe
+    from ckpt_prune.recipe.recipe import Recipe
 
 DEFAULT_RECIPE = "best-uniform"
 """The recipe of users who name none: a newcomer's first output loads without remote code."""

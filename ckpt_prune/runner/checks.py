@@ -4,11 +4,11 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.spaces.checks import check_spaces

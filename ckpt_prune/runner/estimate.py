@@ -25,7 +25,6 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindows
@@ -35,9 +34,10 @@ from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.context import image_size
 from ckpt_prune.model.model import Model
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import preview_job
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.spaces.measure_dense import choose_samples, plan_end_states
 
 WORTH_SAYING = 20.0

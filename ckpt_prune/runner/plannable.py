@@ -1,7 +1,7 @@
 """Which recipes a plan can be made by."""
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.recipe.recipe import Recipe
 
 
 def check_plannable(recipe: Recipe) -> None:

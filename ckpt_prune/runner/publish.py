@@ -14,19 +14,19 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.filenames import GRAPH_RECORD, QUANTISED_RECORD, RECIPE, REPORT
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.job.form import Form
-from ckpt_prune.job.model_card import front_matter, metadata, sentence_class_of
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.report import Loss
 from ckpt_prune.job.run import Announce, Run
 from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE, read_code
 from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_rope
 from ckpt_prune.model.runtimes import MLX_FAMILIES, places
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.shipped import text_of_recipe
 from ckpt_prune.runner.report import report_of
 from ckpt_prune.runner.sections import all_sections, name_report
 from ckpt_prune.show.markdown import print_markdown
+from ckpt_prune.show.model_card import front_matter, metadata, sentence_class_of
 from ckpt_prune.stages.folders import find_functions, stages_of
 from ckpt_prune.stages.quantize.records import find_record, make_card
 from ckpt_prune.stages.report import Report, find_report

@@ -11,7 +11,6 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.plan import Plan, read_plan
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.state_memory import Allocate, StateMemory
@@ -23,6 +22,7 @@ from ckpt_prune.options.data import SampleOptions, has_data
 from ckpt_prune.options.training import Method
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.shipped import RecipeFile
 from ckpt_prune.runner.checks import check_again, check_planned
 from ckpt_prune.runner.plannable import check_plannable

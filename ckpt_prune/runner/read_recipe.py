@@ -8,16 +8,16 @@ import torch
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.plan import Plan, read_plan
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.records import Origin
-from ckpt_prune.job.sizes import asked_size
 from ckpt_prune.model.runtimes import read_target
 from ckpt_prune.options.commands import PruneOptions, RecipeOptions
 from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.devices import resolve_device
+from ckpt_prune.recipe.origin import Origin
 from ckpt_prune.recipe.places import locate_recipe
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, RecipeFile
+from ckpt_prune.recipe.sizes import asked_size
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.recovery.keys import Recovery
 
 

@@ -11,9 +11,9 @@ from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.job import Job
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.folders import find_functions, stages_of

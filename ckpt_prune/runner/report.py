@@ -8,12 +8,12 @@ from ckpt_prune.common.versions import versions
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Asked, Latency, UsedRecipe
 from ckpt_prune.job.run import Run
-from ckpt_prune.job.source_facts import source_of, stored_as, stored_whole
 from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.runner.changes import changes_of
 from ckpt_prune.runner.messages import warnings
 from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import Report
+from ckpt_prune.stages.shared.source_facts import source_of, stored_as, stored_whole
 from ckpt_prune.stages.spaces.size_search import Sized, dense_size, size_at
 
 

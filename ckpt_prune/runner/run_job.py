@@ -8,13 +8,13 @@ from typing import Any
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.run import Announce, Run, say_nothing
-from ckpt_prune.job.walk import Records, read_records, walk
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.checks import check_data, check_fit, check_together, check_training
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.publish import publish
 from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.shared.walk import Records, read_records, walk
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from math import gcd, lcm
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import Change, Target, changes_of_config, read_target, refusal
 from ckpt_prune.model.spaces import recipe_space
+from ckpt_prune.recipe.recipe import Recipe
 
 
 def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) -> Recipe:

@@ -8,13 +8,13 @@ from pydantic import ValidationError
 
 from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.job.latency import TRUSTED
-from ckpt_prune.job.records import Cost
 from ckpt_prune.job.report import UNKNOWN, PhaseRecord
-from ckpt_prune.job.sizes import TargetSize
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.recipe.shipped import shipped_recipes
+from ckpt_prune.recipe.sizes import TargetSize
 from ckpt_prune.show.section import MISSING, Section, Table, list_entries, make_tables
 from ckpt_prune.stages.folders import find_functions, stage_sections
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.recovery.show import is_recovered
 from ckpt_prune.stages.report import AnyPlan, Report
 

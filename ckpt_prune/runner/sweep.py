@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.records import Cost, DepthRecord, SiteRecord
+from ckpt_prune.job.records import DepthRecord, SiteRecord
+from ckpt_prune.model.cost import cost_of
+from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.depth import can_shorten
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName, first_expert_spaces
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages.depth.preview import without
 from ckpt_prune.stages.depth.runs import least_runs

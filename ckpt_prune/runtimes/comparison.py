@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.evaluation.quality import judge, lines_of
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.job.quality import judge, lines_of
 from ckpt_prune.job.report import Loss
 from ckpt_prune.onnx.samples import choose_proof_samples
 from ckpt_prune.onnx.tasks import Task

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model
 
-from ckpt_prune.job.recipe import Recipe, StageKeys
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.export.keys import Export
 from ckpt_prune.stages.hidden.keys import Hidden

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.job.recipe import Recipe, StageKeys
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.show.section import Section
 from ckpt_prune.stages import STAGES
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.layout import Layout, Output, layout_of, plan_layout
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.records import Cost
 from ckpt_prune.model.containers.choosing import REMOTE, choose_container, remote_note
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
+from ckpt_prune.model.cost import cost_of
+from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.stages.hidden.narrow_stock import narrow_container

@@ -12,7 +12,7 @@ from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
 from ckpt_prune.evaluation.choices import ChoiceScore
 from ckpt_prune.evaluation.results import PlainResult, ScoredResult
 from ckpt_prune.evaluation.similarity import Similarity
-from ckpt_prune.job.records import Cost
+from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.runner.sweep import SweepPoint
 
 LINE = 700

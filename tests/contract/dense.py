@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
-from ckpt_prune.job.space_kinds import FACTS
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
+from ckpt_prune.recipe.space_kinds import FACTS
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from tests.encoders import DEFAULTS, STRENGTH

@@ -15,9 +15,9 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_reported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from tests.pairs import choose_cases
 from tests.stages.test_rotations import random_rotations, rotating
 

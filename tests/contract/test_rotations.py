@@ -7,8 +7,8 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.names import RotationKind
 from ckpt_prune.model.skeleton import build_skeleton
+from ckpt_prune.recipe.names import RotationKind
 from tests.pairs import choose_cases, dealt
 from tests.stages.test_rotations import random_rotations, rotating
 

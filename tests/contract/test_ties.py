@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.evaluation.whole_model import load_reported
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.model.containers.checking import check_source
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names
 from tests.pairs import choose_cases

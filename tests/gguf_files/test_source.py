@@ -17,7 +17,7 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.reading import open_gguf
-from ckpt_prune.job.model_card import source_card
+from ckpt_prune.show.model_card import source_card
 from tests.gguf_files.test_families import FAMILIES
 from tests.gguf_files.tiny import proving, save
 from tests.pairs import every

@@ -5,15 +5,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckpt_prune
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
 from ckpt_prune.model.config_only import checkpoint_of_config
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.modeling_pruned import cache_argument
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, model_of, one_group, prune, recipe, stock
 from tests.pairs import every
 

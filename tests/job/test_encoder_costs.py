@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckpt_prune
-from ckpt_prune.job.cost import cost_of
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from tests.cli.running import ok
 from tests.contract.models import Case

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_prune.job.quality import judge, lines_of
+from ckpt_prune.evaluation.quality import judge, lines_of
 from ckpt_prune.job.report import Loss
 
 WORSE, MUCH, USELESS = "worse than", "much worse than", "hardly of use beside"

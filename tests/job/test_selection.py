@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.selection import select, select_ranked, standardise, units_kept
 from ckpt_prune.model.spaces import Site
+from ckpt_prune.scoring.selection import select, select_ranked, standardise, units_kept
 
 
 @pytest.mark.parametrize(

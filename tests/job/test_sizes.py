@@ -6,8 +6,8 @@ import yaml
 from pydantic import ValidationError
 
 from ckpt_prune.common.yaml12 import Yaml12Loader
-from ckpt_prune.job.records import Cost
-from ckpt_prune.job.sizes import Size, TargetSize, cost_in, parse_size, small_share_line
+from ckpt_prune.model.cost_record import Cost
+from ckpt_prune.recipe.sizes import Size, TargetSize, cost_in, parse_size, small_share_line
 
 NONE = "Value error, a target size has exactly one of params, bytes, flops and latency: {params: 5.0B}"
 COST = Cost(parameters=6_738_415_616, bytes=13_476_831_232, flops=28_000_000_000_001, tokens=2048)

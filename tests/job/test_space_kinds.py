@@ -4,7 +4,7 @@ import pytest
 
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, ROTARY_METHODS
-from ckpt_prune.job.space_kinds import FACTS, KINDS, SpaceSettings
+from ckpt_prune.recipe.space_kinds import FACTS, KINDS, SpaceSettings
 
 SETTINGS = {
     ends: [

@@ -18,8 +18,8 @@ from ckpt_prune.job.layout import Layout, layout_of
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.job.store import BlockStore
-from ckpt_prune.job.walk import walk
 from ckpt_prune.model.model import Model
+from ckpt_prune.stages.shared.walk import walk
 from tests.families import BLOCKS, contents, make
 from tests.interrupting import interrupt_at
 

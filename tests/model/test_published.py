@@ -14,13 +14,13 @@ from transformers import AutoConfig
 
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.cost import cost_of
-from ckpt_prune.job.names import RotationKind
 from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.composites import extract_part, load_composite
 from ckpt_prune.model.config_only import checkpoint_of_config
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.descriptions import known_families, load_family, variants_of
 from ckpt_prune.model.family_keys import Refusal
+from ckpt_prune.recipe.names import RotationKind
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.verification.verify import verify
 from tests.contract.dense import Dense, spaces_recipe

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.stages.reading import load_recipe
 
 GOOD = """\
 version: 1

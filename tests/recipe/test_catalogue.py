@@ -2,11 +2,11 @@
 
 import pytest
 
-from ckpt_prune.job.names import Goal
 from ckpt_prune.recipe.catalogue import GOALS, Entry, group_recipes
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.names import Goal
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from tests.recipe.recipes import refusal, write
 
 RIDGE = {"score": "rcpu", "compensation": {"method": "ridge"}}

@@ -3,8 +3,8 @@
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from tests.recipe.recipes import GOOD, refusal, write
 
 KEYS = FullRecipe.model_fields

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ckpt_prune.compensation.fit import Fit, squared_error
 from ckpt_prune.compensation.least_squares import ridge
-from ckpt_prune.job.selection import select
 from ckpt_prune.scoring import obs
 from ckpt_prune.scoring.obs import Removal, remove_greedily
+from ckpt_prune.scoring.selection import select
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
 from tests.pairs import every
 

@@ -12,9 +12,9 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.plan import read_plan
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.run import search_strength
 from tests.encoders import columns_of

@@ -16,8 +16,8 @@ from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.training import RecoverySettings
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.recovery import laco as recoverer
 from ckpt_prune.stages.recovery.keys import RecoverRecipe
 from tests import encoders, families

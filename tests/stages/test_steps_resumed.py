@@ -9,11 +9,11 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from ckpt_prune.job import walk as module
 from ckpt_prune.job.job import RecoverySamples
 from ckpt_prune.job.step import Step
 from ckpt_prune.runner import run_job as running
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.shared import walk as module
 from tests.families import contents, job_on, prune, recipe, windows
 from tests.interrupting import stop_before
 from tests.pairs import every

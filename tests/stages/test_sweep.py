@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.job import Job
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.runner.sweep import SweepPoint, points_at
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from tests.encoders import calibrate, request_on
 from tests.pairs import every
 from tests.stages.whole import data_of

@@ -8,9 +8,9 @@ from pydantic import Field, field_validator, model_validator
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.fields import Strict
 from ckpt_prune.compensation.methods import GRID
-from ckpt_prune.job.recipe import Recipe, StageKeys
-from ckpt_prune.job.sizes import SizeKind
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
+from ckpt_prune.recipe.sizes import SizeKind
 
 Choice = Literal["influence", "cosine", "divergence", "loss"]
 """How blocks are chosen where they are not given."""

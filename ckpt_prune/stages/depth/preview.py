@@ -7,12 +7,12 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.model.depth import can_shorten, check_shortened, shorten_model
 from ckpt_prune.model.family import DATA_OPTIONS, Family
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.depth.runs import runs_of
 from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of, out_of_reach

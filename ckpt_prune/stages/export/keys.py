@@ -8,8 +8,8 @@ from pydantic import Field
 
 from ckpt_prune.common.filenames import GRAPH_FOLDER
 from ckpt_prune.common.graph_types import GGUF_FILES
-from ckpt_prune.job.recipe import StageKeys
 from ckpt_prune.options.graphs import GraphSettings
+from ckpt_prune.recipe.recipe import StageKeys
 
 
 class Export(GraphSettings, StageKeys):

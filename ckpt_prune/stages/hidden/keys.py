@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.names import SlicingKind, SlicingSignal
-from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.runtimes import Change
+from ckpt_prune.recipe.names import SlicingKind, SlicingSignal
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 
 
 class Hidden(StageKeys):

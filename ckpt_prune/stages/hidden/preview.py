@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.records import Cost, HiddenRecord
-from ckpt_prune.job.sizes import cost_in
+from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
+from ckpt_prune.recipe.recipe import Recipe
+from ckpt_prune.recipe.sizes import cost_in
 from ckpt_prune.stages.depth.preview import shortest
 from ckpt_prune.stages.hidden.keys import Hidden
 from ckpt_prune.stages.hidden.narrow_stock import embedding_scale, narrow_container, narrow_model

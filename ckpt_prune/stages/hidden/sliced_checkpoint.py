@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.layout import Added
-from ckpt_prune.job.names import SlicingKind
 from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.sublayers import Sublayer, list_sublayers
+from ckpt_prune.recipe.names import SlicingKind
 from ckpt_prune.stages.hidden.bases import diagonalise_gains, slice_reader, slice_writer, stream_scale
 from ckpt_prune.stages.rotation.absorbing import fuse_norms, norm_gains, residual_of, subtract_mean, unit_gains
 from ckpt_prune.stages.rotation.rotated_checkpoint import AbsorbedCheckpoint

@@ -7,10 +7,10 @@ from pydantic import Field, field_validator, model_validator
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.zero_patterns import UNSTRUCTURED, Compare, GroupPattern, parse_pattern
-from ckpt_prune.job.names import Backbone
-from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.runtimes import Change
+from ckpt_prune.recipe.names import Backbone
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 
 _SPREADS = {"owl": 0.08, "alpha": 0.3, "divergence": 0.08}

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.model.runtimes import Change
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.stages.quantize.scheme import GROUPS, Format, Rounding
 
 

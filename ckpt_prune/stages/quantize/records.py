@@ -13,9 +13,9 @@ from ckpt_prune.common.filenames import QUANTISED_RECORD
 from ckpt_prune.common.formatting import human_bytes, plural
 from ckpt_prune.common.records import Count, Figure, FixedRecord
 from ckpt_prune.common.safe_text import as_code, as_markdown
-from ckpt_prune.job.model_card import described_by_card, front_matter
-from ckpt_prune.job.quality import lines_of
+from ckpt_prune.evaluation.quality import lines_of
 from ckpt_prune.job.report import Loss, Source
+from ckpt_prune.show.model_card import described_by_card, front_matter
 from ckpt_prune.stages.quantize.scheme import Format, PackingScheme, Rounding
 
 QUANTISATION_KIND = FolderKind(QUANTISED_RECORD, "what `quantize` wrote", frozenset({"README.md"}))

@@ -12,10 +12,8 @@ from ckpt_prune.checkpoint.packed import unpack_weights
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.common.versions import versions
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.layout import Output, layout_of
-from ckpt_prune.job.model_card import source_card
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Source
 from ckpt_prune.job.run import Run
@@ -24,9 +22,11 @@ from ckpt_prune.measure.moment_sources import MomentSource, SequentialMoments
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.show.model_card import source_card
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise_largest_first
 from ckpt_prune.stages.moments import open_moments

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from ckpt_prune.common.filenames import ADAPTER_FOLDER, ROTATIONS
-from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.options.training import LoraSettings, RecoverySettings
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 
 
 class Recovery(RecoverySettings, StageKeys):

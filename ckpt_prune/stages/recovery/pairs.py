@@ -8,7 +8,6 @@ import torch
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
-from ckpt_prune.job.names import RotationKind
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.text import load_tokenizer, read_text, tokenise_text
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks
@@ -17,6 +16,7 @@ from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.remote import RANKS_KEY
 from ckpt_prune.model.depth import shorten_model
 from ckpt_prune.model.model import Model
+from ckpt_prune.recipe.names import RotationKind
 from ckpt_prune.stages.hidden.sliced_checkpoint import SLICING_KEY
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.rotation.learner import RotationSizes, WrittenRotations

@@ -7,16 +7,16 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.filenames import PRUNED_ELSEWHERE
 from ckpt_prune.common.records import Record
 from ckpt_prune.common.versions import versions
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import UsedRecipe
 from ckpt_prune.job.run import Run
-from ckpt_prune.job.source_facts import source_of, stored_as
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.recovery.laco import Recoverer
 from ckpt_prune.stages.recovery.records import Earlier, Perplexity, RecoveryRecord
 from ckpt_prune.stages.report import Report, find_report
+from ckpt_prune.stages.shared.source_facts import source_of, stored_as
 
 
 def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> RecoveryRecord:

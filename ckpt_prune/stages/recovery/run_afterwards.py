@@ -16,13 +16,13 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ADAPTER_FOLDER, ADAPTER_PLACE, ROTATIONS
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.layout import Output, layout_of
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.model.containers.container import container_of
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.recovery.block_training import trainable_tensors
 from ckpt_prune.stages.recovery.keys import Afterwards

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.finite import all_finite
-from ckpt_prune.job.names import Backbone
+from ckpt_prune.recipe.names import Backbone
 from ckpt_prune.stages.rotation.importance import Term, objective
 from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.orthogonal import (

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
-from ckpt_prune.job.names import Backbone
 from ckpt_prune.parallel.devices import multiplies_bfloat16
+from ckpt_prune.recipe.names import Backbone
 from ckpt_prune.sparsity.damping import DAMP, SingularHessianError, damped_cholesky, live_mean
 
 CELLS = 24

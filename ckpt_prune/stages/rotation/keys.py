@@ -7,11 +7,11 @@ from pydantic import Field
 
 from ckpt_prune.common.fields import OneOf
 from ckpt_prune.common.filenames import ROTATIONS
-from ckpt_prune.job import names
-from ckpt_prune.job.names import Backbone, RotationKind
-from ckpt_prune.job.recipe import Recipe, StageKeys
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.runtimes import Change
+from ckpt_prune.recipe import names
+from ckpt_prune.recipe.names import Backbone, RotationKind
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.stages.mask.keys import Mask
 

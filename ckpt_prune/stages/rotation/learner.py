@@ -20,13 +20,13 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.common.progress import Meter, meter
-from ckpt_prune.job.names import Backbone, RotationKind
 from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.streams.modules import ReadTensors
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model, TensorSpec
+from ckpt_prune.recipe.names import Backbone, RotationKind
 from ckpt_prune.stages.rotation.absorbing import fuse_norms, residual_of, rotated_sides, undo_norm, value_lines
 from ckpt_prune.stages.rotation.descent import (
     LearnedRotations,

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ckpt_prune.job.names import RetractionName
+from ckpt_prune.recipe.names import RetractionName
 
 MOMENTUM, SQUARES, EPSILON = 0.9, 0.999, 1e-8
 """Adam's usual constants, for both methods."""

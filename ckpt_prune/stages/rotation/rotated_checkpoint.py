@@ -13,10 +13,10 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.job.layout import Added
-from ckpt_prune.job.names import RotationKind
 from ckpt_prune.model.family import KINDS, Family
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import is_stored_buffer
+from ckpt_prune.recipe.names import RotationKind
 from ckpt_prune.stages.rotation.absorbing import (
     fuse_norms,
     norm_gains,

@@ -4,8 +4,8 @@ from typing import Any, get_args
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.check import Finding
-from ckpt_prune.job.names import RotationKind
 from ckpt_prune.model.model import Model
+from ckpt_prune.recipe.names import RotationKind
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.rotation.learner import RotationSizes, WrittenRotations
 from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint, not_learned

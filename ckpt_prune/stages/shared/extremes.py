@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ckpt_prune.job.recipe import Recipe
+from ckpt_prune.recipe.recipe import Recipe
 
 _RUINED, _RUINED_TOGETHER = 0.1, 0.25
 """A model is ruined with so small a share of one kind of its units, or of all kinds."""

@@ -7,12 +7,12 @@ from ckpt_prune.compensation.methods import AUTO
 from ckpt_prune.job.decisions import keep_count
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.spaces import BESIDE, ENDS, Site, SpaceName, first_expert_spaces
+from ckpt_prune.recipe.recipe import Recipe
+from ckpt_prune.recipe.space_kinds import kind_of
 from ckpt_prune.stages.spaces.size_search import check_reachable
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.widths import check_effects

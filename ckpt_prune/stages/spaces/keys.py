@@ -1,15 +1,15 @@
 """The keys of `spaces`: drops units of spaces in every block, and makes up for them in closed form.
 
-Its keys stand at the top of a recipe (`job.recipe`).
+Its keys stand at the top of a recipe (`recipe.recipe`).
 """
 
 from collections.abc import Set
 
-from ckpt_prune.job.recipe import Recipe, StageKeys
-from ckpt_prune.job.space_kinds import CHOSEN, kind_of
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.runtimes import Change
 from ckpt_prune.model.spaces import COUPLED, ENDS, recipe_space
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
+from ckpt_prune.recipe.space_kinds import CHOSEN, kind_of
 
 
 class Spaces(StageKeys):

@@ -12,12 +12,12 @@ from ckpt_prune.compensation.methods import COLUMN_METHODS, FAR_FROM_RULE, deriv
 from ckpt_prune.job.decisions import multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.selection import units_kept
-from ckpt_prune.job.sizes import size_words
-from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
+from ckpt_prune.recipe.recipe import Recipe
+from ckpt_prune.recipe.sizes import size_words
+from ckpt_prune.recipe.space_recipe import SpaceRecipe
+from ckpt_prune.scoring.selection import units_kept
 from ckpt_prune.show.section import format_span
 from ckpt_prune.stages.shared.extremes import nothing_goes, ruined_line
 from ckpt_prune.stages.shared.tokens import calibration_tokens

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.progress import track
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.selection import select_ranked, standardise
 from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName
+from ckpt_prune.recipe.recipe import Recipe
+from ckpt_prune.scoring.selection import select_ranked, standardise
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import is_far
-from ckpt_prune.job.selection import units_kept
 from ckpt_prune.model.spaces import Rounding
+from ckpt_prune.scoring.selection import units_kept
 
 _DIGITS = 12
 

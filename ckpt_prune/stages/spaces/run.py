@@ -7,10 +7,10 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.decisions import decide_by_plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
-from ckpt_prune.job.walk import walk
 from ckpt_prune.measure.moment_sources import SequentialMoments
 from ckpt_prune.stages.moments import prune_step
 from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.shared.walk import walk
 from ckpt_prune.stages.spaces.checks import check_enough_samples
 from ckpt_prune.stages.spaces.keys import Spaces
 from ckpt_prune.stages.spaces.pruner import Pruner

@@ -7,10 +7,10 @@ from typing import Any
 
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.ratios import is_far
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import HeadErrors, SiteRecord
 from ckpt_prune.model.family_keys import GROUPED
 from ckpt_prune.model.spaces import ENDS, expert_space, recipe_space
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.show.section import (
     MISSING,
     Figure,

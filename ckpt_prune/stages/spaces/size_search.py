@@ -9,15 +9,15 @@ from math import ceil
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.job.cost import cost_of, count_by_part, part_words
 from ckpt_prune.job.decisions import Decisions, keep_count, kept_units, multiple_of, rounding_of
 from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.job.records import DepthRecord, HiddenRecord
-from ckpt_prune.job.sizes import SizeKind, TargetSize, cost_in, size_words
 from ckpt_prune.model.containers.container import Widths
+from ckpt_prune.model.cost import cost_of, count_by_part, part_words
 from ckpt_prune.model.spaces import COUPLED, Site, SpaceName, recipe_space
+from ckpt_prune.recipe.recipe import Recipe
+from ckpt_prune.recipe.sizes import SizeKind, TargetSize, cost_in, size_words
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.output import output_at
 from ckpt_prune.stages.spaces.budget import Crossing

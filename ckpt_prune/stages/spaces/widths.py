@@ -11,13 +11,13 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.decisions import Decisions, Losses, SiteDecision, kept_units, multiple_of
 from ckpt_prune.job.prepared import Prepared, RankedUnits
-from ckpt_prune.job.sizes import SizeKind
-from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, kind_of
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moment_sources import CachedMoments, NoMoments
 from ckpt_prune.measure.statistics.folder import BlockCurves, Statistics
 from ckpt_prune.model.spaces import Site, SpaceName, recipe_space
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.recipe.sizes import SizeKind
+from ckpt_prune.recipe.space_kinds import CANDIDATES, CHOSEN, kind_of
 from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merge_curves, total_error
 from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
 from ckpt_prune.stages.spaces.rankings import keep_ranked, standardised_scores

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit import logit_system
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.job.prepared import Prepared, begin
-from ckpt_prune.job.sizes import cost_in
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics, record_effects
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.spaces import Site
-from ckpt_prune.recipe.reading import load_recipe
+from ckpt_prune.recipe.sizes import cost_in
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
 from ckpt_prune.stages.spaces.size_search import Sized, at_size
 from ckpt_prune.stages.spaces.solvers import solver_of

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckpt_prune.job.space_kinds import CANDIDATES
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import SampleRange, ShortWindows, TokenWindows
 from ckpt_prune.measure.statistics.fisher import LABEL_DRAWS
@@ -17,6 +16,7 @@ from ckpt_prune.measure.statistics.folder import record_effects
 from ckpt_prune.measure.streams.backward import draw_end_gradients
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
+from ckpt_prune.recipe.space_kinds import CANDIDATES
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.scoring import obs
 from ckpt_prune.scoring.costs import DropOrder

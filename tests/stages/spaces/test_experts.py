@@ -18,10 +18,10 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.recipe.reading import load_recipe
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.spaces.pruner import SWEEPS
 from ckpt_prune.stages.spaces.show import warn_of_sites

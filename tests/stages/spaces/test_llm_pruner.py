@@ -6,8 +6,8 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.job.cost import cost_of
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from tests import encoders
 from tests.cli.running import TEXT, ok, read_json, read_refusal

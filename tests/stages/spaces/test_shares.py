@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_prune.job.selection import units_kept
+from ckpt_prune.scoring.selection import units_kept
 from ckpt_prune.stages.spaces.ratio_gaps import Gap, allowed_widths, gap, ratio_for
 
 ROUNDINGS = st.sampled_from(["floor", "ceil", "nearest"])

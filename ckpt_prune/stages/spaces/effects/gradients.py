@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.phases import phase
-from ckpt_prune.job.space_kinds import kind_of
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.distances import EndDistances
 from ckpt_prune.measure.statistics.end_states import EndStates
@@ -29,6 +28,7 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.recipe.space_kinds import kind_of
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.stages.spaces.effects.measured import is_shallow, label_draws
 from ckpt_prune.stages.spaces.effects.predicted import Predicted, list_refits, measure_spaces

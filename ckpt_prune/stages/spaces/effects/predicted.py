@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.progress import track
-from ckpt_prune.job.space_kinds import CANDIDATES, kind_of
 from ckpt_prune.measure.samples.samples import Samples, ShortWindows
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.readout import measure_divergences
@@ -14,6 +13,7 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.recipe.space_kinds import CANDIDATES, kind_of
 from ckpt_prune.stages.spaces.effects.refits import Refits
 from ckpt_prune.stages.spaces.effects.site_variants import check_finite, dropped_counts, without_units
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.decisions import Decisions, SiteDecision
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName
 from ckpt_prune.parallel.group import ALONE, working_in
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.solvers import SOLVERS, solver_of

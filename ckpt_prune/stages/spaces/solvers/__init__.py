@@ -5,9 +5,9 @@ One class for what a space ends in; other code goes through `solver_of`.
 
 import torch
 
-from ckpt_prune.job.recipe import Recipe
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Ends, SpaceName
+from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.stages.spaces.solvers.base import Solver
 from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 from ckpt_prune.stages.spaces.solvers.experts import ExpertSolver

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
-from ckpt_prune.job.recipe import Recipe
-from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, expert_of, recipe_space
+from ckpt_prune.recipe.recipe import Recipe
+from ckpt_prune.recipe.space_recipe import SpaceRecipe
 
 NO_FOLDS = "a choice on held-out folds needs statistics with at least two: calibrate with --folds 4"
 

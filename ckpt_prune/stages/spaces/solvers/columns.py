@@ -29,7 +29,6 @@ from ckpt_prune.compensation.strength_walk import loses_to_none, unseen_errors
 from ckpt_prune.compensation.wide_sites import choose_wide, fit_change, is_wide
 from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
-from ckpt_prune.job.selection import select, select_in_heads, unit_scores
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.gram import add_gram
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
@@ -37,6 +36,7 @@ from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.costs import WIDE, DropOrder
 from ckpt_prune.scoring.scores import SCORES
+from ckpt_prune.scoring.selection import select, select_in_heads, unit_scores
 from ckpt_prune.scoring.unit_scores import UNIT_SCORES, centre_gram
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS, SolvedSite, Solver
 

@@ -15,7 +15,6 @@ from ckpt_prune.compensation.fit import Solution, blend_from_moments, squared_er
 from ckpt_prune.compensation.methods import METHODS, absolute_strength, derive_strength
 from ckpt_prune.compensation.strength_walk import loses_to_none, unseen_errors
 from ckpt_prune.job.decisions import SiteDecision
-from ckpt_prune.job.selection import select_in_heads
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments
@@ -23,6 +22,7 @@ from ckpt_prune.measure.moments.routing import RoutingMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.model.spaces import SpaceName, expert_of
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
+from ckpt_prune.scoring.selection import select_in_heads
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS, SolvedSite, Solver
 
 

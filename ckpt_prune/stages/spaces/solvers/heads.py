@@ -11,12 +11,12 @@ from ckpt_prune.compensation.logit import LogitDiagnostics, StrengthChoice
 from ckpt_prune.job.decisions import SiteDecision
 from ckpt_prune.job.plan import SitePlan
 from ckpt_prune.job.records import HeadErrors
-from ckpt_prune.job.selection import in_heads
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.moments.logits import LogitMoments
 from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
+from ckpt_prune.scoring.selection import in_heads
 from ckpt_prune.stages.spaces.solvers.base import NO_FOLDS, SolvedSite, Solver
 
 HeadMoments = TypeVar("HeadMoments", LogitMoments, RotaryMoments)

@@ -11,13 +11,13 @@ from ckpt_prune.compensation import logit
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS, LogitMethod
 from ckpt_prune.compensation.mixing import absorb
 from ckpt_prune.job.plan import SitePlan
-from ckpt_prune.job.selection import in_heads, select_in_heads
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.moments.logits import LogitMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
+from ckpt_prune.scoring.selection import in_heads, select_in_heads
 from ckpt_prune.stages.spaces.solvers.heads import HeadSolver
 
 _TRIAL_STRENGTH = 0.001

@@ -18,7 +18,6 @@ from ckpt_prune.compensation.rotary import (
     solve_factors,
 )
 from ckpt_prune.job.plan import SitePlan
-from ckpt_prune.job.selection import select_in_heads
 from ckpt_prune.job.step import Tensors
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments
@@ -26,6 +25,7 @@ from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES, bare_errors, refitted_errors
+from ckpt_prune.scoring.selection import select_in_heads
 from ckpt_prune.stages.spaces.solvers.heads import HeadSolver
 
 

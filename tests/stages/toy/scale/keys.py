@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from ckpt_prune.job.recipe import StageKeys
+from ckpt_prune.recipe.recipe import StageKeys
 
 
 class Scale(StageKeys):

@@ -7,9 +7,9 @@ from posixpath import commonpath
 
 import torch
 
-from ckpt_prune.job.records import Cost
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.context import patches
+from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.matching import tied_by_description
 from ckpt_prune.model.model import Model, TensorSpecs

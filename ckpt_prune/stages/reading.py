@@ -14,11 +14,11 @@ from ckpt_prune.common.ratios import suggest_percentage
 from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.common.value_words import explain_value, message_of
 from ckpt_prune.common.yaml12 import read_yaml
-from ckpt_prune.job.recipe import Recipe, StageKeys
-from ckpt_prune.job.space_kinds import FACTS
 from ckpt_prune.model.spaces import SPACES
 from ckpt_prune.recipe.places import locate_recipe
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.recipe.shipped import RecipeFile, recipe_text
+from ckpt_prune.recipe.space_kinds import FACTS
 from ckpt_prune.stages import STAGES, FullRecipe
 
 _MOST_SHOWN, _MOST_MEANT = 200, 3

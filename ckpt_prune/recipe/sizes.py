@@ -19,7 +19,7 @@ from pydantic import (
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.fields import Strict
-from ckpt_prune.job.records import Cost
+from ckpt_prune.model.cost_record import Cost
 
 SizeKind = Literal["params", "bytes", "flops", "latency"]
 

@@ -19,14 +19,14 @@ from ckpt_prune.common.block_range import blocks_of, checked_range
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.fields import Strict
 from ckpt_prune.common.ratios import Ratio
-from ckpt_prune.job.names import Goal
-from ckpt_prune.job.sizes import TargetSize
-from ckpt_prune.job.space_kinds import CANDIDATES, CHOSEN, SpaceSettings, kind_of
-from ckpt_prune.job.space_recipe import SpaceRecipe
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.runtimes import Change, read_target
 from ckpt_prune.model.spaces import SpaceName, recipe_space
+from ckpt_prune.recipe.names import Goal
+from ckpt_prune.recipe.sizes import TargetSize
+from ckpt_prune.recipe.space_kinds import CANDIDATES, CHOSEN, SpaceSettings, kind_of
+from ckpt_prune.recipe.space_recipe import SpaceRecipe
 
 
 class StageKeys(Strict):

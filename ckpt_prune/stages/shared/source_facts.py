@@ -2,11 +2,11 @@
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_class
-from ckpt_prune.job.model_card import source_card
 from ckpt_prune.job.report import Source, StoredAs
 from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.containers.container import Container
 from ckpt_prune.model.model import Model
+from ckpt_prune.show.model_card import source_card
 
 
 def source_of(checkpoint: Checkpoint) -> Source:

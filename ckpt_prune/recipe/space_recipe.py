@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 from ckpt_prune.common.fields import OneOf, Strict
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.compensation.methods import AUTO, CANDIDATES, GRID, METHODS, SHARES
-from ckpt_prune.job.space_kinds import FACTS, FITS_LOGITS, SCORE_NAMES
 from ckpt_prune.model.spaces import Rounding
+from ckpt_prune.recipe.space_kinds import FACTS, FITS_LOGITS, SCORE_NAMES
 
 ScoreName = Annotated[str, OneOf("score", SCORE_NAMES)]
 MethodName = Annotated[str, OneOf("method", FACTS)]

@@ -1,0 +1,31 @@
+"""What a model costs, as files say it; read without torch."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from ckpt_prune.common.records import Count, FixedRecord
+
+
+class Cost(FixedRecord):
+    """Size of one model.
+
+    Attributes:
+        parameters: a tied head counted once, stored buffers not at all.
+        bytes: of its tensors on disk.
+        flops: of one forward pass over one sample of `tokens` tokens, without a cache: two per multiply-add of every
+            matrix product and convolution, attention scores unmasked, as `torch.utils.flop_counter` counts.
+        tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens.
+        cache: bytes that one token takes in the cache of keys and values, in the checkpoint's type; None if it
+            generates no text.
+    """
+
+    optional = frozenset({"cache"})
+
+    model_config = ConfigDict(frozen=True)
+
+    parameters: Annotated[int, Field(ge=1, le=2**63)]
+    bytes: Annotated[int, Field(ge=1, le=2**63)]
+    flops: Annotated[int, Field(ge=1, le=2**100)]
+    tokens: Count | None = None
+    cache: Count | None = None
