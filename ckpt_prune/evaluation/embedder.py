@@ -69,6 +69,7 @@ class Embedder:
             )
         except Exception as error:  # it raises anything over a config.json
             raise UserError(f"{folder}: sentence-transformers cannot load its modules: {one_line(error)}") from error
+        self._folder = folder
 
     def embed(self, texts: Sequence[str], most: int) -> tuple[Tensor, int]:
         """Return embeddings of texts, (N, d) float32 on CPU, and how many tokens the texts have.
@@ -78,10 +79,13 @@ class Embedder:
         most = min(most, self.longest or most)
         self._reader.longest, self._reader.tokens = most, 0
         options: Any = {"batch_size": max(1, BATCH_TOKENS // most), "convert_to_tensor": True}
-        embeddings = [
-            self._model.encode(list(texts[start : start + _CHUNK]), show_progress_bar=False, **options)
-            for start in track(range(0, len(texts), _CHUNK), "embedding", unit="batch")
-        ]
+        try:
+            embeddings = [
+                self._model.encode(list(texts[start : start + _CHUNK]), show_progress_bar=False, **options)
+                for start in track(range(0, len(texts), _CHUNK), "embedding", unit="batch")
+            ]
+        except (KeyError, TypeError, ValueError) as error:  # of modules in an order in which they do not fit
+            raise UserError(f"{self._folder}: its modules cannot be run: {one_line(error)}") from error
         return torch.cat(embeddings), self._reader.tokens
 
 

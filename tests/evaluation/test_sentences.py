@@ -92,6 +92,7 @@ LIST = "modules.json"
         (LIST, [TRANSFORMER | {"path": "0_T"}, POOLING], "does not begin with a Transformer in the folder itself"),
         (LIST, [TRANSFORMER, POOLING | {"path": "../x"}], "names ../x, which is no folder inside"),
         (LIST, [TRANSFORMER, POOLING, {"type": "a.Odd", "path": "1_Pooling"}], "cannot load its modules: "),
+        (LIST, [TRANSFORMER, {"type": "a.Dense", "path": "2_Dense"}, POOLING], "its modules cannot be run: "),
         (LIST, [TRANSFORMER], "has no Pooling behind its Transformer, so a text has no one embedding"),
         ("1_Pooling/config.json", {"embedding_dimension": 4, "pooling_mode": "odd"}, "cannot load its modules: "),
         ("config_sentence_transformers.json", {"default_prompt_name": "odd"}, "cannot load its modules: "),
@@ -101,7 +102,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path, file: str, content: Any, m
     folder = make_sentences(tmp_path / "m", dense=True)
     (folder / file).write_text(json.dumps(content))
     with pytest.raises(UserError) as caught:
-        open_model(folder)
+        open_model(folder).embed(TEXTS, 8)
     assert message in str(caught.value)
 
 
