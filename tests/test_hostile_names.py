@@ -74,7 +74,7 @@ REPORTS = {
         layers=[layer(0)],
     ),
     "recovery": elsewhere([layer(0)], recovery=recovery(earlier={"recovery": recovery(), "layers": [layer(0)]})),
-    "plan": plan([site(0)], origin={"reference": "org/name", "revision": None, "sha256": "5"}, depth=DEPTH),
+    "plan": plan([site(0)], origin={"reference": "org/name", "revision": "5", "sha256": "5"}, depth=DEPTH),
 }
 
 
