@@ -52,6 +52,9 @@ FIRST = (
 )
 """The files that take longest run first, so that no worker waits long for another at the end."""
 
+THOROUGH = {line for line in (ROOT / "tests" / "thorough.txt").read_text().splitlines() if not line.startswith("#")}
+"""FILE::TEST of the tests that `--thorough` alone runs. Cells of products that it alone runs: `tests/pairs.py`."""
+
 SUMMARY = pytest.StashKey[str]()
 
 MEMORY, ROOM = Path("/dev/shm"), 4 * 2**30
@@ -140,11 +143,17 @@ def find_imports(path: Path) -> Iterator[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the thorough cells, and put the files that take longest first."""
     if not config.getoption("--thorough"):
-        deselected = [item for item in items if item.get_closest_marker("thorough")]
+        deselected = [item for item in items if is_thorough(item)]
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        items[:] = [item for item in items if not is_thorough(item)]
     places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def is_thorough(item: pytest.Item) -> bool:
+    """Return whether a test or cell is for thorough runs alone."""
+    name = item.nodeid.partition("[")[0].removeprefix("tests/")
+    return name in THOROUGH or item.get_closest_marker("thorough") is not None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

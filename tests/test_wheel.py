@@ -54,7 +54,6 @@ main(["demo", "--recipe", "magnitude"])
 """Two commands in one process, on less text: most of the time would go to imports and to windows."""
 
 
-@pytest.mark.thorough  # builds an sdist and a wheel
 def test_the_wheel_runs_the_demo(site, tmp_path):
     output = python("-c", DEMO, cwd=tmp_path, PYTHONPATH=str(site), HF_HUB_OFFLINE="1")
     where, _, printed = output.partition("\n")

@@ -106,7 +106,6 @@ class Made:
     passed: bool = True
 
 
-@pytest.mark.thorough
 def test_of_several_processes_one_makes_the_graph_and_pushes(place, monkeypatch):
     done: list[tuple[str, int]] = []
 

@@ -286,7 +286,6 @@ class TestRead:
         ):
             checkpoint.read(["model.embed.weight"])
 
-    @pytest.mark.thorough
     def test_memory_is_that_of_the_tensor_asked_for(self, tmp_path: Path) -> None:
         """Eight tensors of 16 MiB read one after the other raise the peak by little more than one."""
         folder = save_single(tmp_path / "big", {f"w{number}": torch.ones(4, 2**20) for number in range(8)})

@@ -147,7 +147,6 @@ def parameters(folder: str) -> int:
     return sum(tensor.numel() for tensor in load_file(f"{folder}/model.safetensors").values())
 
 
-@pytest.mark.thorough
 def test_dense_against_pruned_in_both_runtimes(place, scratch, monkeypatch, tmp_path_factory):
     """One graph is there already, the other is made: `tests/onnx_graphs` has what is in it."""
     fork_what_has_imported(monkeypatch)

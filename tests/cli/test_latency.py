@@ -219,7 +219,6 @@ def took(report: dict[str, Any], *, dense: bool = False) -> float:
     return OUTSIDE + (REST + 6 * ATTENTION + groups * HEAD + columns * COLUMN) * width / 16
 
 
-@pytest.mark.thorough
 def test_dimensions_and_units_by_time(here, narrow) -> None:
     """Units of a narrower model take less, so that more of them stay; the table is kept for each stream."""
     output = ok("prune", "deep", *NARROW, "60%", "--set", "hidden.drop=4", "-o", "out")

@@ -29,7 +29,6 @@ def swept(model: str, *how: str) -> tuple[list[str], dict[str, Any]]:
     return rows, sweep
 
 
-@pytest.mark.thorough
 def test_calibration_samples(place):
     """A sweep of samples prunes from text at every value, even by a recipe whose errors a plan could predict."""
     how = ("--recipe", "ridge", "--set", "ratio=0.5", "--text", "calib.txt", "--window", "16")

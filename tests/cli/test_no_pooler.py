@@ -50,7 +50,6 @@ def test_it_is_stored_with_remote_code(variant):
     torch.testing.assert_close(outputs.last_hidden_state, expected.last_hidden_state)
 
 
-@pytest.mark.thorough
 def test_its_graph_has_no_pooled_output():
     edit_files(graphs.make(Path("shallow"), "vit-model"), no_pooler)
     with graphs.trace_as_commands_do():

@@ -145,7 +145,6 @@ def test_the_disk_has_room_for_both(place, monkeypatch, dtype, size):
 # ---- what fails after the last -------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_a_graph_that_does_not_pass_leaves_the_output_complete(again):
     result = run(*PRUNE, *EXPORT, "--set", "export.tolerance=1e-12", "-o", "out")
     assert (result.exit_code, result.stderr) == (1, "")

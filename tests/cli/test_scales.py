@@ -173,7 +173,6 @@ def test_scales_after_scales_take_others_again_and_both_are_told(place: Path):
     assert Path("old.html").read_text() == Path("page.html").read_text()
 
 
-@pytest.mark.thorough
 def test_where_there_are_too_few_others_that_is_said(place: Path):
     there_are = len(tokenise_text(load_tokenizer(Path("dense")), read_text([Path("calib.txt")]), bos="auto")) // 16
     step = ("--set", "recovery.method=scales")

@@ -60,7 +60,6 @@ def test_a_pair_of_stages_works(models, tmp_path, monkeypatch, pair):
     assert outcome(models, "llama", pair) == "works"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("turn", "model"), list(enumerate(["llama", "gemma3_text", "bert", "vit"])))
 @pytest.mark.parametrize("stages", list(itertools.combinations(VARIANTS, 2)), ids=" and ".join)
 def test_every_pair_works_or_is_refused(models, tmp_path, monkeypatch, turn, model, stages):

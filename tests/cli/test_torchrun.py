@@ -39,7 +39,6 @@ def test_calibrate(place, tmp_path):
     )
 
 
-@pytest.mark.thorough
 def test_prune_and_a_process_that_is_killed(place, tmp_path, monkeypatch):
     (ended, *_) = together(tmp_path, *RIDGE, "-o", "out")
     alone = ok(*RIDGE, "-o", "one").replace("to one", "to out").replace("after: one", "after: out")

@@ -75,7 +75,6 @@ def test_a_decoders_table(place: Path) -> None:
     assert record["against"]["name"] == "decoder"
 
 
-@pytest.mark.thorough
 def test_other_data_than_last_time_is_told(place: Path) -> None:
     """The figures of an export on a text, and of a check afterwards without it, are of two texts."""
     warning = (

@@ -40,7 +40,6 @@ SHALLOW = [
 """Tracing is slow, and what holds for one block next to another is held in `tests/onnx_graphs`."""
 
 
-@pytest.mark.thorough  # those of `tests/onnx_graphs` are traced every time
 @pytest.mark.parametrize("case", SHALLOW, ids=str)
 def test_a_graph_computes_what_pytorch_does(dense: Dense, case: Case, tmp_path) -> None:
     """The graph of a pruned output agrees with PyTorch, with a shape that no stock class has where there are such."""

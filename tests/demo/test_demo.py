@@ -59,7 +59,6 @@ def test_table(small, monkeypatch):
     assert ok("demo", "-o", "kept").endswith("calibrated on 4 windows\nthe pruned checkpoints are in kept\n")
 
 
-@pytest.mark.thorough
 def test_the_whole_path_and_what_it_keeps(small):
     result = json.loads(ok("demo", "-o", "kept ü", "--json"))
     assert (result["window"], result["windows"]) == (32, 4)

@@ -96,7 +96,6 @@ def test_a_hopeless_model_scores_infinity_not_an_overflow():
 
 # The first windows, by this project with torch 2.13 on CPU in float32. On as many as an independent script took for
 # shared/data it finds what that found: 10.07 on 64 windows, and 4.5493 on all 491.
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "text", "window", "limit", "expected"),
     every(

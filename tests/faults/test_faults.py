@@ -53,7 +53,6 @@ def places_of(machine: Machine, job: str, what: str, ending: str) -> list[int]:
     return [at for at, operation in enumerate(seen, 1) if operation.what == what and operation.path.endswith(ending)]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("job", every(3, ["plan", "recipe", "report"]))
 def test_a_file_that_was_half_written_is_taken_over_by_the_next_run(machine: Machine, job: str) -> None:
     """It used to stay for ever in a hidden folder whose name no message gave."""
@@ -101,7 +100,6 @@ def test_statistics_that_vanish_while_they_are_read_are_a_line(machine: Machine)
     assert Case("plan", Fault(at, "deleted", name)).run(machine) == []
 
 
-@pytest.mark.thorough
 def test_a_weight_that_cannot_be_read_while_numbers_are_tried_is_an_error(machine: Machine) -> None:
     """The number was taken for one that leaves no model of the size, and another one was chosen in silence."""
     at = places_of(machine, "narrow", "open", "measured/whole/block-00001.safetensors")[-1] + 1
@@ -115,7 +113,6 @@ def test_an_output_has_no_name_before_its_gguf_file_is_written(machine: Machine,
     break_export(machine, "gguf-recipe", "out.partial/.model-f32.gguf", what)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["SIGKILL", "ENOSPC"])
 def test_an_output_has_no_name_before_its_graph_is_written(machine: Machine, what: str) -> None:
     break_export(machine, "graph", "out.partial/onnx", what)

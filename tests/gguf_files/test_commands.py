@@ -224,7 +224,6 @@ def test_a_file_is_only_replaced_when_asked_and_if_it_is_a_gguf_file(model, tmp_
     assert place.read_text() == "mine"
 
 
-@pytest.mark.thorough
 def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     out, text = tmp_path / "out", proving(model).text[0]
@@ -250,7 +249,6 @@ def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
     assert not (out / "model-q8_0.gguf").exists()
 
 
-@pytest.mark.thorough
 def test_a_recipe_that_llama_cpp_cannot_end_is_refused_before_pruning_and_a_file_that_fails_leaves_the_output(
     model, tmp_path, monkeypatch
 ):

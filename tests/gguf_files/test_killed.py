@@ -65,7 +65,6 @@ def test_an_output_has_no_name_while_its_file_is_proven(tmp_path, monkeypatch, n
     assert {"model-f32.gguf", "ckpt_prune.json"} <= resumed.keys()
 
 
-@pytest.mark.thorough
 def test_a_file_by_itself_leaves_nothing_that_the_next_run_does_not_take(tmp_path, monkeypatch):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     work = tmp_path / "work"

@@ -29,7 +29,6 @@ def types(file, tensor):
     return [open_gguf(file).tensors[f"blk.{index}.{tensor}.weight"].kind.name for index in range(8)]
 
 
-@pytest.mark.thorough  # rounds to every mixture there is
 def test_more_bits_leave_less_error(wide, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     weights = lay_out(open_model(str(wide), Opening(False))).tensors
@@ -209,7 +208,6 @@ def test_a_shape_that_does_not_fit_its_words_is_refused(tmp_path, change):
         open_model(str(packed), Opening(packed=True))
 
 
-@pytest.mark.thorough
 def test_one_recipe_prunes_rounds_and_ends_in_a_file_of_the_same_weights(tmp_path):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")

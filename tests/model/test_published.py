@@ -127,7 +127,6 @@ AS_PUBLISHED = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "tied"),
     every(2, [(case, tied) for case in AS_PUBLISHED for tied in {False, case.family.head is not None}]),

@@ -84,7 +84,6 @@ def test_generation_with_a_cache(exported, tmp_path, name, settings):
     assert numbers(run_snippet(folder, tmp_path)) == expected
 
 
-@pytest.mark.thorough  # tracing one more model takes two seconds
 def test_the_next_token_without_one(exported, tmp_path):
     model, folder = exported("rotated-llama", cache=False, opset=18)
     assert numbers(run_snippet(folder, tmp_path)) == continue_text(in_pytorch(model), 1)[3:]

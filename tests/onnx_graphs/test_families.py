@@ -110,7 +110,6 @@ def test_encoders_compute_what_pytorch_does_and_read_segments(graphs, name):
 # ---- what these models have that others have not -------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_the_window_is_in_the_graph(graphs):
     """A token just inside the window changes the logits of the last one, and one just before the window does not."""
     _, folder = graphs("mistral-window")
@@ -137,7 +136,6 @@ def test_narrow_keys_beside_wide_values(graphs):
     assert ports["present.0.value"][1] == ["batch_size", 3, "total_sequence_length", 4]
 
 
-@pytest.mark.thorough
 def test_narrow_queries_are_not_padded_in_the_graph(graphs):
     """In PyTorch on a CPU they are, for its fused kernel; a graph has none."""
     for name, settings in (NARROW_VIT, ("narrow-opt", {})):

@@ -156,7 +156,6 @@ def test_nothing_of_this_machine_is_in_the_file(exported, name, tmp_path_factory
     assert shaped <= weights
 
 
-@pytest.mark.thorough
 def test_two_exports_of_a_model_are_the_same_bytes(exported, tmp_path):
     model, folder = exported("dinov2-model")
     with trace_as_commands_do():
@@ -182,7 +181,6 @@ def refusal(model: Path, out: Path, **settings: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.thorough
 def test_a_model_that_computes_with_a_fixed_batch_is_refused(vit, tmp_path, monkeypatch):
     original = ViTMLP.forward
     monkeypatch.setattr(ViTMLP, "forward", lambda self, x: original(self, x) + torch.zeros(2, 1, 1))
@@ -229,7 +227,6 @@ def test_a_failed_trace_is_one_line_on_the_terminal(vit, tmp_path, monkeypatch):
     assert line.startswith("Error: ViTForImageClassification cannot be exported: ")
 
 
-@pytest.mark.thorough
 def test_an_opset_that_the_exporter_does_not_write_is_refused(vit, tmp_path):
     from ckpt_prune.evaluation.whole_model import load_model
 

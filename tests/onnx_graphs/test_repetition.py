@@ -121,7 +121,6 @@ def test_decoders(name, tmp_path):
     assert_reads_in_chunks(graph, model, Text.random(2, 20), (7, 1, 6, 1, 5), EXACT)
 
 
-@pytest.mark.thorough  # the decoders above take the same path, with a cache besides
 def test_encoders(tmp_path):
     model = build("BertModel", "bert", 3)
     graph, traced = trace(model, FEATURES, tmp_path)
@@ -129,7 +128,6 @@ def test_encoders(tmp_path):
     assert_reads(graph, model, Text.random(3, 14, side="right"), EXACT)
 
 
-@pytest.mark.thorough  # below, the graph of one is compared with that of a full trace
 @pytest.mark.parametrize("kind", ["vit", "dinov2"])
 def test_models_of_images(kind, tmp_path):
     name = {"vit": "ViTForImageClassification", "dinov2": "Dinov2ForImageClassification"}[kind]
@@ -140,7 +138,6 @@ def test_models_of_images(kind, tmp_path):
     assert_near("logits", graph(feed)["logits"], expected_of(model, feed, ["logits"])["logits"], EXACT)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", choose_cases(["llama", "vit"], lambda kind: kind == "vit"))
 def test_the_graph_is_that_of_a_full_trace(kind, tmp_path, monkeypatch):
     name, task = {"llama": ("LlamaForCausalLM", GENERATION), "vit": ("ViTForImageClassification", CLASSES)}[kind]
@@ -194,7 +191,6 @@ class Scaled(nn.Module):
         return entered * self.scale["place"]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("hidden", [False, True])
 def test_blocks_that_differ_by_their_place(hidden, tmp_path):
     model = build("BertModel", "bert", 3)
@@ -221,7 +217,6 @@ class Skipping(transformers.BertModel):
         return result
 
 
-@pytest.mark.thorough
 def test_a_block_that_is_read_at_the_end(tmp_path):
     model = Skipping(build("BertModel", "bert", 3).config).eval()
     encoders.randomise(model, 5)

@@ -59,7 +59,6 @@ def test_called_like_an_encoder_and_like_a_model_of_images(exported):
     assert near(result.last_hidden_state, in_pytorch(model)(pixel_values=images).last_hidden_state)
 
 
-@pytest.mark.thorough  # `test_families.py` runs a graph in half precision every time
 def test_half_precision_goes_in_and_out(exported):
     graph = OnnxModel(exported("opt", dtype="fp16")[1], "model_fp16.onnx")
     assert graph.dtype == torch.float16

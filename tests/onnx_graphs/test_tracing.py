@@ -102,7 +102,6 @@ class Older(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **{PAST: past_key_values})
 
 
-@pytest.mark.thorough  # the name that stock models have is traced in all other tests
 @pytest.mark.parametrize(("renamed", "name"), [(Newer, "cache"), (Older, "past_key_values")])
 def test_either_name_of_the_cache(renamed, name, tmp_path):
     """The graph's own names stay, and what it is compared with and timed beside takes the same name."""

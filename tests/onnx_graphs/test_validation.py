@@ -304,7 +304,6 @@ def _images(model: Path, folder: Path, *, labelled: bool) -> ImageSamples:
     return ImageSamples(files, load_processor(model), tokens=lambda _: 10)
 
 
-@pytest.mark.thorough  # one more model to trace
 def test_features_are_compared_with_those_of_the_base_model(exported: Exported) -> None:
     model, graph = exported("bert-model")
     validation = validate(graph, model, TEXT)

@@ -84,7 +84,6 @@ def test_the_module_run_by_python_drops_the_working_folder(planted: Path) -> Non
 TEXT = "the river ran past the old stone mill and the tree " * 40
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words",
     [

@@ -83,7 +83,6 @@ def graph(output, text):
     return output / "onnx"
 
 
-@pytest.mark.thorough  # every run has OpenVINO read the graph that `export` writes, and this traces another one
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about its own tree of inputs
 def test_the_exporter_of_transformers_makes_a_model_of_openvino_from_an_output(output):
     openvino = pytest.importorskip("openvino", reason="openvino is not installed")

@@ -62,7 +62,6 @@ def remote(sources, tmp_path_factory) -> dict[str, Path]:
     return {name: root / name for name in names}
 
 
-@pytest.mark.thorough  # the contract suite has more families
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_logits_with_and_without_this_package(remote, name):
     here = logits(ckpt_prune.load(remote[name]), windows(3, 20, seed=9))

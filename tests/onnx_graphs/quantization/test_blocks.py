@@ -65,7 +65,6 @@ def test_sizes_are_those_that_onnxruntime_has():
         assert np.allclose(blocks.to_matrix(), products(blocks, 3), atol=1e-6)
 
 
-@pytest.mark.thorough
 def test_logging_is_left_alone():
     """Importing onnxruntime's quantizer gives the root logger a handler that prints on stderr."""
     code = (

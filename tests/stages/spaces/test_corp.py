@@ -100,7 +100,6 @@ def weights(folder: str) -> bytes:
     return (Path(folder) / "model.safetensors").read_bytes()
 
 
-@pytest.mark.thorough
 def test_centred_keys(here):
     """Measured on request or by a recipe that is given images; nothing else reads them."""
     output = ok("calibrate", "vit", *IMAGES, "--collect", "moments,logits,centred", "-o", "centred")
@@ -141,7 +140,6 @@ def test_verify_looks_inside_padding(here):
     assert (result.exit_code, checks["kept units"]) == (1, False)
 
 
-@pytest.mark.thorough
 def test_a_split_takes_its_calibration_rows(here):
     rows = [f"{i:02}.png,0,{'calib' if i < 5 else 'eval'}" for i in range(12)]
     write_csv(Path("images/labels.csv"), "file,label,split", *rows)

@@ -122,7 +122,6 @@ def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_pa
         drift.assert_measured(folds, expected)
 
 
-@pytest.mark.thorough
 def test_two_blocks_are_held_at_most(dense, monkeypatch):
     job = job_on(dense.folder("opt"), "opt", HALF, true_sequential=False)
     source = source_of(job)

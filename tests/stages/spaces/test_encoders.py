@@ -236,7 +236,6 @@ def remote(dense, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("variant", every(4, ["opt", "opt-350m-like", "opt-tied", "opt-no-bias"]))
 def test_generating_with_the_cache_equals_generating_without(remote, variant):
     model = ckpt_prune.load(remote[variant])
