@@ -90,7 +90,7 @@ class Embedder:
 
 
 class _LoadedTransformer(known.InputModule):
-    """What reads texts, in place of Transformer: that would load a second model, and no graph or pruned shape.
+    """Reads texts in place of Transformer, which would load a second model, and takes no graph or pruned shape.
 
     Attributes:
         longest: how many tokens of a text are read at most.

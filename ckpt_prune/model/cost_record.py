@@ -1,4 +1,4 @@
-"""What a model costs, as files say it; read without torch."""
+"""The cost of a model as files state it. Loads no torch."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Where a recipe was fetched from."""
+"""The origin of a recipe that was fetched."""
 
 from ckpt_prune.common.records import FixedRecord
 

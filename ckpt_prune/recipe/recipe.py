@@ -113,7 +113,7 @@ class StageKeys(Strict):
 
     @property
     def beside_plan(self) -> str | None:
-        """What a plan leaves out of this stage, as a line for those who make one."""
+        """The line that tells who makes a plan what it leaves out of this stage."""
         return None
 
     # ---- where the output runs ---------------------------------------------------------------------------------

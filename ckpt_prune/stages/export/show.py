@@ -1,4 +1,4 @@
-"""What a report says of files that a recipe exports."""
+"""Show in a report the files that a recipe exported."""
 
 from collections.abc import Mapping
 from typing import Any

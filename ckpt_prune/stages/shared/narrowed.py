@@ -1,4 +1,4 @@
-"""What is known of a model whose residual stream was narrowed."""
+"""Facts of a model whose residual stream was narrowed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -37,7 +37,7 @@ Ranking = Mapping[Site, Tensor]
 
 @dataclass(frozen=True)
 class Sized:
-    """What a size was turned into ratios from.
+    """A recipe before its size was turned into ratios.
 
     Attributes:
         recipe: with the size.

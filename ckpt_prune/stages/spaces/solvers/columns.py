@@ -297,7 +297,7 @@ class ColumnSolver(Solver):
 
 @dataclass(frozen=True)
 class _Site(Sequence[Blend]):
-    """What a site is fitted to: blends of its folds, made when they are read (at a width of 11008 one is a gigabyte).
+    """Blends of the folds of a site, made when they are read: at a width of 11008 one is a gigabyte.
 
     Attributes:
         weight: of the consumer, (d_out, d_in).
