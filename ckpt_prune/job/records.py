@@ -149,10 +149,9 @@ class TriedDepth(Tried):
 
 
 class TriedHidden(Tried):
-    """A trial: how many dimensions of the residual stream stayed; and how many blocks were gone, if that was open."""
+    """So many dimensions of the residual stream stayed."""
 
     kept: Annotated[int, Field(ge=1, le=10**7)]
-    blocks: Annotated[int, Field(ge=0, le=10**6)] | None = None
 
 
 class DepthRecord(FixedRecord):

@@ -148,7 +148,7 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         parts.append("blocks to drop chosen")
     elif count("removal"):
         parts.append(f"{count('removal')} blocks to drop chosen")
-    for tried, chosen in (("depth tried", "depth"), ("dimensions tried", "hidden"), ("axes tried", "depth")):
+    for tried, chosen in (("depth tried", "depth"), ("dimensions tried", "hidden")):
         if count(tried) and chosen not in entries:
             parts.append(f"{count(tried)} models of the size tried")
     if "hidden" in entries:

@@ -7,7 +7,7 @@ import torch
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from tests.cli.joint_axes import JOB, WIDTHS
+from tests.cli.joint_axes import JOB, WIDTHS, divergence_on_the_second_fold
 from tests.cli.running import ok, read_json, read_refusal, resume_job, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
@@ -15,6 +15,7 @@ from tests.interrupting import interrupt_at
 
 RECIPE = f"{WIDTHS}hidden: {{kind: shared, drop: auto, multiple_of: 2}}\n"
 FLAT = 4
+BARE = ("--set", "spaces={}", "--set", "allocation=uniform", "--set", "container=auto", "--set", "target=dense")
 
 
 @pytest.fixture
@@ -59,6 +60,36 @@ def test_dimensions_that_are_empty_go_first(here) -> None:
         "kept units: no weight is compared: the basis that all weights have absorbed cannot be found from the embedding"
     )
     assert "dimensions stay" in ok("report", "out", "-o", "page.html") + Path("page.html").read_text()
+
+
+@pytest.mark.thorough
+def test_what_is_measured_is_the_divergence_of_stock_transformers(here) -> None:
+    """A number that meets the size by itself is the job of that number without spaces, on the first fold."""
+    ok("prune", "flat", *JOB, "--set", "hidden.drop=8", *BARE, "-o", "sized")
+    size = read_json("sized/ckpt_prune.json")["after"]["parameters"]
+    ok("prune", "flat", *JOB, "--target-params", str(size), "-o", "out")
+    tried = {trial["kept"]: trial["measured"] for trial in read_json("out/ckpt_prune.json")["hidden"]["tried"]}
+    expected = divergence_on_the_second_fold("flat", hidden={"kind": "shared", "multiple_of": 2, "drop": 8})
+    assert tried[8] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_number_of_blocks_goes_first(here) -> None:
+    """Numbers of dimensions are compared in the model without the block."""
+    given = ("--set", "depth={choose: cosine, drop: 1}", "--target-params", "50%")
+    ok("prune", "flat", *JOB, *given, "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    measured = {trial["kept"]: trial["measured"] for trial in report["hidden"]["tried"]}
+    assert measured[report["hidden"]["kept"]] == min(measured.values())
+    assert len(report["depth"]["kept"]) == 1
+    assert report["after"]["parameters"] <= 0.5 * report["before"]["parameters"]
+    config = stock(Path("out")).config
+    assert (config.hidden_size, config.num_hidden_layers) == (report["hidden"]["kept"], 1)
+    message = read_refusal("prune", "flat", *JOB, *given[:2], "--target-params", "1", "-o", "small")
+    assert message.startswith("1 parameters: out of reach of recipe mine, whose blocks, stream and spaces leave ")
+    # Refused without statistics, too: nobody calibrates for it in vain.
+    message = read_refusal("plan", "flat", "--recipe", "mine.yaml", *given)
+    assert message.startswith("recipe mine drops blocks, narrows the residual stream and then prunes spaces of what")
+    assert "`ckpt-prune prune --recipe depth --set depth.drop=N`, then `ckpt-prune prune --recipe slice" in message
 
 
 def test_a_given_number_beside_spaces(here) -> None:
@@ -106,6 +137,12 @@ def test_an_interrupted_choice_goes_on(here) -> None:
             ["spaces={}", "allocation=uniform", "container=auto", "target=dense"],
             "hidden.drop: auto is for recipes with spaces, which lose what the stream does not",
         ),
+        (
+            ["depth={drop: auto}"],
+            "depth.drop: auto compares numbers of blocks beside spaces alone: with hidden, say a number of blocks, "
+            "depth.drop=N, or leave depth out (depth=null)",
+        ),
+        (["depth={part: mlp, drop: 1}"], "depth.part: mlp leaves zeros: beside spaces whole blocks go"),
         (["hidden.drop=16"], "recipe mine drops 16 of 16 dimensions of the residual stream"),
     ],
 )

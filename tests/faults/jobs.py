@@ -90,7 +90,7 @@ JOBS = {
     "sliced": _prune("slicegpt-shared", "--set", "hidden.drop=4"),
     "sliced-blocks": _prune("slicegpt", "--set", "hidden.drop=4"),
     "narrow": _prune("best-narrow", "--ratio", "0.3", "--folds", "2"),
-    "axes": _prune("best-axes", "--ratio", "0.3", "--folds", "2"),
+    "axes": _prune("best-narrow", "--set", "depth.drop=1", "--ratio", "0.3", "--folds", "2"),
     "values": _prune("values", *_HALF),
     "factored": _prune("low-rank", "--ratio", "0.3"),
     "depth-alone": _prune("shortgpt", "--set", "depth.drop=1"),

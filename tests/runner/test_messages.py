@@ -60,8 +60,7 @@ def test_nobody_is_told_of_widths_per_block_where_something_else_rules_them_out(
             "1 of 4 blocks done",
         ),
         (["depth tried 1", "depth"], "blocks to drop chosen"),
-        (["axes tried 0:0", "axes tried 0:2"], "2 models of the size tried"),
-        (["axes tried 0:0", "hidden", "depth"], "blocks to drop chosen, dimensions to drop chosen"),
+        (["dimensions tried 0", "hidden", "depth"], "blocks to drop chosen, dimensions to drop chosen"),
         (["statistics", "effects 0"], "statistics measured, effects of 1 of 4 blocks measured"),
     ],
 )

@@ -142,6 +142,11 @@ class Depth(StageKeys):
         return self
 
     def check_recipe(self, recipe: Recipe) -> None:
+        if self.auto and recipe.has("hidden") and self.applies(recipe):
+            raise ValueError(
+                "depth.drop: auto compares numbers of blocks beside spaces alone: with hidden, say a number of blocks, "
+                "depth.drop=N, or leave depth out (depth=null)"
+            )
         if recipe.spaces:
             self._check_beside_spaces(recipe)
             return

@@ -15,7 +15,14 @@ from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.depth.runs import runs_of
-from ckpt_prune.stages.spaces.size_search import at_own_size, check_reachable, dense_size, limit_of, out_of_reach
+from ckpt_prune.stages.spaces.size_search import (
+    at_own_size,
+    check_reachable,
+    dense_size,
+    fewest_reachable,
+    limit_of,
+    out_of_reach,
+)
 
 
 @dataclass(frozen=True)
@@ -219,6 +226,20 @@ def last_blocks(prepared: Prepared, count: int) -> Prepared:
     allowed = wanted_depth(prepared).allowed
     gone = allowed[len(allowed) - count :]
     return at_depth(prepared, depth_record(prepared.model, gone, depth_of(prepared)))
+
+
+def drop_any_blocks(prepared: Prepared) -> Prepared:
+    """Return the state in which as many blocks are gone as will go: the last ones, until measuring chooses.
+
+    If measuring also decides how many, none are gone, or as few as let spaces meet the size.
+    """
+    if prepared.plan is not None and prepared.plan.depth is not None:
+        return at_depth(prepared, prepared.plan.depth)
+    depth, count = depth_of(prepared), wanted_depth(prepared).count
+    if depth.auto:
+        count = fewest_reachable(count, lambda gone: last_blocks(prepared, gone))
+    shortened = last_blocks(prepared, count)
+    return replace(shortened, foreseen=shortened.foreseen or prepared.recipe.joint or depth.choice is not None)
 
 
 def depth_record(model: Model, gone: Sequence[int], depth: Depth) -> DepthRecord:

@@ -5,13 +5,18 @@ from collections.abc import Sequence
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.show.section import Section, Table, make_tables, number_under
 from ckpt_prune.stages.report import Report
+from ckpt_prune.stages.show_tried import show_tried
 
 STAYS, GONE, MAPPED = "#", ".", "+"
 
 
 def sections(report: Report) -> list[Section]:
-    """Say which whole blocks are gone, by which figures, and what makes up for them."""
-    return [] if report.depth is None else [show_depth(report.depth)]
+    """Say which whole blocks are gone, what makes up for them, and which numbers of them were tried."""
+    depth = report.depth
+    if depth is None:
+        return []
+    gone = depth.blocks - len(depth.kept)
+    return [show_depth(depth), *show_tried("blocks gone", {each.blocks: each for each in depth.tried}, gone)]
 
 
 def show_depth(depth: DepthRecord) -> Section:

@@ -8,10 +8,9 @@ from ckpt_prune.job.records import DepthRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.stages.depth.keys import Depth
-from ckpt_prune.stages.depth.preview import check_depth, check_samples
+from ckpt_prune.stages.depth.preview import check_depth, check_samples, drop_any_blocks
 from ckpt_prune.stages.depth.run import drop_blocks
 from ckpt_prune.stages.depth.show import name_gone
-from ckpt_prune.stages.joint_counts.placeholders import drop_any_blocks
 from ckpt_prune.stages.shared.extremes import fewest
 from ckpt_prune.stages.spaces.checks import check_folds
 

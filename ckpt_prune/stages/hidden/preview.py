@@ -23,6 +23,7 @@ from ckpt_prune.stages.spaces.size_search import (
     at_own_size,
     check_reachable,
     dense_size,
+    fewest_reachable,
     limit_of,
     out_of_reach,
     time_in_stream,
@@ -75,11 +76,6 @@ def possible_widths(prepared: Prepared) -> list[int]:
     except UserError:
         last = least
     return [width, *range((width - 1) // step * step, last - 1, -step)]
-
-
-def open_widths(prepared: Prepared) -> list[int]:
-    """Return the numbers of dimensions that may stay, descending: those to measure, or the one that the recipe says."""
-    return possible_widths(prepared) if hidden_of(prepared).auto else [wanted_width(prepared)]
 
 
 def least_width(prepared: Prepared) -> int:
@@ -168,10 +164,25 @@ def _check_statistics(prepared: Prepared, statistics: Statistics) -> None:
 def _check_joint(prepared: Prepared) -> None:
     """Refuse a narrower stream beside spaces that no class has, or that leaves more than the size."""
     at_size = at_own_size(prepared) if hidden_of(prepared).auto else prepared
-    widths = open_widths(at_size)
+    widths = possible_widths(at_size) if hidden_of(prepared).auto else [wanted_width(at_size)]
     if len(widths) > 1:
         _cost(at_size, widths[1])
     check_reachable(narrow_jointly(at_size, hidden_record(at_size, widths[-1])))
+
+
+def narrow_unmeasured(prepared: Prepared) -> Prepared:
+    """Return the state with as many dimensions as will stay, in a basis that is not measured yet.
+
+    If measuring also decides how many, all stay, or as few go as let spaces meet the size.
+    """
+    if not hidden_of(prepared).auto:
+        return slice_unmeasured(prepared)
+    widths = possible_widths(at_own_size(prepared))
+
+    def at_width(step: int) -> Prepared:
+        return narrow_jointly(prepared, hidden_record(prepared, widths[step]))
+
+    return replace(at_width(fewest_reachable(len(widths) - 1, at_width)), foreseen=True, shape_known=False)
 
 
 def slice_unmeasured(prepared: Prepared) -> Prepared:

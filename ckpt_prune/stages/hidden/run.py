@@ -15,7 +15,9 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared, RankedSites
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
+from ckpt_prune.stages.count_search import measure_unpruned
 from ckpt_prune.stages.hidden.bases import principal_directions
+from ckpt_prune.stages.hidden.count_search import DimensionCountSearch
 from ckpt_prune.stages.hidden.preview import (
     hidden_of,
     hidden_record,
@@ -27,8 +29,6 @@ from ckpt_prune.stages.hidden.preview import (
 )
 from ckpt_prune.stages.hidden.shared_basis import open_sliced_stream, shared_basis, shared_gram
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
-from ckpt_prune.stages.joint_counts.counts import DimensionCountSearch
-from ckpt_prune.stages.joint_counts.search import measure_unpruned
 from ckpt_prune.stages.rotation.absorbing import residual_of
 
 HIDDEN = "hidden"
@@ -84,8 +84,7 @@ def _narrow_jointly(prepared: Prepared, run: Run) -> Prepared:
     with disk_failures(folder):
         folder.mkdir(exist_ok=True)
     search = None
-    # Where they were weighed with whole blocks, the sites are ranked and the number is known.
-    if hidden_of(prepared).auto and prepared.ranked is None:
+    if hidden_of(prepared).auto:
         statistics = measure_unpruned(prepared, run)
         with timer.time("ranking"):
             search = DimensionCountSearch(prepared, statistics, run)

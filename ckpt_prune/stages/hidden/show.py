@@ -1,8 +1,9 @@
 """Sections of the stage `hidden`."""
 
-from ckpt_prune.job.records import DepthRecord, HiddenRecord
+from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.show.section import Section, Table
 from ckpt_prune.stages.report import Report
+from ckpt_prune.stages.show_tried import show_tried
 
 _KINDS = {
     "per-block": "Attention and mlp of every block read it in bases of their own",
@@ -11,9 +12,11 @@ _KINDS = {
 
 
 def sections(report: Report) -> list[Section]:
-    """Say how many dimensions of the residual stream stay, in which bases, and which amounts were tried."""
-    stream = [] if report.hidden is None else [_show_stream(report.hidden)]
-    return stream + _show_tried(report.depth, report.hidden)
+    """Say how many dimensions of the residual stream stay, in which bases, and which numbers of them were tried."""
+    hidden = report.hidden
+    if hidden is None:
+        return []
+    return [_show_stream(hidden), *show_tried("dimensions", {each.kept: each for each in hidden.tried}, hidden.kept)]
 
 
 def _show_stream(hidden: HiddenRecord) -> Section:
@@ -41,25 +44,6 @@ def _show_stream(hidden: HiddenRecord) -> Section:
 def dimensions_line(hidden: HiddenRecord) -> str:
     share = 1 - hidden.kept / hidden.dimensions
     return f"{hidden.kept} of {hidden.dimensions} dimensions stay (ratio {share:.3g})"
-
-
-def _show_tried(depth: DepthRecord | None, hidden: HiddenRecord | None) -> list[Section]:
-    """Show numbers of blocks or dimensions, or pairs of both, with the divergence of each."""
-    gone = 0 if depth is None else depth.blocks - len(depth.kept)
-    taken: tuple[int, ...]
-    tried: list[tuple[tuple[int, ...], float]]
-    if hidden is not None and any(each.blocks is not None for each in hidden.tried):
-        axes, taken = ["blocks gone", "dimensions"], (gone, hidden.kept)
-        tried = [((each.blocks or 0, each.kept), each.measured) for each in hidden.tried]
-    elif hidden is not None and hidden.tried:
-        axes, taken, tried = ["dimensions"], (hidden.kept,), [((each.kept,), each.measured) for each in hidden.tried]
-    elif depth is not None and depth.tried:
-        axes, taken, tried = ["blocks gone"], (gone,), [((each.blocks,), each.measured) for each in depth.tried]
-    else:
-        return []
-    rows = [[*map(str, counts), f"{loss:.4f}", "taken" if counts == taken else ""] for counts, loss in tried]
-    sentence = "Divergence from the dense model on held-out samples, the rest of the size met by widths."
-    return [Section("Amounts that were tried", [sentence], tables=[Table([*axes, "divergence", ""], rows)])]
 
 
 def size_axes(report: Report) -> dict[str, int]:

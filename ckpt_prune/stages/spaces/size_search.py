@@ -1,7 +1,7 @@
 """Ratios that reach a size: one for all spaces, and another for the finest space to come nearer to it."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import ceil
@@ -176,6 +176,15 @@ def check_reachable(prepared: Prepared) -> None:
 def is_reachable(prepared: Prepared) -> bool:
     """Return True if some widths of the spaces reach the recipe's size."""
     return _least_size(prepared) <= limit_of(prepared)
+
+
+def fewest_reachable(most: int, without: Callable[[int], Prepared]) -> int:
+    """Return the least amount without which spaces reach the size, or `most`; all larger ones reach it, too.
+
+    Args:
+        without: an amount of blocks or dimensions → the state once that is gone.
+    """
+    return 0 if is_reachable(without(0)) else bisect_left(range(most), True, key=lambda n: is_reachable(without(n)))
 
 
 def _least_size(prepared: Prepared) -> int:

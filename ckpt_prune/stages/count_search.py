@@ -8,10 +8,10 @@ statistics of the unpruned model, meet the rest of the size. It is run on sample
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,9 +47,6 @@ FIRST, MORE = 5, 2
 _UNPRUNED = "statistics of the unpruned model"
 """Entry of the journal."""
 
-Count = TypeVar("Count", bound=Hashable)
-"""A number of blocks or of steps down to a narrower stream, or one of each."""
-
 
 def tried_counts(most: int) -> list[int]:
     """Return the counts that are tried first, ascending: none, `most`, and evenly between them."""
@@ -81,8 +78,8 @@ class Trial:
     own_ends: bool = False
 
 
-class CountSearch(ABC, Generic[Count]):
-    """Compares counts by the divergence of the model's output.
+class CountSearch(ABC):
+    """Compares counts of blocks, or of steps down to a narrower stream, by the divergence of the model's output.
 
     Args:
         prepared: of a recipe that leaves the count open, with samples to run.
@@ -97,34 +94,50 @@ class CountSearch(ABC, Generic[Count]):
         self.prepared, self.statistics, self.run = at_own_size(prepared), statistics, run
         spaces = replace(self.prepared, recipe=self.prepared.recipe.spaces_alone, statistics=statistics)
         self.ranking = dense_ranking(spaces)
-        self.tried: dict[Count, Tried | None] = {}
+        self.tried: dict[int, Tried | None] = {}
         self.refusal: UserError | None = None
 
+    @property
     @abstractmethod
-    def trial(self, count: Count) -> Trial:
+    def most(self) -> int:
+        """The count that meets the size by itself, or all that may go."""
+
+    @abstractmethod
+    def trial(self, count: int) -> Trial:
         """Return the model without so much; UserError if there is none."""
 
-    @abstractmethod
-    def best(self) -> Count:
-        """Return the count that changes the output least; UserError if none leaves a model of the size."""
+    def best(self) -> int:
+        """Return the count that changes the output least; of equal ones the least.
+
+        Raises:
+            UserError: none leaves a model of the size; the reason is that of the last one tried.
+        """
+        first = tried_counts(self.most)
+        best = self._least(first)
+        if best is not None:
+            best = self._least([*first, *counts_beside(best, first)])
+        if best is None:
+            assert self.refusal is not None
+            raise self.refusal
+        return best
+
+    def _least(self, counts: Sequence[int]) -> int | None:
+        divergences = {count: value for count in counts if (value := self._divergence(count)) is not None}
+        return min(divergences, key=lambda count: (divergences[count], count), default=None)
 
     @property
-    def fitting(self) -> list[tuple[Count, Tried]]:
+    def fitting(self) -> list[tuple[int, Tried]]:
         """Counts that leave a model of the size, ascending, with their divergences."""
         return [(count, tried) for count, tried in sorted(self.tried.items()) if tried is not None]
 
-    def name(self, count: Count) -> str:
-        """Return a count as it is in entries of the journal, without a blank."""
-        return str(count)
-
-    def divergence(self, count: Count) -> float | None:
+    def _divergence(self, count: int) -> float | None:
         """Measure the divergence of a model without so much, whose units meet the size; None if there is none."""
         if count not in self.tried:
             self.tried[count] = self._recorded_or_tried(count)
         tried = self.tried[count]
         return None if tried is None else tried.measured
 
-    def _recorded_or_tried(self, count: Count) -> Tried | None:
+    def _recorded_or_tried(self, count: int) -> Tried | None:
         def try_count() -> Tried:
             trial = self.trial(count)
             decisions = decide(trial.short)
@@ -132,7 +145,7 @@ class CountSearch(ABC, Generic[Count]):
             return Tried(predicted=predicted, measured=self._measure(trial, decisions))
 
         try:
-            return self.run.remember(f"{self.entry} {self.name(count)}", Tried, try_count)
+            return self.run.remember(f"{self.entry} {count}", Tried, try_count)
         except UserError as error:
             if find_unreadable_file(error) is not None or isinstance(error, DiskError):
                 raise  # that says nothing of the count
@@ -140,13 +153,6 @@ class CountSearch(ABC, Generic[Count]):
             # recorded, so that a resumed run meets the error again and can raise it if no count works.
             self.refusal = error
             return None
-
-    def check_found(self, best: Count | None) -> Count:
-        """Return the best count if there is one; else raise why the last one did not work."""
-        if best is None:
-            assert self.refusal is not None
-            raise self.refusal
-        return best
 
     # ---- running it ----------------------------------------------------------------------------------------------
 
@@ -207,27 +213,6 @@ class CountSearch(ABC, Generic[Count]):
         }
         pruner = Pruner(model, Decisions(FullRecipe.model_validate(values), sites), frozenset(), short.device)
         return pruner.block(block, tensors, KnownMoments(moments))[0]
-
-
-class SingleCountSearch(CountSearch[int]):
-    """Compares counts of blocks, or of steps down to a narrower stream."""
-
-    @property
-    @abstractmethod
-    def most(self) -> int:
-        """The count that meets the size by itself, or all that may go."""
-
-    def best(self) -> int:
-        """Return the count that changes the output least; of equal ones the least."""
-        first = tried_counts(self.most)
-        best = self._least(first)
-        if best is not None:
-            best = self._least([*first, *counts_beside(best, first)])
-        return self.check_found(best)
-
-    def _least(self, counts: Sequence[int]) -> int | None:
-        divergences = {count: value for count in counts if (value := self.divergence(count)) is not None}
-        return min(divergences, key=lambda count: (divergences[count], count), default=None)
 
 
 def measure_unpruned(prepared: Prepared, run: Run) -> Statistics:
