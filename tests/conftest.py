@@ -8,7 +8,6 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -233,20 +232,6 @@ def skip_comparison() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_pass, "check_forward", lambda model, samples, say: None)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def run_graphs_here() -> Iterator[None]:
-    """Run graphs in this process: a process of their own takes a third of a second, and test_isolation.py starts some.
-
-    A graph may take a day, so a busy machine stops none.
-    """
-    from ckpt_prune.onnx import isolation
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolation, "SECONDS", 86400.0)
-        patch.setattr(isolation, "isolate_sessions", nullcontext)
         yield
 
 

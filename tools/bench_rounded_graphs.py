@@ -54,7 +54,7 @@ def measure_graphs(model: Model, ratio: float, args: argparse.Namespace, done: s
     dtype_options = [word for dtype in args.dtypes for word in ("--dtype", dtype)]
     how = ("-o", str(out), "--overwrite", "--no-validate", "--json")
     written = json.loads(ckpt_prune("export", str(source), *how, *dtype_options, *model.proof))
-    about = ("--against", str(source), "--dense", str(model.folder), "--metric-only", "--json")
+    about = ("--against", str(source), "--dense", str(model.folder), "--json")
     measured = json.loads(ckpt_prune("validate", str(out), *about, *model.proof))
     entries = {entry["file"]: entry for entry in written["manifest"]["graphs"]}
     for graph in measured["graphs"]:

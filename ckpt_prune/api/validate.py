@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.checkpoint.model_folder import check_output_folder, find_graph, resolve_model
+from ckpt_prune.checkpoint.model_folder import check_output_folder, resolve_model
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options.commands import ValidateOptions
@@ -40,31 +39,20 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
         )
     if options.runtime not in (None, "onnxruntime"):
         return _validate_in_runtime(options)
-    graph = find_graph(name) if options.metric_only and not (Path(name) / GRAPH_RECORD).is_file() else None
-    place = check_output_folder(Path(name)) if graph is None else graph
+    place = check_output_folder(Path(name))
     check_texts(options.text)
 
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.onnx import proof
-    from ckpt_prune.onnx.isolation import isolate_sessions
     from ckpt_prune.onnx.records import read_manifest
     from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, choose_proof_samples
 
     trust, provider = options.trust_remote_code, options.provider
-    with isolate_sessions(), spread(options):
-        if options.against is not None:
-            model = resolve_model(options.against)
-        elif graph is not None and proof.find_record(graph) is None:
-            raise UserError(f"{graph} has no record of what it was made from: give --against MODEL")
-        else:
-            exported = place if graph is None else graph.parent
-            model = proof.find_source(exported, read_manifest(exported))
-        dense = proof.find_dense(options.dense, options.max_loss_dense)
-        if graph is None:
-            _warn_of_other_data(place, options)
-        if options.metric_only:
-            return proof.validate_metric(place, model, options, provider=provider, dense=dense, trust=trust)
+    with spread(options):
         manifest = read_manifest(place)
+        model = proof.find_source(place, manifest) if options.against is None else resolve_model(options.against)
+        dense = proof.find_dense(options.dense, options.max_loss_dense)
+        _warn_of_other_data(place, options)
         rounded = any(entry.quantization is not None for entry in manifest.graphs)
         windows = WINDOWS if rounded or dense else FEW_WINDOWS
         validations = proof.validate(

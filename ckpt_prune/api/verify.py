@@ -44,11 +44,10 @@ def verify(options: VerifyOptions) -> Verification:
     from ckpt_prune.common.graph_types import GRAPH_FILES
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.onnx.checks import verify_graph
-    from ckpt_prune.onnx.isolation import isolate_sessions
     from ckpt_prune.verification import verify as checking
     from ckpt_prune.verification.verify_quantized import is_quantized, verify_quantized
 
-    with isolate_sessions(), spread(options):
+    with spread(options):
         dense = None if options.against is None else resolve_model(options.against)
         if is_quantized(place):
             return Verification(tuple(verify_quantized(place, dense)))

@@ -86,7 +86,7 @@ def graph_lines(validation: Validation) -> list[str]:
     lines += [f"{check.name}: {check.detail}" for check in skipped]
     lines.append(f"compared on: {validation.data.get('what', 'noise')}")
     verdict = "agrees" if validation.passed else "does NOT agree"
-    kind = "of another tool" if validation.dtype is None else validation.dtype
+    kind = validation.dtype
     verdict_words = (
         f"tolerance {validation.tolerance:g} of the largest output"
         if validation.max_loss is None

@@ -27,7 +27,6 @@ command = Command(
         "validate OUT-onnx --against OUT --images photos --labels labels.csv",
         "validate out.gguf --runtime llama.cpp --against OUT --text held_out.txt",
         "validate OUT --runtime mlx --text held_out.txt",
-        "validate theirs/model_quantized.onnx --against MODEL --metric-only --max-loss 2% --text held_out.txt",
     ],
     data=lambda validations: validations.model_dump(),
 )

@@ -1,5 +1,6 @@
 """Checks of an exported folder that run no graph: files, operators, inputs and outputs."""
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +19,12 @@ from ckpt_prune.common.filenames import VALIDATION
 from ckpt_prune.common.progress import track
 from ckpt_prune.onnx.records import Manifest, Port, read_manifest, read_validation
 from ckpt_prune.onnx.session import DATA, default_provider, open_session, read_graph
-from ckpt_prune.onnx.structure import read_structure
 from ckpt_prune.onnx.tasks import PAST, PRESENT
 
 NAMED = 3
 """So many of the weights that changed are named."""
+SMALL = 1024
+"""Bytes of the largest constants that the checker is given: shapes of outputs follow from some of them."""
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values")
 _UNKNOWN_TO_ONNX = {"SimplifiedLayerNormalization"}
 """Operators that onnxruntime registers under ONNX's own name, and ONNX's schemas do not have."""
@@ -48,7 +50,7 @@ def _verify_one(folder: Path, graph: Manifest) -> list[Check]:
     present = hash_present_files(folder, graph)
     return [
         run_check("files", lambda: check_files(folder, graph, present)),
-        run_check("checker", lambda: check_operators(folder, graph)),
+        run_check("checker", lambda: check_operators(read_structure(folder / graph.file), graph)),
         run_check("finite", lambda: _check_finite(folder / graph.file)),
         run_check("load", lambda: _check_load(folder, graph)),
         run_check("validation", lambda: _check_validation(folder, graph, present)),
@@ -144,11 +146,28 @@ def _hash_tensor(tensor: Any) -> str | None:
         return None
 
 
-def check_operators(folder: Path, graph: Manifest) -> tuple[bool, str]:
-    """Run `onnx.checker`, with shape inference."""
-    detail = f"onnx.checker, opset {graph.graph.opset}"
+def read_structure(path: Path) -> onnx.ModelProto:
+    """Read a graph without the bytes of its large weights, of which name, type and shape remain.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     try:
-        model = read_structure(folder / graph.file)
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's
+        raise UserError(f"{path.name} cannot be read: {one_line(error)}") from error
+    for weight in model.graph.initializer:
+        if len(weight.raw_data) > SMALL:
+            weight.ClearField("raw_data")
+            weight.data_location = onnx.TensorProto.EXTERNAL
+    return model
+
+
+def check_operators(structure: onnx.ModelProto, graph: Manifest) -> tuple[bool, str]:
+    """Run `onnx.checker`, with shape inference, on a graph by `read_structure`."""
+    detail = f"onnx.checker, opset {graph.graph.opset}"
+    model = copy.deepcopy(structure)
+    try:
         if not graph.is_stock:
             _hide_foreign_operators(model)
         _take_weights_for_inputs(model.graph)
@@ -186,21 +205,23 @@ def _take_weights_for_inputs(graph: onnx.GraphProto) -> None:
 
 
 def check_interface(
-    folder: Path, manifest: Manifest, outputs: Sequence[str], cache: Sequence[str], missing: Sequence[str] = ()
+    structure: onnx.ModelProto,
+    manifest: Manifest,
+    outputs: Sequence[str],
+    cache: Sequence[str],
+    missing: Sequence[str] = (),
 ) -> tuple[bool, str]:
     """Whether inputs and outputs are those of the record, and have the names that the model's have.
 
     Whether their sizes are right, and free where they should be, shows when the graph is run.
 
     Args:
+        structure: of the graph, by `read_structure`.
         outputs: names of what PyTorch returns, the main one first.
         cache: names of the keys and values it keeps, `present.i.key` and `present.i.value`.
         missing: inputs that its outputs depend on and the record does not name.
     """
-    try:
-        graph = read_structure(folder / manifest.file).graph
-    except Exception as error:
-        raise UserError(f"{manifest.file} cannot be read ({one_line(error)})") from error
+    graph = structure.graph
     weights = {weight.name for weight in graph.initializer}
     inputs = [_describe_value(value) for value in graph.input if value.name not in weights]
     faults = _compare_with_record("input", inputs, manifest.inputs)

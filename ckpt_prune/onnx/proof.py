@@ -1,31 +1,34 @@
 """The proof that onnxruntime computes what PyTorch does: a graph against the checkpoint it was made from."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import onnx
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
-from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.check import run_check
 from ckpt_prune.common.errors import UserError, one_line
-from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.formatting import format_distinctly
-from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.evaluation.batches import check_windows
 from ckpt_prune.evaluation.whole_model import load_model, reads_causally
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.context import context_length
-from ckpt_prune.onnx.checks import check_files, check_interface, check_operators, hash_present_files
+from ckpt_prune.onnx.checks import (
+    check_files,
+    check_interface,
+    check_operators,
+    hash_present_files,
+    read_structure,
+)
 from ckpt_prune.onnx.comparison import (
     IMAGE_BATCHES,
     STEPS,
@@ -59,12 +62,11 @@ from ckpt_prune.onnx.records import (
     runtime_versions,
 )
 from ckpt_prune.onnx.reference import HeldModel, Reference
-from ckpt_prune.onnx.samples import ProofSamples, choose_proof_samples
+from ckpt_prune.onnx.samples import ProofSamples
 from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, default_provider, next_cache
 from ckpt_prune.onnx.stored import Output, read_stored, store_large
-from ckpt_prune.onnx.tasks import PAST, PRESENT, Task, choose_task
+from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
 from ckpt_prune.onnx.tracing import get_image_size
-from ckpt_prune.options.commands import ValidateOptions
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
 """By the graph's type: the largest difference that passes, in units of the case's largest output."""
@@ -272,119 +274,6 @@ def _describe_metric(metric: Metric) -> str:
     return f"{metric.name}: {apart} apart, {most} allowed"
 
 
-@dataclass(frozen=True)
-class _OpenGraph:
-    """A graph whose metric alone is measured."""
-
-    model: OnnxModel
-    folder: Path
-    file: str
-    task: Task
-    dtype: GraphType | None
-    allowance: Allowance
-
-
-def validate_metric(
-    place: Path,
-    model: Path,
-    options: ValidateOptions,
-    *,
-    provider: Provider | None = None,
-    dense: Dense | None = None,
-    trust: bool = False,
-) -> Validations:
-    """Measure the task's metric of graphs beside their model's, and nothing else: for graphs of any tool.
-
-    A graph with a record is measured as what that says. The task of another is what the model's class does, or
-    features, if it returns no logits; its config may lie beside it, or is the model's.
-
-    Args:
-        place: a graph, or an exported folder.
-        model: the WHOLE checkpoint that it is of, which is loaded in float32; text and images are read as it does.
-        options: what to measure on, and what may be lost.
-        provider: what onnxruntime runs on; None: what the graph is fused for, else the CPU.
-        dense: another model that the metric is compared with as well.
-    """
-    checkpoint = Checkpoint.open(model, packed=True)
-    graphs = _open_graphs(place, checkpoint, options, provider)
-    first = next(graphs)
-    samples = choose_proof_samples(checkpoint.path, first.task, options, trust=trust)
-    if samples.windows is None and samples.images is None:
-        option = "--text" if first.task.modality == "text" else "--images"
-        raise UserError(f"no metric is measured on noise: give {option}")
-    held = _hold(checkpoint, trust)
-    if samples.windows is not None:
-        check_windows(held.get(), samples.windows)
-    others = _load_others(dense, first.task, trust)
-
-    def judge(graph: _OpenGraph) -> Validation:
-        measure = _measure_for(graph.model, graph.task, samples, checkpoint.path)
-        reference = Reference(held, graph.task, set(graph.model.inputs))
-        metrics, passed, detail = _judge_metric(measure, reference, graph.allowance, others)
-        if passed is None:
-            raise UserError(f"{graph.folder / graph.file}: {detail}")
-        session = graph.model.session
-        return Validation(
-            file=graph.file,
-            passed=passed,
-            provider=session.provider,
-            note=session.note,
-            dtype=graph.dtype,
-            tolerance=None if graph.allowance.rounded else graph.allowance.tolerance,
-            max_loss=graph.allowance.max_loss,
-            against=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint),
-            data=samples.description or {},
-            checks=[ProofCheck(name="metric", passed=passed, detail=detail)],
-            cases=[],
-            metrics=metrics,
-            continuations=[],
-            versions=runtime_versions(),
-            files=sha256_files(graph.folder, [graph.file]),
-        )
-
-    return Validations.of([judge(graph) for graph in chain([first], graphs)])
-
-
-def find_record(graph: Path) -> Manifest | None:
-    """The record of a graph in its folder; None if this tool did not write it."""
-    if not (graph.parent / GRAPH_RECORD).is_file():
-        return None
-    return next((each for each in read_manifest(graph.parent).split() if each.file == graph.name), None)
-
-
-def _open_graphs(
-    place: Path, checkpoint: Checkpoint, options: ValidateOptions, provider: Provider | None
-) -> Iterator[_OpenGraph]:
-    folder = place if place.is_dir() else place.parent
-    manifest = read_manifest(place) if place.is_dir() else find_record(place)
-    if manifest is None:
-        yield _open_foreign_graph(place, checkpoint, options, provider)
-        return
-    _check_source(folder, manifest, checkpoint)
-    for graph in manifest.split():
-        model = OnnxModel(folder, graph.file, provider=provider or default_provider(graph.optimize))
-        allowance = _allow(graph, options.tolerance, options.max_loss)
-        yield _OpenGraph(model, folder, graph.file, graph.full_task, graph.dtype, allowance)
-
-
-def _open_foreign_graph(
-    path: Path, checkpoint: Checkpoint, options: ValidateOptions, provider: Provider | None
-) -> _OpenGraph:
-    if options.max_loss is None:
-        raise UserError(
-            f"{path} has no record of this tool's that says how it is rounded: say what it may lose, --max-loss 2%"
-        )
-    described = None if (path.parent / CONFIG).is_file() else checkpoint.path
-    model = OnnxModel(path.parent, path.name, provider=provider or "cpu", described=described)
-    if any(name.endswith("logits") for name in model.outputs):
-        task = choose_task(checkpoint.config, folder=checkpoint.path, cache=model.cached or None)
-    elif "last_hidden_state" in model.outputs:
-        task = choose_task(checkpoint.config, folder=checkpoint.path, task="feature-extraction")
-    else:
-        raise UserError(f"{path} returns {', '.join(list(model.outputs)[:3])}: neither logits nor last_hidden_state")
-    return _OpenGraph(model, path.parent, path.name, task, None, Allowance(0.0, options.max_loss))
-
-
 # ---- all checks ----------------------------------------------------------------------------------------------------
 
 
@@ -451,7 +340,7 @@ class Proof:
 
     def run(self, provider: Provider) -> None:
         self._check("files", lambda: check_files(self.folder, self.manifest, self.present))
-        self._check("checker", lambda: check_operators(self.folder, self.manifest))
+        self._check("checker", lambda: check_operators(self._structure, self.manifest))
         sound = self._check("interface", self._check_interface)
         for reference in (self.reference, *(other.reference for other in self.others)):
             reference.let_go()
@@ -484,12 +373,17 @@ class Proof:
         self.checks.append(ProofCheck(name=name, passed=done.passed, detail=done.detail))
         return done.passed is not False
 
+    @cached_property
+    def _structure(self) -> onnx.ModelProto:
+        """The graph without its weights; it is read before the model is, so that both are not held at once."""
+        return read_structure(self.folder / self.manifest.file)
+
     def _check_interface(self) -> tuple[bool, str]:
         feed = self._small_feed()
         outputs, cache = self.reference.run_with_cache(feed) if self.manifest.cached else (self.reference.run(feed), {})
         names = {port.name for port in self.manifest.inputs}
         missing = [name for name in self.reference.needs if name not in names and self.reference.depends_on(name)]
-        return check_interface(self.folder, self.manifest, list(outputs), list(cache), missing)
+        return check_interface(self._structure, self.manifest, list(outputs), list(cache), missing)
 
     def _check_range(self) -> tuple[bool, str]:
         feed = {name: value[:_RANGE_SAMPLES] for name, value in self._typical_feed().items()}
@@ -502,7 +396,7 @@ class Proof:
 
     def _load(self, provider: Provider) -> tuple[bool, str]:
         try:
-            self.graph = OnnxModel(self.folder, self.manifest.file, provider=provider, mapped=True)
+            self.graph = OnnxModel(self.folder, self.manifest.file, provider=provider)
         except UserError:
             raise
         except Exception as error:  # transformers raises anything over a damaged config.json

@@ -315,8 +315,7 @@ class Validation(BaseModel):
     provider: Provider
     note: str | None
     """Why that is not the provider that was asked for."""
-    dtype: GraphType | None
-    """None of a graph of another tool."""
+    dtype: GraphType
     tolerance: float | None
     """In units of the largest output of a case; means are held to a tenth of it. None of a graph that is rounded."""
     max_loss: float | None

@@ -19,7 +19,6 @@ from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.graph_types import GRAPH_FILES
 from ckpt_prune.common.memory import return_freed_memory
 from ckpt_prune.evaluation.whole_model import config_of
-from ckpt_prune.onnx.isolation import IsolatedSession, create_session
 from ckpt_prune.onnx.tasks import PAST, PRESENT
 
 T = TypeVar("T")
@@ -46,22 +45,19 @@ def default_provider(optimize: Literal["cpu", "cuda", "none"]) -> Provider:
 
 @dataclass(frozen=True)
 class Session:
-    """An open graph: onnxruntime's InferenceSession or an `IsolatedSession`; `note` says why it is another provider."""
+    """An open graph; `note` says why it runs on another provider than was asked for."""
 
     inner: Any
     provider: Provider
     note: str | None
 
 
-def open_session(
-    graph: Path, *, provider: Provider = "cpu", threads: int | None = None, device: int = 0, mapped: bool = False
-) -> Session:
+def open_session(graph: Path, *, provider: Provider = "cpu", threads: int | None = None, device: int = 0) -> Session:
     """Load a graph into onnxruntime. If CUDA is asked for and cannot be loaded, the CPU is used and `note` says so.
 
     Args:
         graph: an ONNX file; external data lies beside it.
         threads: of one operator; by default as many as torch uses, which heeds the cores this process may run on.
-        mapped: as in `create_session`.
     """
     threads = threads or torch.get_num_threads()
     note = None
@@ -69,22 +65,32 @@ def open_session(
         # It would otherwise multiply float32 matrices with ten bits of mantissa, which PyTorch does not.
         cuda = (_PROVIDERS["cuda"], {"use_tf32": "0", "device_id": str(device)})
         built_in = _PROVIDERS["cuda"] in onnxruntime.get_available_providers()
-        session = _load(graph, threads, [cuda, _PROVIDERS["cpu"]], mapped) if built_in else "not built in"
+        session = _load(graph, threads, [cuda, _PROVIDERS["cpu"]]) if built_in else "not built in"
         if not isinstance(session, str) and _PROVIDERS["cuda"] in session.get_providers():
             return Session(session, "cuda", None)
         note = _NO_CUDA
-    session = _load(graph, threads, [_PROVIDERS["cpu"]], mapped)
+    session = _load(graph, threads, [_PROVIDERS["cpu"]])
     if isinstance(session, str):
         raise UserError(f"{graph}: onnxruntime cannot load it: {session}{f'; {note}' if note else ''}")
     return Session(session, "cpu", None if note is None else f"{note}: it runs on the CPU")
 
 
-def _load(graph: Path, threads: int, providers: list[Any], mapped: bool) -> Any:
-    """An InferenceSession, or in one line why there is none."""
+def _load(graph: Path, threads: int, providers: list[Any]) -> onnxruntime.InferenceSession | str:
+    """Return a session, or say in one line why there is none."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Threads that spin while they wait take the cores from whoever else computes (measured: PyTorch beside it 1.7 times
+    # slower); alone on the machine it costs 0 to 6 %.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    onnxruntime.set_default_logger_severity(4)
     try:
-        return create_session(graph, threads, providers, mapped=mapped)
+        # Its own way back to other providers prints on stdout and does not say what it runs on.
+        return onnxruntime.InferenceSession(str(graph), options, providers=providers, enable_fallback=0)
     except Exception as error:  # onnxruntime's exceptions share no base class
         return one_line(error)
+    finally:
+        onnxruntime.set_default_logger_severity(2)
 
 
 class OnnxModel:
@@ -93,7 +99,6 @@ class OnnxModel:
     Args:
         folder: of the graph, with config.json.
         described: the folder with config.json, if that is another one.
-        mapped: as in `create_session`.
 
     Attributes:
         inputs, outputs: names → onnxruntime's descriptions, in the graph's order.
@@ -112,10 +117,9 @@ class OnnxModel:
         threads: int | None = None,
         device: int = 0,
         described: Path | None = None,
-        mapped: bool = False,
     ) -> None:
         self.config = config_of(folder if described is None else described)
-        self.session = open_session(folder / file, provider=provider, threads=threads, device=device, mapped=mapped)
+        self.session = open_session(folder / file, provider=provider, threads=threads, device=device)
         self.inputs = {port.name: port for port in self.session.inner.get_inputs()}
         self.outputs = {port.name: port for port in self.session.inner.get_outputs()}
         self.dtype = next(_TYPES.get(port.type, torch.float32) for port in self.outputs.values())
@@ -125,8 +129,6 @@ class OnnxModel:
 
     def close(self) -> None:
         """Free the graph's memory; it can be run no more."""
-        if isinstance(self.session.inner, IsolatedSession):
-            self.session.inner.close()
         # Descriptions of inputs and outputs hold the session, too.
         self.session, self.inputs, self.outputs = replace(self.session, inner=None), {}, {}
         return_freed_memory()

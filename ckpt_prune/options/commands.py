@@ -525,9 +525,6 @@ class ValidateOptions(DenseOptions, ProofOptions, ProviderOptions, SpreadOptions
     top-1, perplexity, and tokens a second. [default: llama.cpp for a GGUF file, else onnxruntime]"""
     against: OtherModel = option(default=None, metavar="MODEL", group=MODEL)
     """The checkpoint that DIR was exported from; needed for GGUF. [default: the one that DIR lies in, or next to]"""
-    metric_only: bool = option(default=False)
-    """Only measure what the graph loses of the task's metric, and write nothing. DIR may be a graph of another tool;
-    --max-loss says what it may lose."""
     max_loss: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0, lt=1)
     """What rounding may have cost of the task's metric: 0.01 or 1%. [default: 2% for int8, 10% for int4 and q4f16]"""
     tolerance: float | None = option(default=None, gt=0)

@@ -5,7 +5,6 @@ import re
 import shutil
 from pathlib import Path
 
-import onnx_ir
 import pytest
 from click.testing import Result
 
@@ -83,7 +82,6 @@ def test_other_data_than_last_time_is_told(place: Path) -> None:
     )
     job = ("validate", "decoder-onnx", "--against", "decoder")
     assert run(*job, "--text", "text.txt", "--samples", "4").stderr == ""
-    assert run(*job, "--metric-only").stderr == warning
     assert run(*job).stderr == warning
     assert run(*job).stderr == ""
     (place / "decoder-onnx/validation.json").write_text("{")
@@ -232,68 +230,3 @@ def test_a_graph_knows_the_model_that_it_lies_in_or_beside(place: Path) -> None:
 
 def last_line(*args: str) -> str:
     return ok("validate", *args).splitlines()[-1]
-
-
-ONLY = ("--metric-only", "--text", "text.txt", "--samples", "4")
-
-
-def test_the_metric_alone_of_a_graph_of_another_tool(place: Path) -> None:
-    """Without a record, and its config elsewhere, as the Hub's repositories for transformers.js are laid out."""
-    Path("theirs").mkdir()
-    shutil.copy("decoder-onnx/model.onnx", "theirs/model_quantized.onnx")
-    about = ("validate", "theirs/model_quantized.onnx", "--against", "decoder", *ONLY)
-    before = sorted(place.rglob("*"))
-    lines = ok(*about, "--max-loss", "2%").splitlines()
-    assert re.fullmatch(
-        r"perplexity (\S+) in onnxruntime, \1 in PyTorch \(4 windows of 32 tokens\): -?0.00% lost, KL -?0.0000, "
-        r"100.0% of the predictions the same",
-        lines[0],
-    )
-    assert lines[1:] == [
-        "compared on: text.txt",
-        "the graph agrees with decoder (of another tool, cpu, 2% of the metric may be lost)",
-    ]
-    assert ok("validate", "theirs", *about[2:], "--max-loss", "2%").splitlines() == lines
-    assert sorted(place.rglob("*")) == before  # nothing is written
-    assert read_refusal(*about) == (
-        "theirs/model_quantized.onnx has no record of this tool's that says how it is rounded: say what it may lose, "
-        "--max-loss 2%"
-    )
-    assert read_refusal("validate", "theirs", *ONLY, "--max-loss", "2%") == (
-        "theirs/model_quantized.onnx has no record of what it was made from: give --against MODEL"
-    )
-    noise = ("--metric-only", "--max-loss", "2%")
-    shutil.copy("vision-onnx/model.onnx", "theirs/seen.onnx")
-    assert read_refusal("validate", "theirs/seen.onnx", "--against", "vision", *noise) == (
-        "no metric is measured on noise: give --images"
-    )
-    assert read_refusal("validate", "theirs", "--against", "vision", *noise).startswith(
-        "theirs holds 2 graphs: give one"
-    )
-
-
-def test_the_metric_alone_fails_beyond_what_is_allowed(place: Path) -> None:
-    """A graph of other weights, of which nothing says so, loses more than it may."""
-    Path("theirs").mkdir()
-    model = onnx_ir.load("decoder-onnx/model.onnx")
-    table = max(model.graph.initializers.values(), key=lambda value: value.const_value.size)
-    table.const_value = onnx_ir.tensor(40 * table.const_value.numpy()[::-1].copy(), name=table.name)
-    onnx_ir.save(model, "theirs/model.onnx")
-    result = run("validate", "theirs/model.onnx", "--against", "decoder", *ONLY, "--max-loss", "1%", "--json")
-    assert result.exit_code == 1
-    (graph,) = json.loads(result.stdout)["graphs"]
-    assert (graph["dtype"], graph["passed"], graph["max_loss"]) == (None, False, 0.01)
-    assert [check["name"] for check in graph["checks"]] == ["metric"]
-    assert graph["metrics"][0]["difference"] > 0.01
-
-
-def test_the_metric_alone_of_a_folder_with_a_record_is_held_to_its_type(place: Path) -> None:
-    before = Path("decoder-onnx/validation.json").read_bytes() if Path("decoder-onnx/validation.json").exists() else b""
-    for graph in ("decoder-onnx", "decoder-onnx/model.onnx"):
-        assert ok("validate", graph, "--against", "decoder", *ONLY).splitlines()[-1] == (
-            "the graph agrees with decoder (fp32, cpu, tolerance 0.0001 of the largest output)"
-        )
-    assert not before or Path("decoder-onnx/validation.json").read_bytes() == before
-    assert read_refusal("validate", "decoder-onnx", "--against", "encoder", *ONLY) == (
-        "decoder-onnx was not made from encoder: its record names llama-gqa-tied"
-    )

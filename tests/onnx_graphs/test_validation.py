@@ -178,7 +178,6 @@ class Watch:
             return self.models[-1]
 
         def open_graph(graph: OnnxModel, *args: Any, **options: Any) -> None:
-            assert options["mapped"]
             opens(graph, *args, **options)
             self.sessions.append(weakref.ref(graph.session.inner))
             self.note("load")
