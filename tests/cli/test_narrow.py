@@ -88,7 +88,9 @@ def test_a_number_of_blocks_goes_first(here) -> None:
     assert message.startswith("1 parameters: out of reach of recipe mine, whose blocks, stream and spaces leave ")
     # Refused without statistics, too: nobody calibrates for it in vain.
     message = read_refusal("plan", "flat", "--recipe", "mine.yaml", *given)
-    assert message.startswith("recipe mine drops blocks, narrows the residual stream and then prunes spaces of what")
+    assert message.startswith(
+        "recipe mine drops whole blocks, narrows the residual stream and then prunes spaces of what"
+    )
     assert "`ckpt-prune prune --recipe depth --set depth.drop=N`, then `ckpt-prune prune --recipe slice" in message
 
 

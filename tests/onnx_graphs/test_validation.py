@@ -27,7 +27,7 @@ from ckpt_prune.measure.samples.image_files import find_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.onnx import proof, stored
-from ckpt_prune.onnx.checks import check_files, check_interface, hash_present_files
+from ckpt_prune.onnx.checks import check_files, check_interface, hash_present_files, read_structure
 from ckpt_prune.onnx.comparison import make_chunk_cases, make_prompts, make_text_cases
 from ckpt_prune.onnx.metrics import Allowance, measure_image_metric
 from ckpt_prune.onnx.records import Case, Metric, Validation, read_manifest, read_validation
@@ -816,7 +816,9 @@ def test_inputs_and_outputs_have_the_names_of_the_models(
 ) -> None:
     _, graph = exported(DECODER)
     cache = [f"present.{layer}.{kind}" for layer in range(change.get("cache", 2)) for kind in ("key", "value")]
-    passed, detail = check_interface(graph, read_manifest(graph), change.get("outputs", ["logits"]), cache)
+    passed, detail = check_interface(
+        read_structure(graph / "model.onnx"), read_manifest(graph), change.get("outputs", ["logits"]), cache
+    )
     assert passed is not bool(message)
     assert detail == (message or "7 inputs and 5 outputs as the model has them, keys and values of 2 layers")
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from ckpt_prune.job.prepared import RankedSites, RankedUnits
 from ckpt_prune.job.records import DepthRecord, TriedDepth
 from ckpt_prune.model.spaces import Site
-from ckpt_prune.stages.count_search import CountSearch, Trial
 from ckpt_prune.stages.depth.choice import choose_depth
 from ckpt_prune.stages.depth.maps import compensate, remaining_model
 from ckpt_prune.stages.depth.preview import at_depth, depth_of, wanted_depth
+from ckpt_prune.stages.shared.count_search import CountSearch, Trial
 
 
 class BlockCountSearch(CountSearch):

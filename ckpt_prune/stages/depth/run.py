@@ -6,11 +6,11 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.job.prepared import Prepared, RankedSites
 from ckpt_prune.job.records import DepthRecord
 from ckpt_prune.job.run import Run
-from ckpt_prune.stages.count_search import measure_unpruned
 from ckpt_prune.stages.depth.choice import choose_depth
 from ckpt_prune.stages.depth.count_search import BlockCountSearch, ranked_at
 from ckpt_prune.stages.depth.maps import compensate, remaining_model
 from ckpt_prune.stages.depth.preview import at_depth, depth_of
+from ckpt_prune.stages.shared.count_search import measure_unpruned
 
 DEPTH = "depth"
 """Entry of the journal: which blocks go, and the maps in their place."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.show.section import Section, Table, make_tables, number_under
 from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.show_tried import show_tried
+from ckpt_prune.stages.shared.show_tried import show_tried
 
 STAYS, GONE, MAPPED = "#", ".", "+"
 

@@ -15,7 +15,6 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared, RankedSites
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
-from ckpt_prune.stages.count_search import measure_unpruned
 from ckpt_prune.stages.hidden.bases import principal_directions
 from ckpt_prune.stages.hidden.count_search import DimensionCountSearch
 from ckpt_prune.stages.hidden.preview import (
@@ -30,6 +29,7 @@ from ckpt_prune.stages.hidden.preview import (
 from ckpt_prune.stages.hidden.shared_basis import open_sliced_stream, shared_basis, shared_gram
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.rotation.absorbing import residual_of
+from ckpt_prune.stages.shared.count_search import measure_unpruned
 
 HIDDEN = "hidden"
 """Entry of the journal: how many dimensions stay, if spaces lose units, too."""

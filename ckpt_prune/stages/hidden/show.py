@@ -3,7 +3,7 @@
 from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.show.section import Section, Table
 from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.show_tried import show_tried
+from ckpt_prune.stages.shared.show_tried import show_tried
 
 _KINDS = {
     "per-block": "Attention and mlp of every block read it in bases of their own",
