@@ -49,10 +49,10 @@ from ckpt_prune.scoring.costs import WIDE
 from ckpt_prune.stages.quantize.keys import quantize_recipe
 from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.recovery.training import SampleSplit
+from ckpt_prune.stages.shared.measure_dense import LEAST_WINDOWS, TOKENS_PER_INPUT
 from ckpt_prune.stages.spaces.effects.gradients import DRAWN, gradient_rows
 from ckpt_prune.stages.spaces.effects.predicted import MANY, POSITIONS, SPACE_POINTS, SPACING
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
-from ckpt_prune.stages.spaces.measure_dense import LEAST_WINDOWS, TOKENS_PER_INPUT
 
 FOLDS, STRENGTHS = 4, (3, 2)
 """Folds of the windows; and of each that a strength is chosen on, how many strengths show which one is the least."""

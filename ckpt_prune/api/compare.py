@@ -53,8 +53,8 @@ def compare(options: CompareOptions) -> "Comparison":
     from ckpt_prune.model.containers.opening import Opening, open_model
     from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
     from ckpt_prune.show.html import print_page
-    from ckpt_prune.stages.recovery.pairs import at_same_depth, check_models, check_same_reader, rotated_as
     from ckpt_prune.stages.report import find_report
+    from ckpt_prune.stages.shared.pairs import at_same_depth, check_models, check_same_reader, rotated_as
 
     trust = options.trust_remote_code
     say = Notices()

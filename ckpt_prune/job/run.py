@@ -1,6 +1,6 @@
 """A run: one attempt at a job, with its staging folder and journal. Stages get their data and their notes here."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +14,11 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.job.layout import Layout, with_rest
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.step import Step
+from ckpt_prune.job.step import PruneStep, Step
 from ckpt_prune.job.store import BlockStore
 from ckpt_prune.job.timing import PhaseTimer
+from ckpt_prune.measure.moment_sources import FollowedMoments, SequentialMoments
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.parallel.group import process_group
 
 Announce = Callable[[str], None]
@@ -102,6 +104,24 @@ class Run:
                 present = [path for path in files if path.is_file()]
                 self.journal.record(entry, note=record.model_dump(mode="json"), files=present)
         return record
+
+    def prefix_moments(self, prepared: Prepared, grams: Mapping[str, bool]) -> SequentialMoments:
+        """Return moments of what reaches a block behind the pruned ones, for a step that comes after all others.
+
+        They are measured on the stream of the last step that prunes. That moves by the weights that are written, which
+        are those behind the last step. If no step prunes, a stream of their own moves in the same way.
+
+        Args:
+            grams: space or linear module → True if its moments hold Grams.
+        """
+
+        def open_stream() -> HiddenStream:
+            return prepared.live_stream(prepared.view)
+
+        pruning = next((step for step in reversed(self.steps.values()) if isinstance(step, PruneStep)), None)
+        if pruning is None:
+            return SequentialMoments(open_stream(), dict(grams), true_sequential=True)
+        return FollowedMoments(pruning.prefix(open_stream), dict(grams), true_sequential=True)
 
     def open_store(self, prepared: Prepared) -> BlockStore:
         """Lay out the files of the output in the staging folder."""

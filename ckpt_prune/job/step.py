@@ -1,6 +1,6 @@
 """A step: what a stage does to each block. The walk over blocks knows no more of stages."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
@@ -73,16 +73,15 @@ class PruneStep(Step):
         self.apart = not isinstance(source, SequentialMoments)
         self._carried: HiddenStream | None = None
 
-    def carry(self, stream: HiddenStream) -> None:
-        """Carry hidden states of the pruned model along, for callers who need them besides the moments."""
-        self._carried, self.apart = stream, False
+    def prefix(self, open_stream: Callable[[], HiddenStream]) -> HiddenStream:
+        """Return hidden states behind the pruned blocks: those that moments are measured on, or others, carried along.
 
-    @property
-    def carried(self) -> HiddenStream:
-        """Hidden states of the pruned model: those that moments are measured on, or those that are carried."""
+        `open_stream` opens those at the first block, before anything is pruned.
+        """
         if isinstance(self.source, SequentialMoments):
             return self.source.stream
-        assert self._carried is not None
+        if self._carried is None:
+            self._carried, self.apart = open_stream(), False
         return self._carried
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, Sequence[BaseModel]]:

@@ -129,6 +129,13 @@ class SequentialMoments:
         self.stream.advance(block, tensors)
 
 
+class FollowedMoments(SequentialMoments):
+    """Moments measured on the stream of an earlier step, which moves it on."""
+
+    def advance(self, block: int, tensors: Mapping[str, Tensor]) -> None:
+        """Do nothing."""
+
+
 class DriftMoments(SequentialMoments):
     """Moments measured behind the pruned blocks, with their drift from the dense model (compensation, section 4).
 

@@ -12,8 +12,8 @@ from ckpt_prune.model.spaces import Site
 from ckpt_prune.runner.checks import check_data, check_fit
 from ckpt_prune.runner.plannable import check_plannable
 from ckpt_prune.stages.depth.choice import drop_planned_blocks
-from ckpt_prune.stages.moments import open_moments
-from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.shared.moments import open_moments
+from ckpt_prune.stages.shared.output import plan_output
 from ckpt_prune.stages.spaces.run import choose_widths, grams_of, pruner_of
 from ckpt_prune.stages.spaces.solvers import solver_of
 

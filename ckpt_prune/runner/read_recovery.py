@@ -16,9 +16,9 @@ from ckpt_prune.runner.read_job import asked_after, training_dtype
 from ckpt_prune.runner.run_job import check_job
 from ckpt_prune.stages.recovery.keys import RecoverRecipe
 from ckpt_prune.stages.recovery.lora import classes_of, require_peft
-from ckpt_prune.stages.recovery.pairs import check_same_reader
 from ckpt_prune.stages.recovery.reports import known_samples
 from ckpt_prune.stages.report import find_report
+from ckpt_prune.stages.shared.pairs import check_same_reader
 
 MOST_SAMPLES = 2048
 """Samples if no number is given, as in the paper, or all there are."""

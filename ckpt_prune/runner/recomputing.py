@@ -17,9 +17,9 @@ from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.folders import find_functions, stages_of
-from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.stages.shared.equality import BLOCKS, away
+from ckpt_prune.stages.shared.moments import open_moments
 
 _LIMIT = 1e-3
 """Allowed difference, as a share of a tensor's largest value. Other machines and numbers of threads cause far less."""

@@ -13,7 +13,7 @@ from ckpt_prune.runner.checks import check_data, check_fit, check_together, chec
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.publish import publish
 from ckpt_prune.stages.folders import stages_of
-from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.shared.output import plan_output
 from ckpt_prune.stages.shared.walk import Records, read_records, walk
 
 

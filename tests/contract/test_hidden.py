@@ -25,9 +25,9 @@ from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.hidden.bases import SlicedStream, directions_keeping_ones, stream_scale
 from ckpt_prune.stages.hidden.preview import hidden_record, narrow_jointly, view_of
-from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.rotation.moments import stream_gram
+from ckpt_prune.stages.shared.moments import open_moments
 from ckpt_prune.verification.verify import verify
 from tests.oracles.slicing import Projected
 from tests.pairs import choose_cases, dealt

@@ -10,7 +10,7 @@ from ckpt_prune.runner.sections import all_sections, name_report
 from ckpt_prune.show.section import Figure, HeatMap, Section
 from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.show_linears import KINDS, label_of
+from ckpt_prune.stages.shared.show_linears import KINDS, label_of
 from ckpt_prune.stages.spaces.show import warn_of_sites
 from tests.show.examples import (
     Json,

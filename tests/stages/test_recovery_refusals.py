@@ -12,7 +12,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT, ROTATIONS
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
-from ckpt_prune.stages.recovery.pairs import check_same_reader
+from ckpt_prune.stages.shared.pairs import check_same_reader
 from tests.images import write_processor
 from tests.reports import recover
 from tests.stages.recovering import (

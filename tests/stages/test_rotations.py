@@ -26,10 +26,10 @@ from ckpt_prune.model.containers.rope_keys import state_rope
 from ckpt_prune.runner.run_job import preview_job
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.mask.masker import Masker
-from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.rotation import learner as rotations
 from ckpt_prune.stages.rotation.descent import LearnedRotations, RotationProblem
 from ckpt_prune.stages.rotation.run import learner_of
+from ckpt_prune.stages.shared.moments import open_moments
 from tests import encoders, families
 from tests.families import BLOCKS, prune, windows
 from tests.oracles import rotation_entropy

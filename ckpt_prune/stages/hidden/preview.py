@@ -16,9 +16,9 @@ from ckpt_prune.stages.depth.preview import shortest
 from ckpt_prune.stages.hidden.keys import Hidden
 from ckpt_prune.stages.hidden.narrow_stock import embedding_scale, narrow_container, narrow_model
 from ckpt_prune.stages.hidden.sliced_checkpoint import Bases, SlicedCheckpoint, check_sliceable, not_measured
-from ckpt_prune.stages.output import sliced_output
 from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.shared.narrowed import Narrowed
+from ckpt_prune.stages.shared.output import sliced_output
 from ckpt_prune.stages.spaces.size_search import (
     at_own_size,
     check_reachable,

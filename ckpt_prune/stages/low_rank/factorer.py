@@ -23,7 +23,7 @@ from ckpt_prune.parallel.group import process_group
 from ckpt_prune.stages.low_rank.keys import LowRank
 from ckpt_prune.stages.low_rank.ranks import Thin, ranks_by_energy, uniform_ranks
 from ckpt_prune.stages.low_rank.records import FactoredRecord
-from ckpt_prune.stages.spaces.pruner import check_overflow
+from ckpt_prune.stages.shared.overflow import check_overflow
 
 
 @dataclass(frozen=True)

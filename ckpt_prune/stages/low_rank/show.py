@@ -6,7 +6,7 @@ from ckpt_prune.common.formatting import human_count, plural
 from ckpt_prune.show.section import Section, format_span, number_under
 from ckpt_prune.stages.low_rank.records import FactoredRecord
 from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, list_linears
+from ckpt_prune.stages.shared.show_linears import draw_by_kind, error_sentences, list_linears
 
 
 def sections(report: Report) -> list[Section]:

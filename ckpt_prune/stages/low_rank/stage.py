@@ -13,10 +13,10 @@ from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.show.section import format_span
 from ckpt_prune.stages.low_rank.factorer import Factorer
 from ckpt_prune.stages.low_rank.keys import LowRank
-from ckpt_prune.stages.moments import check_collected, prune_step
-from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.shared.measure_dense import measure_and_choose, preview_choice
+from ckpt_prune.stages.shared.moments import check_collected, prune_step
+from ckpt_prune.stages.shared.output import plan_output
 from ckpt_prune.stages.shared.tokens import INPUTS, widest_linear
-from ckpt_prune.stages.spaces.measure_dense import measure_and_choose, preview_choice
 
 
 class LowRankStage(Stage[LowRank]):

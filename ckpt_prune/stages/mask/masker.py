@@ -23,7 +23,7 @@ from ckpt_prune.sparsity.damping import MOST_DAMP
 from ckpt_prune.sparsity.masks import keep_groups, keep_share, magnitude, wanda
 from ckpt_prune.stages.mask.keys import Mask
 from ckpt_prune.stages.mask.records import MaskedLinear
-from ckpt_prune.stages.spaces.pruner import check_overflow
+from ckpt_prune.stages.shared.overflow import check_overflow
 
 
 @dataclass(frozen=True)

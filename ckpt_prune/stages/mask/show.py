@@ -8,7 +8,7 @@ from ckpt_prune.common.zero_patterns import describe_mask
 from ckpt_prune.show.section import Section, name_some, number_under
 from ckpt_prune.stages.mask.records import MaskedLinear
 from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.show_linears import draw_by_kind, error_sentences, list_linears, place_of
+from ckpt_prune.stages.shared.show_linears import draw_by_kind, error_sentences, list_linears, place_of
 
 _DENSE = (
     "The tensors keep their dense shapes, zeros included, so size and speed are unchanged by the mask unless a runtime "

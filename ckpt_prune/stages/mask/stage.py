@@ -11,19 +11,18 @@ from ckpt_prune.job.records import MaskShares
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import PruneStep
-from ckpt_prune.measure.moment_sources import SequentialMoments
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.mask.keys import Mask
 from ckpt_prune.stages.mask.masker import Masker, check_widths
 from ckpt_prune.stages.mask.records import MaskRecord
 from ckpt_prune.stages.mask.shares import choose_shares
-from ckpt_prune.stages.moments import check_collected, prune_step
 from ckpt_prune.stages.rotation.run import rotations_in_turn
 from ckpt_prune.stages.shared.extremes import nothing_goes, ruined_line
+from ckpt_prune.stages.shared.measure_dense import measure_dense
+from ckpt_prune.stages.shared.moments import check_collected, prune_step
 from ckpt_prune.stages.shared.one_basis import check_one_basis
 from ckpt_prune.stages.shared.tokens import INPUTS, widest_linear
-from ckpt_prune.stages.spaces.measure_dense import measure_dense
 
 
 class MaskStage(Stage[Mask]):
@@ -133,9 +132,7 @@ class MaskStage(Stage[Mask]):
         rotations = rotations_in_turn(prepared)
         if rotations is None:
             return step
-        if not isinstance(step.source, SequentialMoments):
-            step.carry(prepared.live_stream(prepared.view))
-        rotations.stream = step.carried
+        rotations.stream = step.prefix(lambda: prepared.live_stream(prepared.view))
         return step
 
     def report(self, prepared: Prepared, records: Sequence[Any], run: Run) -> dict[str, Any]:

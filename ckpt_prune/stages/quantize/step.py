@@ -18,7 +18,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Source
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import PruneStep, Tensors
-from ckpt_prune.measure.moment_sources import MomentSource, SequentialMoments
+from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
 from ckpt_prune.model.containers.container import stored_container
@@ -29,7 +29,6 @@ from ckpt_prune.parallel.group import process_group
 from ckpt_prune.show.model_card import source_card
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise_largest_first
-from ckpt_prune.stages.moments import open_moments
 from ckpt_prune.stages.quantize.keys import Quantize, QuantizeAlone
 from ckpt_prune.stages.quantize.output import check_model, pack_output, scheme_of
 from ckpt_prune.stages.quantize.packing import pack_weight, require_library
@@ -43,6 +42,7 @@ from ckpt_prune.stages.quantize.records import (
 )
 from ckpt_prune.stages.quantize.scheme import PackingScheme
 from ckpt_prune.stages.report import find_report
+from ckpt_prune.stages.shared.moments import open_moments
 
 _WEIGHT = ".weight"
 
@@ -55,22 +55,7 @@ def quantize_step(stage: Quantize, prepared: Prepared, run: Run) -> PruneStep:
     with phase("calibration"):
         if not by_gptq or prepared.live is None:
             return PruneStep(rounder, open_moments(prepared, grams if by_gptq else None))
-        behind = next((step for step in reversed(run.steps.values()) if isinstance(step, PruneStep)), None)
-        if behind is None:
-            return PruneStep(
-                rounder, SequentialMoments(prepared.live_stream(prepared.view), grams, true_sequential=True)
-            )
-        # The stream of what prunes moves by the weights that are written, which are rounded.
-        if not isinstance(behind.source, SequentialMoments):
-            behind.carry(prepared.live_stream(prepared.view))
-        return PruneStep(rounder, OtherStream(behind.carried, grams, true_sequential=True))
-
-
-class OtherStream(SequentialMoments):
-    """Moments measured on the stream of an earlier step, which moves it on."""
-
-    def advance(self, block: int, tensors: Tensors) -> None:
-        """Do nothing."""
+        return PruneStep(rounder, run.prefix_moments(prepared, grams))
 
 
 class Rounder:

@@ -34,18 +34,18 @@ from ckpt_prune.stages.recovery.lora import (
     require_peft,
     train_adapters,
 )
-from ckpt_prune.stages.recovery.pairs import (
+from ckpt_prune.stages.recovery.run import recover_step
+from ckpt_prune.stages.recovery.target import DenseTarget
+from ckpt_prune.stages.recovery.train_once import train_once
+from ckpt_prune.stages.recovery.training import Progress, Trained
+from ckpt_prune.stages.report import find_report
+from ckpt_prune.stages.shared.pairs import (
     at_same_depth,
     check_models,
     check_one_stream,
     refuse_factored,
     rotated_as,
 )
-from ckpt_prune.stages.recovery.run import recover_step
-from ckpt_prune.stages.recovery.target import DenseTarget
-from ckpt_prune.stages.recovery.train_once import train_once
-from ckpt_prune.stages.recovery.training import Progress, Trained
-from ckpt_prune.stages.report import find_report
 
 _WEIGHT = ".weight"
 _ADAPTERS = "adapters"

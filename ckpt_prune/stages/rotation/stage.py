@@ -18,7 +18,7 @@ from ckpt_prune.stages.rotation.run import (
     rotate_unlearned,
     turn_step,
 )
-from ckpt_prune.stages.spaces.measure_dense import measure_dense
+from ckpt_prune.stages.shared.measure_dense import measure_dense
 
 
 class RotationStage(Stage[Rotation]):

@@ -35,9 +35,9 @@ from ckpt_prune.measure.streams.readout import Readout, measure_divergences
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.stages import FullRecipe
+from ckpt_prune.stages.shared.measure_dense import measure_first
 from ckpt_prune.stages.spaces.budget import total_error
 from ckpt_prune.stages.spaces.effects.site_variants import check_finite, trial_spaces
-from ckpt_prune.stages.spaces.measure_dense import measure_first
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.size_search import at_own_size, crossed_spaces
 from ckpt_prune.stages.spaces.widths import crossings_of, curves_of, decide, dense_ranking

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.phases import phase
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.model_view import fill_biases
@@ -21,6 +19,7 @@ from ckpt_prune.model.cuts import list_cuts, positions_among
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName, axis_dim
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.stages.shared.overflow import check_overflow
 from ckpt_prune.stages.spaces.solvers import solver_of
 from ckpt_prune.stages.spaces.solvers.base import SolvedSite, Solver
 
@@ -209,10 +208,3 @@ class AtSite(NamedTuple):
     tensors: Tensors
     moments: SpaceMoments | None
     solved: SolvedSite
-
-
-def check_overflow(before: Tensors, after: Tensors) -> None:
-    """Refuse a block whose new tensors do not fit their dtype."""
-    for name, tensor in after.items():
-        if tensor is not before.get(name) and not all_finite(tensor):
-            raise UserError(f"{name}: the new tensor does not fit its dtype {tensor.dtype}: use a gentler recipe")

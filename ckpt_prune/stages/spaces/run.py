@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.decisions import decide_by_plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
-from ckpt_prune.measure.moment_sources import SequentialMoments
-from ckpt_prune.stages.moments import prune_step
-from ckpt_prune.stages.output import plan_output
+from ckpt_prune.stages.shared.moments import prune_step
+from ckpt_prune.stages.shared.output import plan_output
 from ckpt_prune.stages.shared.walk import walk
 from ckpt_prune.stages.spaces.checks import check_enough_samples
 from ckpt_prune.stages.spaces.keys import Spaces
@@ -73,10 +73,9 @@ def search_strength(prepared: Prepared) -> StrengthSearch:
         trial = prepared.with_strength(strength)
         trial = replace(trial, job=replace(trial.job, diagnostics=False))
         step = prune_step(pruner_of(trial), grams_of(trial), trial)
-        if not isinstance(step.source, SequentialMoments):
-            step.carry(trial.live_stream(trial.view))
+        stream = step.prefix(partial(trial.live_stream, trial.view))
         walk(trial.view, {Spaces.key: step}, doing=f"trying lambda {strength:g}")
-        nll = step.carried.measure_nll()
+        nll = stream.measure_nll()
         perplexities[strength] = math.exp(nll) if nll < _MOST_NLL else None
     finite = {strength: value for strength, value in perplexities.items() if value is not None}
     if not finite:

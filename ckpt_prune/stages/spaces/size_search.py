@@ -19,7 +19,7 @@ from ckpt_prune.model.spaces import COUPLED, Site, SpaceName, recipe_space
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.sizes import SizeKind, TargetSize, cost_in, size_words
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
-from ckpt_prune.stages.output import output_at
+from ckpt_prune.stages.shared.output import output_at
 from ckpt_prune.stages.spaces.budget import Crossing
 from ckpt_prune.stages.spaces.rankings import keep_ranked
 from ckpt_prune.stages.spaces.ratio_gaps import allowed_widths, ratio_for

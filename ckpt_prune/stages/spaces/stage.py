@@ -9,11 +9,11 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import Step
 from ckpt_prune.model.containers.choosing import unprunable_spaces
-from ckpt_prune.stages.moments import prune_step
+from ckpt_prune.stages.shared.measure_dense import measure_and_choose, preview_choice
+from ckpt_prune.stages.shared.moments import prune_step
 from ckpt_prune.stages.shared.tokens import INPUTS
 from ckpt_prune.stages.spaces.checks import check_measured, check_sites
 from ckpt_prune.stages.spaces.keys import Spaces
-from ckpt_prune.stages.spaces.measure_dense import measure_and_choose, preview_choice
 from ckpt_prune.stages.spaces.messages import (
     extreme_line,
     multiples_line,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.stages.quantize import step as quantise
-from ckpt_prune.stages.spaces import measure_dense
+from ckpt_prune.stages.shared import measure_dense
 from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
 from tests.contract.models import CASES
 from tests.evaluation.tiny import random_windows, tiny_llama, tiny_tokenizer

@@ -13,7 +13,7 @@ from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import DiskError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.statistics.end_states import EndStates
-from ckpt_prune.stages.spaces import measure_dense
+from ckpt_prune.stages.shared import measure_dense
 from tests import encoders, families
 from tests.cli.running import DENSE, TEXT, listing, ok, read_json, read_refusal, run, same_files
 from tests.images import write_images, write_vit

@@ -21,7 +21,7 @@ from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.scoring import obs
 from ckpt_prune.scoring.costs import DropOrder
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.spaces import measure_dense
+from ckpt_prune.stages.shared import measure_dense
 from ckpt_prune.stages.spaces.effects import predicted as space_effects
 from ckpt_prune.stages.spaces.effects.gradients import draw_tokens
 from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe

@@ -102,7 +102,7 @@ def test_drift_is_that_of_the_pruned_prefix(dense, case, true_sequential, tmp_pa
     variant, (sites, ratios) = case.partition(" ")[0], CASES[case]
     job = job_on(dense.folder(variant), variant, ratios, true_sequential=true_sequential)
     source = source_of(job)
-    monkeypatch.setattr("ckpt_prune.stages.moments.open_moments", lambda *_: source)
+    monkeypatch.setattr("ckpt_prune.stages.shared.moments.open_moments", lambda *_: source)
     report = prune(job, tmp_path / "out")
     assert source.seen.keys() == {(block, space) for block in range(BLOCKS) for space in ratios}
     output: PreTrainedModel = (
