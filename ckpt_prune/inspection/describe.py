@@ -145,13 +145,14 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
             return "remote code"
 
     tensors = model.checkpoint.tensors
-    per_block = sum(tensors[model.tensor(model.spaced_blocks.start, module)].numel for module in space.modules)
+    blocks = model.blocks_with(name)
+    per_block = sum(tensors[model.tensor(blocks[0], module)].numel for module in space.modules)
     return SpaceDescription(
         unit=space.unit + (f" of each of {plural(len(alike), 'expert')}" if space.experts else ""),
         units=units,
         consumer=consumer,
         columns_per_unit=model.unit_columns(name),
-        parameters=per_block * len(alike) * len(model.spaced_blocks),
+        parameters=per_block * len(alike) * len(blocks),
         containers={
             "weights": container(biases),
             "weights and bias": container(biases | ({consumer} if consumer else set())),

@@ -68,12 +68,12 @@ class Decisions:
         return SiteDecision(keep_count(model, self.recipe, site.space))
 
     def widths(self, model: Model) -> list[dict[SpaceName, int]]:
-        """Return units kept per block and space."""
+        """Return units kept per block and space, of the spaces that the block has."""
         return [
             {
                 space: self.of(model, Site(block, space)).keep
                 for space in self.recipe.spaces
-                if block in model.spaced_blocks
+                if space in model.spaces(block)
             }
             for block in range(model.blocks)
         ]

@@ -216,10 +216,9 @@ class Prepared:
         """Units kept per block and space."""
         return self.decisions.widths(self.model)
 
-    @property
-    def spaced_widths(self) -> list[dict[Any, int]]:
-        """Units kept per space, of only those blocks that have spaces (`Model.spaced_blocks`)."""
-        return self.widths[self.model.spaced_blocks.start :]
+    def counts(self, space: SpaceName) -> list[int]:
+        """Return the units of a space that are kept, in each block that has it."""
+        return [widths[space] for widths in self.widths if space in widths]
 
     @property
     def container_known(self) -> bool:

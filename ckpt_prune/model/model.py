@@ -28,7 +28,7 @@ from ckpt_prune.model.family import Family
 from ckpt_prune.model.family_keys import GROUPED
 from ckpt_prune.model.matching import match_family, orient_checkpoint, tied_by_description
 from ckpt_prune.model.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
-from ckpt_prune.model.spaces import Axis, Kind, SpaceName, axis_dim
+from ckpt_prune.model.spaces import Axis, Kind, Space, SpaceName, axis_dim
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -112,6 +112,14 @@ class Model:
         """Blocks that have the spaces of the family: all but the leading ones (`leading` of a description)."""
         leading = self.family.leading
         return range(0 if leading is None else int(getattr(self.config, leading) or 0), self.blocks)
+
+    def spaces(self, block: int) -> Mapping[SpaceName, Space]:
+        """Return the spaces of a block, in the order in which they are computed."""
+        return self.family.spaces if block in self.spaced_blocks else {}
+
+    def blocks_with(self, space: SpaceName) -> list[int]:
+        """Return the blocks that have a space."""
+        return [block for block in range(self.blocks) if space in self.spaces(block)]
 
     def inputs(self, block: int) -> dict[str, tuple[str, ...]]:
         """Return `Family.inputs` of a block; nothing of a block without spaces."""

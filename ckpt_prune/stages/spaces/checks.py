@@ -133,7 +133,8 @@ def check_enough_samples(prepared: Prepared) -> None:
 
 def _check_plan(prepared: Prepared, plan: Plan) -> None:
     """Refuse a plan that does not list every pruned space of every block once, with kept units that there are."""
-    expected = [Site(block, space) for block in prepared.model.spaced_blocks for space in prepared.recipe.spaces]
+    spaces, model = prepared.recipe.spaces, prepared.model
+    expected = [Site(block, space) for space in spaces for block in model.blocks_with(space)]
     if Counter(each.site for each in plan.sites) != Counter(expected):
         raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
     for site in plan.sites:

@@ -32,12 +32,11 @@ def units_line(prepared: Prepared) -> str:
     size, model, recipe = asked_size_of(prepared), prepared.model, prepared.recipe
     if prepared.foreseen:
         return _foreseen_line(prepared)
-    widths = prepared.spaced_widths
-    if size is not None and all(width[space] == model.units(space) for width in widths for space in width):
+    if size is not None and all(min(prepared.counts(s)) == model.units(s) for s in recipe.spaces):
         return f"nothing is dropped: the model is within {size.words} as it is"
     uneven, kept = recipe.allocation == "least-error", []
     for name, space in first_expert_spaces(recipe.spaces).items():
-        counts, units = [width[space] for width in widths], model.units(space)
+        counts, units = prepared.counts(space), model.units(space)
         ratio = "" if uneven else f" (ratio {1 - fmean(counts) / units:.3g})"
         kept.append(f"{name} {format_span(counts)}/{units}{ratio}")
     if size is None:
@@ -67,7 +66,7 @@ def extreme_line(prepared: Prepared) -> str | None:
     shares = {
         space: sum(counts) / (len(counts) * model.units(space))
         for space in recipe.spaces
-        if (counts := [widths[space] for widths in prepared.widths if space in widths])
+        if (counts := prepared.counts(space))
     }
     return ruined_line(shares, "Ratios of 0.1 to 0.3 are")
 
@@ -96,11 +95,11 @@ def widest_fit(prepared: Prepared) -> int:
 
 def _inputs(prepared: Prepared) -> dict[SpaceName, int]:
     """Return the most inputs of a fit at the sites of each space that loses units."""
-    model, recipe, widths = prepared.model, prepared.recipe, prepared.spaced_widths
+    model, recipe = prepared.model, prepared.recipe
     return {
-        space: max(width[space] for width in widths) * model.copies(space) * model.unit_columns(space)
+        space: max(prepared.counts(space)) * model.copies(space) * model.unit_columns(space)
         for space in recipe.spaces
-        if recipe.gram_for(space) is not None and any(width[space] < model.units(space) for width in widths)
+        if recipe.gram_for(space) is not None and min(prepared.counts(space)) < model.units(space)
     }
 
 
@@ -178,9 +177,7 @@ def multiples_line(prepared: Prepared) -> str | None:
         space: units_kept(units(space), ratio(space), rounding_of(model, recipe, space), model.multiple(space))
         for space in recipe.spaces
     }
-    kept = (
-        (space, count) for widths in prepared.spaced_widths for space, count in widths.items() if space in asked_widths
-    )
+    kept = ((space, count) for space in recipe.spaces for count in prepared.counts(space))
     more = sum((count - asked_widths[space]) * model.unit_weights(space) for space, count in kept)
     names = ", ".join(recipe.runs_on)
     if more <= 0:

@@ -92,7 +92,7 @@ class Pruner:
         kept: dict[SpaceName, Tensor] = {}
         recipe = self.decisions.recipe
         # The order of the description is the order of computation: q and k, then what they weigh, then the mlp.
-        spaces = self.model.family.spaces if block in self.model.spaced_blocks else {}
+        spaces = self.model.spaces(block)
         decided = {s: self.decisions.of(self.model, Site(block, s)) for s in spaces if s in recipe.spaces}
         # What stays whole is not measured again: it is most of what a budget leaves of attention.
         measured = [s for s, own in decided.items() if own.scores is None or own.keep != self.model.units(s)]

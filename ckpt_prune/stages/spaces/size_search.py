@@ -243,8 +243,9 @@ def _size_without(prepared: Prepared, kind: SizeKind, spaces: Sequence[SpaceName
     """Return the size without one unit of each of these spaces in one block."""
     units = {space: prepared.model.units(space) for space in prepared.recipe.spaces}
     widths = [dict(units) for _ in range(prepared.model.blocks)]
+    first = max(prepared.model.blocks_with(space)[0] for space in spaces)
     for space in spaces:
-        widths[prepared.model.spaced_blocks.start][space] -= 1
+        widths[first][space] -= 1
     return size_at(prepared, kind, widths)
 
 
