@@ -109,7 +109,7 @@ def train_block(
         objective.reset()
         optimizer = torch.optim.Adam(objective.parameters, lr=rate / _SLOWER**attempt)
         order = (seed * 1_000_003 + index) % 2**63
-        trained = train(objective, optimizer, split, settings, seed=order, nothing=_NOTHING, progress=progress)
+        trained = train(objective, optimizer, split, settings, seed=order, progress=progress)
         epochs, diverged = epochs + trained.epochs, diverged or trained.diverged
         if trained.best_epoch or not trained.epochs:
             break
@@ -127,6 +127,8 @@ class BlockObjective(Objective[Tensors]):
     Args: as in `train_block`.
         part: samples that go through the block at once.
     """
+
+    nothing = _NOTHING
 
     def __init__(
         self,

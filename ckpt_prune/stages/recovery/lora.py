@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,25 +87,16 @@ def lora_rate(settings: RecoverySettings, hidden: int) -> float:
     return settings.lr if settings.lr is not None else min(_MOST_RATE, _RATE * _HIDDEN / hidden)
 
 
-@dataclass(frozen=True)
-class MergedAdapters:
-    """Adapters as they were after an epoch.
-
-    Attributes:
-        weights: of modules, merged, as they are to be stored.
-        factors: their matrices by the names that peft gives them in files; empty unless they are kept.
-    """
+class MergedAdapters(NamedTuple):
+    """Merged weights by on-disk name, and if they are asked for the adapters' own matrices in peft's names."""
 
     weights: dict[str, Tensor]
     factors: dict[str, Tensor]
 
-    def __len__(self) -> int:
-        return len(self.weights)
-
 
 def train_adapters(
     model: Any,
-    dtypes: Mapping[str, torch.dtype],
+    modules: Mapping[str, tuple[str, torch.dtype]],
     examples: LoraExamples,
     settings: RecoverySettings,
     lora: LoraSettings,
@@ -120,7 +111,7 @@ def train_adapters(
 
     Args:
         model: in float32 or bfloat16, on its device. It is changed.
-        dtypes: module that gets an adapter → dtype of its stored weight.
+        modules: module that gets an adapter → its weight's on-disk name and dtype.
         examples: a share of them is held out.
         settings: of training; those of single blocks do not count.
         seed: of the adapters and the order of samples.
@@ -128,17 +119,9 @@ def train_adapters(
     split = SampleSplit.of(len(examples), settings.held_out)
     with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
         torch.manual_seed(seed)
-        objective = LoraObjective(model, dtypes, examples, lora, part_size(settings))
-        return train(
-            objective,
-            torch.optim.AdamW(objective.parameters, lr=rate),
-            split,
-            settings,
-            seed=seed,
-            climb=_WARM_UP * split.steps(settings),
-            seconds=lora.seconds,
-            progress=progress,
-        )
+        objective = LoraObjective(model, modules, examples, lora, part_size(settings))
+        optimizer = torch.optim.AdamW(objective.parameters, lr=rate)
+        return train(objective, optimizer, split, settings, seed=seed, seconds=lora.seconds, progress=progress)
 
 
 class LoraObjective(Objective[MergedAdapters]):
@@ -149,15 +132,25 @@ class LoraObjective(Objective[MergedAdapters]):
     """
 
     def __init__(
-        self, model: Any, dtypes: Mapping[str, torch.dtype], examples: LoraExamples, lora: LoraSettings, part: int
+        self,
+        model: Any,
+        modules: Mapping[str, tuple[str, torch.dtype]],
+        examples: LoraExamples,
+        lora: LoraSettings,
+        part: int,
     ) -> None:
         peft = require_peft()
-        self._stored = {n: model.get_submodule(n).weight.detach().to(dtype, copy=True) for n, dtype in dtypes.items()}
+        weights = {module: model.get_submodule(module).weight.detach() for module in modules}
+        self._stored = {name: weights[module].to(dtype, copy=True) for module, (name, dtype) in modules.items()}
         self._examples, self._lora, self._part = examples, lora, part
-        config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(dtypes))
+        config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(modules))
         self._model = peft.get_peft_model(model, config)
-        self._adapters = {name: self._model.base_model.model.get_submodule(name) for name in dtypes}
+        adapted = self._model.base_model.model
+        self._adapters = {name: adapted.get_submodule(module) for module, (name, _) in modules.items()}
         self.parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def climb(self, steps: int) -> float:
+        return _WARM_UP * steps
 
     def add_gradients(self, rows: Tensor) -> None:
         self._model.train()

@@ -105,15 +105,12 @@ def train_before_blocks(recovery: Afterwards, prepared: Prepared, run: Run) -> N
     """Train LoRA's adapters, unless an interrupted run has."""
     if recovery.method != "lora":
         return
-    modules = adapted_modules(recovery, prepared.model)
 
     def files(merged: MergedAdapters) -> dict[str, dict[str, Tensor]]:
-        weights = {_FILE: {modules[name][0]: weight for name, weight in merged.weights.items()}}
-        return weights | {_FACTORS: merged.factors} if recovery.lora.keep_adapter else weights
+        return {_FILE: merged.weights} | ({_FACTORS: merged.factors} if recovery.lora.keep_adapter else {})
 
-    run.done["adapters"] = train_once(
-        recovery, prepared, run, _ADAPTERS, partial(_train_adapters, recovery, prepared, run, modules), files
-    )
+    fit = partial(_train_adapters, recovery, prepared, run)
+    run.done["adapters"] = train_once(recovery, prepared, run, _ADAPTERS, fit, files)
 
 
 def write_adapter(recovery: Afterwards, prepared: Prepared, run: Run) -> None:
@@ -161,11 +158,10 @@ class _MergeStep(Step):
         return {**tensors, **{n: t.T if n in self._transposed else t for n, t in changed.items()}}, []
 
 
-def _train_adapters(
-    recovery: Afterwards, prepared: Prepared, run: Run, modules: dict[str, tuple[str, torch.dtype]], progress: Progress
-) -> Trained[MergedAdapters]:
+def _train_adapters(recovery: Afterwards, prepared: Prepared, run: Run, progress: Progress) -> Trained[MergedAdapters]:
     pruned, training = prepared.model.checkpoint, prepared.job.training
     assert training is not None
+    modules = adapted_modules(recovery, prepared.model)
     samples, dtype = training.samples, training.compute_dtype
     run.announce(_memory_line(recovery, prepared.model, modules, dtype))
     with run.timer.time("loading"):
@@ -173,7 +169,7 @@ def _train_adapters(
     with run.timer.time("training"):
         trained = train_adapters(
             model,
-            {name: stored_dtype for name, (_, stored_dtype) in modules.items()},
+            modules,
             LoraExamples(samples.batch(slice(None)), training.classes),
             recovery,
             recovery.lora,

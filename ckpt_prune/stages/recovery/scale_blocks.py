@@ -1,9 +1,9 @@
 """Scales as the last step of a job: fitted to the blocks as they are written, and multiplied into them there."""
 
-from safetensors.torch import load_file
-from torch import Tensor
+from functools import partial
 
-from ckpt_prune.checkpoint.writer import CheckpointWriter
+from safetensors.torch import load_file
+
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.model_view import ModelView
@@ -19,7 +19,6 @@ from ckpt_prune.stages.recovery.training import Progress, SampleSplit, Trained
 SCALES, SCALED = "scales", "scaled"
 """Entries of the journal: scales are fitted; and, before its number, a block has them."""
 _FILE = "scales.safetensors"
-_OUTPUTS, _INPUTS = "outputs of ", "inputs of "
 
 
 def scale_blocks(recovery: Recovery, prepared: Prepared, run: Run) -> Adapters:
@@ -28,12 +27,11 @@ def scale_blocks(recovery: Recovery, prepared: Prepared, run: Run) -> Adapters:
     The target is the model as it was given, with all its blocks and in its own basis. A run that is killed while they
     are fitted fits them again; one that is killed later continues with them.
     """
-    record = train_once(
-        recovery, prepared, run, SCALES, lambda progress: _fit(recovery, prepared, run, progress), _name_sides
-    )
+    fit = partial(_fit, recovery, prepared, run)
+    record = train_once(recovery, prepared, run, SCALES, fit, lambda scales: {_FILE: scales})
     writer, model = run.writer, prepared.model
     assert writer is not None
-    scales = _read_scales(writer) if record.modules else {}
+    scales = load_file(writer.scratch / _FILE) if record.modules else {}
     todo = [block for block in range(model.blocks) if f"{SCALED} {block}" not in writer.done]
     with run.timer.time("scaling"):
         for block in track(todo if scales else [], "scaling"):
@@ -43,7 +41,7 @@ def scale_blocks(recovery: Recovery, prepared: Prepared, run: Run) -> Adapters:
     return record
 
 
-def _fit(recovery: Recovery, prepared: Prepared, run: Run, progress: Progress) -> Trained[dict[str, Scales]]:
+def _fit(recovery: Recovery, prepared: Prepared, run: Run, progress: Progress) -> Trained[Scales]:
     training, model, store = prepared.job.training, prepared.model, run.store
     assert training is not None
     assert store is not None
@@ -67,14 +65,3 @@ def _fit(recovery: Recovery, prepared: Prepared, run: Run, progress: Progress) -
     )
     with run.timer.time("scales"):
         return fit_scales(pruned, dense, samples, split, recovery, seed=recovery.seed, progress=progress)
-
-
-def _name_sides(scales: dict[str, Scales]) -> dict[str, dict[str, Tensor]]:
-    named = {_OUTPUTS + name: outputs for name, (outputs, _) in scales.items()}
-    return {_FILE: named | {_INPUTS + name: inputs for name, (_, inputs) in scales.items()}}
-
-
-def _read_scales(writer: CheckpointWriter) -> dict[str, Scales]:
-    kept = load_file(writer.scratch / _FILE)
-    names = [name.removeprefix(_OUTPUTS) for name in kept if name.startswith(_OUTPUTS)]
-    return {name: (kept[_OUTPUTS + name], kept[_INPUTS + name]) for name in names}

@@ -46,15 +46,15 @@ class ModelInBlocks:
     blocks: int
 
 
-Scales = tuple[Tensor, Tensor]
-"""Factors of a weight's outputs (d_out,) and inputs (d_in,), float32."""
+Scales = dict[str, Tensor]
+"""On-disk name of a weight (d_out, d_in) → factors of its outputs and of its inputs, (d_out + d_in,) float32."""
 
 
-def apply_scales(tensors: Mapping[str, Tensor], scales: Mapping[str, Scales]) -> dict[str, Tensor]:
+def apply_scales(tensors: Mapping[str, Tensor], scales: Scales) -> dict[str, Tensor]:
     """Return diag(o) W diag(i) of every weight (d_out, d_in) that has scales, in its dtype; others as they are."""
     new = dict(tensors)
     for name in new.keys() & scales.keys():
-        outputs, inputs = (scale.detach().to(new[name].device) for scale in scales[name])
+        outputs, inputs = torch.split(scales[name].detach().to(new[name].device), list(new[name].shape))
         new[name] = (new[name].float() * outputs[:, None] * inputs).to(new[name].dtype)
     return new
 
@@ -68,7 +68,7 @@ def fit_scales(
     *,
     seed: int,
     progress: Progress = lambda _epoch, _divergence: None,
-) -> Trained[dict[str, Scales]]:
+) -> Trained[Scales]:
     """Minimise the divergence of the pruned model's predictions from the dense one's over scales, by Adam.
 
     Return the scales of weights, by on-disk name, and mean divergences from the dense model.
@@ -91,17 +91,7 @@ def fit_scales(
     before = objective.loss(split.measured)
     rate = default_rate(before) if settings.lr is None else settings.lr
     optimizer = torch.optim.Adam(objective.parameters, lr=rate, betas=_BETAS)
-    return train(
-        objective,
-        optimizer,
-        split,
-        settings,
-        seed=seed,
-        climb=min(_CLIMB, split.steps(settings) // 4),
-        before=before,
-        nothing=NOTHING,
-        progress=progress,
-    )
+    return train(objective, optimizer, split, settings, seed=seed, before=before, progress=progress)
 
 
 def default_rate(divergence: float) -> float:
@@ -109,7 +99,7 @@ def default_rate(divergence: float) -> float:
     return min(RATE, RATE_OF_LOSS * math.sqrt(max(divergence, 0.0))) if math.isfinite(divergence) else RATE
 
 
-class ScaleObjective(Objective[dict[str, Scales]]):
+class ScaleObjective(Objective[Scales]):
     """Mean divergence of a pruned model from a dense one, over the scales of the pruned one's linear modules.
 
     Args:
@@ -118,8 +108,10 @@ class ScaleObjective(Objective[dict[str, Scales]]):
         settings: `only`, `layers`, and what goes through a block at once.
 
     Attributes:
-        scales: of every weight: of its outputs and of its inputs. They begin at one.
+        scales: they begin at one.
     """
+
+    nothing = NOTHING
 
     def __init__(
         self,
@@ -132,14 +124,16 @@ class ScaleObjective(Objective[dict[str, Scales]]):
         self._pruned, self._samples, self._targets, self._expected = pruned, samples, targets, expected
         self._readout, self._part = pruned.stream.readout(), part_size(settings)
         family, device = pruned.stream.factory.family, pruned.stream.factory.device
-        self.scales: dict[str, Scales] = {}
+        self.scales: Scales = {}
         for block in settings.blocks(pruned.blocks):
             tensors = pruned.read(block)
             for name in trainable_tensors(family, block, tensors, settings.only):
                 if tensors[name].dim() == 2 and tensors[name].numel():
-                    sides = (torch.ones(n, device=device, requires_grad=True) for n in tensors[name].shape)
-                    self.scales[name] = (next(sides), next(sides))
-        self.parameters = [side for pair in self.scales.values() for side in pair]
+                    self.scales[name] = torch.ones(sum(tensors[name].shape), device=device, requires_grad=True)
+        self.parameters = [*self.scales.values()]
+
+    def climb(self, steps: int) -> float:
+        return min(_CLIMB, steps // 4)
 
     @torch.no_grad()
     def loss(self, rows: Tensor) -> float:
@@ -159,8 +153,8 @@ class ScaleObjective(Objective[dict[str, Scales]]):
             for block in range(self._pruned.blocks - 1, -1, -1):
                 gradient = self._back(block, states.pop(), gradient)
 
-    def keep(self) -> dict[str, Scales]:
-        return {name: (o.detach().clone(), i.detach().clone()) for name, (o, i) in self.scales.items()}
+    def keep(self) -> Scales:
+        return {name: factors.detach().clone() for name, factors in self.scales.items()}
 
     def _forward(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield the states that enter the first block and that leave every block, (B, T, hidden) each, on CPU."""
@@ -213,9 +207,10 @@ class ScaleObjective(Objective[dict[str, Scales]]):
         )
         for name, parts in weights.items():
             slope = torch.cat([slopes.pop(0) for _ in parts]).float() * tensors[name].to(factory.device).float()
-            outputs, inputs = self.scales[name]
-            assert outputs.grad is not None
-            assert inputs.grad is not None
-            outputs.grad += slope @ inputs.detach()
-            inputs.grad += outputs.detach() @ slope
+            factors, shape = self.scales[name], list(slope.shape)
+            assert factors.grad is not None
+            outputs, inputs = torch.split(factors.detach(), shape)
+            of_outputs, of_inputs = torch.split(factors.grad, shape)
+            of_outputs += slope @ inputs
+            of_inputs += outputs @ slope
         return entered.float().cpu()

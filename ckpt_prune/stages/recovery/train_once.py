@@ -1,6 +1,6 @@
 """Training of a model as a whole, by scales or LoRA: an interrupted run goes on with what it has trained."""
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from torch import Tensor
@@ -12,8 +12,7 @@ from ckpt_prune.stages.recovery.keys import Afterwards, Recovery
 from ckpt_prune.stages.recovery.records import Adapters
 from ckpt_prune.stages.recovery.training import Progress, SampleSplit, Trained
 
-Kept = TypeVar("Kept", bound=Sized)
-"""The trained values; their length is the number of modules."""
+Kept = TypeVar("Kept")
 
 
 def train_once(
@@ -29,8 +28,8 @@ def train_once(
     Args:
         entry: of the journal: what is trained.
         fit: trains it.
-        files: what is kept for the rest of the run, by names of files in the scratch folder. Nothing is, if no epoch
-            was better than the start.
+        files: what is kept for the rest of the run, by names of files in the scratch folder: the first has a tensor for
+            each module. Nothing is kept if no epoch was better than the start.
     """
     writer = run.writer
     assert writer is not None
@@ -46,13 +45,15 @@ def train_once(
                 f"no epoch was better than the model as it was, at lr {trained.rate:g}: the weights stay as they are; "
                 "try a smaller learning rate, or more samples"
             )
-        for file, tensors in ({} if trained.kept is None else files(trained.kept)).items():
+        kept = {} if trained.kept is None else files(trained.kept)
+        for file, tensors in kept.items():
             writer.keep(file, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
-        writer.commit(entry, note=_record(recovery, prepared, trained).model_dump(mode="json"))
+        record = _record(recovery, prepared, trained, modules=len(next(iter(kept.values()), ())))
+        writer.commit(entry, note=record.model_dump(mode="json"))
     return Adapters.model_validate(writer.notes[entry])
 
 
-def _record(recovery: Recovery, prepared: Prepared, trained: Trained[Kept]) -> Adapters:
+def _record(recovery: Recovery, prepared: Prepared, trained: Trained[Kept], *, modules: int) -> Adapters:
     training = prepared.job.training
     assert training is not None
     lora = recovery.lora if isinstance(recovery, Afterwards) and recovery.method == "lora" else None
@@ -69,7 +70,7 @@ def _record(recovery: Recovery, prepared: Prepared, trained: Trained[Kept]) -> A
         samples=len(training.samples),
         window=training.samples.tokens if text else None,
         measured=len(SampleSplit.of(len(training.samples), recovery.held_out).measured),
-        modules=0 if trained.kept is None else len(trained.kept),
+        modules=modules,
         parameters=trained.parameters,
         steps=trained.steps,
         epochs=trained.epochs,

@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,10 +51,6 @@ class SampleSplit:
         # Where none are held out, some are in both.
         return len({*self.train.tolist(), *self.measured.tolist()})
 
-    def steps(self, settings: RecoverySettings) -> int:
-        """Return the steps of the optimizer in all epochs."""
-        return settings.epochs * math.ceil(len(self.train) / settings.batch)
-
     def sizes(self, settings: RecoverySettings, group: Group = ALONE) -> set[int]:
         """Return the numbers of samples that go through a block at once."""
         size = part_size(settings)
@@ -79,9 +75,15 @@ class Objective(ABC, Generic[Kept]):
 
     Attributes:
         parameters: the tensors that are trained, at least one.
+        nothing: nothing is trained if the loss at the start is at most this.
     """
 
     parameters: Sequence[Tensor]
+    nothing: ClassVar[float] = 0.0
+
+    def climb(self, steps: int) -> float:
+        """Return over how many of all steps the learning rate climbs to the highest."""
+        return 0.0
 
     @abstractmethod
     def add_gradients(self, rows: Tensor) -> None:
@@ -138,9 +140,7 @@ def train(
     settings: RecoverySettings,
     *,
     seed: int,
-    climb: float = 0.0,
     before: float | None = None,
-    nothing: float = 0.0,
     seconds: float | None = None,
     progress: Progress = lambda _epoch, _loss: None,
 ) -> Trained[Kept]:
@@ -154,12 +154,10 @@ def train(
         optimizer: holds the objective's parameters, and begins at the highest learning rate.
         settings: `epochs`, `batch`, `schedule`, `patience` and whether samples are held out.
         seed: decides the order of samples.
-        climb: steps over which the learning rate climbs to the highest.
         before: the loss at the start, where it has been measured already.
-        nothing: nothing is trained if the loss at the start is at most this.
         seconds: training ends after these, whatever `epochs` says.
     """
-    began, steps = time.monotonic(), split.steps(settings)
+    began, steps = time.monotonic(), settings.epochs * math.ceil(len(split.train) / settings.batch)
     rate, order = optimizer.param_groups[0]["lr"], torch.Generator().manual_seed(seed)
     kept, best_epoch, step, seen = None, 0, 0, 0
     curve, diverged = [objective.loss(split.measured) if before is None else before], False
@@ -168,13 +166,13 @@ def train(
         """Return the steps that are done, or as many as the time that is gone is worth."""
         return step if seconds is None else min(steps, max(step, steps * (time.monotonic() - began) / seconds))
 
-    epochs = settings.epochs if math.isfinite(curve[0]) and curve[0] > nothing else 0
+    epochs = settings.epochs if math.isfinite(curve[0]) and curve[0] > objective.nothing else 0
     for epoch in range(1, epochs + 1):
         for rows in cut(split.train[torch.randperm(len(split.train), generator=order)], settings.batch):
             optimizer.zero_grad()
             objective.add_gradients(rows)
             for group in optimizer.param_groups:
-                group["lr"] = rate * share_of_rate(done(), steps, settings.schedule, climb)
+                group["lr"] = rate * share_of_rate(done(), steps, settings.schedule, objective.climb(steps))
             optimizer.step()
             step, seen = step + 1, seen + len(rows)
             if done() >= steps:

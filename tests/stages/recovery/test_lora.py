@@ -71,7 +71,7 @@ def test_training_is_that_of_a_plain_loop(changes: dict[str, Any], monkeypatch: 
     losses: list[float] = []
     trained = train_adapters(
         model,
-        dict.fromkeys(dense, torch.float64),
+        {name: (name, torch.float64) for name in dense},
         examples,
         settings,
         LoraSettings(rank=RANK, alpha=ALPHA),

@@ -19,7 +19,7 @@ from .twins import BLOCKS, SAMPLES, Twins, Weights, settings, written_once
 
 VARIANTS = ["llama-gqa-tied", "qwen3-biases-mha", "opt", "bert-pretraining", "bert-model", "deit-teacher", "vit-model"]
 HEADLESS = ("bert-model", "vit-model")
-Fitted = Trained[dict[str, Scales]]
+Fitted = Trained[Scales]
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +82,12 @@ def test_gradients_are_those_of_the_whole_model(twins_of, variant):
     objective = pair.objective(settings(accumulate=2))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for side in objective.parameters:
-            side.add_(0.2 * torch.randn(side.shape, generator=generator))
+        for factors in objective.parameters:
+            factors.add_(0.2 * torch.randn(factors.shape, generator=generator))
     objective.add_gradients(rows)
-    recorded = {name: (o.grad, i.grad) for name, (o, i) in objective.scales.items()}
-    values = {name: (o.detach().double(), i.detach().double()) for name, (o, i) in objective.scales.items()}
+    sides = {name: list(pair.pruned[name].shape) for name in objective.scales}
+    recorded = {name: factors.grad.split(sides[name]) for name, factors in objective.scales.items()}
+    values = {name: factors.detach().double().split(sides[name]) for name, factors in objective.scales.items()}
     model, pruned = twins.dense().model, twins.pruned().model
     factory = twins.stream(pair.dense).factory
     pairs = {}

@@ -25,11 +25,17 @@ SPLIT = SampleSplit.of(9, 0.2)
 class Scripted(Objective[str]):
     """Its losses are given, and its gradient is one, so that the parameter falls by the rates of plain descent."""
 
-    def __init__(self, losses: Sequence[float]) -> None:
+    nothing = 0.1
+
+    def __init__(self, losses: Sequence[float], climb: float = 0.0) -> None:
+        self._climb = climb
         self.parameters = [torch.zeros(2, dtype=torch.float64, requires_grad=True)]
         self._losses = iter(losses)
         self.batches: list[list[int]] = []
         self.places: list[float] = []
+
+    def climb(self, steps: int) -> float:
+        return self._climb
 
     @property
     def rates(self) -> list[float]:
@@ -74,8 +80,8 @@ def test_every_epoch_takes_each_training_sample_once_in_an_order_of_its_own():
 @pytest.mark.parametrize("climb", [0, 2.5, 4])
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_rates_climb_in_a_line_and_fall_along_a_cosine(schedule: str, climb: float):
-    objective = Scripted(range(9, 0, -1))
-    go(objective, 0.25, changes={"epochs": 4, "schedule": schedule}, climb=climb)
+    objective = Scripted(range(9, 0, -1), climb)
+    go(objective, 0.25, changes={"epochs": 4, "schedule": schedule})
     falls = [math.cos(math.pi * step / 24) ** 2 if schedule == "cosine" else 1.0 for step in range(12)]
     climbs = [min(1.0, (step + 1) / climb) if climb else 1.0 for step in range(12)]
     assert objective.rates == pytest.approx([0.25 * a * b for a, b in zip(falls, climbs, strict=True)], rel=1e-12)
@@ -88,7 +94,7 @@ HELD_OUT, ALL = {"held_out": 0.2}, {"held_out": 0.0}
     ("losses", "changes", "best", "diverged"),
     [
         ([5, 4, 3, 3.5], HELD_OUT, 2, False),
-        ([5, 5, 6, 5], HELD_OUT, 0, False),
+        ([5, 5, 6, 5], HELD_OUT | {"patience": 2, "epochs": 9}, 0, False),
         ([5, 4, 4.1, 4.2], HELD_OUT | {"patience": 2, "epochs": 9}, 1, False),
         # A high rate lies above the start for epochs: what counts is that the loss falls.
         ([5, 8, 7, 6, 4, 4], HELD_OUT | {"patience": 1, "epochs": 9}, 4, False),
@@ -109,7 +115,7 @@ def test_the_best_epoch_is_kept_and_training_ends_in_time(
     losses: list[float], changes: dict[str, Any], best: int, diverged: bool
 ):
     epochs = len(losses) - 1
-    trained = go(Scripted(losses), changes={"epochs": epochs} | changes, nothing=0.1)
+    trained = go(Scripted(losses), changes={"epochs": epochs} | changes)
     assert (trained.epochs, trained.steps) == (epochs, 3 * epochs)
     assert (trained.best_epoch, trained.diverged) == (best, diverged)
     assert trained.kept == (f"after step {3 * best}" if best else None)
@@ -120,12 +126,14 @@ def test_a_loss_that_is_known_is_not_measured_again():
 
 
 def test_training_ends_by_the_clock_and_rates_follow_it(monkeypatch: pytest.MonkeyPatch):
-    """A step takes two seconds of ten: the fifth is the last, in the middle of the second epoch."""
+    """A step takes two seconds of nine: the fifth is the last, in the middle of the second epoch."""
     objective = Scripted([5, 4, 3])
     monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: 2.0 * len(objective.batches)))
-    trained = go(objective, changes={"epochs": 99}, seconds=10.0)
+    trained = go(objective, changes={"epochs": 99}, seconds=9.0)
     assert (trained.steps, trained.epochs, trained.kept) == (5, 13 / 7, "after step 5")
-    assert objective.rates == pytest.approx([math.cos(math.pi * done / 10) ** 2 for done in range(1, 6)], abs=1e-12)
+    assert objective.rates == pytest.approx(
+        [math.cos(math.pi * min(9, 2 * done) / 18) ** 2 for done in range(1, 6)], abs=1e-12
+    )
 
 
 @hypothesis_settings(deadline=None)
@@ -143,6 +151,11 @@ def test_a_split_holds_out_some_evenly_and_trains_on_the_others(samples: int, sh
     counts = itertools.accumulate(int(i in set(held_out)) for i in range(samples)) if samples < 300 else ()
     for seen, count in enumerate(counts, 1):
         assert abs(count - seen * len(held_out) / samples) <= 1
+
+
+def test_where_nothing_is_held_out_a_tenth_is_measured_and_all_are_trained_on():
+    split = SampleSplit.of(20, 0)
+    assert (split.train.tolist(), split.measured.tolist()) == (list(range(20)), [5, 15])
 
 
 @pytest.mark.parametrize("samples", [0, 1])
