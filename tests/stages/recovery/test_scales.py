@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.options.training import RecoverySettings
-from ckpt_prune.stages.recovery.scales import ModelInBlocks, ScaleObjective, Scales, apply_scales, fit_scales
+from ckpt_prune.stages.recovery.scales import (
+    ModelInBlocks,
+    ScaleObjective,
+    Scales,
+    apply_scales,
+    default_rate,
+    fit_scales,
+)
 from ckpt_prune.stages.recovery.training import SampleSplit, Trained
 from tests.encoders import Pixels
 from tests.oracles import scales as oracle
@@ -145,3 +152,9 @@ def test_where_nothing_was_lost_nothing_is_fitted(twins_of):
     pair = Pair.of(twins_of("llama-gqa-tied"))
     same = replace(pair, pruned=pair.dense).fit()
     assert (same.kept, same.steps, same.loss_before, same.loss_after) == (None, 0, 0.0, 0.0)
+
+
+def test_the_rate_follows_the_root_of_what_was_lost_and_climbs_over_four_steps_at_most(twins_of):
+    assert [default_rate(lost) for lost in (0.0, 0.04, 0.16, 9.0)] == pytest.approx([0.0, 1.5e-3, 3e-3, 3e-3])
+    objective = Pair.of(twins_of("llama-gqa-tied")).objective(settings())
+    assert [objective.climb(steps) for steps in (3, 8, 16, 99)] == [0, 2, 4, 4]
