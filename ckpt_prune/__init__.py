@@ -19,22 +19,24 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
-    from ckpt_prune.api.benchmark import benchmark
-    from ckpt_prune.api.calibrate import calibrate
-    from ckpt_prune.api.compare import compare
-    from ckpt_prune.api.convert import convert
-    from ckpt_prune.api.evaluate import evaluate
-    from ckpt_prune.api.export import export
-    from ckpt_prune.api.inspect import inspect
+    from ckpt_prune.api.commands import (
+        benchmark,
+        calibrate,
+        compare,
+        convert,
+        evaluate,
+        export,
+        inspect,
+        plan,
+        prune,
+        push,
+        quantize,
+        recover,
+        sweep,
+        verify,
+    )
     from ckpt_prune.api.load import load
-    from ckpt_prune.api.plan import plan
-    from ckpt_prune.api.prune import prune
-    from ckpt_prune.api.push import push
-    from ckpt_prune.api.quantize import quantize
-    from ckpt_prune.api.recover import recover
-    from ckpt_prune.api.sweep import sweep
     from ckpt_prune.api.validate import validate
-    from ckpt_prune.api.verify import verify
 
 __all__ = [
     "UserError",
@@ -62,7 +64,8 @@ def __getattr__(name: str) -> Any:
     """Import a function when it is first asked for: some bring torch and transformers."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ckpt_prune.api.{name}"), name)
+    module = name if name in ("load", "validate") else "commands"
+    return getattr(importlib.import_module(f"ckpt_prune.api.{module}"), name)
 
 
 def __dir__() -> list[str]:

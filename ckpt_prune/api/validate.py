@@ -82,9 +82,11 @@ def _validate_gguf(options: ValidateOptions) -> "Proof":
 
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.gguf.export import validate_gguf
+    from ckpt_prune.verification.dense_source import find_dense_source
 
     with spread(options):
-        return validate_gguf(Path(options.folder), options.against, options, trust=options.trust_remote_code)
+        dense, trust = find_dense_source(resolve_model(options.against)), options.trust_remote_code
+        return validate_gguf(Path(options.folder), options.against, options, dense=dense, trust=trust)
 
 
 def _validate_in_runtime(options: ValidateOptions) -> "Proof":

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.benchmark import benchmark
+from ckpt_prune.api.commands import benchmark
 from ckpt_prune.cli.command import Command, figure, table_of
 
 if TYPE_CHECKING:

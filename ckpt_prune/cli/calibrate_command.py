@@ -4,12 +4,13 @@ from typing import Any
 
 import click
 
-from ckpt_prune.api.calibrate import ForeseenStatistics, calibrate
+from ckpt_prune.api.commands import calibrate
 from ckpt_prune.cli.command import Command
 
 
 def _show(statistics: Any, _options: dict[str, Any]) -> None:
     from ckpt_prune.common.formatting import human_bytes
+    from ckpt_prune.runner.calibrate import ForeseenStatistics
 
     summary = statistics.summary()
     what = "images" if summary["modality"] == "image" else "windows"

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.compare import compare
+from ckpt_prune.api.commands import compare
 from ckpt_prune.cli.command import Command
 
 if TYPE_CHECKING:

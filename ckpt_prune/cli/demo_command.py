@@ -60,6 +60,9 @@ def _show(rows: "list[DemoRow]", options: dict[str, Any]) -> None:
     )
     if "output" in options:
         click.echo(f"the pruned checkpoints are in {options['output']}")
+    click.echo("\nnext, a model of your own (a folder or a Hub id), on texts of your own:")
+    click.echo("  ckpt-prune prune MODEL --ratio 0.2 --text calib.txt -o OUT")
+    click.echo("  ckpt-prune evaluate OUT --against MODEL --text held_out.txt --window 2048")
 
 
 command = Command(demo, _show, examples=["demo", "demo --recipe magnitude --recipe ridge -o pruned"], data=_data)

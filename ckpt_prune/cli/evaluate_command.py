@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from ckpt_prune.api.evaluate import evaluate
+from ckpt_prune.api.commands import evaluate
 from ckpt_prune.cli.command import Command
 from ckpt_prune.show.terminal import print_table
 

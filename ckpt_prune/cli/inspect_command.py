@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.inspect import inspect
+from ckpt_prune.api.commands import inspect
 from ckpt_prune.cli.command import Command, echo_json, table_of
 from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.plan import Planned, compared_plan, plan
-from ckpt_prune.api.sweep import Sweep, sweep
+from ckpt_prune.api.commands import plan, sweep
 from ckpt_prune.cli.command import Command, echo_json, figure, size_cells, table_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import escape_controls
@@ -16,7 +15,9 @@ from ckpt_prune.options.option import check_options
 from ckpt_prune.recipe.places import check_recipe
 
 if TYPE_CHECKING:
-    from ckpt_prune.api.plan import ComparedPlan
+    from ckpt_prune.model.cost_record import Cost
+    from ckpt_prune.runner.plan import Planned
+    from ckpt_prune.runner.sweeping import Sweep
 
 
 def _plan(options: dict[str, Any], as_json: bool) -> None:
@@ -69,11 +70,12 @@ def _compare(recipes: Sequence[str], values: str | None, options: dict[str, Any]
         raise UserError("several recipes are compared, not written: --sweep and -o go with one --recipe")
     if len(set(recipes)) < len(recipes):
         raise UserError("--recipe: one is given twice")
-    compared = [compared_plan(plan(**options, recipe=recipe)) for recipe in recipes]
+    plans = [plan(**options, recipe=recipe) for recipe in recipes]
+    before, compared = plans[0].plan.before, [each.compared() for each in plans]
     if as_json:
-        echo_json({"before": compared[0].before.model_dump(), "recipes": [each.data() for each in compared]})
+        echo_json({"before": before.model_dump(), "recipes": compared})
     else:
-        _print_compared(compared)
+        _print_compared(compared, before, [each.plan.after for each in plans])
 
 
 def _sweep(values: str, options: dict[str, Any], as_json: bool) -> None:
@@ -90,7 +92,7 @@ def _sweep(values: str, options: dict[str, Any], as_json: bool) -> None:
         _print_sweep(curve)
 
 
-def _print_planned(planned: Planned) -> None:
+def _print_planned(planned: "Planned") -> None:
     _print_plan(planned.settled, planned.plan)
     click.echo(f"\n{planned.takes}")
     if planned.path is not None:
@@ -106,20 +108,20 @@ def _explain_predicted() -> str:
     )
 
 
-def _print_compared(compared: "list[ComparedPlan]") -> None:
-    spaces = list(dict.fromkeys(space for each in compared for space in each.errors))
-    held_out = any(error is not None for each in compared for error in each.held_out.values())
-    predicted = any(each.divergence is not None for each in compared)
+def _print_compared(compared: list[dict[str, Any]], before: "Cost", costs: "list[Cost]") -> None:
+    spaces = list(dict.fromkeys(space for each in compared for space in each["errors"]))
+    held_out = any(error is not None for each in compared for error in each["held_out"].values())
+    predicted = any(each["divergence"] is not None for each in compared)
     rows = [
         {
-            "recipe": each.recipe,
-            **size_cells(each.after, compared[0].before),
-            "stored as": each.container,
-            **{f"{space} error": figure(each.errors.get(space)) for space in spaces},
-            **{f"{space} held out": figure(each.held_out.get(space)) for space in spaces if held_out},
-            **({"predicted": figure(each.divergence)} if predicted else {}),
+            "recipe": each["recipe"],
+            **size_cells(after, before),
+            "stored as": each["container"],
+            **{f"{space} error": figure(each["errors"].get(space)) for space in spaces},
+            **{f"{space} held out": figure(each["held_out"].get(space)) for space in spaces if held_out},
+            **({"predicted": figure(each["divergence"])} if predicted else {}),
         }
-        for each in compared
+        for each, after in zip(compared, costs, strict=True)
     ]
     click.echo(table_of(rows))
     click.echo(
@@ -130,8 +132,8 @@ def _print_compared(compared: "list[ComparedPlan]") -> None:
     if predicted:
         click.echo(_explain_predicted())
     for each in compared:
-        for line in each.messages:
-            click.echo(f"{each.recipe}: {line}")
+        for line in each["messages"]:
+            click.echo(f"{each['recipe']}: {line}")
 
 
 def _print_plan(settled: Any, plan: Any) -> None:
@@ -193,7 +195,7 @@ def _print_plan(settled: Any, plan: Any) -> None:
         click.echo(f"\n{line}")
 
 
-def _print_sweep(sweep: Sweep) -> None:
+def _print_sweep(sweep: "Sweep") -> None:
     points = sweep.points
     predicted = any(point.divergence is not None for point in points)
     axes = [axis for axis in ("blocks", "dimensions") if any(getattr(point, axis) is not None for point in points)]
@@ -219,7 +221,7 @@ def _print_sweep(sweep: Sweep) -> None:
         _print_blocks(sweep)
 
 
-def _print_blocks(sweep: Sweep) -> None:
+def _print_blocks(sweep: "Sweep") -> None:
     rows = [
         {
             "ratio": f"{point.ratio:g}",

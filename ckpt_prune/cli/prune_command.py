@@ -1,11 +1,11 @@
 """`ckpt-prune prune`."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.prune import Pruned, prune, prune_as
+from ckpt_prune.api.commands import prune, prune_as
 from ckpt_prune.cli.command import Command, echo_json
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.safe_text import escape_controls
@@ -13,11 +13,14 @@ from ckpt_prune.model.runtimes import takers_by_change
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.options.option import check_options
 
+if TYPE_CHECKING:
+    from ckpt_prune.runner.prune import Pruned
+
 
 def _prune(options: dict[str, Any], as_json: bool) -> None:
     done: list[tuple[Pruned, str]] = []
 
-    def tell(pruned: Pruned, following: str) -> None:
+    def tell(pruned: "Pruned", following: str) -> None:
         if not as_json:
             _print_new(pruned, done[-1][0] if done else None)
         done.append((pruned, following))
@@ -43,7 +46,7 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-def _print_new(pruned: Pruned, before: Pruned | None) -> None:
+def _print_new(pruned: "Pruned", before: "Pruned | None") -> None:
     """Print what has come about since `before`: each thing before the next begins, which takes long and may fail."""
     if before is None:
         _print_done(pruned)
@@ -65,7 +68,7 @@ def _print_new(pruned: Pruned, before: Pruned | None) -> None:
         click.echo(line)
 
 
-def _print_done(pruned: Pruned) -> None:
+def _print_done(pruned: "Pruned") -> None:
     from ckpt_prune.runner.messages import kept_line, messages
     from ckpt_prune.runner.sections import cost_table, latency_sentences
     from ckpt_prune.show.terminal import print_table, section_lines
@@ -88,7 +91,7 @@ def _print_done(pruned: Pruned) -> None:
             click.echo(escape_controls(hint), err=True)
 
 
-def hints(pruned: Pruned, settled: Any) -> list[str]:
+def hints(pruned: "Pruned", settled: Any) -> list[str]:
     """Say how to check an output, and how and where to run it."""
     from ckpt_prune.model.runtimes import places
 
@@ -106,7 +109,7 @@ def hints(pruned: Pruned, settled: Any) -> list[str]:
     return [*lines, f"it also runs in {', '.join(others)} ({out}/README.md has the commands)"] if others else lines
 
 
-def _print_dry(pruned: Pruned) -> None:
+def _print_dry(pruned: "Pruned") -> None:
     from ckpt_prune.cli.rendering import container_line
     from ckpt_prune.runner.messages import kept_line, messages, unmeasured_lines
     from ckpt_prune.runner.sections import cost_table

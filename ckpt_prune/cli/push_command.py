@@ -1,14 +1,17 @@
 """`ckpt-prune push`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.push import Pushed, push
+from ckpt_prune.api.commands import push
 from ckpt_prune.cli.command import Command, table_of
 
+if TYPE_CHECKING:
+    from ckpt_prune.runner.push import Pushed
 
-def pushed_lines(pushed: Pushed, *, files: bool) -> list[str]:
+
+def pushed_lines(pushed: "Pushed", *, files: bool) -> list[str]:
     """Describe what was pushed, or would be; with `files`, list every file."""
     from ckpt_prune.common.formatting import human_bytes, plural
 
@@ -23,7 +26,7 @@ def pushed_lines(pushed: Pushed, *, files: bool) -> list[str]:
     return [*lines, f"pushed {total} to {pushed.url} ({kind}), commit {pushed.commit}"]
 
 
-def _show(pushed: Pushed, _options: dict[str, Any]) -> None:
+def _show(pushed: "Pushed", _options: dict[str, Any]) -> None:
     click.echo("\n".join(pushed_lines(pushed, files=True)))
 
 

@@ -1,17 +1,20 @@
 """`ckpt-prune quantize`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.quantize import QuantizedModel, quantize
+from ckpt_prune.api.commands import quantize
 from ckpt_prune.cli.command import Command
 from ckpt_prune.cli.evaluate_command import result_text
 from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
 
+if TYPE_CHECKING:
+    from ckpt_prune.runner.quantize import QuantizedModel
 
-def _show(quantized: QuantizedModel, _options: dict[str, Any]) -> None:
+
+def _show(quantized: "QuantizedModel", _options: dict[str, Any]) -> None:
     from ckpt_prune.common.formatting import human_bytes, plural
 
     record = quantized.record

@@ -1,14 +1,18 @@
 """`ckpt-prune recover`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.recover import Recovered, recover
+from ckpt_prune.api.commands import recover
 from ckpt_prune.cli.command import Command
+from ckpt_prune.cli.evaluate_command import result_text
+
+if TYPE_CHECKING:
+    from ckpt_prune.runner.recover import Recovered
 
 
-def _show(recovered: Recovered, options: dict[str, Any]) -> None:
+def _show(recovered: "Recovered", options: dict[str, Any]) -> None:
     from ckpt_prune.show.terminal import print_table, section_lines
     from ckpt_prune.stages.recovery.show import sections
 
@@ -17,6 +21,8 @@ def _show(recovered: Recovered, options: dict[str, Any]) -> None:
         click.echo(print_table(shown_sections[0].details[0]))
     for line in (*section_lines(shown_sections), f"written to {recovered.path}"):
         click.echo(line)
+    if recovered.evaluation is not None:
+        click.echo(result_text(recovered.evaluation))
 
 
 command = Command(

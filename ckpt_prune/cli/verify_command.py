@@ -1,14 +1,17 @@
 """`ckpt-prune verify`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_prune.api.verify import Verification, verify
+from ckpt_prune.api.commands import verify
 from ckpt_prune.cli.command import Command, table_of
 
+if TYPE_CHECKING:
+    from ckpt_prune.runner.verify import Verification
 
-def _show(verification: Verification, _options: dict[str, Any]) -> None:
+
+def _show(verification: "Verification", _options: dict[str, Any]) -> None:
     words = {True: "ok", False: "FAILED", None: "-"}
     click.echo(table_of([{"check": check.name, "result": words[check.passed]} for check in verification.checks]))
     click.echo()

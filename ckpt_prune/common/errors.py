@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Iterator
+from typing import Any
 
 _UNREADABLE = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
 """Error numbers of the system for a file that cannot be read, whatever it holds."""
@@ -17,6 +18,26 @@ class NoneLeftError(UserError):
 
 class DiskError(UserError):
     """The disk is full or cannot be written. Nothing is wrong with the input, so finished work may be kept."""
+
+
+class AfterwardsError(UserError):
+    """The output is complete, but what was to be done with it afterwards failed. `pruned` is what `prune` returns."""
+
+    def __init__(self, message: str, pruned: Any) -> None:
+        super().__init__(message)
+        self.pruned = pruned
+
+
+class GraphFailedError(AfterwardsError):
+    """The output's graph cannot be made."""
+
+
+class EvaluationFailedError(AfterwardsError):
+    """The output cannot be measured."""
+
+
+class PushFailedError(AfterwardsError):
+    """The output cannot be pushed."""
 
 
 class OutputError(DiskError):

@@ -19,6 +19,8 @@ Clock = Callable[[], float]
 """Returns seconds since any moment, and never goes backwards."""
 _LINE_SECONDS = 60.0
 _silent: ContextVar[bool] = ContextVar("silent", default=False)
+_began: ContextVar[float | None] = ContextVar("began", default=None)
+"""When the call that is running began."""
 _said: ContextVar[set[str] | None] = ContextVar("said", default=None)
 """Lines of `say_once` in the call that is running."""
 
@@ -31,13 +33,20 @@ def now() -> float:
 @contextmanager
 def show_progress(shown: bool) -> Iterator[None]:
     """Print bars, lines and notices within this context, or nothing at all."""
-    token, said = _silent.set(not shown), _said.get()
-    inside = _said.set(set() if said is None else said)
+    token, said, began = _silent.set(not shown), _said.get(), _began.get()
+    inside, start = _said.set(set() if said is None else said), _began.set(time.monotonic() if began is None else began)
     try:
         yield
     finally:
         _silent.reset(token)
         _said.reset(inside)
+        _began.reset(start)
+
+
+def elapsed() -> float:
+    """Return the seconds since the outermost `show_progress`: what a command has spent so far, imports included."""
+    began = _began.get()
+    return 0.0 if began is None else time.monotonic() - began
 
 
 def say_once(line: str) -> None:

@@ -13,6 +13,7 @@ from ckpt_prune.checkpoint.files import open_input, read_input
 from ckpt_prune.checkpoint.hub_files import fetch_hub_file
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 from ckpt_prune.common.text_encoding import decode_text, parse_json_rows
 
 DATA_VARIABLE = "CKPT_PRUNE_DATA"
@@ -116,7 +117,7 @@ def _read_parquet(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise UserError(f"{file}: reading parquet needs pyarrow: pip install 'ckpt-prune[eval]'") from error
+        raise UserError(f"{file}: reading parquet needs pyarrow: {install('eval')}") from error
     try:
         with open_input(file) as handle:
             for batch in parquet.ParquetFile(handle).iter_batches(columns=list(columns)):

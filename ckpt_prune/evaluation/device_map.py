@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 from ckpt_prune.options.machine import SpreadOptions
 from ckpt_prune.recipe.sizes import parse_size
 
@@ -72,7 +73,7 @@ def read_device_map(options: SpreadOptions) -> DeviceMap | None:
             raise UserError("--max-memory goes with --device-map auto")
         return None
     if find_spec("accelerate") is None:
-        raise UserError("--device-map needs accelerate: pip install 'ckpt-prune[devices]'")
+        raise UserError(f"--device-map needs accelerate: {install('devices')}")
     limits: dict[Device, int] = {}
     for limit in options.max_memory:
         name, _, size = limit.partition("=")

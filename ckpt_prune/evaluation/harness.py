@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.common.extras import install
 from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.evaluation.results import PlainResult
 from ckpt_prune.evaluation.whole_model import load_model
@@ -44,7 +45,7 @@ def run_tasks(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserError(f"tasks need lm-eval ({error}): pip install 'ckpt-prune[eval]'") from error
+        raise UserError(f"tasks need lm-eval ({error}): {install('eval')}") from error
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"{include_path}: no such folder of task files")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of the preloaded model below, which is meant

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.formatting import human_bytes, plural
-from ckpt_prune.common.memory import available_bytes
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.evaluation.images import measure_images
-from ckpt_prune.evaluation.pair import Pair
+from ckpt_prune.evaluation.pair import Pair, lack_of_room
 from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsResult
 from ckpt_prune.evaluation.texts import measure_texts
 from ckpt_prune.measure.samples.choose import choose_fresh_samples
@@ -26,8 +24,6 @@ SHARE = 8
 """One sample is measured on for so many that the model was calibrated on."""
 WINDOWS, IMAGES = (2, 8), (16, 64)
 """The least and the most that are measured on."""
-_ROOM = 0.8
-"""Share of the free memory that two models may take."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ def choose_held_out(
     model: Model,
     options: SampleOptions,
     used: Samples | Sequence[tuple[int, str]] | None,
-    count: int | None,
+    count: int,
     *,
     trust: bool,
 ) -> HeldOut:
@@ -54,7 +50,7 @@ def choose_held_out(
         model: that was pruned or rounded.
         options: the data, and how the model's own samples were chosen of it.
         used: those samples, or their numbers and fingerprints; None if they are not known.
-        count: how many to take; by default a share of those.
+        count: how many to take.
         trust: run the image processor's own code.
 
     Raises:
@@ -63,8 +59,6 @@ def choose_held_out(
     is_text = model.family.modality == "text"
     if options.audio is not None:
         raise UserError("outputs are not measured on audio")
-    calibrated = 0 if used is None else len(used) if not isinstance(used, Sequence) else sum(each for each, _ in used)
-    count = count or count_default(calibrated, is_text=is_text)
     wanted = options.model_copy(update={"samples": count})
     fresh = choose_fresh_samples(model, wanted, used, trust=trust, say=lambda _line: None)
     samples = fresh.samples
@@ -80,8 +74,9 @@ def choose_held_out(
     return HeldOut(samples, f"{words} that it was not calibrated on")
 
 
-def count_default(calibrated: int, *, is_text: bool) -> int:
-    """Return how many windows or images are measured on by default, for so many calibrated on."""
+def count_default(used: Samples | Sequence[tuple[int, str]] | None, *, is_text: bool) -> int:
+    """Return how many windows or images are measured on by default, by those that a model was calibrated on."""
+    calibrated = 0 if used is None else len(used) if not isinstance(used, Sequence) else sum(each for each, _ in used)
     least, most = WINDOWS if is_text else IMAGES
     return max(least, min(most, calibrated // SHARE))
 
@@ -92,24 +87,11 @@ def measure_held_out(pair: Pair, held_out: HeldOut) -> ScoredResult[Any] | Compa
     Raises UserError if these do not fit in memory, or cannot be measured.
     """
     samples = held_out.samples
-    _check_room(pair)
+    lacking = lack_of_room((folder for folder in pair.folders if folder not in pair.streamed), pair.device)
+    if lacking is not None:
+        raise UserError(lacking)
     if isinstance(samples, ImageSamples):
         return replace(measure_images(pair, EvaluationOptions(), samples), on=held_out.words)
     result = measure_texts(pair, EvaluationOptions(window=samples.tokens), samples.windows)
     assert not isinstance(result, TextsResult)
     return replace(result, on=held_out.words)
-
-
-def _check_room(pair: Pair) -> None:
-    """Refuse models that do not fit in memory together, as they are loaded whole: in float32."""
-    free = available_bytes()
-    if pair.device.type != "cpu" or free is None:
-        return
-    streamed = pair.find_streamed()
-    whole = [Checkpoint.open(folder, packed=True).tensors for folder in pair.folders if folder not in streamed]
-    needed = 4 * sum(tensor.numel for tensors in whole for tensor in tensors.values())
-    if needed > _ROOM * free:
-        raise UserError(
-            f"both models are loaded whole, in float32, and take {human_bytes(needed)} of the {human_bytes(free)} of "
-            "memory that are free"
-        )

@@ -1,7 +1,8 @@
 """A model and the one it is compared with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from ckpt_prune.evaluation.device_map import current_device_map
 from ckpt_prune.evaluation.perplexity import LanguageModel
 from ckpt_prune.evaluation.streamed import StreamedModel, have_room
 from ckpt_prune.evaluation.whole_model import default_dtype, load_model
+
+_ROOM = 0.8
+"""Share of the free memory that models may take."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Pair:
         """
         streamed: dict[Path, StreamedModel] = {}
         if current_device_map() is None and not self._loaded:
-            streamed = self.find_streamed()
+            streamed = self.streamed
         if have_room(list(streamed.values())):
             streamed = {}
         places = [(self.folder, self.graph)]
@@ -82,8 +86,9 @@ class Pair:
             places.append((self.reference, self.reference_graph))
         return [streamed.get(folder) or self._load(folder, graph) for folder, graph in places]
 
-    def find_streamed(self) -> dict[Path, StreamedModel]:
-        """Return those of the two that can be run block by block, by their folders."""
+    @cached_property
+    def streamed(self) -> dict[Path, StreamedModel]:
+        """Those of the two that can be run block by block, by their folders."""
         graphs = {graph.parent for graph in (self.graph, self.reference_graph) if graph is not None}
         dtype = default_dtype(self.device)
         found = {each: StreamedModel.open(each, self.device, dtype) for each in self.folders if each not in graphs}
@@ -101,24 +106,26 @@ class Pair:
         if graph is not None and self.open_graph is not None:
             model = self.open_graph(graph)
         else:
-            self._warn_of_size(folder)
+            if (lacking := lack_of_room([folder], self.device)) is not None:
+                Notices()(f"{lacking}: close other programs, or say --device-map auto")
             model = load_model(folder, device=self.device, trust_remote_code=self.trust)
         if self.keeps:
             self._loaded[place] = model
         return model
 
-    def _warn_of_size(self, folder: Path) -> None:
-        """Say so if a model that is to be loaded whole is larger than the memory that is free."""
-        free = available_bytes()
-        if self.device.type != "cpu" or free is None or current_device_map() is not None:
-            return
-        try:
-            tensors = Checkpoint.open(str(folder), packed=True).tensors.values()
-        except UserError:  # loading says what is wrong
-            return
-        size = sum(tensor.numel for tensor in tensors) * torch.float32.itemsize
-        if size > free:
-            Notices()(
-                f"{folder} is loaded whole, which takes {human_bytes(size)} of memory, and only {human_bytes(free)} "
-                "are free: close other programs, or say --device-map auto"
-            )
+
+def lack_of_room(folders: Iterable[Path], device: torch.device) -> str | None:
+    """Say that models, loaded whole in float32, take more than the free memory has room for; None if they do not."""
+    free, folders = available_bytes(), list(folders)
+    if device.type != "cpu" or free is None or current_device_map() is not None:
+        return None
+    try:
+        whole = [Checkpoint.open(str(folder), packed=True).tensors for folder in folders]
+    except UserError:  # loading says what is wrong
+        return None
+    needed = torch.float32.itemsize * sum(tensor.numel for tensors in whole for tensor in tensors.values())
+    if needed <= _ROOM * free:
+        return None
+    names = " and ".join(map(str, folders))
+    loaded = "is loaded whole, in float32, and takes" if len(folders) == 1 else "are loaded whole, in float32, and take"
+    return f"{names} {loaded} {human_bytes(needed)}, and {human_bytes(free)} of memory are free"

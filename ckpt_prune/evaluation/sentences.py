@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 from ckpt_prune.evaluation.batches import check_finite
 from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.heads import FEWEST_TEXTS
@@ -61,7 +62,7 @@ def open_embedder(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTok
         UserError: the folder's modules cannot be run, or sentence-transformers (the extra `embed`) is missing.
     """
     if find_spec("sentence_transformers") is None:
-        raise UserError("embeddings need sentence-transformers: pip install 'ckpt-prune[embed]'")
+        raise UserError(f"embeddings need sentence-transformers: {install('embed')}")
     from ckpt_prune.evaluation.embedder import Embedder
 
     return Embedder(model, folder, tokenizer)

@@ -3,9 +3,10 @@
 from importlib.util import find_spec
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 
 
 def require_gguf() -> None:
     """Refuse if the package gguf is not installed."""
     if find_spec("gguf") is None:
-        raise UserError('the package gguf is not installed: pip install "ckpt-prune[gguf]"')
+        raise UserError(f"the package gguf is not installed: {install('gguf')}")

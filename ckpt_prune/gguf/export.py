@@ -1,7 +1,6 @@
 """Writing a checkpoint as a GGUF file that llama.cpp runs, and proving the file before it takes its place."""
 
 import math
-import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,9 +10,10 @@ from typing import Any, ClassVar
 
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.staging import disk_failures, staged_file
+from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
-from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, EmbeddingType, GgufType
+from ckpt_prune.common.graph_types import EmbeddingType, GgufType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
@@ -25,11 +25,8 @@ from ckpt_prune.gguf.types import OUTER, default_type, describe_type, kinds_of, 
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
-from ckpt_prune.model.model import Model
-from ckpt_prune.options.data import CalibrationOptions, ProofOptions
+from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
-from ckpt_prune.stages.export.keys import Export
-from ckpt_prune.verification.dense_source import DenseSource, find_dense_source
 
 _LARGE = 2**32
 """Bytes in float32, from which on a line says that the proof takes so many."""
@@ -105,7 +102,7 @@ def export_gguf(
         kind: type of the matrices; None: what the checkpoint has.
         embedding: type of the embedding and the head; None: by `kind`.
         proof: compare the file in llama.cpp with PyTorch.
-        dense: the model that the checkpoint was pruned from; by default it is looked for.
+        dense: the model that the checkpoint was pruned from, to say what is lost beside it.
         overwrite: replace another GGUF file.
         trust: accept a checkpoint that asks for code of its own.
 
@@ -144,7 +141,6 @@ def export_gguf(
                 write_gguf(place, layout, chosen, kinds, tokenizer, folder)
             if proof:
                 shown = describe_type(chosen, embedding)
-                dense = dense or find_dense_source(folder)
                 with _empty_folder(place) as scratch:
                     result = prove(
                         place,
@@ -190,7 +186,9 @@ def _plain(place: Path, layout: Layout, kind: GgufType, tokenizer: FileTokenizer
         plain.unlink(missing_ok=True)
 
 
-def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: bool = False) -> Proof:
+def validate_gguf(
+    file: Path, against: str, proving: ProofOptions, *, dense: DenseSource | None = None, trust: bool = False
+) -> Proof:
     """Compare a GGUF file in llama.cpp with a checkpoint in PyTorch, and its weights with the checkpoint's.
 
     Raises:
@@ -204,68 +202,5 @@ def validate_gguf(file: Path, against: str, proving: ProofOptions, *, trust: boo
         ends = read_tokenizer(folder, len(open_gguf(file).values["tokenizer.ggml.tokens"])).ends
     outer = [tensor.kind.name.lower() for name, tensor in open_gguf(file).tensors.items() if name in OUTER]
     shown = max((describe_type(kind, each) for each in outer), key=len, default=kind)
-    proof = prove(file, folder, shown, proving, ends=ends, dense=find_dense_source(folder), trust=trust)
+    proof = prove(file, folder, shown, proving, ends=ends, dense=dense, trust=trust)
     return proof.model_copy(update={"other_weights": tuple(other_weights(file, source, kind))})
-
-
-@dataclass(frozen=True)
-class GgufStep:
-    """The last step of a recipe with `export: {format: gguf}`, with all that can be checked before the first.
-
-    Attributes:
-        recipe: what to write.
-        kind: type of the matrices.
-        proving: what to compare the file on.
-        dense: the unpruned model, to compare with.
-        trust: run code that the checkpoint brings.
-    """
-
-    recipe: Export
-    kind: GgufType
-    proving: ProofOptions
-    dense: DenseSource | None
-    trust: bool
-
-    @classmethod
-    def of(
-        cls, recipe: Export, source: Model, calibration: CalibrationOptions, *, rounded: bool, trust: bool
-    ) -> "GgufStep":
-        """Return the step for an output that is still to be made of a model; `rounded`: to int4, before the export.
-
-        Raises:
-            UserError: llama.cpp has no such model or tokenizer, or is not installed.
-        """
-        if recipe.proof:
-            require_runtime()
-        kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
-        needs_program(kind, recipe.embedding_type)
-        layout, dense = lay_out(source), None
-        kinds_of(layout, kind, recipe.embedding_type)
-        if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
-            read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
-            dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
-        return cls(recipe, kind, ProofOptions(text=calibration.text, window=calibration.window), dense, trust)
-
-    def bytes(self, parameters: int) -> int:
-        """Return what the file takes at most."""
-        return int(parameters * max(GGUF_BITS[self.kind], GGUF_BITS.get(self.recipe.embedding_type or "", 0)) // 8)
-
-    def run(self, output: Path) -> ExportedGguf:
-        """Write the file of an output beside its weights."""
-        return export_gguf(
-            str(output),
-            output / GGUF_FILES[self.kind],
-            self.proving,
-            kind=self.kind,
-            embedding=self.recipe.embedding_type,
-            proof=self.recipe.proof,
-            dense=self.dense,
-            overwrite=True,
-            trust=self.trust,
-        )
-
-    def command(self, output: Path) -> str:
-        """Return the command that writes the file of an output."""
-        file, embedding = output / GGUF_FILES[self.kind], self.recipe.embedding_type
-        words = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]
-        return shlex.join(words + (["--embedding-type", embedding] if embedding else []))

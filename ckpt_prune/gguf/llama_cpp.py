@@ -16,9 +16,10 @@ import numpy as np
 from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.common.child_process import python_command, safe_environment
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 from ckpt_prune.common.memory import peak_bytes
 
-INSTALL = 'pip install "ckpt-prune[llamacpp]" (package xllamacpp, a prebuilt llama.cpp)'
+INSTALL = f"{install('llamacpp')} (package xllamacpp, a prebuilt llama.cpp)"
 TOP = 4096
 """Most log-probabilities that are asked for at once."""
 

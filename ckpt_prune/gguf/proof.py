@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.gguf.architectures import TANH_GELU
@@ -13,7 +14,6 @@ from ckpt_prune.gguf.llama_cpp import Answer, Task, require_runtime, run_llama_c
 from ckpt_prune.gguf.tokenizer import CHATS, TEXTS, fill_chats, find_frame, load_stored_tokenizer, split
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import LARGEST_KL, Proof, choose_windows, compare_logs, reference_logs
-from ckpt_prune.verification.dense_source import DenseSource
 
 _SAME_WEIGHTS = 0.05
 """Mean divergence of a file of rounded weights from a checkpoint of the same ones, up to which it passes: SmolLM2-135M

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ckpt_prune.common.child_process import program_command
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.graph_types import EmbeddingType, GgufType, MixedGgufType
 from ckpt_prune.sparsity.steps import find_steps
@@ -46,7 +47,7 @@ def needs_program(chosen: GgufType, embedding: EmbeddingType | None = None) -> b
         return False
     if shutil.which(_PROGRAM) is None:
         raise UserError(
-            f'{chosen} is rounded by llama.cpp, which is not installed: pip install "ckpt-prune[llamacpp]" (package '
+            f"{chosen} is rounded by llama.cpp, which is not installed: {install('llamacpp')} (package "
             f"xllamacpp), or put its program {_PROGRAM} on the PATH"
         )
     return True

@@ -23,18 +23,24 @@ from ckpt_prune.inspection.answer import (
 )
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
+from ckpt_prune.model.composites import extract_part
+from ckpt_prune.model.config_only import checkpoint_of_config, config_of_folder, is_config_only
 from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.containers.choosing import choose_container
+from ckpt_prune.model.containers.opening import Opening, apply_description, open_checkpoint
 from ckpt_prune.model.containers.remote import remote_class
 from ckpt_prune.model.cost import cost_of, count_by_part
 from ckpt_prune.model.depth import check_shortened, shorten_model
+from ckpt_prune.model.descriptions import has_description
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
-from ckpt_prune.model.supported import declared_family
+from ckpt_prune.model.supported import check_model_type, declared_family
+from ckpt_prune.options.commands import InspectOptions
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.runner.messages import ignored_words, tied_words
+from ckpt_prune.runner.refusals import asked_ratios
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
 from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.report import find_report
@@ -234,4 +240,30 @@ def _total(tensors: Sequence[Sparsity]) -> Zeros:
         mean=share_of_all(tensors),
         max=max((each.share for each in tensors), default=0.0),
         pattern=pattern_of_all(tensors),
+    )
+
+
+def inspect_model(options: InspectOptions) -> Description:
+    """Open a model, or its config alone, and describe it (`ckpt_prune.inspect`)."""
+    folder = Path(options.model)
+    config_only = folder.is_dir() and is_config_only(folder)
+    if config_only and options.sparsity:
+        raise UserError(f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out")
+    if config_only:
+        config = apply_description(config_of_folder(folder), options.family)
+        if options.part is None and not has_description(config):
+            check_model_type(config)
+            return describe_unknown(folder, config)
+        checkpoint = checkpoint_of_config(folder, config)
+        if options.part is not None:
+            checkpoint = extract_part(checkpoint, options.part)
+    else:
+        opening = Opening(trust=True, family=options.family, part=options.part, by_class=False)
+        checkpoint = open_checkpoint(options.model, opening)
+        if not has_description(checkpoint.config):
+            check_model_type(checkpoint.config)
+            return describe_unknown(checkpoint.path, checkpoint.config)
+    ratios = asked_ratios(options.ratios)
+    return describe(
+        checkpoint, weights=not config_only, recipe=options.recipe, ratios=ratios, sparsity=options.sparsity
     )

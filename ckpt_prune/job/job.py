@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune._version import __version__
+from ckpt_prune.job.digest import HARMLESS, fields_of, identify
 from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.measure.samples.samples import Samples
@@ -17,6 +19,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.containers.container import Container, container_of
 from ckpt_prune.model.model import Model
+from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.recipe.origin import Origin
 from ckpt_prune.recipe.recipe import Recipe
 
@@ -40,9 +43,9 @@ class LiveSamples:
     samples: Samples
     folds: int
     compute_dtype: torch.dtype
-    allocate: Allocate = allocate_in_memory
+    allocate: Allocate = field(default=allocate_in_memory, metadata=HARMLESS)
     seed: int = 0
-    source: str = ""
+    source: str = field(default="", metadata=HARMLESS)
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,10 @@ class RecoverySamples:
 
     samples: Samples
     compute_dtype: torch.dtype
-    allocate: Allocate = allocate_in_memory
+    allocate: Allocate = field(default=allocate_in_memory, metadata=HARMLESS)
     after: frozenset[int] = frozenset()
-    seen: bool | None = None
-    classes: Tensor | None = None
+    seen: bool | None = field(default=None, metadata=HARMLESS)
+    classes: Tensor | None = field(default=None, metadata=HARMLESS)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ class Job:
         latencies: of this machine, if the recipe's size is a latency.
         dense: the model that `model` was made from, if that is pruned already.
         written: the recipe as it was asked for; None if it is `recipe`.
+        proving: data that what is exported is compared with PyTorch on.
+        trust: run code that the model brings, where its output is run.
+        asked: values of the options that its output depends on (`digested_options`).
+        earlier: numbers and fingerprints of the samples that `model` was made on, in turn, if that is pruned already.
     """
 
     model: Model
@@ -94,11 +101,15 @@ class Job:
     plan: Plan | None = None
     diagnostics: bool | None = False
     training: RecoverySamples | None = None
-    by_default: bool = False
-    origin: Origin | None = None
+    by_default: bool = field(default=False, metadata=HARMLESS)
+    origin: Origin | None = field(default=None, metadata=HARMLESS)
     latencies: Latencies | None = None
     dense: Model | None = None
-    written: Recipe | None = None
+    written: Recipe | None = field(default=None, metadata=HARMLESS)
+    proving: ProofOptions = field(default_factory=ProofOptions, metadata=HARMLESS)
+    trust: bool = field(default=False, metadata=HARMLESS)
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    earlier: Sequence[tuple[int, str]] = field(default=(), metadata=HARMLESS)
 
     @property
     def samples(self) -> Samples | None:
@@ -114,9 +125,9 @@ class Job:
         """
         beside = self.training is not None and self.training.seen is False
         given = [each.samples for each in (self.live, self.training) if each is not None]
-        if self.statistics is None and not (beside and self.live is not None):
+        if self.statistics is None and not (beside and (self.live is not None or self.earlier)):
             return max(given, key=len, default=[])
-        used = [(len(samples), samples.fingerprint) for samples in given]
+        used = [*self.earlier, *((len(samples), samples.fingerprint) for samples in given)]
         if self.statistics is not None:
             index = self.statistics.index
             if len(index.data) > 1:
@@ -132,26 +143,5 @@ class Job:
     @property
     def digest(self) -> str:
         """SHA-256 of all that the output depends on: a resumed run must share it with the one that it continues."""
-        live = None
-        if self.live is not None:
-            given = self.live
-            live = [given.samples.fingerprint, given.folds, str(given.compute_dtype), given.seed]
-        parts: list[Any] = [
-            __version__,
-            _JOURNAL,
-            self.model.checkpoint.fingerprint,
-            self.recipe.digest,
-            self.statistics.index.digest if self.statistics else None,
-            live,
-            self.plan.digest if self.plan else None,
-            self.device.type,
-            self.diagnostics,
-        ]
-        if self.dense is not None:
-            parts.append(self.dense.checkpoint.fingerprint)
-        if self.latencies is not None:
-            parts.append(asdict(self.latencies))
-        if self.training is not None:
-            training = self.training
-            parts += [training.samples.fingerprint, str(training.compute_dtype), sorted(training.after)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        parts = [__version__, _JOURNAL, fields_of(self)]
+        return hashlib.sha256(json.dumps(parts, default=identify).encode()).hexdigest()

@@ -11,6 +11,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures, partial_of
 from ckpt_prune.checkpoint.writer import CheckpointWriter
+from ckpt_prune.job.afterwork import Afterwork, Followed
 from ckpt_prune.job.layout import Layout, with_rest
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.prepared import Prepared
@@ -48,7 +49,8 @@ class Run:
         done: what stages have done as a whole, by names of the report.
         report: the record of the output, if an earlier run has finished it.
         sources: checkpoints that the output is made from.
-        export: writes more into the folder of the output, which lacks nothing else, before it takes its place.
+        afterwork: what follows once the output lacks nothing else, and before it takes its place.
+        followed: what came of that.
     """
 
     out: Path
@@ -60,13 +62,8 @@ class Run:
     done: dict[str, Any] = field(default_factory=dict)
     report: Any = None
     sources: Sequence[Checkpoint] = ()
-    export: Callable[[Path], None] | None = None
-
-    def write_exports(self) -> None:
-        """Write what is exported of the output, in its staging folder."""
-        if self.export is not None and self.staging is not None:
-            self.staging.mark_written()
-            self.export(self.staging.path)
+    afterwork: Sequence[Afterwork] = ()
+    followed: list[Followed] = field(default_factory=list)
 
     @property
     def journal(self) -> Journal | None:

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ckpt_prune.job.afterwork import Afterwork
 from ckpt_prune.job.form import Form
+from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import BlockPruner, Step
@@ -26,7 +28,8 @@ class Stage(Generic[Keys]):
         recovery: {epochs: 2}
 
     The runner calls the methods in this order, each for all stages before the next: `check`, `check_data`, `preview`,
-    `check_training`, `run`, `before_blocks`, `step`, `after_blocks`, `report`. A dry run ends after `preview`.
+    `check_training`, `after_publish`, `run`, `before_blocks`, `step`, `after_blocks`, `report`. A dry run ends before
+    `run`.
 
     Attributes:
         of: the class of its keys.
@@ -126,6 +129,13 @@ class Stage(Generic[Keys]):
 
     def after_blocks(self, prepared: Prepared, run: Run) -> None:
         """Work on the blocks that are written."""
+
+    def after_publish(self, job: Job) -> Afterwork | None:
+        """Return what follows once the output is written, before it takes its place; None if nothing does.
+
+        It is asked before anything is measured, and refuses what cannot follow.
+        """
+        return None
 
     def report(self, prepared: Prepared, records: Sequence[Any], run: Run) -> dict[str, Any]:
         """Return what the report says of the stage: fields of `Report`.

@@ -82,6 +82,10 @@ class Model:
     def with_config(self, config: "PreTrainedConfig") -> "Model":
         return replace(self, config=config)
 
+    @property
+    def fingerprint(self) -> str:
+        return self.checkpoint.fingerprint
+
     # ---- dimensions -------------------------------------------------------------------------------------------
 
     def dimension(self, name: str) -> int:

@@ -135,12 +135,12 @@ RUNTIMES: dict[str, Runtime] = {
         note="`OUT/onnx/README.md` has a few lines that run the graph.",
     ),
     "genai": Runtime(
-        'onnxruntime_genai.Model("OUT/onnx")', 'pip install "ckpt-prune[genai]"', _TO_ONNX, _GRAPHS,
+        'onnxruntime_genai.Model("OUT/onnx")', 'pip install ".[genai]"', _TO_ONNX, _GRAPHS,
         changes=_ALL - {"qk", "rotary", "values"}, generates=True, rows=_GRAPH,
         note="From 0.18 on. It makes values as wide as keys.",
     ),
     "llama.cpp": Runtime(
-        "llama-cli -m OUT.gguf", 'pip install "ckpt-prune[llamacpp]"', _TO_GGUF,
+        "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
         changes=_SHAPES - {"low rank"} | {"zeros", "few bits"}, families=_LLAMA_CPP,
         own_biases=("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), generates=True, rows=GGUF_ROWS,
         note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite and phi3, and in qwen3 with a "
@@ -157,7 +157,7 @@ RUNTIMES: dict[str, Runtime] = {
         "are for CUDA",
     ),
     "mlx": Runtime(
-        "mlx_lm.generate --model OUT --trust-remote-code", 'pip install "ckpt-prune[mlx]"', changes=_SHAPES | {"zeros"},
+        "mlx_lm.generate --model OUT --trust-remote-code", 'pip install ".[mlx]"', changes=_SHAPES | {"zeros"},
         families=_MLX, own_shapes=MLX_FAMILIES, generates=True, rows={"4bit": 64, "8bit": 64},
         note="4bit and 8bit are those of `mlx_lm.convert -q`, in groups of 64.",
     ),
@@ -168,7 +168,7 @@ RUNTIMES: dict[str, Runtime] = {
         beside="`npm install --prefix NODE @huggingface/transformers`, then set NODE_PATH=NODE/node_modules",
     ),
     "openvino": Runtime(
-        'openvino.Core().compile_model("OUT/onnx/model.onnx")', 'pip install "ckpt-prune[openvino]"',
+        'openvino.Core().compile_model("OUT/onnx/model.onnx")', 'pip install ".[openvino]"',
         _TO_ONNX, ("fp32",), note="The graph in float32; those in few bits have operators of "
         "onnxruntime's own.",
     ),

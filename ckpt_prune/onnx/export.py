@@ -2,7 +2,6 @@
 
 import gc
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +21,13 @@ from ckpt_prune.checkpoint.side_files import carried_files, name_left_out, side_
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_FOLDER, GRAPH_RECORD, VALIDATION
+from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GRAPH_FILES, ROUNDED_TYPES, GraphType
 from ckpt_prune.common.memory import return_freed_memory
 from ckpt_prune.common.progress import Notices, meter
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.report import Loss
+from ckpt_prune.measure.samples.image_files import ImageSplit
 from ckpt_prune.model.containers.remote import MLX_KEY
 from ckpt_prune.model.skeleton import RefusedConfigError, parse_config
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
@@ -58,9 +58,8 @@ from ckpt_prune.onnx.session import DATA, Provider, default_provider
 from ckpt_prune.onnx.tasks import check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import get_image_size, trace_model
 from ckpt_prune.onnx.writing import write_graph
-from ckpt_prune.options.data import ProofOptions, SampleOptions
+from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
-from ckpt_prune.stages.export.keys import Export
 
 _OWN_FILES = (
     *GRAPH_FILES.values(),
@@ -321,120 +320,86 @@ def _free(graph: onnx_ir.Model, model: PreTrainedModel) -> None:
     return_freed_memory()
 
 
-def write_proven(
-    writer: GraphWriter,
-    samples: ProofSamples | None,
-    *,
-    proof: bool,
-    provider: Provider | None = None,
-    tolerance: float | None = None,
-    max_loss: float | None = None,
-    dense: Dense | None = None,
-    trust: bool = False,
-) -> Exported:
-    """Write graphs that compute what the model does, or nothing.
-
-    `samples` are what rounding is measured on and, with `proof`, what the graphs are proved on. The others are as in
-    `validate`.
-    """
-    validations: list[Validations] = []
-
-    def prove(folder: Path) -> bool:
-        assert samples is not None
-        validation = validate(
-            folder,
-            writer.source.path,
-            samples,
-            provider=provider,
-            tolerance=tolerance,
-            max_loss=max_loss,
-            dense=dense,
-            trust=trust,
-        )
-        validation.write(folder)
-        writer.write_card(
-            folder, read_manifest(folder), [loss for graph in validation.graphs for loss in graph.losses()]
-        )
-        validations.append(validation)
-        return validation.passed
-
-    manifest = writer.write(prove=prove if proof else None, samples=samples, trust=trust)
-    if manifest is not None and (left_out := name_left_out(writer.source, writer.out)) is not None:
-        Notices()(left_out)
-    graphs = [] if manifest is None else manifest.graphs
-    size = {graph.dtype: count_graph_bytes(writer.out, graph.file) for graph in graphs}
-    return Exported(writer.out, manifest, validations[0] if validations else None, size)
-
-
 @dataclass(frozen=True)
-class GraphStep:
-    """The last step of a recipe that has `export`, with all that can be checked before the first."""
+class ProvenGraphs:
+    """Graphs that are written only if they compute what the model does.
 
-    recipe: Export
+    Attributes:
+        samples: what rounding is measured on and, with `proof`, what the graphs are proved on.
+        dense: another model, that a graph is compared with, too.
+        provider: that the proof runs on; None: by the settings.
+        trust: run code that the checkpoint brings.
+    """
+
+    settings: GraphSettings
+    proof: bool
     samples: ProofSamples | None
     dense: Dense | None
+    provider: Provider | None
     trust: bool
 
     @classmethod
-    def of(cls, recipe: Export, source: Checkpoint, given: SampleOptions, *, trust: bool) -> "GraphStep":
-        """The step for an output that is still to be made.
+    def of(
+        cls,
+        settings: GraphSettings,
+        source: Checkpoint,
+        given: ProofOptions,
+        *,
+        proof: bool,
+        dense: Dense | None,
+        provider: Provider | None = None,
+        trust: bool = False,
+        split: ImageSplit = "eval",
+        windows: int = FEW_WINDOWS,
+    ) -> "ProvenGraphs":
+        """Return graphs of a checkpoint, or of one that is still to be made of it and reads the same.
 
         Args:
-            source: the model that is pruned: it reads what its output will.
-            given: its text, in its windows, or its images are what the graph is proved on.
+            given: text or images to prove them on.
+            split: of a labels.csv, of which images are taken.
+            windows: of text, by default, if nothing is rounded.
+
+        Raises:
+            UserError: the model has no such head, or cannot be rounded so.
         """
-        task = choose_task(source.config, folder=source.path, task=recipe.task, cache=recipe.cache)
+        task = choose_task(source.config, folder=source.path, task=settings.task, cache=settings.cache)
         check_padding(source.config, task)
-        provider = default_provider(recipe.optimize)
-        check_rounding(recipe, task, images=given.images is not None, provider=provider)
-        samples = None
-        if recipe.proof or recipe.is_rounded:
-            options = ProofOptions(
-                text=given.text,
-                window=given.window,
-                images=given.images,
-                labels=given.labels,
-                max_corrupt=given.max_corrupt,
-            )
+        used = provider or default_provider(settings.optimize)
+        check_rounding(settings, task, images=given.images is not None, provider=used)
+        samples, rounded = None, settings.is_rounded
+        if proof or rounded:
+            windows = WINDOWS if rounded else windows
             samples = choose_proof_samples(
-                source.path,
-                task,
-                options,
-                trust=trust,
-                split="calib",
-                rounded=recipe.is_rounded,
-                windows=WINDOWS if recipe.is_rounded else FEW_WINDOWS,
+                source.path, task, given, trust=trust, split=split, rounded=rounded, windows=windows
             )
-        return cls(recipe, samples, None if source.adapter is not None else Dense(source.path), trust)
+        return cls(settings, proof, samples, dense, provider, trust)
 
-    def bytes(self, parameters: int) -> int:
-        return estimate_graphs_bytes(self.recipe, parameters)
+    def write(self, writer: GraphWriter) -> Exported:
+        """Write the graphs, or nothing."""
+        settings, samples = self.settings, self.samples
+        validations: list[Validations] = []
 
-    def run(self, output: Path) -> Exported:
-        """Write the graph of an output into its folder `onnx`."""
-        out, recipe = output / GRAPH_FOLDER, self.recipe
-        writer = GraphWriter(Checkpoint.open(output, packed=True), out, recipe, overwrite=True)
-        return write_proven(
-            writer,
-            self.samples,
-            proof=recipe.proof,
-            tolerance=recipe.tolerance,
-            max_loss=recipe.max_loss,
-            dense=self.dense,
-            trust=self.trust,
-        )
+        def prove(folder: Path) -> bool:
+            assert samples is not None
+            validation = validate(
+                folder,
+                writer.source.path,
+                samples,
+                provider=self.provider,
+                tolerance=settings.tolerance,
+                max_loss=settings.max_loss,
+                dense=self.dense,
+                trust=self.trust,
+            )
+            validation.write(folder)
+            losses = [loss for graph in validation.graphs for loss in graph.losses()]
+            writer.write_card(folder, read_manifest(folder), losses)
+            validations.append(validation)
+            return validation.passed
 
-    def command(self, output: Path) -> str:
-        """Return the command that writes the graph of an output."""
-        words = ["ckpt-prune", "export", str(output), "-o", str(output / GRAPH_FOLDER)]
-        for name, field in GraphSettings.model_fields.items():
-            value, option = getattr(self.recipe, name), name.replace("_", "-")
-            if value in (field.default, ("fp32",)):
-                continue
-            if isinstance(value, tuple):
-                words += [word for each in value for word in (f"--{option}", each)]
-            elif isinstance(value, bool):
-                words.append(f"--{'' if value else 'no-'}{option}")
-            else:
-                words += [f"--{option}", f"{value:g}" if isinstance(value, float) else str(value)]
-        return shlex.join(words if self.recipe.proof else [*words, "--no-validate"])
+        manifest = writer.write(prove=prove if self.proof else None, samples=samples, trust=self.trust)
+        if manifest is not None and (left_out := name_left_out(writer.source, writer.out)) is not None:
+            Notices()(left_out)
+        graphs = [] if manifest is None else manifest.graphs
+        size = {graph.dtype: count_graph_bytes(writer.out, graph.file) for graph in graphs}
+        return Exported(writer.out, manifest, validations[0] if validations else None, size)

@@ -89,21 +89,21 @@ GraphOrModel = Annotated[Accepts[AnyModel, str], BeforeValidator(path_of), After
 class OverwriteOptions(Options):
     """Whether an output may be replaced."""
 
-    overwrite: bool = option(default=False)
+    overwrite: bool = option(default=False, digest="none")
     """Replace an existing output."""
 
 
 class OutputOptions(OverwriteOptions):
     """A folder to write."""
 
-    output: Place = option(flags=("-o", "--output"), metavar="OUT")
+    output: Place = option(flags=("-o", "--output"), metavar="OUT", digest="none")
     """Folder to write."""
 
 
 class ResumeOptions(OutputOptions):
     """A folder to write, in a run that may be continued."""
 
-    resume: bool = option(default=False)
+    resume: bool = option(default=False, digest="none")
     """Continue an interrupted run of the same job."""
 
 
@@ -111,7 +111,7 @@ class RecipeKeyOptions(SourceOptions):
     """Which model to prune, and how its recipe is changed."""
 
     group = RECIPE
-    statistics: StatisticsFolder = option(default=None, metavar="STATS", group=DATA)
+    statistics: StatisticsFolder = option(default=None, metavar="STATS", group=DATA, digest="content")
     """Folder of statistics that `ckpt-prune calibrate` wrote."""
     overrides: Changes = option(default=(), flags=("--set",), metavar="KEY=VALUE", several=True)
     """Change a key of the recipe: spaces.mlp.ratio=0.4. May be repeated."""
@@ -152,7 +152,7 @@ class RecipeOptions(SizeOptions, RecipeKeyOptions):
     """Which model to prune, by which recipe, to which size."""
 
     group = RECIPE
-    recipe: AnyFolder = option(default=None, metavar="R")
+    recipe: AnyFolder = option(default=None, metavar="R", digest="content")
     """Name of a shipped recipe (`ckpt-prune recipe list`), a recipe file, a folder with one,
     or ORG/REPO/NAME.yaml[@REVISION] on the Hub. [default: best-uniform]"""
 
@@ -239,7 +239,7 @@ class PublicOptions(Options):
     """Who may read what is pushed."""
 
     group = HUB
-    public: bool = option(default=False)
+    public: bool = option(default=False, digest="none")
     """Let everyone read what is pushed. [default: private]"""
 
 
@@ -249,7 +249,7 @@ class RecipeOrPlanOptions(RecipeOptions):
     group = RECIPE
     plan: Annotated[
         Accepts[AnyPath | HasPlan | None, Any], BeforeValidator(lambda plan: getattr(plan, "plan", plan))
-    ] = option(default=None, metavar="FILE")
+    ] = option(default=None, metavar="FILE", digest="content")
     """Apply a plan that `ckpt-prune plan` wrote, instead of a recipe."""
 
 
@@ -291,11 +291,13 @@ class PruneOptions(
     """Options of `prune`."""
 
     group = OUTPUT
-    output: OtherPlace = option(default_factory=lambda _given: Path("OUT"), flags=("-o", "--output"), metavar="OUT")
+    output: OtherPlace = option(
+        default_factory=lambda _given: Path("OUT"), flags=("-o", "--output"), metavar="OUT", digest="none"
+    )
     """Folder to write. A dry run needs none."""
-    dry_run: bool = option(default=False)
+    dry_run: bool = option(default=False, digest="none")
     """Check everything and print sizes; measure and write nothing. Data to measure on may be left out."""
-    push: str | None = option(default=None, metavar="REPO", group=HUB)
+    push: str | None = option(default=None, metavar="REPO", group=HUB, digest="none")
     """Push OUT to this new repository on the Hub (ORG/NAME) when it is complete, as `ckpt-prune push` does. Token and
     name are checked before any work."""
 
@@ -323,6 +325,7 @@ class RecoverOptions(
     LoraSettings,
     RecoverySettings,
     RecoveryMeasureOptions,
+    QualityOptions,
     StateMemoryOptions,
     TrainingOptions,
     DeviceOptions,
@@ -330,9 +333,9 @@ class RecoverOptions(
 ):
     """Options of `recover`."""
 
-    pruned: Model = option(kw_only=False)
+    pruned: Model = option(kw_only=False, digest="content")
     """Folder of the pruned model, or a Hub id."""
-    dense: OtherModel = option(default=None, metavar="MODEL", group=MODEL)
+    dense: OtherModel = option(default=None, metavar="MODEL", group=MODEL, digest="content")
     """The dense model that PRUNED was made from. --method lora needs none."""
 
 
@@ -393,7 +396,7 @@ class ConvertOptions(ResumeOptions):
 class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleOptions, DeviceOptions):
     """Options of `quantize`."""
 
-    model: Model = option(kw_only=False)
+    model: Model = option(kw_only=False, digest="content")
     """Folder of a model, or a Hub id."""
     format: Literal["int8", "int4"] = option(group=ROUNDING)
     """Type that weights are stored in."""
@@ -403,7 +406,7 @@ class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleO
     ] = option(default=None, metavar="N|channel", group=ROUNDING)
     """Columns that share a scale: 32, 64 or 128, or channel for whole rows. [default: channel for int8; for int4 the
     largest that divides every weight]"""
-    statistics: StatisticsFolder = option(default=None, metavar="STATS", group=ROUNDING)
+    statistics: StatisticsFolder = option(default=None, metavar="STATS", group=ROUNDING, digest="content")
     """Statistics of MODEL (`ckpt-prune calibrate MODEL --collect moments,gram,linears`), to round by GPTQ without
     running the model. Every block is then rounded as if those before it were not."""
 
@@ -455,6 +458,10 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
     dry_run: bool = option(default=False, group=MACHINE)
     """Print what measuring causal language models on --text takes, or with --device-map where the parts of any model
     would go; measure nothing."""
+
+    @property
+    def task_names(self) -> list[str]:
+        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
 
 class InspectOptions(OpeningOptions):

@@ -44,19 +44,19 @@ class SampleOptions(TextOptions):
     """Samples to run a model on: windows of text, images or audio."""
 
     usual_split: ClassVar[Split] = "train"
-    text: Texts = option(default=(), metavar="FILE")
+    text: Texts = option(default=(), metavar="FILE", digest="content")
     """Text to run the model on: a .txt, .jsonl, .ndjson or .json file, or a named text: wikitext2, c4, ptb. Rows may be
     conversations, which the model's chat template writes out. May be repeated: each gives an equal share of the
     windows."""
-    images: Input = option(default=None, metavar="DIR")
+    images: Input = option(default=None, metavar="DIR", digest="content")
     """Folder of images to run a vision model on, instead of --text: plain, with a labels.csv, or with a sub-folder per
     class."""
-    labels: Input = option(default=None, metavar="CSV", needs="images")
+    labels: Input = option(default=None, metavar="CSV", needs="images", digest="content")
     """CSV file with a column file, and perhaps a column split: then the rows calib are taken. [default: labels.csv in
     the folder of images or beside it]"""
     max_corrupt: float = option(default=0.05, ge=0, le=1)
     """Share of the images that may fail to decode."""
-    audio: Input = option(default=None, metavar="DIR")
+    audio: Input = option(default=None, metavar="DIR", digest="content")
     """Folder of audio to run a speech encoder on, instead of --text: .wav files at its sampling rate, or features, one
     file per sound (.npy, .safetensors)."""
     samples: int | None = option(default=None, ge=1)
@@ -143,10 +143,10 @@ class QualityOptions(Options):
     """Data that an output is measured on when it is complete."""
 
     group = MEASURE
-    evaluate: Texts = option(default=(), metavar="FILE|DIR")
+    evaluate: Texts = option(default=(), metavar="FILE|DIR", digest="none")
     """Measure OUT and MODEL on this held-out text (in windows of --window tokens), or on this folder of images. May be
     repeated. [default: windows of --text, or some of --images, that the model was not calibrated on]"""
-    evaluate_samples: int | None = option(default=None, ge=0)
+    evaluate_samples: int | None = option(default=None, ge=0, digest="none")
     """Windows, or images, to measure OUT and MODEL on. 0: measure nothing. [default: 16 of
     --evaluate; of --text and --images an eighth as many as calibrated on, 2 to 8 windows or 16 to 64 images]"""
 

@@ -13,7 +13,7 @@ class TrustOptions(Options):
     """Whose code may run."""
 
     group = MACHINE
-    trust_remote_code: bool = option(default=False)
+    trust_remote_code: bool = option(default=False, digest="none")
     """Accept a model whose config.json or image processor asks for code of its own. Only evaluate, export, validate and
     benchmark run the model's code; every other command uses the stock class of its model_type if each tensor fits it.
     An image processor's code runs if transformers has no such class. A tokenizer's code never runs, and code is never
@@ -24,7 +24,7 @@ class OpeningOptions(TrustOptions):
     """How a model is opened that is measured or pruned."""
 
     group = MODEL
-    family: Input = option(default=None, metavar="FILE")
+    family: Input = option(default=None, metavar="FILE", digest="content")
     """JSON file that describes the model's family, as those in ckpt_prune/model/families, for a family that this
     version does not know. `ckpt-prune inspect MODEL` drafts one. Outputs carry it along."""
     part: PartName | None = option(default=None)
@@ -36,7 +36,7 @@ class DeviceOptions(Options):
     """The device that does the work."""
 
     group = MACHINE
-    device: str = option(default="auto", metavar="auto|cpu|cuda[:N]")
+    device: str = option(default="auto", metavar="auto|cpu|cuda[:N]", digest="content")
     """The device that does the work."""
 
 
@@ -65,7 +65,7 @@ class StateMemoryOptions(Options):
     """Memory for hidden states."""
 
     group = MACHINE
-    state_memory: float = option(default=8.0, ge=0, le=2**20, metavar="GIB")
+    state_memory: float = option(default=8.0, ge=0, le=2**20, metavar="GIB", digest="none")
     """GiB of hidden states to keep in memory. More of them go to memory-mapped files; no result changes. They take
     samples x tokens x hidden size x 4 bytes (2 in bfloat16), twice if two models are run."""
 
@@ -73,5 +73,5 @@ class StateMemoryOptions(Options):
 class SourceOptions(DeviceOptions, OpeningOptions):
     """Which model to read, and where to work."""
 
-    model: Model = option(kw_only=False, group=MODEL)
+    model: Model = option(kw_only=False, group=MODEL, digest="content")
     """Folder of a model, or a Hub id."""

@@ -15,6 +15,7 @@ from typing import (
     Any,
     ClassVar,
     Generic,
+    Literal,
     Protocol,
     Self,
     TypeVar,
@@ -52,6 +53,9 @@ else:
             return types[1]
 
 
+Digest = Literal["value", "content", "none"]
+
+
 @dataclass(frozen=True)
 class Shell:
     """How an option is written on the command line, if that is not `--` and its name.
@@ -63,6 +67,9 @@ class Shell:
         shown: False if only Python has the option.
         group: its group, if that is not the one of its class.
         needs: name of an option without which this one means nothing.
+        digest: what of it is in the digest of a job, which a resumed run must share with the one it continues: its
+            value; the content of what it names (a file, a model, a device), whatever its name; or none, because nothing
+            that is written depends on it.
     """
 
     flags: tuple[str, ...] = ()
@@ -71,6 +78,7 @@ class Shell:
     shown: bool = True
     group: str | None = None
     needs: str | None = None
+    digest: Digest = "value"
 
     def __call__(self, schema: dict[str, Any]) -> None:
         """Leave the JSON Schema of recipes as it is; pydantic calls this with it."""
@@ -86,6 +94,7 @@ def option(
     shown: bool = True,
     group: str | None = None,
     needs: str | None = None,
+    digest: Digest = "value",
     kw_only: bool = True,
     **checks: Any,
 ) -> Any:
@@ -94,13 +103,13 @@ def option(
     Args:
         default: used if the option is not given; without one, the option is required.
         default_factory: makes the default from the options before it; they are a mapping.
-        flags: as in `Shell`, like metavar, several, shown, group and needs.
+        flags: as in `Shell`, like metavar, several, shown, group, needs and digest.
         kw_only: False for an argument, which is given without its name.
         checks: limits, as pydantic's `Field` takes them.
     """
     how = {"default": default} if default_factory is None else {"default_factory": default_factory}
     return Field(
-        json_schema_extra=Shell(flags, metavar, several, shown, group, needs),
+        json_schema_extra=Shell(flags, metavar, several, shown, group, needs, digest),
         kw_only=kw_only,
         **how,
         **checks,
@@ -123,7 +132,7 @@ class Options(BaseModel):
     )
     group: ClassVar[str] = OUTPUT
     """Title of the options' group in `--help`."""
-    progress: bool = option(default=True, shown=False)
+    progress: bool = option(default=True, shown=False, digest="none")
     """Show progress bars and notices on stderr."""
 
     @model_validator(mode="after")
@@ -144,6 +153,12 @@ class Options(BaseModel):
                 if twice := next((key for key in keys if keys.count(key) > 1), None):
                     raise ValueError(f"{flags_of(name, field)[-1]} {twice} is given more than once")
         return self
+
+
+def digested_options(options: Options) -> dict[str, Any]:
+    """Return as JSON the options whose values the output depends on; a resumed run must have the same."""
+    names = {name for name, field in type(options).model_fields.items() if shell_of(field).digest == "value"}
+    return options.model_dump(mode="json", include=names)
 
 
 T = TypeVar("T", bound=BaseModel)

@@ -3,7 +3,8 @@
 Time of a recipe = time of `ridge` times the recipe's own `time` (tools/time_recipes.py). Recipes without that key get
 no estimate of time. `ridge` is: every block run once on every sample with the Grams of its inputs, unless statistics
 are given, and one solve as wide as its widest input. Recipes that decide widths on some of the samples alone take less.
-Times are those of the processor, which other work on the machine does not lengthen.
+Times are those of the processor, which other work on the machine does not lengthen. What the command has spent so far,
+most of it on imports, is added.
 """
 
 import time
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from ckpt_prune.common.formatting import format_duration, human_bytes
 from ckpt_prune.common.memory import available_bytes, resident_bytes
+from ckpt_prune.common.progress import elapsed
 from ckpt_prune.evaluation.perplexity import STRIP_BYTES, PredictionSums
 from ckpt_prune.evaluation.streamed import StreamedModel, states_limit
+from ckpt_prune.job.afterwork import Afterwork
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.plan import Plan
@@ -82,6 +85,10 @@ class Estimate:
             return spent + size
         more = ", without the time of the export" if self.export_bytes else ""
         return f"{spent}{size}, where nothing else runs on this machine{more}"
+
+    def since_start(self) -> "Estimate":
+        """Return the estimate of the whole command: with what it has spent on imports, reading, and this estimate."""
+        return self if self.seconds is None else replace(self, seconds=self.seconds + elapsed())
 
     def followed_by(self, other: "Estimate") -> "Estimate":
         """Return the estimate of this work and another one after it."""
@@ -146,6 +153,23 @@ def estimate_job(preview: Prepared) -> Estimate:
     return Estimate(seconds, peak, disk, assumed=samples if live and job.samples is None else 0)
 
 
+def estimate_prune(preview: Prepared, afterwork: Sequence[Afterwork], windows: int, window: int) -> Estimate:
+    """Return what a prune will take with its export, and with measuring it afterwards.
+
+    Args:
+        afterwork: what follows the output.
+        windows: of text that it and the dense model are measured on, of `window` tokens each; 0 for none.
+    """
+    estimate, job = estimate_job(preview), preview.job
+    size = sum(work.bytes(preview.output.cost.parameters) for work in afterwork)
+    estimate = replace(estimate, disk_bytes=estimate.disk_bytes + size, export_bytes=size)
+    dense = StreamedModel.open(job.model.checkpoint.path, job.device, job.model.dtype) if windows else None
+    if dense is not None:
+        shares = 1.0, preview.after.flops / preview.before.flops
+        estimate = estimate.followed_by(estimate_evaluation([dense, dense], windows, window, shares))
+    return estimate.since_start()
+
+
 def estimate_plan(job: Job, plan: Plan) -> Estimate:
     """Return what a prune by a plan of a job will take: what a solve by statistics does."""
     estimate = estimate_job(preview_job(replace(job, plan=plan)))
@@ -171,13 +195,19 @@ def estimate_calibration(
     return Estimate(seconds, peak, size)
 
 
-def estimate_evaluation(models: Sequence[StreamedModel], windows: int, tokens: int) -> Estimate:
-    """Return what it takes to measure models, one or two, on so many windows of text, block by block."""
+def estimate_evaluation(
+    models: Sequence[StreamedModel], windows: int, tokens: int, shares: Sequence[float] = (1.0, 1.0)
+) -> Estimate:
+    """Return what it takes to measure models, one or two, on so many windows of text, block by block.
+
+    Args:
+        shares: of the time that each takes, for a model that stands for one that is still to be pruned.
+    """
     seconds, states, outside, busiest, copied = 0.0, 0, 0, 0, 0
-    for each in models:
+    for each, share in zip(models, shares, strict=False):
         model, dtype = each.model, each.dtype
         one = TokenWindows(torch.zeros(windows, tokens, dtype=torch.long))
-        seconds += model.blocks * windows * (time_run(model, each.device, dtype, one, False) or 0.0)
+        seconds += share * model.blocks * windows * (time_run(model, each.device, dtype, one, False) or 0.0)
         states += _count_states(model, windows, tokens, dtype)
         unread = "" if model.tied else _embedding_name(model)
         others = [model.checkpoint.tensors[name] for name in model.outside() if name != unread]

@@ -12,19 +12,27 @@ from ckpt_prune.checkpoint.folder_kinds import WantedNames
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging, complete_swap, partial_of, refuse_overlap
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.job.afterwork import Afterwork
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.run import Announce, Run, say_changed
 from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.runner.follow import unfollowed
 from ckpt_prune.runner.publish import form_of, publish_complete, wanted_names
 
 
 @contextmanager
 def open_run(
-    job: Job, out: Path, *, resume: bool, overwrite: bool, announce: Announce, export: Callable[[Path], None] | None
+    job: Job,
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    announce: Announce,
+    afterwork: Sequence[Afterwork],
 ) -> Iterator[Run]:
-    """Enter the staging folder of a job's run. `export` is as in `Run`."""
+    """Enter the staging folder of a job's run. `afterwork` is as in `Run`."""
     doing = next((keys.doing for keys in reversed(job.recipe.stages) if keys.prunes), "")
     opening = OutputFacts(
         form_of(job.recipe),
@@ -33,7 +41,7 @@ def open_run(
         lambda: wanted_names(job.model.checkpoint, job.recipe),
         lambda journal: summary(journal, job.model.blocks, doing),
     )
-    run = Run(out, None, PhaseTimer(job.device), announce, export=export)
+    run = Run(out, None, PhaseTimer(job.device), announce, afterwork=afterwork)
     with open_staging(opening, run, resume=resume, overwrite=overwrite):
         yield run
 
@@ -121,7 +129,9 @@ def _find_finished(opening: OutputFacts, run: Run) -> Any:
     if record is None or record.job != opening.digest:
         return None
     complete_swap(run.out, opening.form.kind)
-    run.announce(f"{run.out} is finished: nothing is left to do")
+    lacking = " and ".join(work.noun for work in unfollowed(run))
+    left = f"complete: only its {lacking} is missing" if lacking else "finished: nothing is left to do"
+    run.announce(f"{run.out} is {left}")
     return record
 
 

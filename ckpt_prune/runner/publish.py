@@ -23,6 +23,7 @@ from ckpt_prune.model.containers.rope_keys import OLDER_KEYS, PARAMETERS, state_
 from ckpt_prune.model.runtimes import MLX_FAMILIES, places
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.shipped import text_of_recipe
+from ckpt_prune.runner.follow import follow
 from ckpt_prune.runner.report import report_of
 from ckpt_prune.runner.sections import all_sections, name_report
 from ckpt_prune.show.markdown import print_markdown
@@ -103,7 +104,7 @@ def put_in_place(writer: CheckpointWriter, record: Any, form: Form, digests: Map
         writer.write_text(_CARD, model_card(record, read_json_object(writer.folder / CONFIG)))
     elif form.card is not None:
         writer.write_text(_CARD, form.card(record))
-    run.write_exports()
+    follow(run)
     _announce_stale(writer.out, writer.finish(), run.announce)
     return record
 
@@ -111,7 +112,7 @@ def put_in_place(writer: CheckpointWriter, record: Any, form: Form, digests: Map
 def publish_complete(staging: Staging, form: Form, run: Run) -> Any:
     """Put in its place what an interrupted run has written whole, but perhaps for exports. Return its record."""
     if not staging.journal.complete:
-        run.write_exports()
+        follow(run)
     _announce_stale(staging.out, staging.publish(), run.announce)
     return form.read(staging.out)
 

@@ -1,11 +1,14 @@
 """From options to a job: what is given is read, and what cannot go together is refused before any work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ckpt_prune.checkpoint.files import check_place
+from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, FolderKind
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
@@ -13,12 +16,13 @@ from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.measure.streams.state_memory import Allocate, StateMemory
+from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import PlanOptions, PruneOptions
-from ckpt_prune.options.data import SampleOptions, has_data
+from ckpt_prune.options.data import ProofOptions, SampleOptions, has_data
+from ckpt_prune.options.option import digested_options
 from ckpt_prune.options.training import Method
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.parallel.group import process_group
@@ -67,6 +71,7 @@ def read_plan_job(options: PlanOptions, file: RecipeFile, recipe: Recipe) -> Job
         diagnostics=options.diagnostics,
         by_default=by_default,
         origin=file.origin,
+        trust=options.trust_remote_code,
     )
 
 
@@ -90,35 +95,26 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
         say: told in a line what of the data could not be read.
     """
     recipe, plan = chosen.recipe, chosen.plan
-    files = [_file(each) for each in (options.recipe, options.plan) if isinstance(each, str | Path)]
+    files = [Path(each) for each in (options.recipe, options.plan) if isinstance(each, str | Path)]
     if options.has_output:
-        process_group().on_first(
-            lambda: check_output(
-                model.checkpoint.path,
-                options.output,
-                resume=options.resume,
-                overwrite=options.may_replace,
-                inputs=[options.statistics, *files, options.images, options.audio, options.labels, *options.text],
-                wants=wanted_names(model.checkpoint, recipe),
-            )
-        )
+        inputs = [options.statistics, *filter(Path.is_file, files)]
+        check_job_output(options, model, recipe, inputs, overwrite=options.may_replace)
     statistics = _statistics(options.statistics, model, plan)
     # Before the data: reading it takes time, and a broken config would be blamed on the tokenizer.
     check_source(model)
     check_again(model, recipe)
     check_spaces(model.family, recipe)
-    allocate = StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
     live = training = None
     data, cached = has_data(options), None if statistics is None else Statistics(statistics)
-    if (
-        data
-        and recipe.needs_moments
-        and ((statistics is None and plan is None) or any(keys.runs_model for keys in recipe.stages))
-    ):
-        live = _live(options, chosen, model, allocate, say)
+    runs_model = any(keys.runs_model for keys in recipe.stages)
+    if data and recipe.needs_moments and ((statistics is None and plan is None) or runs_model):
+        live = read_live(options, model, chosen.device, say)
+        live = replace(live, folds=options.folds or min(recipe.folds, len(live.samples)))
+        if live.folds > len(live.samples):
+            raise UserError(f"{live.folds} folds of {len(live.samples)} samples: every fold needs at least one")
     recovery = recipe.get(Recovery)
     if data and recovery is not None:
-        training = _training(options, chosen, model, recovery, live, cached, allocate, say)
+        training = _training(options, chosen, model, recovery, live, cached, say)
     job = Job(
         model,
         recipe,
@@ -131,15 +127,20 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
         by_default=options.recipe is None and plan is None,
         origin=chosen.origin,
         written=chosen.written,
+        proving=ProofOptions(
+            text=options.text,
+            window=options.window,
+            images=options.images,
+            labels=options.labels,
+            max_corrupt=options.max_corrupt,
+        ),
+        trust=options.trust_remote_code,
+        asked=digested_options(options),
     )
     made_from = plan.statistics.digest if plan is not None and plan.statistics is not None else None
     if made_from and job.statistics is not None and job.statistics.index.digest != made_from:
         raise UserError(f"the plan was made from other statistics than {job.statistics.folder}: plan again")
     return job
-
-
-def _file(given: str | Path) -> Path | None:
-    return Path(given) if Path(given).is_file() else None
 
 
 def _statistics(given: Path | None, model: Model, plan: Plan | None) -> Path | None:
@@ -154,17 +155,45 @@ def _statistics(given: Path | None, model: Model, plan: Plan | None) -> Path | N
     return statistics
 
 
-def _live(
-    options: PruneOptions, chosen: ChosenRecipe, model: Model, allocate: Allocate, say: Callable[[str], None]
-) -> LiveSamples:
-    """The samples and how they are to be measured on."""
-    samples = choose_samples(model, options, trust=options.trust_remote_code, say=say)
-    folds = options.folds or min(chosen.recipe.folds, len(samples))
-    if folds > len(samples):
-        raise UserError(f"{folds} folds of {len(samples)} samples: every fold needs at least one")
+def check_job_output(
+    options: Any,
+    model: Model,
+    recipe: Recipe,
+    inputs: Sequence[Path | None] = (),
+    *,
+    overwrite: bool,
+    kind: FolderKind = OUTPUT_KIND,
+) -> None:
+    """Refuse a place for the output of a job that overlaps what is read, or holds what would be lost.
+
+    Args:
+        options: with `ResumeOptions` and `SampleOptions` among them.
+        inputs: files and folders that are read, besides the samples.
+    """
+    samples = [options.images, options.audio, options.labels, *options.text]
+    process_group().on_first(
+        lambda: check_output(
+            model.checkpoint.path,
+            options.output,
+            resume=options.resume,
+            overwrite=overwrite,
+            inputs=[*inputs, *samples],
+            wants=wanted_names(model.checkpoint, recipe),
+            kind=kind,
+        )
+    )
+
+
+def state_memory(options: Any) -> StateMemory:
+    return StateMemory(int(options.state_memory * 2**30), partial_of(options.output))
+
+
+def read_live(options: Any, model: Model, device: torch.device, say: Callable[[str], None]) -> LiveSamples:
+    """Choose the samples of options, in one fold, to be measured on."""
+    samples = choose_samples(model, options, trust=getattr(options, "trust_remote_code", False), say=say)
     source = ", ".join(map(str, options.text)) or str(options.images or options.audio)
-    dtype = resolve_compute_dtype(options.compute_dtype, chosen.device, model.dtype)
-    return LiveSamples(samples, folds, dtype, allocate, options.seed, source)
+    dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
+    return LiveSamples(samples, 1, dtype, state_memory(options), options.seed, source)
 
 
 def _training(
@@ -174,7 +203,6 @@ def _training(
     recovery: Recovery,
     live: LiveSamples | None,
     statistics: Statistics | None,
-    allocate: Allocate,
     say: Callable[[str], None],
 ) -> RecoverySamples:
     """Return the samples to train on: as many as the recipe says, else the calibration's; others for scales.
@@ -182,7 +210,6 @@ def _training(
     Args:
         live: the calibration's samples, where they are read here.
         statistics: where the model was measured before.
-        allocate: makes the tensors that hold hidden states.
         say: told in a line what of the data could not be read, or is not there.
     """
     after = asked_after(options.perplexity_after, model)
@@ -205,7 +232,7 @@ def _training(
     elif samples is None or recovery.samples is not None:
         samples = choose_samples(model, sample_options, trust=options.trust_remote_code, say=say)
     dtype = training_dtype(options, chosen.device, recovery.method, model.dtype)
-    return RecoverySamples(samples, dtype, allocate, after, seen)
+    return RecoverySamples(samples, dtype, state_memory(options), after, seen)
 
 
 def training_dtype(

@@ -1,15 +1,17 @@
 """The story of a job: check it, preview it, run its stages, walk over the blocks, publish."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.job.afterwork import Afterwork, Followed
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.run import Announce, Run, say_nothing
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.checks import check_data, check_fit, check_together, check_training
+from ckpt_prune.runner.follow import afterwork_of, follow_in_place
 from ckpt_prune.runner.open_run import open_run
 from ckpt_prune.runner.publish import publish
 from ckpt_prune.stages.folders import stages_of
@@ -24,11 +26,13 @@ class Done:
     Attributes:
         prepared: the job with everything that was decided while it ran.
         report: the record that the output carries; of a prune, that of ckpt_prune.json.
+        followed: what came of the work that follows the output.
         finished: True if an earlier run had done all of it; `prepared` then lacks what that run measured and decided.
     """
 
     prepared: Prepared
     report: Any
+    followed: Sequence[Followed] = ()
     finished: bool = False
 
 
@@ -63,7 +67,7 @@ def run_job(
     resume: bool = False,
     overwrite: bool = False,
     announce: Announce = say_nothing,
-    export: Callable[[Path], None] | None = None,
+    afterwork: Sequence[Afterwork] | None = None,
 ) -> Done:
     """Run a job, or continue it, into a folder that stock transformers loads.
 
@@ -75,18 +79,19 @@ def run_job(
             default the job is checked here.
         resume: continue an interrupted run of the same job.
         overwrite: replace an existing output, or start an interrupted run afresh.
-        export: writes more into the finished folder before it takes its place. Where that is killed, a resumed run
-            calls it again; where it raises, the folder stays as after a crash.
+        afterwork: what follows the output; by default what its stages say (`afterwork_of`).
     """
     # 1. Refuse what cannot work, before anything is measured.
     start = start or check_job(job)
     check_training(start)
     check_together(job)
+    afterwork = afterwork_of(job) if afterwork is None else afterwork
 
     # 2. Enter the staging folder with its journal.
-    with open_run(job, out, resume=resume, overwrite=overwrite, announce=announce, export=export) as run:
+    with open_run(job, out, resume=resume, overwrite=overwrite, announce=announce, afterwork=afterwork) as run:
         if run.report is not None:
-            return Done(start, run.report, finished=True)
+            process_group().on_first(lambda: follow_in_place(run))
+            return Done(start, run.report, process_group().once(lambda: run.followed), finished=True)
 
         # 3. Stages that work on the model as a whole do it now. Each returns a new state.
         prepared = start
@@ -108,8 +113,9 @@ def run_job(
         for stage in stages_of(prepared.recipe):
             stage.after_blocks(prepared, run)
 
-        # 6. Config, report, card and exports; then the folder takes its place, whole or not at all.
-        return Done(prepared, process_group().once(lambda: publish(prepared, records, run)))
+        # 6. Config, report, card and what follows them; then the folder takes its place, whole or not at all.
+        report = process_group().once(lambda: publish(prepared, records, run))
+        return Done(prepared, report, process_group().once(lambda: run.followed))
 
 
 def write_blocks(prepared: Prepared, run: Run) -> Records:

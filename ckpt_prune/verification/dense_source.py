@@ -1,32 +1,16 @@
 """Find the dense model that a pruned one was made from."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import OUTSIDE_KEY
 from ckpt_prune.stages.quantize.records import find_record
 from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.verification.verify import open_dense
-
-
-@dataclass(frozen=True)
-class DenseSource:
-    """The name of a dense model as a report has it, without folders, and its folder; None if it was not found."""
-
-    name: str
-    folder: Path | None
-
-    @property
-    def lacking(self) -> str:
-        """A line that says what was left out because the model was not found."""
-        return (
-            f"not compared with the dense model: {self.name} lies neither beside the model, nor here, nor in the Hub's "
-            "cache; `export --dense MODEL` names it"
-        )
 
 
 def find_dense_source(folder: Path) -> DenseSource | None:
@@ -39,7 +23,7 @@ def find_dense_source(folder: Path) -> DenseSource | None:
         return None
     name = report.source.name
     found = (place for place in _places(folder, name) if _is_dense(folder, report, place))
-    return DenseSource(name, next(found, None))
+    return DenseSource(name, next(found, None), None if report.loss is None else report.loss.verdict)
 
 
 def is_source(folder: Path, model: Path) -> bool:

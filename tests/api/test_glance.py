@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 import ckpt_prune
-from ckpt_prune.api.push import Pushed
-from ckpt_prune.api.sweep import Sweep
 from ckpt_prune.benchmarking.results import Benchmark, Block, Machine, Row
 from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
 from ckpt_prune.evaluation.choices import ChoiceScore
 from ckpt_prune.evaluation.results import PlainResult, ScoredResult
 from ckpt_prune.evaluation.similarity import Similarity
 from ckpt_prune.model.cost_record import Cost
+from ckpt_prune.runner.push import Pushed
 from ckpt_prune.runner.sweep import SweepPoint
+from ckpt_prune.runner.sweeping import Sweep
 
 LINE = 700
 """Characters that a result may take in an interpreter."""

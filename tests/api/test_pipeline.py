@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckpt_prune
-from ckpt_prune.api.prune import GraphFailedError
+from ckpt_prune.common.errors import GraphFailedError
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.parallel.group import process_group
 from tests.cli.running import ok, read_json
@@ -81,7 +81,7 @@ def test_an_output_whose_graph_cannot_be_made_comes_with_the_error(place, monkey
     def full(*_args: object, **_options: object) -> None:
         raise ckpt_prune.UserError("no room for it")
 
-    monkeypatch.setattr("ckpt_prune.onnx.export.write_proven", full)
+    monkeypatch.setattr("ckpt_prune.onnx.export.ProvenGraphs.write", full)
     with pytest.raises(GraphFailedError, match=r"^no room for it$") as caught:
         ckpt_prune.prune(
             "dense",
@@ -116,9 +116,9 @@ def test_of_several_processes_one_makes_the_graph_and_pushes(place, monkeypatch)
 
         return once
 
-    monkeypatch.setattr("ckpt_prune.onnx.export.write_proven", record("graph"))
-    monkeypatch.setattr("ckpt_prune.api.prune.push_output", record("push"))
-    monkeypatch.setattr("ckpt_prune.api.prune._check_pushed", record("look"))
+    monkeypatch.setattr("ckpt_prune.onnx.export.ProvenGraphs.write", record("graph"))
+    monkeypatch.setattr("ckpt_prune.runner.push.push_output", record("push"))
+    monkeypatch.setattr("ckpt_prune.runner.refusals._check_pushed", record("look"))
     given = {"recipe": "rcpu", "statistics": "stats", "ratio": 0.5, "overrides": ["export.format=onnx"]}
     results = in_threads(2, lambda _group: ckpt_prune.prune("dense", **given, output="out", push="me/small", **QUIET))
     # What one does, it does alone; the look before any work shares nothing.

@@ -115,5 +115,5 @@ def test_what_means_nothing_is_refused(place, monkeypatch):
     )
     monkeypatch.setattr(device_map, "find_spec", lambda _name: None)
     assert read_refusal(*evaluate, "--device-map", "auto") == (
-        "--device-map needs accelerate: pip install 'ckpt-prune[devices]'"
+        '--device-map needs accelerate: pip install ".[devices]" in the checkout of ckpt-prune'
     )

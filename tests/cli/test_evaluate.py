@@ -146,7 +146,7 @@ def test_what_it_takes_is_told_before(place, monkeypatch):
 def test_a_model_that_is_loaded_whole_says_so_where_memory_is_short(place, monkeypatch):
     monkeypatch.setattr("ckpt_prune.evaluation.pair.available_bytes", lambda: 100)
     told = run("evaluate", "dense", "--generate", "the cat").stderr
-    assert "dense is loaded whole, which takes " in told
+    assert "dense is loaded whole, in float32, and takes " in told
     assert "and only 100 B are free: close other programs, or say --device-map auto" in told
 
 

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt_prune import __version__
+from ckpt_prune.api.commands import prune
 from ckpt_prune.api.function import group_of
-from ckpt_prune.api.prune import prune
 from ckpt_prune.cli.command import Command
 from ckpt_prune.cli.main import main
 from ckpt_prune.options.option import check_options, flags_of, shell_of

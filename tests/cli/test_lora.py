@@ -112,7 +112,8 @@ def test_an_encoder_without_a_head_is_refused(place: Path):
 def test_without_peft_it_says_which_extra(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     assert (
-        read_refusal("recover", "pruned", *LORA, "-o", "out") == "peft is not installed; `pip install ckpt-prune[lora]`"
+        read_refusal("recover", "pruned", *LORA, "-o", "out")
+        == 'peft is not installed: pip install ".[lora]" in the checkout of ckpt-prune'
     )
 
 

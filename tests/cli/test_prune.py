@@ -364,7 +364,7 @@ def test_an_evaluation_that_is_interrupted_is_named_in_json(place, monkeypatch):
         raise KeyboardInterrupt
 
     Path("held_out.txt").write_text(Path("calib.txt").read_text()[:600])
-    monkeypatch.setattr("ckpt_prune.api.evaluate.evaluate", stop)
+    monkeypatch.setattr("ckpt_prune.runner.evaluate.evaluate_model", stop)
     job = ("prune", "dense", "--recipe", "magnitude", "--window", "16", "--evaluate", "held_out.txt")
     printed = json.loads(run(*job, "--json", "-o", "out").stdout)
     assert printed["evaluation"] == {"error": "interrupted"}

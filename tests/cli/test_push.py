@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import ckpt_prune
-from ckpt_prune.api.verify import verify
+from ckpt_prune.runner.verify import verify_output
 from tests.cli.running import edit_weights, ok, poison, read_refusal, run
 from tests.hub_server import READER, TOKEN, Hub, Repo
 
@@ -233,11 +233,11 @@ def test_a_file_that_changes_while_it_is_verified_is_not_pushed(
     """A file that changes during verification is not pushed: it once went to the Hub, with exit code 0."""
 
     def verify_then_truncate(*given: Any, **more: Any) -> Any:
-        checks = verify(*given, **more)
+        checks = verify_output(*given, **more)
         (licensed / name).write_bytes((licensed / name).read_bytes()[:-9])
         return checks
 
-    monkeypatch.setattr("ckpt_prune.api.push.verify", verify_then_truncate)
+    monkeypatch.setattr("ckpt_prune.runner.push.verify_output", verify_then_truncate)
     result = run("push", "out", "team/x")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1] == f"Error: out/{name} changed while it was verified: push again"

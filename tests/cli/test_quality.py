@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.evaluation import held_out, texts
-from ckpt_prune.evaluation.pair import Pair
+from ckpt_prune.evaluation import pair, texts
 from ckpt_prune.evaluation.sentences import open_embedder
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, tokenise_text
@@ -81,13 +80,13 @@ def test_measuring_is_turned_off_and_does_not_fail_a_run(place, monkeypatch):
         assert read_refusal(*command, "-o", "new", "--evaluate", "calib.txt", "--evaluate-samples", "0") == (
             "--evaluate names what to measure on, and --evaluate-samples 0 measures nothing: give one"
         )
-    monkeypatch.setattr(held_out, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(Pair, "find_streamed", lambda _: {})
+    monkeypatch.setattr(pair, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(pair.Pair, "streamed", {})
     result = run(*PRUNE, "-o", "large")
     assert (result.exit_code, result.stderr) == (
         0,
-        "large was not measured: both models are loaded whole, in float32, and take 33.1 KiB of the 1000 B of memory "
-        "that are free\n",
+        "large was not measured: large and dense are loaded whole, in float32, and take 33.1 KiB, and 1000 B of memory "
+        "are free\n",
     )
     assert read_json("large/ckpt_prune.json").get("loss") is None
 

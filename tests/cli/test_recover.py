@@ -125,8 +125,19 @@ def test_text(place):
         assert cells(line) == [str(block), f"weights of epoch {layer['best_epoch']}", "2", *figures]
         assert layer["mse_after"] < layer["mse_start"]
         assert layer["best_epoch"] in (1, 2)
-    assert lines[3:] == [*summary(layers, 2), curve("out"), "written to out"]
+    end = lines.index("written to out")
+    assert lines[3:end] == [*summary(layers, 2), curve("out")]
     assert find_changed("out") == linears(0, 1)
+    # It is measured beside the dense model, on what it was not trained on.
+    loss = report_of("out")["loss"]
+    assert loss["data"].endswith("that it was not calibrated on")
+    assert f"{loss['before']:.3f}" in "\n".join(lines[end:])
+    assert f"| {loss['of']} | " in Path("out/README.md").read_text()
+
+
+def test_measuring_the_result_is_turned_off(place):
+    assert ok(*RECOVER, "--evaluate-samples", "0", "-o", "out").endswith("written to out\n")
+    assert report_of("out").get("loss") is None
 
 
 # ---- which weights ---------------------------------------------------------------------------------------------
@@ -164,7 +175,7 @@ def test_zeros_stay_zeros(place):
 
 
 def test_a_learning_rate_that_gets_lost(place):
-    result = run(*RECOVER, "--lr", "1000", "-o", "out")
+    result = run(*RECOVER, "--lr", "1000", "--evaluate-samples", "0", "-o", "out")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     layers = report_of("out")["layers"]

@@ -175,7 +175,8 @@ def test_parquet_without_pyarrow(place, monkeypatch):
     Path("copies").mkdir()
     Path("copies/test-00000-of-00001.parquet").write_bytes(b"PAR1")
     assert read_refusal("evaluate", "dense", "--text", "copies/wikitext2:test", "--window", "16") == (
-        "copies/test-00000-of-00001.parquet: reading parquet needs pyarrow: pip install 'ckpt-prune[eval]'"
+        'copies/test-00000-of-00001.parquet: reading parquet needs pyarrow: pip install ".[eval]" in the checkout of '
+        "ckpt-prune"
     )
 
 

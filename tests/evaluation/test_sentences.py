@@ -109,5 +109,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path, file: str, content: Any, m
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_sentences(tmp_path / "m")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(UserError, match=r"^embeddings need sentence-transformers: pip install 'ckpt-prune\[embed\]'$"):
+    with pytest.raises(
+        UserError, match=r'^embeddings need sentence-transformers: pip install "\.\[embed\]" in the checkout'
+    ):
         open_model(folder)

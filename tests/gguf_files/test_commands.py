@@ -107,7 +107,7 @@ def test_without_llama_cpp_the_file_is_refused_with_the_command_that_installs_it
     monkeypatch.setattr(llama_cpp, "find_spec", lambda _name: None)
     code, output = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf")
     assert code == 2
-    assert 'pip install "ckpt-prune[llamacpp]"' in output
+    assert 'pip install ".[llamacpp]"' in output
     assert not list(tmp_path.iterdir())
     code, output = run("export", model, "--format", "gguf", "-o", tmp_path / "m.gguf", "--no-validate")
     assert code == 0, output

@@ -44,7 +44,7 @@ def test_keys_of_another_width_than_values_cannot_be_said(exported):
 def test_it_generates(exported, name):
     """The same tokens as PyTorch, read whole each time, also if blocks have heads of their own number."""
     genai = pytest.importorskip(
-        "onnxruntime_genai", reason='onnxruntime-genai is not installed: pip install "ckpt-prune[genai]"'
+        "onnxruntime_genai", reason='onnxruntime-genai is not installed: pip install ".[genai]"'
     )
     model, folder = exported(name)
     reference, ids = in_pytorch(model), [3, 4, 5]

@@ -1,5 +1,6 @@
-"""Options of `prune` that change what is written change the digest of a job: no run is resumed under others."""
+"""Options that change what is written are in the digest of a job, so that no run is resumed under other values."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.commands import PruneOptions
-from ckpt_prune.options.option import check_options
+from ckpt_prune.options.option import check_options, option, shell_of
 from ckpt_prune.runner.read_job import read_job
 from ckpt_prune.runner.read_recipe import read_recipe
 
@@ -29,8 +30,6 @@ CHANGES = {
     "recipe": "ridge",
     "ratio": 0.25,
     "target_params": "80%",
-    "target_bytes": "80%",
-    "target_flops": "80%",
     "overrides": ("spaces.mlp.ratio=0.25",),
     "container": "any",
     "text": "other.txt",
@@ -44,11 +43,10 @@ CHANGES = {
     "diagnostics": False,
     "perplexity_after": "1",
 }
-"""Another value for every option that changes what is written."""
-OF_OTHER_JOBS = {"target_latency", "plan", "statistics", "images", "labels", "audio", "max_corrupt", "family", "part"}
-"""Options that a text model, a recipe or its samples cannot have beside those above; their files are in the digest."""
-OF_MASKS = {"pattern": "2:4", "rotate": "shared"}
-HARMLESS = {
+"""Another value for options that change what is written."""
+UNREAD = {"statistics", "plan", "images", "labels", "audio", "family"}
+"""Files and folders that a job of text does not read; of those that are read, the content is in the digest."""
+HARMLESS: dict[str, Any] = {
     "evaluate": ("held_out.txt",),
     "evaluate_samples": 4,
     "output": "elsewhere",
@@ -61,8 +59,6 @@ HARMLESS = {
     "public": True,
     "push": "org/name",
 }
-DEVICE = {"device"}
-"""Its type is in the digest, and this machine may have only one."""
 
 
 @pytest.fixture
@@ -70,18 +66,37 @@ def digest(place: Path) -> Callable[..., str]:
     Path("mine.yaml").write_text(RECIPE)
     Path("other.txt").write_text("the dog ran far away and then the cat sat on a mat " * 40)
 
-    def read(**changes: Any) -> str:
-        options = check_options(PruneOptions, GIVEN | changes)
+    def read(kind: type[PruneOptions] = PruneOptions, **changes: Any) -> str:
+        options = check_options(kind, GIVEN | changes)
         model = open_model(options.model, Opening.of(options))
         return read_job(options, read_recipe(options), model, print).digest
 
     return read
 
 
-def test_every_option_is_harmless_or_in_the_digest():
-    assert (
-        PruneOptions.model_fields.keys() == CHANGES.keys() | OF_OTHER_JOBS | OF_MASKS.keys() | DEVICE | HARMLESS.keys()
-    )
+def marked(how: str) -> set[str]:
+    return {name for name, field in PruneOptions.model_fields.items() if shell_of(field).digest == how}
+
+
+def test_what_is_left_out_of_the_digest_was_looked_at():
+    """An option is in it by its value, unless it is marked; these marks alone are right."""
+    assert marked("none") == HARMLESS.keys()
+    assert marked("content") == UNREAD | {"model", "recipe", "text", "device"}
+
+
+class More(PruneOptions):
+    """Options of a toy."""
+
+    strength: float = option(default=0.5)
+    """What is written depends on it."""
+    colour: str = option(default="red", digest="none")
+    """It does not."""
+
+
+def test_an_option_is_in_the_digest_unless_it_is_marked_as_harmless(digest):
+    same = digest(More)
+    assert digest(More, strength=0.25) != same
+    assert digest(More, colour="blue") == same
 
 
 def test_what_changes_an_output_changes_the_digest(digest):
@@ -89,5 +104,10 @@ def test_what_changes_an_output_changes_the_digest(digest):
     assert digest() == same
     assert [name for name, value in CHANGES.items() if digest(**{name: value}) == same] == []
     assert [name for name, value in HARMLESS.items() if digest(**{name: value}) != same] == []
-    same = digest(recipe="wanda")
-    assert [name for name, value in OF_MASKS.items() if digest(recipe="wanda", **{name: value}) == same] == []
+
+
+def test_the_same_files_elsewhere_are_the_same_job(digest):
+    same = digest()
+    shutil.copytree("dense", "moved")
+    shutil.copy("calib.txt", "renamed.txt")
+    assert digest(model="moved", text="renamed.txt") == same

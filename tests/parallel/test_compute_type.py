@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_prune.api.calibrate import calibrate
-from ckpt_prune.api.prune import prune
+from ckpt_prune.api.commands import calibrate, prune
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.parallel.devices import resolve_compute_dtype
 

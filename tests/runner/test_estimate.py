@@ -46,7 +46,7 @@ def test_what_blocks_keep_for_their_next_run_is_counted(tmp_path):
 
 
 def test_measuring_afterwards_takes_its_time_and_what_was_not_given_is_said(tmp_path, monkeypatch):
-    """A block takes a second for a sample, here; of the dense model and of the output, each on three windows."""
+    """A block takes a second for a sample, here, and a pruned one its share of the FLOPs; each reads three windows."""
     monkeypatch.setattr("ckpt_prune.runner.estimate.time_run", lambda *_: 1.0)
     for name in ("time_solve", "_time_head"):
         monkeypatch.setattr(f"ckpt_prune.runner.estimate.{name}", lambda *_: 0.0)
@@ -54,7 +54,12 @@ def test_measuring_afterwards_takes_its_time_and_what_was_not_given_is_said(tmp_
     text.write_text("the cat sat on the mat " * 200)
     given = {"recipe": "ridge", "ratio": 0.2, "window": CONTEXT, "dry_run": True}
     alone = ckpt_prune.prune(dense, progress=False, **given).estimate
-    both = ckpt_prune.prune(dense, evaluate=text, evaluate_samples=3, progress=False, **given).estimate
+    both_run = ckpt_prune.prune(dense, evaluate=text, evaluate_samples=3, progress=False, **given)
+    both = both_run.estimate
     blocks = SIZES["num_hidden_layers"]
-    assert (alone.seconds, both.seconds) == (128 * blocks, 128 * blocks + 2 * 3 * blocks)
+    share = both_run.settled.after.flops / both_run.settled.before.flops
+    assert 0.5 < share < 0.99
+    assert (alone.seconds, both.seconds) == (128 * blocks, 128 * blocks + (1 + share) * 3 * blocks)
+    monkeypatch.setattr("ckpt_prune.runner.estimate.elapsed", lambda: 7.0)
+    assert ckpt_prune.prune(dense, progress=False, **given).estimate.seconds == 128 * blocks + 7
     assert both.line.startswith("with 128 samples about ")

@@ -152,7 +152,7 @@ def test_a_runtime_that_is_not_installed_is_named_with_the_command_that_installs
     monkeypatch.setattr(proof, "find_spec", lambda _name: None)
     code, message = run("validate", output, "--runtime", "mlx")
     assert code == 2
-    assert 'mlx is not installed: pip install "ckpt-prune[mlx]"' in message
+    assert 'mlx is not installed: pip install ".[mlx]"' in message
 
 
 def test_vllm_needs_an_environment_of_its_own(output, monkeypatch):

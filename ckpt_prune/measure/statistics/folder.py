@@ -238,6 +238,10 @@ class Statistics:
         facts = {name: getattr(self.index, name) for name in names}
         return short_repr(self, folder=str(self.folder), **facts, collect=self.collected)
 
+    @property
+    def digest(self) -> str:
+        return self.index.digest
+
     def read_moments(self, block: int, weights: Container[str] | None = None) -> BlockMoments:
         """Read moments of one block, of all on-disk weights or of some.
 

@@ -1,7 +1,6 @@
 """The keys of `export`: an ONNX graph of the output in its folder onnx, or a GGUF file beside its weights."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -30,14 +29,6 @@ class Export(GraphSettings, StageKeys):
     @property
     def runtimes(self) -> Sequence[str]:
         return ("llama.cpp",) if self.format == "gguf" else ()
-
-    def is_done(self, output: Path) -> bool:
-        """Return whether an output has what is exported of it."""
-        if self.format == "onnx":
-            return (output / GRAPH_FOLDER).exists()
-        # Without a type it is that of the weights: q4_0 for those of 4 bits.
-        kinds = ("f32", "f16", "bf16", "q4_0") if self.gguf_type is None else (self.gguf_type,)
-        return any((output / GGUF_FILES[kind]).is_file() for kind in kinds)
 
     @classmethod
     def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:

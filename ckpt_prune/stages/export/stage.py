@@ -1,5 +1,8 @@
 """The work of the stage `export`."""
 
+from ckpt_prune.gguf import require_gguf
+from ckpt_prune.job.afterwork import Afterwork
+from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.model.model import Model
@@ -26,3 +29,13 @@ class ExportStage(Stage[Export]):
     def planned(self, prepared: Prepared) -> list[str]:
         types = ", ".join(self.keys.dtype) or "in the checkpoint's type"
         return [f"to be exported: {self.keys.format}, {types}"]
+
+    def after_publish(self, job: Job) -> Afterwork:
+        if self.keys.format == "gguf":
+            require_gguf()
+            from ckpt_prune.stages.export.gguf_file import GgufFile
+
+            return GgufFile.of(self.keys, job)
+        from ckpt_prune.stages.export.graphs import Graphs
+
+        return Graphs.of(self.keys, job)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 
 Format = Literal["int8", "int4"]
 Rounding = Literal["nearest", "gptq"]
@@ -11,7 +12,7 @@ BITS: dict[str, int] = {"int8": 8, "int4": 4}
 GROUPS = (128, 64, 32)
 """Columns that may share a scale: those that kernels for such weights take, largest first."""
 CHANNEL = "channel"
-LIBRARY = "compressed-tensors is not installed; `pip install ckpt-prune[quantize]`"
+LIBRARY = f"compressed-tensors is not installed: {install('quantize')}"
 
 
 @dataclass(frozen=True)

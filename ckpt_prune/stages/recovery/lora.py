@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.extras import install
 from ckpt_prune.measure.samples.image_files import find_images
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples
@@ -78,7 +79,7 @@ def require_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise UserError("peft is not installed; `pip install ckpt-prune[lora]`") from error
+        raise UserError(f"peft is not installed: {install('lora')}") from error
     return peft
 
 

@@ -263,7 +263,7 @@ def test_bad_input_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch, word
 def test_without_the_library_it_says_which_extra(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
     assert read_refusal("quantize", "dense", "-o", "out", "--format", "int8") == (
-        "compressed-tensors is not installed; `pip install ckpt-prune[quantize]`"
+        'compressed-tensors is not installed: pip install ".[quantize]" in the checkout of ckpt-prune'
     )
 
 

@@ -3,6 +3,7 @@
 from decimal import Decimal
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.options.commands import SweepOptions
 
 RATIO = "ratio"
 """The key that is swept if none is named."""
@@ -10,6 +11,12 @@ OF_DATA = ("samples", "seed")
 """Keys that are no keys of a recipe: how many calibration samples, and which."""
 MOST = 1000
 """Most values of one sweep."""
+
+
+def values_of(options: SweepOptions) -> tuple[str, list[float | str]]:
+    """Return the key that a sweep goes through, and its values."""
+    given = options.values
+    return asked_values(given) if isinstance(given, str) else (RATIO, [float(ratio) for ratio in given])
 
 
 def words(key: str, value: float | str) -> str:

@@ -1,18 +1,16 @@
-"""`ckpt_prune.push`."""
+"""`push`: an output is verified and sent to the Hub in one commit."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckpt_prune.api.function import takes
-from ckpt_prune.api.verify import verify
+from ckpt_prune._version import __version__
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.short_repr import short_repr
-from ckpt_prune.options.commands import PushOptions
-
-if TYPE_CHECKING:
-    from ckpt_prune.hub.outputs import OutputFiles
-    from ckpt_prune.hub.repository import Repository
+from ckpt_prune.hub.outputs import OutputFiles, find_output_files, find_removed, make_card
+from ckpt_prune.hub.repository import Repository, commit, find_repository
+from ckpt_prune.options.commands import PushOptions, VerifyOptions
+from ckpt_prune.runner.verify import verify_output
 
 CARD = "README.md"
 _READ = 2**24
@@ -46,22 +44,13 @@ class Pushed:
         return asdict(self) | {"bytes": sum(self.files.values())}
 
 
-@takes(PushOptions)
-def push(options: PushOptions) -> Pushed:
-    """Share OUT, an output of this tool, as the Hub's repository REPO: private, unless --public is given.
-
-    Only files that this tool wrote are pushed: weights, config, tokenizer, report, model card, licence, and the graph
-    in OUT/onnx. OUT is verified first (`ckpt-prune verify`), which loads the whole model; if a check fails, nothing is
-    pushed. Everything goes in one commit. The token is that of `hf auth login` or HF_TOKEN.
-    """
-    from ckpt_prune.hub.outputs import find_output_files, find_removed, make_card
-    from ckpt_prune.hub.repository import find_repository
-
+def push_output(options: PushOptions) -> Pushed:
+    """Verify an output, and share it (`ckpt_prune.push`)."""
     output = find_output_files(Path(options.folder))
     place = find_repository(options.repo, public=options.public)
     removed = find_removed(place, output, overwrite=options.overwrite)
     card = make_card(output, place.repo, options)
-    verification = verify(output.folder, progress=options.progress)
+    verification = verify_output(VerifyOptions(folder=str(output.folder)))
     failed = next((check for check in verification.checks if check.passed is False), None)
     if failed is not None:
         raise UserError(f"{output.folder} is not whole ({failed.name}: {failed.detail}), so nothing was pushed")
@@ -70,10 +59,7 @@ def push(options: PushOptions) -> Pushed:
     return pushed if options.dry_run else _sent(pushed, place, output, card)
 
 
-def _sent(pushed: Pushed, place: "Repository", own: "OutputFiles", card: bytes) -> Pushed:
-    from ckpt_prune._version import __version__
-    from ckpt_prune.hub.repository import commit
-
+def _sent(pushed: Pushed, place: Repository, own: OutputFiles, card: bytes) -> Pushed:
     files: dict[str, Path | bytes] = {
         # The Hub's client reads the other files when it uploads; they are refused if they have changed by then.
         name: card if name == CARD else own.folder / name if size > _READ else (own.folder / name).read_bytes()

@@ -1,0 +1,28 @@
+"""The dense model that a pruned one was made from, as its report names it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class DenseSource:
+    """A dense model.
+
+    Attributes:
+        name: as a report has it, without folders.
+        folder: None if it was not found.
+        verdict: what the report of the pruned model says of it beside this one; None if it says nothing.
+    """
+
+    name: str
+    folder: Path | None
+    verdict: str | None = None
+
+    @property
+    def lacking(self) -> str:
+        """A line that says what was left out because the model was not found, and what was found when it was there."""
+        earlier = "" if self.verdict is None else f". When the model was made, {self.verdict}"
+        return (
+            f"not compared with the dense model: {self.name} lies neither beside the model, nor here, nor in the Hub's "
+            f"cache; `export --dense MODEL` names it{earlier}"
+        )

@@ -1,0 +1,78 @@
+"""`export`: a graph or a GGUF file is written, and compared with PyTorch before it takes its place."""
+
+from typing import TYPE_CHECKING
+
+from ckpt_prune.checkpoint.model_folder import model_name, resolve_model
+from ckpt_prune.checkpoint.staging import refuse_inside
+from ckpt_prune.common.collection import collection_of_new_objects
+from ckpt_prune.common.dense_source import DenseSource
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.evaluation.device_map import spread
+from ckpt_prune.gguf import require_gguf
+from ckpt_prune.model.containers.opening import Opening, open_checkpoint
+from ckpt_prune.onnx.export import Exported, GraphWriter, ProvenGraphs
+from ckpt_prune.onnx.proof import Dense, find_dense
+from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS
+from ckpt_prune.options.commands import ExportOptions
+from ckpt_prune.options.graphs import GraphSettings
+from ckpt_prune.options.option import select_options
+from ckpt_prune.verification.dense_source import find_dense_source
+
+if TYPE_CHECKING:
+    from ckpt_prune.gguf.export import ExportedGguf
+
+
+def export_model(options: ExportOptions) -> "Exported | ExportedGguf":
+    """Write a model in another format (`ckpt_prune.export`)."""
+    with spread(options):
+        if options.format == "gguf":
+            return _export_gguf(options)
+        with collection_of_new_objects():
+            return _export_graphs(options)
+
+
+def _export_graphs(options: ExportOptions) -> Exported:
+    settings = select_options(options, GraphSettings)
+    source = open_checkpoint(options.model, Opening(options.trust_remote_code, packed=True))
+    refuse_inside(options.output, [options.images, options.labels, *options.text])
+    writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
+    dense = find_dense(options.dense, options.max_loss_dense)
+    if options.proof and dense is None and (found := find_dense_source(source.path)) is not None:
+        if found.folder is not None:
+            dense = Dense(found.folder)
+        else:
+            Notices()(found.lacking)
+    graphs = ProvenGraphs.of(
+        settings,
+        source,
+        options,
+        proof=options.proof,
+        dense=dense,
+        provider=options.provider,
+        trust=options.trust_remote_code,
+        windows=WINDOWS if options.dense else FEW_WINDOWS,
+    )
+    return graphs.write(writer)
+
+
+def _export_gguf(options: ExportOptions) -> "ExportedGguf":
+    require_gguf()
+    from ckpt_prune.gguf.export import export_gguf
+    from ckpt_prune.gguf.writing import check_gguf_place
+
+    check_gguf_place(options.output, overwrite=options.overwrite)
+    named = find_dense(options.dense, None)
+    dense = None if named is None else DenseSource(model_name(named.folder), named.folder)
+    if dense is None and options.proof:
+        dense = find_dense_source(resolve_model(options.model))
+    return export_gguf(
+        options.model,
+        options.output,
+        options,
+        kind=options.gguf_type,
+        embedding=options.embedding_type,
+        proof=options.proof,
+        dense=dense,
+        overwrite=options.overwrite,
+        trust=options.trust_remote_code,
+    )

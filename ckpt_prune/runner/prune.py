@@ -1,0 +1,226 @@
+"""`prune`: from options to an output that is measured, exported and pushed.
+
+What loads classes of models, which takes seconds, is imported where it is used: a dry run needs none of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_prune.checkpoint.writer import check_free_space
+from ckpt_prune.common.errors import EvaluationFailedError, GraphFailedError, PushFailedError, UserError
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.common.short_repr import short_repr
+from ckpt_prune.job.afterwork import Afterwork
+from ckpt_prune.job.job import Job
+from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.options.commands import PruneOptions, PushOptions
+from ckpt_prune.options.data import has_data
+from ckpt_prune.parallel.group import process_group
+from ckpt_prune.recipe.sizes import small_share_line
+from ckpt_prune.runner.checks import check_training
+from ckpt_prune.runner.estimate import Estimate, estimate_prune
+from ckpt_prune.runner.fewer_bits import fewer_bits_line
+from ckpt_prune.runner.follow import afterwork_of
+from ckpt_prune.runner.latency import time_output, with_latencies
+from ckpt_prune.runner.messages import extreme_line, messages, unmeasured_lines
+from ckpt_prune.runner.quality import count_windows, is_measured, measure_quality
+from ckpt_prune.runner.read_job import read_job
+from ckpt_prune.runner.read_recipe import ChosenRecipe
+from ckpt_prune.runner.resuming import resumable
+from ckpt_prune.runner.run_job import Done, check_job, preview_job, run_job
+from ckpt_prune.runner.runtimes import check_stored, fit_to_runtimes
+from ckpt_prune.stages.report import Report, find_report
+
+if TYPE_CHECKING:
+    from ckpt_prune.evaluation.results import Result
+    from ckpt_prune.gguf.export import ExportedGguf
+    from ckpt_prune.onnx.export import Exported
+    from ckpt_prune.runner.push import Pushed
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The output of a prune.
+
+    Attributes:
+        settled: the job with all that was decided; None if an earlier run had done everything but the graph.
+        report: as in the output's ckpt_prune.json; None after a dry run.
+        graph: the ONNX graph or GGUF file of a recipe with `export`.
+        evaluation: what was measured of it beside the dense model, as `cp.evaluate` returns it; None if nothing was.
+        estimate: of time, memory and disk, after a dry run.
+    """
+
+    path: Path
+    settled: Prepared | None
+    report: Report | None
+    graph: "Exported | ExportedGguf | None" = None
+    notices: tuple[str, ...] = ()
+    evaluation: "Result | None" = None
+    pushed: "Pushed | None" = None
+    estimate: Estimate | None = None
+
+    def __repr__(self) -> str:
+        job = self.settled if self.report is None else None
+        shown = {"settled": job, "report": self.report, "graph": self.graph, "pushed": self.pushed}
+        return short_repr(self, path=str(self.path), **shown)
+
+    @property
+    def passed(self) -> bool:
+        """True if there is no graph, or it computes what the model does."""
+        return self.graph is None or self.graph.passed
+
+    @property
+    def fewer_bits(self) -> str | None:
+        """A line with the command that makes a model no larger by fewer bits, which loses less; None without one."""
+        return None if self.settled is None else fewer_bits_line(self.settled)
+
+    def data(self) -> dict[str, Any]:
+        if self.report is None:
+            return self._dry_data() | {"fewer_bits": self.fewer_bits}
+        data: dict[str, Any] = self.report.data() | {"fewer_bits": self.fewer_bits}
+        if self.settled is not None:
+            data["messages"] = messages(self.settled)
+        if self.graph is not None:
+            data[self.graph.format] = self.graph.data()
+        if self.evaluation is not None:
+            data["evaluation"] = self.evaluation.data()
+        return data if self.pushed is None else data | {"pushed": self.pushed.data()}
+
+    def _dry_data(self) -> dict[str, Any]:
+        settled, estimate = self.settled, self.estimate
+        assert settled is not None
+        assert estimate is not None
+        stored = settled.output.container
+        container = {"model_type": stored.model_type, "remote_code": stored.remote_class is not None}
+        return {
+            "recipe": settled.recipe.model_dump(mode="json", by_alias=True),
+            "container": container if settled.container_known else None,
+            "widths": [dict(width) for width in settled.widths],
+            "widths_are_known": not settled.foreseen,
+            "before": settled.before.model_dump(),
+            "after": settled.output.cost.model_dump(),
+            "messages": [*messages(settled), *unmeasured_lines(settled)],
+            "estimate": estimate.data(),
+        }
+
+
+Tell = Callable[[Pruned, str], None]
+"""Told of whatever is complete: the output so far, and the key in `Pruned.data` of what follows, or ""."""
+
+
+def prune_model(options: PruneOptions, chosen: ChosenRecipe, tell: Tell | None = None) -> Pruned:
+    """Prune a model (`ckpt_prune.prune`), by the recipe that options name."""
+    out, say, told = options.output, Notices(), tell or (lambda _pruned, _following: None)
+
+    # 1. Read model and data, and decide all that needs no measuring. What cannot work is refused.
+    job = _read(options, chosen, say)
+    start = check_job(job, needs_data=not options.dry_run)
+    preview = preview_job(job, start)
+    settled = preview if options.dry_run or start.widths_known else start
+    check_training(start)
+    afterwork = afterwork_of(job)
+    _check_foreseen(options, preview, settled, afterwork)
+    if job.samples is not None:
+        from ckpt_prune.verification.forward_pass import check_forward
+
+        check_forward(job.model, job.samples, say)
+
+    # 2. Say what is unusual, and what a long run takes. A dry run ends here.
+    for line in filter(None, (small_share_line(options.sizes), extreme_line(preview))):
+        say(line)
+    if options.dry_run:
+        estimate = estimate_prune(preview, afterwork, *count_windows(options, job))
+        return Pruned(out, settled, None, notices=tuple(say.lines), estimate=estimate)
+    if not options.resume:
+        warning = process_group().alone(
+            lambda: estimate_prune(preview, afterwork, *count_windows(options, job)).warning
+        )
+        if warning is not None:
+            say(warning)
+
+    # 3. Run the job. The output is in its place then, with what its recipe exports.
+    with resumable(out, say):
+        done = run_job(
+            job,
+            out,
+            start=settled,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            announce=say,
+            afterwork=afterwork,
+        )
+    report = time_output(done.report, job, out, say)
+    pruned = Pruned(out, None if done.finished else done.prepared, report)
+    pruned = _add_exported(pruned, done, say, told)
+
+    # 4. Measure it beside the dense model, and push it. An earlier run that did everything has measured, too.
+    if is_measured(options, report.loss):
+        told(pruned, "evaluation")
+        pruned = process_group().alone(lambda: _measure(options, pruned, job))
+    if options.push is not None and pruned.passed:
+        told(pruned, "pushed")
+        pruned = process_group().alone(lambda: _push(options, pruned))
+    return pruned
+
+
+def _read(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -> Job:
+    # What is only told, and of sizes alone, does without transformers' class, which takes seconds to import.
+    told = options.dry_run and not chosen.recipe.needs_moments and chosen.plan is None and not has_data(options)
+    dense = open_model(options.model, Opening.of(options, by_class=not told))
+    chosen = replace(chosen, recipe=fit_to_runtimes(chosen.recipe, dense, say))
+    return with_latencies(read_job(options, chosen, dense, say), say)
+
+
+def _check_foreseen(
+    options: PruneOptions, preview: Prepared, settled: Prepared, afterwork: Sequence[Afterwork]
+) -> None:
+    """Refuse what the run would only find after measuring, where a NaN would pass for an overflow."""
+    if settled is preview:
+        check_stored(preview)
+    if not (options.dry_run or settled.measures_first or settled is not preview):
+        return
+    process_group().on_first(preview.model.checkpoint.check_finite)
+    # What measuring decides can be smaller than its stand-in only if it also decides how many blocks go.
+    if not (preview.foreseen and preview.job.recipe.joint):
+        cost = preview.output.cost
+        needed = cost.bytes + sum(work.bytes(cost.parameters) for work in afterwork)
+        check_free_space(options.output.absolute().parent, needed)
+
+
+def _add_exported(pruned: Pruned, done: Done, say: Notices, tell: Tell) -> Pruned:
+    """Return the output with what its recipe exported. Raises GraphFailedError if that failed."""
+    followed = next(iter(done.followed), None)
+    failure = None if followed is None else followed.failure
+    if followed is not None and failure is not None:
+        tell(pruned, followed.key)
+        say(followed.lacking)
+        raise GraphFailedError(failure, replace(pruned, notices=tuple(say.lines)))
+    pruned = replace(pruned, notices=tuple(say.lines))
+    tell(pruned, "")
+    return pruned if followed is None else replace(pruned, graph=followed.result)
+
+
+def _measure(options: PruneOptions, pruned: Pruned, job: Job) -> Pruned:
+    """Measure the output and the dense model on held-out data."""
+    say = Notices()
+    try:
+        results = measure_quality(pruned.path, job, options, say, options.model)
+    except UserError as error:
+        again = f"`ckpt-prune evaluate {pruned.path} --against {options.model}`"
+        raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
+    report, notices = find_report(pruned.path), (*pruned.notices, *say.lines)
+    return replace(pruned, evaluation=results[0] if results else None, report=report, notices=notices)
+
+
+def _push(options: PruneOptions, pruned: Pruned) -> Pruned:
+    from ckpt_prune.runner.push import push_output
+
+    repo = str(options.push)
+    try:
+        return replace(pruned, pushed=push_output(PushOptions(folder=pruned.path, repo=repo, public=options.public)))
+    except UserError as error:
+        again = f"`ckpt-prune push {pruned.path} {repo}`"
+        raise PushFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error

@@ -1,0 +1,86 @@
+"""A GGUF file as the last step of a recipe."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from ckpt_prune.common.dense_source import DenseSource
+from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GgufType
+from ckpt_prune.gguf.export import ExportedGguf, export_gguf
+from ckpt_prune.gguf.layout import lay_out
+from ckpt_prune.gguf.llama_cpp import require_runtime
+from ckpt_prune.gguf.rounding import needs_program
+from ckpt_prune.gguf.tokenizer import read_tokenizer
+from ckpt_prune.gguf.types import kinds_of, type_of
+from ckpt_prune.job.job import Job
+from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.stages.export.keys import Export
+from ckpt_prune.stages.quantize.keys import Quantize
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The file, with all that can be checked before the first block.
+
+    Attributes:
+        recipe: what to write.
+        kind: type of the matrices.
+        proving: what to compare the file on.
+        dense: the unpruned model, to compare with; None if it is a base model with an adapter.
+        trust: run code that the checkpoint brings.
+    """
+
+    key: ClassVar[str] = "gguf"
+    noun: ClassVar[str] = "GGUF file"
+    recipe: Export
+    kind: GgufType
+    proving: ProofOptions
+    dense: DenseSource | None
+    trust: bool
+
+    @classmethod
+    def of(cls, recipe: Export, job: Job) -> "GgufFile":
+        """Return the file of an output that is still to be made.
+
+        Raises:
+            UserError: llama.cpp has no such model or tokenizer, or is not installed.
+        """
+        if recipe.proof:
+            require_runtime()
+        source, rounding = job.model, job.recipe.get(Quantize)
+        rounded = rounding is not None and rounding.format == "int4"
+        kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
+        needs_program(kind, recipe.embedding_type)
+        layout, dense = lay_out(source), None
+        kinds_of(layout, kind, recipe.embedding_type)
+        if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
+            read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
+            dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
+        proving = ProofOptions(text=job.proving.text, window=job.proving.window)
+        return cls(recipe, kind, proving, dense, job.trust)
+
+    def bytes(self, parameters: int) -> int:
+        return int(parameters * max(GGUF_BITS[self.kind], GGUF_BITS.get(self.recipe.embedding_type or "", 0)) // 8)
+
+    def is_done(self, output: Path) -> bool:
+        return (output / GGUF_FILES[self.kind]).is_file()
+
+    def run(self, output: Path) -> ExportedGguf:
+        """Write the file of an output beside its weights."""
+        return export_gguf(
+            str(output),
+            output / GGUF_FILES[self.kind],
+            self.proving,
+            kind=self.kind,
+            embedding=self.recipe.embedding_type,
+            proof=self.recipe.proof,
+            dense=self.dense,
+            overwrite=True,
+            trust=self.trust,
+        )
+
+    def command(self, output: Path) -> str:
+        file, embedding = output / GGUF_FILES[self.kind], self.recipe.embedding_type
+        words = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]
+        return shlex.join(words + (["--embedding-type", embedding] if embedding else []))
