@@ -5,8 +5,9 @@
 
 Each mutant changes one place of one file: a comparison, a constant, an operator, a condition, or a statement that goes.
 Which places are taken follows from the seed. The checkout stays as it is: tests run in a copy of it. A mutant meets the
-test files that import its module; where there are none, those of its room that lead to it by way of others. The first
-failure ends the run: killed. A test that fails without a mistake kills none, and is named.
+test files that import its module; where there are none, those in a folder of the same name, or else those of its room
+that lead to it by way of others. The first failure ends the run: killed. A test that fails without a mistake kills
+none, and is named.
 """
 
 import argparse
@@ -168,11 +169,11 @@ def choose_tests(mutant: Mutant, room: str, also: list[str], far: bool) -> list[
     own_room = tests / ROOMS.get(room, room)
     files = sorted(tests.rglob("test_*.py"))
     chosen = [file for file in files if target in imported(file)]
+    if not chosen:  # tests of a stage stand in a folder of its name
+        folders = set(mutant.path.parts[2:-1])
+        chosen = [file for file in files if own_room in file.parents and folders & set(file.parts)]
     if far or not chosen:
         chosen += [file for file in files if own_room in file.parents and leads_to(file, target)]
-    if not chosen:  # the room comes to it by the name of a module, or of a folder that is a key of recipes
-        words = set(mutant.path.parts[1:-1])
-        chosen = [file for file in files if own_room in file.parents and words & set(file.parts)]
     chosen.sort(key=lambda file: own_room not in file.parents)
     chosen += [file for pattern in also for file in sorted(ROOT.glob(pattern))]
     return list(dict.fromkeys(str(file.relative_to(ROOT)) for file in chosen))
