@@ -395,7 +395,7 @@ def test_memory_that_runs_out_is_one_line(place, monkeypatch, error, words):
     def run_out(*_given: object, **_named: object) -> None:
         raise error
 
-    monkeypatch.setattr("ckpt_prune.runner.run_job.run_job", run_out)
+    monkeypatch.setattr("ckpt_prune.runner.prune.run_job", run_out)
     assert refusal(["prune", "--recipe", "magnitude"], "dense") == (
         f"memory ran out ({words}): the same command with --dry-run says how much it needs; fewer --samples need less"
     )

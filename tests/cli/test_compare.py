@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from oracles import similarity as oracle
+from sklearn.metrics.pairwise import paired_cosine_distances
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
-from ckpt_prune.measure.samples import choose as choosing
+from ckpt_prune.runner import compare as comparing
 from tests.cli.running import TEXT, ok, read_refusal
-from tests.evaluation.test_similarity import by_hand
 from tests.evaluation.tiny import tiny_llama
 
 BOTH = ("compare", "dense", "pruned", *TEXT)
@@ -32,15 +33,17 @@ def whole(folder: str, ids: torch.Tensor) -> tuple[list[np.ndarray], torch.Tenso
 
 @pytest.mark.usefixtures("place")
 def test_figures_are_those_of_whole_models(monkeypatch):
-    taken, chosen = [], choosing.choose_samples
-    monkeypatch.setattr(choosing, "choose_samples", lambda *a, **k: taken.append(chosen(*a, **k)) or taken[-1])
+    taken, chosen = [], comparing.choose_samples
+    monkeypatch.setattr(comparing, "choose_samples", lambda *a, **k: taken.append(chosen(*a, **k)) or taken[-1])
     comparison = json.loads(ok(*BOTH, "--lens", "--json"))
     ids = taken[0].batch(slice(0, len(taken[0])))["input_ids"]
     (theirs, p), (ours, q) = whole("dense", ids), whole("pruned", ids)
     assert len(comparison["blocks"]) == len(theirs) == 2
     for block, a, b in zip(comparison["blocks"], theirs, ours, strict=True):
         figures = [block[name] for name in ("mse", "relative_error", "cosine", "cka")]
-        assert figures == pytest.approx(by_hand(a, b), rel=1e-4)
+        relative, cosine = ((b - a) ** 2).sum() / (a**2).sum(), 1 - paired_cosine_distances(a, b).mean()
+        expected = oracle.mse(a, b), relative, cosine, oracle.cka(a, b)
+        assert figures == pytest.approx(expected, rel=1e-4)
     kl = float((p.exp() * (p - q)).sum(-1).mean())
     assert comparison["divergence"] == pytest.approx(kl, rel=1e-4)
     assert comparison["blocks"][-1]["divergence"] == comparison["divergence"]

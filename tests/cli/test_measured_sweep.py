@@ -72,6 +72,6 @@ def test_images(tmp_path, monkeypatch, labelled):
 
 
 def test_all_values_are_checked_before_the_first_is_pruned(place, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.runner.run_job.run_job", lambda *_a, **_k: pytest.fail("pruned"))
+    monkeypatch.setattr("ckpt_prune.runner.prune.run_job", lambda *_a, **_k: pytest.fail("pruned"))
     how = ("--recipe", "shortgpt", *TRAIN, *HELD_OUT, "--sweep", "depth.drop=1,9")
     assert "9" in read_refusal("plan", "dense", *how)
