@@ -75,7 +75,7 @@ def mutate(node: ast.AST) -> ast.AST | None:
     elif isinstance(wrong, ast.Constant) and isinstance(wrong.value, bool):
         wrong.value = not wrong.value
     elif isinstance(wrong, ast.Constant) and isinstance(wrong.value, int | float):
-        wrong.value = wrong.value + 1 if isinstance(wrong.value, int) else wrong.value * 2
+        wrong.value = wrong.value + 1 if isinstance(wrong.value, int) else wrong.value * 2 or 1.0
     elif isinstance(wrong, ast.Call) and isinstance(wrong.func, ast.Name) and wrong.func.id in NAMES:
         wrong.func.id = NAMES[wrong.func.id]
     elif isinstance(wrong, ast.If | ast.While | ast.IfExp):
