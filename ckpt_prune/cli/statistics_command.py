@@ -6,7 +6,7 @@ import click
 
 from ckpt_prune.api.function import takes
 from ckpt_prune.cli.command import Command
-from ckpt_prune.options.commands import StatisticsAddOptions, StatisticsShowOptions
+from ckpt_prune.options.commands import StatisticsAddOptions, StatisticsExportOptions, StatisticsShowOptions
 
 if TYPE_CHECKING:
     from ckpt_prune.measure.statistics.folder import Statistics
@@ -73,6 +73,31 @@ def _show_sum(statistics: "Statistics", options: dict[str, Any]) -> None:
     click.echo(f"{options['output']}: {statistics.index.samples} {what}, {statistics.index.tokens} tokens")
 
 
+@takes(StatisticsExportOptions)
+def export(options: StatisticsExportOptions) -> dict[str, Any]:
+    """Write how much each input of a model matters as an importance matrix of llama.cpp."""
+    from ckpt_prune.gguf import require_gguf
+
+    require_gguf()
+    from ckpt_prune.checkpoint.files import check_place
+    from ckpt_prune.common.errors import UserError
+    from ckpt_prune.gguf.importance import write_imatrix
+    from ckpt_prune.measure.statistics.folder import Statistics
+    from ckpt_prune.model.containers.opening import Opening, open_model
+
+    out = check_place(options.imatrix)
+    if out.exists() and not options.overwrite:
+        raise UserError(f"{out} exists; --overwrite replaces it, or give another --imatrix")
+    statistics = Statistics(options.folder)
+    model = open_model(options.model, Opening(options.trust_remote_code, packed=True))
+    importance = write_imatrix(out, statistics, model)
+    return {"imatrix": str(out), "matrices": len(importance), "tokens": statistics.index.tokens}
+
+
+def _show_export(written: dict[str, Any], _options: dict[str, Any]) -> None:
+    click.echo(f"{written['imatrix']}: the inputs of {written['matrices']} matrices on {written['tokens']} tokens")
+
+
 command = click.Group(
     "statistics",
     [
@@ -83,6 +108,12 @@ command = click.Group(
             examples=["statistics add STATS MORE -o BOTH", "statistics add SHARD1 SHARD2 SHARD3 -o STATS"],
             data=None,
         ),
+        Command(
+            export, _show_export, examples=[
+                "statistics export STATS --model MODEL --imatrix imatrix.gguf",
+                "statistics export STATS --model MODEL --imatrix imatrix.gguf --overwrite",
+            ], data=dict
+        ),
     ],
-    help="Show or add statistics folders.",
+    help="Show, add or export statistics folders.",
 )

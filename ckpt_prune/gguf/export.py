@@ -15,15 +15,17 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import EmbeddingType, GgufType
 from ckpt_prune.common.progress import Notices
-from ckpt_prune.gguf.layout import Layout, lay_out
+from ckpt_prune.gguf.importance import Importance, importance_of_statistics, read_imatrix
+from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import open_gguf, type_of_file
-from ckpt_prune.gguf.rounding import needs_program, run_program
-from ckpt_prune.gguf.tokenizer import FileTokenizer, read_tokenizer
+from ckpt_prune.gguf.rounding import check_rounding
+from ckpt_prune.gguf.tokenizer import read_tokenizer
 from ckpt_prune.gguf.types import OUTER, default_type, describe_type, kinds_of, tensor_bytes, type_of, zero_bytes
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
+from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
@@ -90,6 +92,8 @@ def export_gguf(
     embedding: EmbeddingType | None = None,
     proof: bool = True,
     dense: DenseSource | None = None,
+    statistics: Path | None = None,
+    imatrix: Path | None = None,
     overwrite: bool = False,
     trust: bool = False,
 ) -> ExportedGguf:
@@ -103,11 +107,14 @@ def export_gguf(
         embedding: type of the embedding and the head; None: by `kind`.
         proof: compare the file in llama.cpp with PyTorch.
         dense: the model that the checkpoint was pruned from, to say what is lost beside it.
+        statistics: folder with sums over the inputs of this checkpoint's matrices, by which errors in them are weighed.
+        imatrix: a file with the same, as llama.cpp's tool writes it.
         overwrite: replace another GGUF file.
         trust: accept a checkpoint that asks for code of its own.
 
     Raises:
-        UserError: llama.cpp computes no such model or has no such tokenizer, or is not installed to prove the file.
+        UserError: llama.cpp computes no such model or has no such tokenizer, or is not installed to prove the file;
+            or the importance of inputs is of another model.
     """
     check_gguf_place(out, overwrite=overwrite)
     if proof:
@@ -117,8 +124,13 @@ def export_gguf(
     chosen = kind or default_type(source.checkpoint)
     layout = lay_out(source, chosen)
     tokenizer = read_tokenizer(folder, layout.values["vocab_size"])
-    kinds, changed = kinds_of(layout, chosen, embedding)
-    by_program = needs_program(chosen, embedding)
+    importance: Importance = {}
+    if statistics is not None:
+        importance = importance_of_statistics(Statistics(statistics), source, chosen)
+    elif imatrix is not None:
+        importance = read_imatrix(imatrix, layout)
+    kinds, changed = kinds_of(layout, chosen, embedding, weighted=bool(importance))
+    check_rounding(kinds.values(), weighted=bool(importance))
     notes = Notices()
     whole, zeros = sum(tensor_bytes(layout, kinds).values()), zero_bytes(layout, kinds)
     filled = [f"zeros take {human_bytes(zeros)} of {human_bytes(whole)}"] if zeros else []
@@ -134,11 +146,7 @@ def export_gguf(
     name, size = layout.architecture.name, 0
     try:
         with staged_file(check_place(out)) as (place, _):
-            if by_program:
-                with _plain(place, layout, type_of(source.checkpoint.dtype), tokenizer, folder) as plain:
-                    run_program(plain, place, chosen, embedding)
-            else:
-                write_gguf(place, layout, chosen, kinds, tokenizer, folder)
+            write_gguf(place, layout, chosen, kinds, tokenizer, folder, importance)
             if proof:
                 shown = describe_type(chosen, embedding)
                 with _empty_folder(place) as scratch:
@@ -173,17 +181,6 @@ def _empty_folder(place: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _plain(place: Path, layout: Layout, kind: GgufType, tokenizer: FileTokenizer, folder: Path) -> Iterator[Path]:
-    """Yield a file for llama.cpp's own program to round, beside its place."""
-    plain = place.with_name(f"{place.name}-{kind}")
-    try:
-        write_gguf(plain, layout, kind, kinds_of(layout, kind)[0], tokenizer, folder)
-        yield plain
-    finally:
-        plain.unlink(missing_ok=True)
 
 
 def validate_gguf(

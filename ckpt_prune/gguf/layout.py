@@ -105,8 +105,9 @@ class Source:
     blocks: tuple[Block, ...]
 
     @classmethod
-    def of(cls, model: Model) -> "Source":
-        """Sort the tensors of a model that generates text."""
+    def of(cls, model: Model, read: Callable[[str], Tensor] | None = None) -> "Source":
+        """Sort the tensors of a model that generates text; `read` returns one by name, by default as it is stored."""
+        read = read or partial(_read, model)
         checkpoint, start = model.checkpoint, f"{model.family.layers}."
         architecture = (checkpoint.config.get("architectures") or [model.family.architecture])[0]
         if not architecture.endswith("ForCausalLM"):
@@ -117,7 +118,7 @@ class Source:
         for name, info in checkpoint.tensors.items():
             if is_stored_buffer(name) or (tied and name == "lm_head.weight"):
                 continue
-            weight = Weight(tuple(info.shape), partial(_read, model, name))
+            weight = Weight(tuple(info.shape), partial(read, name))
             index, _, inner = name.removeprefix(start).partition(".")
             inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
             (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
@@ -257,24 +258,25 @@ class Layout:
     notes: tuple[str, ...] = ()
 
 
-def lay_out(model: Model, kind: GgufType | None = None) -> Layout:
+def lay_out(model: Model, kind: GgufType | None = None, read: Callable[[str], Tensor] | None = None) -> Layout:
     """Choose llama.cpp's architecture for a checkpoint, and name everything that its file holds.
 
     Args:
         model: of a family that is mapped.
         kind: type of the matrices; if it has blocks of columns, columns are filled up to multiples of 32.
+        read: returns what stands for a tensor, by its name in the checkpoint; by default the tensor itself.
 
     Raises:
         CannotMapError: none computes what the checkpoint computes; the reason of each is named.
     """
     try:
-        return _choose(model, kind)
+        return _choose(model, kind, read)
     except CannotMapError as error:
         raise CannotMapError(f"{model.checkpoint.path}: {error}") from None
 
 
-def _choose(model: Model, kind: GgufType | None) -> Layout:
-    source = Source.of(model)
+def _choose(model: Model, kind: GgufType | None, read: Callable[[str], Tensor] | None) -> Layout:
+    source = Source.of(model, read)
     model_type = str(model.checkpoint.config["model_type"])
     candidates = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type]
     if not candidates:

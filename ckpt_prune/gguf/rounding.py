@@ -1,15 +1,9 @@
-"""Rounding rows of weights to the types of GGUF files: by gguf-py, and mixtures by llama.cpp itself."""
+"""Rounding rows of weights to the types of GGUF files: by gguf-py, and by ggml's own functions (package libgguf)."""
 
-import ctypes
-import re
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,65 +11,38 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from ckpt_prune.common.child_process import program_command
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.extras import install
 from ckpt_prune.common.finite import all_finite
-from ckpt_prune.common.graph_types import EmbeddingType, GgufType, MixedGgufType
 from ckpt_prune.sparsity.steps import find_steps
 
 Array = np.ndarray[Any, Any]
-_PROGRAM = "llama-quantize"
 _CHUNK = 2**22
 """Elements that are rounded at once."""
-_BY_LLAMA_CPP = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
-"""Types that gguf-py reads and does not write."""
+_BY_GGUF_PY = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_0, Kind.Q5_1, Kind.Q4_0, Kind.Q4_1)
+"""Types that gguf-py rounds to, without regard to how much each input matters."""
 
 
-def needs_program(chosen: GgufType, embedding: EmbeddingType | None = None) -> bool:
-    """Return whether llama.cpp's own program rounds a file, since xllamacpp does not.
+def check_rounding(kinds: Collection[Kind], *, weighted: bool) -> None:
+    """Refuse types that only ggml's own functions round to, and importance, if these are not installed."""
+    if find_spec("libgguf") is not None:
+        return
+    others = sorted(kind.name.lower() for kind in set(kinds) - {*_BY_GGUF_PY})
+    if others or weighted:
+        what = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'}" if others else "by importance weights are"
+        raise UserError(
+            f"{what} rounded by ggml, whose functions are not installed: pip install libgguf, or take "
+            "q8_0 or q4_0 without importance"
+        )
+
+
+def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = None) -> Iterator[Array]:
+    """Yield a tensor's rows as bytes of a type, some rows at a time.
 
     Args:
-        chosen: type of the file.
-        embedding: type of its embedding, if it has one of its own.
-
-    Raises:
-        UserError: neither is there.
-    """
-    by_llama_cpp = chosen in get_args(MixedGgufType) or (embedding or "").endswith("_k")
-    if not by_llama_cpp or _rounder() is not None:
-        return False
-    if shutil.which(_PROGRAM) is None:
-        raise UserError(
-            f"{chosen} is rounded by llama.cpp, which is not installed: {install('llamacpp')} (package "
-            f"xllamacpp), or put its program {_PROGRAM} on the PATH"
-        )
-    return True
-
-
-def run_program(plain: Path, rounded: Path, chosen: GgufType, embedding: EmbeddingType | None = None) -> None:
-    """Round a file by llama.cpp's own program."""
-    options = ("--token-embedding-type", "--output-tensor-type") if embedding else ()
-    given = [word for option in options for word in (option, str(embedding))]
-    program = Path(shutil.which(_PROGRAM) or _PROGRAM).absolute()
-    words = [*given, str(plain), str(rounded), chosen.upper(), str(torch.get_num_threads())]
-    done = subprocess.run(
-        program_command(str(program), *words),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode:
-        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        telling = [line for line in lines if re.search(r"error|failed|assert|invalid", line, re.IGNORECASE)]
-        last_line = (telling or lines or ["it said nothing"])[-1]
-        raise UserError(f"{_PROGRAM} cannot write {chosen}: {last_line[:300]} (exit code {done.returncode})")
-
-
-def encode(name: str, tensor: Tensor, kind: Kind) -> Iterator[Array]:
-    """Yield a tensor's rows as bytes of a type, some rows at a time.
+        name: of the tensor, for messages.
+        tensor: (…, columns).
+        kind: type to round to.
+        importance: how much an error in each column matters, (columns,) float32; None: all alike.
 
     Raises:
         UserError: a weight is NaN, Inf, or beyond float16.
@@ -89,17 +56,18 @@ def encode(name: str, tensor: Tensor, kind: Kind) -> Iterator[Array]:
         part = np.ascontiguousarray(rows[start : start + size].float().numpy())
         if kind == Kind.F16 and np.abs(part).max(initial=0) > np.finfo(np.float16).max:
             raise UserError(f"{name} has weights beyond the range of float16: give --dtype bf16 or f32")
-        if kind in _BY_LLAMA_CPP:
-            return _by_llama_cpp(part, kind)
         kept = _keep_steps(part) if kind == Kind.Q4_0 else None
-        return gguf.quantize(part, kind) if kept is None else kept
+        if kept is not None:
+            return kept
+        if kind in _BY_GGUF_PY and importance is None:
+            return gguf.quantize(part, kind)
+        import libgguf
 
-    starts = range(0, rows.shape[0], size)
-    if kind not in _BY_LLAMA_CPP:
-        yield from map(encode_rows, starts)
-        return
+        rounded: Array = libgguf.quantize_rows(part, kind, importance)
+        return rounded
+
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        yield from pool.map(encode_rows, starts)
+        yield from pool.map(encode_rows, range(0, rows.shape[0], size))
 
 
 def _keep_steps(rows: Array) -> Array | None:
@@ -114,29 +82,3 @@ def _keep_steps(rows: Array) -> Array | None:
     fields = (codes + 8).astype(np.uint8)
     packed = [steps[:, None].astype(np.float16).view(np.uint8), fields[:, :16] | (fields[:, 16:] << 4)]
     return np.concatenate(packed, axis=1).reshape(len(rows), -1)
-
-
-def _by_llama_cpp(rows: Array, kind: Kind) -> Array:
-    rounder = _rounder()
-    assert rounder is not None
-    elements, size = gguf.GGML_QUANT_SIZES[kind]
-    count, width = rows.shape
-    out = np.empty((count, width // elements * size), np.uint8)
-    rounder(int(kind), rows.ctypes.data, out.ctypes.data, 0, count, width, None)
-    return out
-
-
-@cache
-def _rounder() -> Callable[..., int] | None:
-    """Return ggml's function of xllamacpp's library; None if it is not installed, or keeps it to itself."""
-    library = find_spec("xllamacpp.xllamacpp") if find_spec("xllamacpp") is not None else None
-    if library is None or library.origin is None:
-        return None
-    try:
-        function = ctypes.CDLL(library.origin).ggml_quantize_chunk
-    except (OSError, AttributeError):
-        return None
-    number, data = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, data, data, number, number, number, data]
-    function.restype = ctypes.c_size_t
-    return function

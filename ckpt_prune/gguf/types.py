@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import gguf
@@ -11,48 +11,12 @@ from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.graph_types import GGUF_ROWS, EmbeddingType, GgufType, MixedGgufType
+from ckpt_prune.common.graph_types import GGUF_ROWS, EmbeddingType, GgufType
 from ckpt_prune.gguf.layout import Layout
-
-FILE_TYPES: Mapping[GgufType, int] = {
-    **{"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32},
-    **{name: 10 + place for place, name in enumerate(get_args(MixedGgufType))},
-}
-"""llama.cpp's numbers for a file whose matrices mostly have a type."""
+from ckpt_prune.gguf.mixtures import MIXTURES, NARROWER, Place, base_kind
 
 OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
-_Rule = tuple[Callable[[int, int], bool], Kind]
-"""Whether a block, by its index and the number of all, has the type."""
-
-
-def _any(_index: int, _blocks: int) -> bool:
-    return True
-
-
-def _some(index: int, blocks: int) -> bool:
-    """The first and the last eighth, and every third between."""
-    return index < blocks // 8 or index >= 7 * blocks // 8 or (index - blocks // 8) % 3 == 2
-
-
-_MORE: Mapping[str, Mapping[str, tuple[_Rule, ...]]] = {
-    "q2_k": dict.fromkeys(("attn_v", "ffn_down", "attn_output"), ((_any, Kind.Q3_K),)),
-    "q3_k_m": {
-        "attn_v": ((lambda index, _: index < 2, Kind.Q5_K), (_any, Kind.Q4_K)),
-        "ffn_down": ((lambda index, blocks: index < blocks // 16, Kind.Q5_K), (_any, Kind.Q4_K)),
-        "attn_output": ((_any, Kind.Q4_K),),
-    },
-    "q3_k_l": dict.fromkeys(("attn_v", "ffn_down", "attn_output"), ((_any, Kind.Q5_K),)),
-    "q4_k_s": {
-        "attn_v": ((lambda index, _: index < 4, Kind.Q5_K),),
-        "ffn_down": ((lambda index, blocks: index < blocks // 8, Kind.Q5_K),),
-    },
-    "q4_k_m": dict.fromkeys(("attn_v", "ffn_down"), ((_some, Kind.Q6_K),)),
-    "q5_k_m": dict.fromkeys(("attn_v", "ffn_down"), ((_some, Kind.Q6_K),)),
-}
-"""Mixture → matrices with more bits than its name says. The first rule that holds counts."""
-_ELSE = {Kind.Q2_K: Kind.Q4_0, Kind.Q3_K: Kind.Q4_0, Kind.Q4_K: Kind.Q5_0, Kind.Q5_K: Kind.Q5_1, Kind.Q6_K: Kind.Q8_0}
-"""Types for rows that are no multiple of 256."""
 
 
 def type_of(dtype: torch.dtype) -> GgufType:
@@ -66,19 +30,36 @@ def default_type(checkpoint: Checkpoint) -> GgufType:
     return "q4_0" if packed else type_of(checkpoint.dtype)
 
 
+def file_type(chosen: GgufType) -> int:
+    """Return llama.cpp's number for a file whose matrices mostly have a type."""
+    return int(gguf.LlamaFileType["ALL_F32" if chosen == "f32" else f"MOSTLY_{chosen.upper()}"])
+
+
 def kinds_of(
-    layout: Layout, chosen: GgufType, embedding: EmbeddingType | None = None
+    layout: Layout, chosen: GgufType, embedding: EmbeddingType | None = None, *, weighted: bool = False
 ) -> tuple[dict[str, Kind], tuple[str, ...]]:
     """Return the type of every tensor, and lines that say which have another one than was asked for.
 
-    Vectors and norms are float32. With 4 bits the embedding and the head have 8, unless a type is given for them. Rows
-    that do not divide into blocks get the types that llama.cpp's own tool gives them.
+    Vectors and norms are float32. Rows that do not divide into blocks get the types that llama.cpp's own tool gives
+    them.
+
+    Args:
+        layout: of the file.
+        chosen: type that the file says it has.
+        embedding: of the embedding and the head; None: by `chosen`.
+        weighted: the importance of inputs is known.
 
     Raises:
-        UserError: rows of the embedding do not divide into blocks of the type that is asked for.
+        UserError: rows of the embedding do not divide into blocks of the type that is asked for, or so few bits want
+            the importance of inputs.
     """
     if embedding is not None:
         _check_rows(embedding, int(layout.values["embedding_length"]))
+    if MIXTURES[chosen].needs_importance and not weighted:
+        raise UserError(
+            f"{chosen} has so few bits that llama.cpp wants to know how much each input matters: give --statistics "
+            "STATS (ckpt-prune calibrate MODEL --text FILE -o STATS) or --imatrix FILE"
+        )
     kinds: dict[str, Kind] = {}
     changed: Counter[tuple[str, str]] = Counter()
     rows: set[int] = set()
@@ -89,8 +70,8 @@ def kinds_of(
         if embedding is not None and name in OUTER:
             kinds[name] = Kind[embedding.upper()]
             continue
-        chosen_kind = kind = _choose_kind(layout, name, chosen)
-        for other in (_ELSE.get(chosen_kind, chosen_kind), Kind.F16):
+        chosen_kind = kind = _choose_kind(layout, name, chosen, weighted=weighted)
+        for other in (NARROWER.get(chosen_kind, chosen_kind), Kind.F16):
             if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
                 kind = other
         kinds[name] = kind
@@ -126,7 +107,7 @@ def describe_type(chosen: str, embedding: str | None) -> str:
 
 def _bits(name: str) -> float:
     """Return the bits of a weight; of a mixture, what most of its weights have."""
-    elements, size = gguf.GGML_QUANT_SIZES[Kind[name.upper().removesuffix("_S").removesuffix("_M").removesuffix("_L")]]
+    elements, size = gguf.GGML_QUANT_SIZES[base_kind(name)]
     return 8 * size / elements
 
 
@@ -143,26 +124,20 @@ def zero_bytes(layout: Layout, kinds: Mapping[str, Kind]) -> int:
     return sum(sizes[name] * weight.zeros // math.prod(weight.shape) for name, weight in layout.tensors.items())
 
 
-def _choose_kind(layout: Layout, name: str, chosen: GgufType) -> Kind:
-    is_head = name == ("output.weight" if "output.weight" in layout.tensors else "token_embd.weight")
-    if chosen not in get_args(MixedGgufType):
-        return Kind.Q8_0 if name in OUTER and chosen.startswith("q") else Kind[chosen.upper()]
-    base = Kind[chosen[:4].upper()]
-    if is_head:
-        return Kind.Q6_K
+def _choose_kind(layout: Layout, name: str, chosen: GgufType, *, weighted: bool) -> Kind:
+    mixture = MIXTURES[chosen]
+    if name == ("output.weight" if "output.weight" in layout.tensors else "token_embd.weight"):
+        divides = layout.tensors[name].shape[-1] % gguf.GGML_QUANT_SIZES[mixture.base][0] == 0
+        return mixture.head if divides else Kind.Q8_0
     if not name.startswith("blk."):
-        return base
-    _, number, tensor, _ = name.split(".")
-    tensor = "attn_v" if tensor == "attn_qkv" else tensor
-    index, blocks = int(number), int(layout.values["block_count"])
-    rules = _MORE.get(chosen, {}).get(tensor, ())
-    kind = next((kind for holds, kind in rules if holds(index, blocks)), base)
-    if tensor == "attn_v":
-        shared = _first(layout.values["attention.head_count"]) / _first(layout.values["attention.head_count_kv"])
-        if chosen == "q2_k" and shared >= 4:
-            kind = Kind.Q4_K
-        if blocks == 80 and shared > 1 and kind in (Kind.Q3_K, Kind.Q4_K):  # models of 70B have small ones
-            kind = Kind.Q5_K
+        return (mixture.embedding if name in OUTER else None) or mixture.base
+    _, number, matrix, _ = name.split(".")
+    heads, kv_heads = (_first(layout.values[f"attention.head_count{which}"]) for which in ("", "_kv"))
+    shared = heads / max(1, kv_heads)
+    place = Place(int(number), int(layout.values["block_count"]), shared, weighted)
+    kind = mixture.kind_of(matrix, place)
+    if matrix == "attn_v" and place.blocks == 80 and shared > 1 and kind in (Kind.Q3_K, Kind.Q4_K):
+        return Kind.Q5_K  # models of 70B have small ones
     return kind
 
 

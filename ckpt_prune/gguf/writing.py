@@ -16,10 +16,11 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
+from ckpt_prune.gguf.importance import Importance
 from ckpt_prune.gguf.layout import Layout
 from ckpt_prune.gguf.rounding import encode
 from ckpt_prune.gguf.tokenizer import FileTokenizer
-from ckpt_prune.gguf.types import FILE_TYPES, tensor_bytes
+from ckpt_prune.gguf.types import file_type, tensor_bytes
 from ckpt_prune.show.model_card import source_card
 
 
@@ -42,6 +43,7 @@ def write_gguf(
     kinds: Mapping[str, Kind],
     tokenizer: FileTokenizer,
     source: Path,
+    importance: Importance,
 ) -> None:
     """Write a layout to a path, whatever is there.
 
@@ -52,6 +54,7 @@ def write_gguf(
         kinds: type of every tensor.
         tokenizer: GGUF keys of the tokenizer, and the name of the file they are from.
         source: folder whose card names the licence.
+        importance: of the inputs of matrices, as far as it is known.
     """
     writer = gguf.GGUFWriter(path, layout.architecture.name)
     sizes = tensor_bytes(layout, kinds)
@@ -61,7 +64,7 @@ def write_gguf(
             raise UserError(f"{path} takes {total:,} bytes, and there is no room for them; choose another place")
     for name, weight in layout.tensors.items():
         writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), sizes[name], raw_dtype=kinds[name])
-    _add_general(writer, layout, source, tokenizer.name, FILE_TYPES[chosen])
+    _add_general(writer, layout, source, tokenizer.name, file_type(chosen))
     for key, value in layout.values.items():
         _add(writer, f"{layout.architecture.name}.{key}", value)
     for key, value in tokenizer.values.items():
@@ -72,7 +75,7 @@ def write_gguf(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name, weight in track(list(layout.tensors.items()), "writing", unit="tensor"):
-                rows = _Rows(sizes[name], encode(name, weight.read(), kinds[name]))
+                rows = _Rows(sizes[name], encode(name, weight.read(), kinds[name], importance.get(name)))
                 writer.write_tensor_data(rows)  # type: ignore[arg-type]
         finally:
             writer.close()

@@ -501,11 +501,20 @@ class ExportOptions(
     """Folder to write; with --format gguf a file whose name ends in .gguf."""
     proof: bool = option(default=True, flags=("--validate",), group=MEASURE)
     """Compare the graph in onnxruntime, or the file in llama.cpp, with PyTorch before it takes its place."""
+    statistics: StatisticsFolder = option(default=None, metavar="STATS", group=ROUNDING)
+    """With --format gguf: weigh errors of rounding by how much each input matters, as `ckpt-prune calibrate MODEL`
+    measured it on this model."""
+    imatrix: Input = option(default=None, metavar="FILE", group=ROUNDING)
+    """The same, by an importance matrix that llama.cpp's tool or `ckpt-prune statistics export` wrote."""
 
     @model_validator(mode="after")
     def _check_name(self) -> "ExportOptions":
         if self.format == "onnx" and self.output.suffix == ".gguf":
             raise ValueError(f"-o {self.output} ends in .gguf: add --format gguf")
+        if self.statistics is not None and self.imatrix is not None:
+            raise ValueError("--statistics and --imatrix say the same thing twice: give one of them")
+        if self.format == "onnx" and (self.statistics or self.imatrix):
+            raise ValueError(f"--{'statistics' if self.statistics else 'imatrix'} goes with --format gguf")
         return self
 
     @model_validator(mode="after")
@@ -656,6 +665,19 @@ class StatisticsShowOptions(Options):
 
     folder: Accepts[AnyPath, Path] = option(kw_only=False)
     """Folder of statistics."""
+
+
+class StatisticsExportOptions(TrustOptions):
+    """Which statistics to write for llama.cpp."""
+
+    folder: Accepts[AnyPath, Path] = option(kw_only=False)
+    """Folder of statistics."""
+    model: Model = option()
+    """Folder of the model that they were measured on, or its Hub id."""
+    imatrix: Accepts[AnyPath, Path] = option(metavar="FILE", group=OUTPUT)
+    """File to write, as llama.cpp's own tool writes an importance matrix."""
+    overwrite: bool = option(default=False, group=OUTPUT)
+    """Replace FILE."""
 
 
 class StatisticsAddOptions(OutputOptions):

@@ -73,6 +73,8 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
         embedding=options.embedding_type,
         proof=options.proof,
         dense=dense,
+        statistics=options.statistics,
+        imatrix=options.imatrix,
         overwrite=options.overwrite,
         trust=options.trust_remote_code,
     )

@@ -270,6 +270,19 @@ class Statistics:
                 add(query, partial(_read_rotary, file, pairs))
         return moments
 
+    def read_mean_squares(self, block: int) -> dict[str, Tensor]:
+        """Read E[x²] of the inputs of one block's modules over all folds, on-disk weight → (d,) float64; no Gram."""
+        with self._open(name_file("block", block)) as file:
+            sums: dict[str, Tensor] = {}
+            counts: dict[str, int] = {}
+            for name in sorted(file.names):
+                if name.endswith("/square"):
+                    weight, fold = name.removesuffix("/square").rsplit("/", 1)
+                    square = file.get(name, None)
+                    sums[weight] = sums[weight] + square if weight in sums else square
+                    counts[weight] = counts.get(weight, 0) + int(file.get(f"{weight}/{fold}/count"))
+        return {weight: square / max(1, counts[weight]) for weight, square in sums.items()}
+
     def read_fisher(self, block: int) -> dict[str, Fisher]:
         """Read the Fisher metric at the sites of one block: on-disk weight of the consumer, or of the query → sums."""
         if not self.index.fisher:

@@ -10,7 +10,7 @@ from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GgufType
 from ckpt_prune.gguf.export import ExportedGguf, export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
-from ckpt_prune.gguf.rounding import needs_program
+from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.tokenizer import read_tokenizer
 from ckpt_prune.gguf.types import kinds_of, type_of
 from ckpt_prune.job.job import Job
@@ -51,9 +51,8 @@ class GgufFile:
         source, rounding = job.model, job.recipe.get(Quantize)
         rounded = rounding is not None and rounding.format == "int4"
         kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
-        needs_program(kind, recipe.embedding_type)
         layout, dense = lay_out(source), None
-        kinds_of(layout, kind, recipe.embedding_type)
+        check_rounding(kinds_of(layout, kind, recipe.embedding_type)[0].values(), weighted=False)
         if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
             read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
             dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
