@@ -79,8 +79,8 @@ class GraphSettings(Strict):
     """onnx: a graph for onnxruntime. gguf: a file for llama.cpp, whose name ends in .gguf."""
 
     embedding_type: EmbeddingType | None = option(default=None)
-    """Type of a GGUF file's embedding, and of its head if it has one of its own. Rows of the k types are multiples of
-    256. [default: that of --dtype, but q8_0 for q4_0 and q4_1; a mixture gives q6_k to the head]"""
+    """Type of a GGUF file's embedding, and of its head if it has one of its own. Rows of the k and i types but
+    iq4_nl are multiples of 256. [default: that of --dtype, but q8_0 for q4_0 and q4_1; a mixture gives q6_k to the head]"""
 
     @model_validator(mode="before")
     @classmethod
