@@ -54,7 +54,9 @@ def test_an_example_runs(name, line, things, tmp_path, monkeypatch):
     words = smaller(shlex.split(line.partition(" > ")[0]))
     if "VIT" in words:
         words = [f"{word}-VIT" if word in ("OUT", "PRUNED") else word for word in words]
-    written = words[words.index("-o") + 1] if "-o" in words else words[-1] if name == "recipe copy" else None
+    written = words[words.index("-o") + 1] if "-o" in words else None
+    if name == "recipe copy":
+        written = f"{Path(words[-1]).stem}.yaml"
     if written is not None and (place / written).exists():
         shutil.rmtree(place / written) if (place / written).is_dir() else (place / written).unlink()
     ok(*words)

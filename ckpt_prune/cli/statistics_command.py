@@ -109,10 +109,13 @@ command = click.Group(
             data=None,
         ),
         Command(
-            export, _show_export, examples=[
+            export,
+            _show_export,
+            examples=[
                 "statistics export STATS --model MODEL --imatrix imatrix.gguf",
                 "statistics export STATS --model MODEL --imatrix imatrix.gguf --overwrite",
-            ], data=dict
+            ],
+            data=dict,
         ),
     ],
     help="Show, add or export statistics folders.",

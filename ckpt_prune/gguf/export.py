@@ -22,7 +22,7 @@ from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import open_gguf, type_of_file
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.tokenizer import read_tokenizer
-from ckpt_prune.gguf.types import OUTER, default_type, describe_type, kinds_of, tensor_bytes, type_of, zero_bytes
+from ckpt_prune.gguf.types import OUTER, default_type, describe_type, kinds_of, tensor_bytes, zero_bytes
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.measure.statistics.folder import Statistics

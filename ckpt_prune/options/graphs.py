@@ -80,7 +80,8 @@ class GraphSettings(Strict):
 
     embedding_type: EmbeddingType | None = option(default=None)
     """Type of a GGUF file's embedding, and of its head if it has one of its own. Rows of the k and i types but
-    iq4_nl are multiples of 256. [default: that of --dtype, but q8_0 for q4_0 and q4_1; a mixture gives q6_k to the head]"""
+    iq4_nl are multiples of 256. [default: that of --dtype, but q8_0 for plain types of 4 and 5 bits; a mixture gives
+    q6_k or q5_k to the head]"""
 
     @model_validator(mode="before")
     @classmethod
