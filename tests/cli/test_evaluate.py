@@ -147,7 +147,7 @@ def test_a_model_that_is_loaded_whole_says_so_where_memory_is_short(place, monke
     monkeypatch.setattr("ckpt_prune.evaluation.pair.available_bytes", lambda: 100)
     told = run("evaluate", "dense", "--generate", "the cat").stderr
     assert "dense is loaded whole, in float32, and takes " in told
-    assert "and only 100 B are free: close other programs, or say --device-map auto" in told
+    assert "100 B of memory are free: close other programs, or say --device-map auto" in told
 
 
 def test_text_tasks_and_prompts_in_one_call_load_each_model_once(place, monkeypatch):

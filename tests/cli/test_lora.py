@@ -40,7 +40,7 @@ def held_out_loss(folder: str) -> float:
 
 def test_zeros_stay_and_the_stored_model_has_the_loss_that_is_said(place: Path):
     ok("prune", "dense", "--recipe", "magnitude-50", "-o", "masked")
-    result = run("recover", "masked", *LORA, "-o", "out")
+    result = run("recover", "masked", *LORA, "--evaluate-samples", "0", "-o", "out")
     assert result.exit_code == 0, result.output
     lora = report_of("out")["adapters"]
     assert lora["loss_before"] == pytest.approx(held_out_loss("masked"), rel=1e-4)

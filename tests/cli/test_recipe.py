@@ -27,16 +27,13 @@ TOP = (
 PACKAGE = Path(ckpt_prune.__file__).parent
 OTHERS = {
     "--merge",
-    "--model",
     "--model-path",
     "--no",
     "--no-deps",
-    "--output-tensor-type",
     "--prefix",
     "--repo-type",
     "--revision",
     "--target",
-    "--token-embedding-type",
 }
 """Options of other tools' commands."""
 GOOD = "version: 1\nname: mine\nspaces:\n  mlp: {score: rcpu, compensation: {method: rotation}}\n"

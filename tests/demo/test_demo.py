@@ -48,7 +48,8 @@ def test_the_demo_compares_what_it_promises():
 
 def test_table(small, monkeypatch):
     monkeypatch.setattr(demo, "run", lambda out, device, recipes: ROWS)
-    assert ok("demo") == (
+    table, _, following = ok("demo").partition("\nnext, ")
+    assert table == (
         "recipe      ratio  parameters     bytes  perplexity  stored as  pruning\n"
         "dense          0%   2,345,678  4.47 MiB       10.13      llama    0.0 s\n"
         "rcpu-scale    20%   1,987,654  3.79 MiB      123.46   seed_oss   12.3 s\n"
@@ -56,7 +57,11 @@ def test_table(small, monkeypatch):
         "perplexity: window 32, 4 windows of standard-library modules that neither training nor calibration saw; "
         "calibrated on 4 windows\n"
     )
-    assert ok("demo", "-o", "kept").endswith("calibrated on 4 windows\nthe pruned checkpoints are in kept\n")
+    assert [line.split()[:2] for line in following.splitlines()[1:]] == [
+        ["ckpt-prune", "prune"],
+        ["ckpt-prune", "evaluate"],
+    ]
+    assert "the pruned checkpoints are in kept\n" in ok("demo", "-o", "kept")
 
 
 def test_the_whole_path_and_what_it_keeps(small):

@@ -14,7 +14,7 @@ from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 
 def test_without_lm_eval_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r"^tasks need lm-eval \(.*\): pip install 'ckpt-prune\[eval\]'$"):
+    with pytest.raises(UserError, match=r"^tasks need lm-eval \(.*\): pip install \"\.\[eval\]\" in the checkout"):
         run_tasks(tmp_path, ["arc_easy"], device="cpu")
 
 
