@@ -189,3 +189,15 @@ def same_files(a: str, b: str) -> bool:
     return names == {path.name for path in Path(b).iterdir()} and all(
         comparable(Path(a) / name) == comparable(Path(b) / name) for name in names
     )
+
+
+def near(value: Any) -> Any:
+    """What a command prints as JSON, with floats that may differ as sums of float32 in another order do.
+
+    A processor may add up some hundred products of a few layers in another order: about 2⁻²⁴ for each.
+    """
+    if isinstance(value, dict):
+        return {name: near(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [near(each) for each in value]
+    return pytest.approx(value, rel=1e-5, abs=1e-6) if isinstance(value, float) else value

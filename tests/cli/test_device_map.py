@@ -12,7 +12,7 @@ from ckpt_prune.benchmarking.participants import Participant
 from ckpt_prune.benchmarking.runners import TorchRunner
 from ckpt_prune.evaluation import device_map
 from ckpt_prune.options.machine import SpreadOptions
-from tests.cli.running import ok, read_refusal
+from tests.cli.running import near, ok, read_refusal
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are filled first")
 SPREAD = ("--device-map", "auto", "--max-memory", "cpu=20KiB")
@@ -47,7 +47,7 @@ def test_a_model_of_which_most_is_left_on_disk_computes_the_same(place, monkeypa
     assert len(loaded) == 2
     assert {"cpu", "disk"} <= set(loaded[1][0].hf_device_map.values())
     in_memory = json.loads(ok("evaluate", "pruned", "--against", "dense", *TEXT, "--json"))
-    assert spread == in_memory
+    assert spread == near(in_memory)
     assert len(loaded) == 2
     loaded.clear()
     gc.collect()

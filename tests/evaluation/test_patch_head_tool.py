@@ -122,8 +122,11 @@ def test_segmentation_of_both_models(here):
     assert len(labelled) == COUNT * (16 * 16 - 1)
 
     def near(value):
-        """A pixel that two classes are nearly level at may go to either: of float64 here and of float32 there."""
-        return pytest.approx(value, abs=0.005)
+        """A pixel that two classes are nearly level at may go to either: of float64 here and of float32 there.
+
+        Three of a class's 340 pixels are 0.009 of it.
+        """
+        return pytest.approx(value, abs=0.009)
 
     def score(metrics):
         return {
