@@ -19,6 +19,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.rounding import Array
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 
@@ -47,11 +48,12 @@ def importance_of_statistics(statistics: Statistics, model: Model, kind: GgufTyp
         )
     squares: dict[str, Tensor] = {}
     for block in range(model.blocks):
-        read = statistics.read_mean_squares(block)
-        for first, modules in model.family.inputs.items():
-            measured = read.get(model.moments_name(block, first))
-            if measured is not None:
-                squares |= {model.family.tensor(block, module): measured for module in modules}
+        readers = {model.moments_name(block, first): modules for first, modules in model.family.inputs.items()}
+        for name, folds in statistics.read_moments(block, readers, grams=False).items():
+            moments = sum_folds(folds)
+            assert isinstance(moments, Moments)
+            measured = moments.square / max(1, moments.count)
+            squares |= {model.family.tensor(block, module): measured for module in readers[name]}
     layout = lay_out(model, kind, partial(_read_squares, model, squares))
     found: dict[str, Array] = {}
     for name, weight in layout.tensors.items():

@@ -10,7 +10,7 @@ from ckpt_prune.common.graph_types import GgufType
 
 
 class Place(NamedTuple):
-    """Where a matrix stands.
+    """The place of a matrix in its model.
 
     Attributes:
         block: its number.
@@ -34,7 +34,7 @@ def _any(_place: Place) -> bool:
 
 
 def _first(share: int) -> Callable[[Place], bool]:
-    """The first so manieth of the blocks."""
+    """The first half of the blocks for a share of 2, the first eighth for 8."""
     return lambda place: place.block < place.blocks // share
 
 
@@ -106,13 +106,13 @@ def _two_bits(base: Kind) -> Mixture:
     return Mixture(base, more, head=Kind.Q5_K, embedding=Kind.IQ3_S, needs_importance=True)
 
 
-_FEW = ((_any, Kind.IQ2_XXS),)
+_OUTPUT_2 = ((_any, Kind.IQ2_XXS),)
 _VALUES_4 = {"attn_v": ((_shared, Kind.Q4_K),)}
 _FOUR_BITS = {"attn_v": ((_shared, Kind.Q5_K),), "ffn_down": ((_first_unweighted, Kind.Q5_K),)}
 _SOME_SIX = dict.fromkeys(("attn_v", "ffn_down"), ((_some, Kind.Q6_K),))
 MIXTURES: Mapping[str, Mixture] = {
-    "iq1_s": _least(Kind.IQ1_S, _FEW),
-    "iq1_m": _least(Kind.IQ1_M, _FEW),
+    "iq1_s": _least(Kind.IQ1_S, _OUTPUT_2),
+    "iq1_m": _least(Kind.IQ1_M, _OUTPUT_2),
     "iq2_xxs": _least(Kind.IQ2_XXS),
     "iq2_xs": _least(Kind.IQ2_XS),
     "iq2_s": _two_bits(Kind.IQ2_XS),
@@ -186,7 +186,7 @@ MIXTURES: Mapping[str, Mixture] = {
 }
 """Name of a file's type → the types of its matrices, as llama.cpp's own tool chooses them. With the plain types of 4
 and 5 bits the head and the embedding have 8 here."""
-NARROWER: Mapping[Kind, Kind] = {
+FALLBACKS: Mapping[Kind, Kind] = {
     **dict.fromkeys((Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S), Kind.IQ4_NL),
     **dict.fromkeys((Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ4_XS), Kind.IQ4_NL),
     **{Kind.Q2_K: Kind.Q4_0, Kind.Q3_K: Kind.Q4_0},

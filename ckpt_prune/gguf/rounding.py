@@ -66,8 +66,12 @@ def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = Non
         rounded: Array = libgguf.quantize_rows(part, kind, importance)
         return rounded
 
+    starts = range(0, rows.shape[0], size)
+    if kind in _BY_GGUF_PY and importance is None:  # quick: one part in memory, where the pool holds all
+        yield from map(encode_rows, starts)
+        return
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        yield from pool.map(encode_rows, range(0, rows.shape[0], size))
+        yield from pool.map(encode_rows, starts)
 
 
 def _keep_steps(rows: Array) -> Array | None:

@@ -13,7 +13,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, EmbeddingType, GgufType
 from ckpt_prune.gguf.layout import Layout
-from ckpt_prune.gguf.mixtures import MIXTURES, NARROWER, Place, base_kind
+from ckpt_prune.gguf.mixtures import FALLBACKS, MIXTURES, Place, base_kind
 
 OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
@@ -71,7 +71,7 @@ def kinds_of(
             kinds[name] = Kind[embedding.upper()]
             continue
         chosen_kind = kind = _choose_kind(layout, name, chosen, weighted=weighted)
-        for other in (NARROWER.get(chosen_kind, chosen_kind), Kind.F16):
+        for other in (FALLBACKS.get(chosen_kind, chosen_kind), Kind.F16):
             if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
                 kind = other
         kinds[name] = kind

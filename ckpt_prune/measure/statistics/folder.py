@@ -175,8 +175,9 @@ class _TensorFile:
         return tensor
 
 
-def _read_inputs(file: _TensorFile, width: int, prefix: str) -> Moments:
-    packed = file.get(f"{prefix}gram", packed_width(width)) if f"{prefix}gram" in file.names else None
+def _read_inputs(file: _TensorFile, width: int, grams: bool, prefix: str) -> Moments:
+    has_gram = grams and f"{prefix}gram" in file.names
+    packed = file.get(f"{prefix}gram", packed_width(width)) if has_gram else None
     vectors: dict[str, Any] = {name: file.get(f"{prefix}{name}", width) for name in VECTORS}
     return Moments(
         count=int(file.get(f"{prefix}count")),
@@ -242,8 +243,8 @@ class Statistics:
     def digest(self) -> str:
         return self.index.digest
 
-    def read_moments(self, block: int, weights: Container[str] | None = None) -> BlockMoments:
-        """Read moments of one block, of all on-disk weights or of some.
+    def read_moments(self, block: int, weights: Container[str] | None = None, *, grams: bool = True) -> BlockMoments:
+        """Read moments of one block, of all on-disk weights or of some, with the Grams of inputs or without.
 
         Raises a UserError that names a file that changed since it was written, or a tensor that holds NaN or Inf.
         """
@@ -260,7 +261,7 @@ class Statistics:
                 linears = index.linears if "linears" in index.collect else {}
                 for weight, widths in (index.consumers | linears).items():
                     width = widths if isinstance(widths, int) else widths[block]
-                    add(weight, partial(_read_inputs, file, width))
+                    add(weight, partial(_read_inputs, file, width, grams))
                 for router, experts in index.routers.items():
                     add(router, partial(_read_routing, file, experts))
             if "logits" in index.collect:
@@ -269,19 +270,6 @@ class Statistics:
             for query, (_, pairs) in index.turned.items():
                 add(query, partial(_read_rotary, file, pairs))
         return moments
-
-    def read_mean_squares(self, block: int) -> dict[str, Tensor]:
-        """Read E[x²] of the inputs of one block's modules over all folds, on-disk weight → (d,) float64; no Gram."""
-        with self._open(name_file("block", block)) as file:
-            sums: dict[str, Tensor] = {}
-            counts: dict[str, int] = {}
-            for name in sorted(file.names):
-                if name.endswith("/square"):
-                    weight, fold = name.removesuffix("/square").rsplit("/", 1)
-                    square = file.get(name, None)
-                    sums[weight] = sums[weight] + square if weight in sums else square
-                    counts[weight] = counts.get(weight, 0) + int(file.get(f"{weight}/{fold}/count"))
-        return {weight: square / max(1, counts[weight]) for weight, square in sums.items()}
 
     def read_fisher(self, block: int) -> dict[str, Fisher]:
         """Read the Fisher metric at the sites of one block: on-disk weight of the consumer, or of the query → sums."""
