@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 
 class Afterwork(Protocol):
-    """What a stage makes of an output that lacks nothing else. A run that resumes one killed in it makes it again.
+    """Work of a stage on an output that is complete but for it. If it is killed, the resumed run does it again.
 
     `key` is that of its result in `--json`, `noun` what it makes. `bytes` says what it writes at most, `command` which
     command makes it later. `run` makes it in the folder; its result has a `path`.
@@ -26,7 +26,7 @@ class Afterwork(Protocol):
 
 @dataclass(frozen=True)
 class Followed:
-    """What came of an afterwork: its result, or why it could not be done, and a line that says what is lacking."""
+    """The result of an afterwork, or the reason why it failed and a line that says what the output lacks."""
 
     key: str
     result: Any = None

@@ -1,4 +1,4 @@
-"""What the output of a job depends on: every field of it, but those that say that they change nothing."""
+"""The digest of a job: it covers every field but those that are marked as harmless."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any

@@ -60,7 +60,7 @@ class Stage(Generic[Keys]):
         """Decide what needs no data. What measuring will decide gets a placeholder, for dry runs."""
         return prepared
 
-    # ---- what a person is told ---------------------------------------------------------------------------------
+    # ---- lines for people ---------------------------------------------------------------------------------------
 
     def planned(self, prepared: Prepared) -> Sequence[str]:
         """Return the lines of a dry run on what will be done."""

@@ -72,7 +72,7 @@ class ForeseenStatistics:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """What is measured, of which model, on what.
+    """A measurement that is ready to run.
 
     Attributes:
         named: all kinds that are collected, effects and spaces inside others among them.

@@ -1,4 +1,4 @@
-"""What follows an output: a stage's work on the finished folder, before it takes its place or where that is lacking."""
+"""Afterwork: what stages do with a finished folder before it takes its place, or later if that is lacking."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What commands refuse before torch is imported, which takes seconds: places, and options that contradict others."""
+"""Refusals before torch is imported, which takes seconds: of places, and of options that contradict others."""
 
 from functools import partial
 from pathlib import Path

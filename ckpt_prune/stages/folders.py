@@ -23,7 +23,7 @@ def stages_of(recipe: Recipe) -> "list[Stage[Any]]":
 
 
 def stage_sections(report: Any) -> list[Section]:
-    """Return the sections of a report: `sections` of `show.py` in the folder of each stage, where there is one."""
+    """Return the sections of a report, by the function `sections` of each stage that has a `show.py`."""
     return [section for show in find_functions("sections", "show") for section in show(report)]
 
 

@@ -18,7 +18,7 @@ class ExportStage(Stage[Export]):
         spaces: {mlp: {score: rcpu, compensation: {method: ridge}}}
         export: {format: gguf, dtype: q8_0}
 
-    It decides nothing: the runner exports what `publish` has written, before the folder takes its place.
+    It decides nothing. `after_publish` exports what `publish` has written, before the folder takes its place.
     """
 
     of = Export

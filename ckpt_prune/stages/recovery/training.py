@@ -18,7 +18,7 @@ Progress = Callable[[int, float], None]
 """Told after each epoch its number and the loss on measured samples."""
 
 _MEASURED = 0.1
-"""Share of the samples that losses are told of where none is held out."""
+"""Share of the samples that losses are measured on if none is held out."""
 _DIVERGED = 10.0
 """Times the loss at the start: training that gets there is lost."""
 
@@ -154,7 +154,7 @@ def train(
         optimizer: holds the objective's parameters, and begins at the highest learning rate.
         settings: `epochs`, `batch`, `schedule`, `patience` and whether samples are held out.
         seed: decides the order of samples.
-        before: the loss at the start, where it has been measured already.
+        before: the loss at the start, if it was measured already.
         seconds: training ends after these, whatever `epochs` says.
     """
     began, steps = time.monotonic(), settings.epochs * math.ceil(len(split.train) / settings.batch)

@@ -43,7 +43,7 @@ def is_shallow(model: Model) -> bool:
 
 
 def label_draws(model: Model) -> int:
-    """Return the number of draws of labels: several in shallow models, where that is cheap."""
+    """Return the number of draws of labels: several in shallow models, as they are cheap there."""
     return LABEL_DRAWS if is_shallow(model) else 1
 
 
