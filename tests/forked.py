@@ -135,7 +135,7 @@ def work_and_exit(work: Callable[[], None], files: list[Path]) -> None:
         for logger in (logging.root, *logging.root.manager.loggerDict.values()):
             for handler in getattr(logger, "handlers", ()):
                 if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-                    handler.setStream(sys.stderr)
+                    handler.stream = sys.stderr  # what it had may be closed
         work()
         status = 0
     except SystemExit as end:

@@ -1,5 +1,7 @@
 """Number formats of exported graphs."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 PlainGgufType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
@@ -17,10 +19,29 @@ GGUF_FILES: dict[str, str] = {kind: f"model-{kind}.gguf" for kind in get_args(Gg
 """GGUF type → name of the file that a recipe ends in, in its output."""
 GGUF_BITS = dict.fromkeys(get_args(GgufType), 8) | {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 9, "q6_k": 9}
 """GGUF type → bits of a weight at most, with what embeddings and rows that do not divide take."""
-FineEmbeddingType = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0"]
-CoarseEmbeddingType = Literal["q4_k", "q4_1", "q4_0", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k"]
-EmbeddingType = Literal[FineEmbeddingType, CoarseEmbeddingType]
-"""Types that a GGUF file's embedding and head can have."""
+PlainTensorType = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
+CoarseTensorType = Literal["iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k"]
+LeastTensorType = Literal["iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s"]
+TensorType = Literal[PlainTensorType, CoarseTensorType, LeastTensorType]
+"""Types that a single matrix of a GGUF file can have."""
+
+
+@dataclass(frozen=True)
+class OtherTypes:
+    """Types of matrices of a GGUF file that differ from what the type of the file says.
+
+    Attributes:
+        embedding: of the embedding, and of the head if it has one of its own.
+        output: of the head, if it has one of its own.
+        matrices: expression that is looked for in names of matrices, such as "ffn_down" → type. The first that
+            matches counts.
+    """
+
+    embedding: TensorType | None = None
+    output: TensorType | None = None
+    matrices: Mapping[str, TensorType] = field(default_factory=dict)
+
+
 GraphType = Literal["fp32", "fp16", "int8", "int4", "q4f16"]
 """32 or 16 bits; 8 or 4 bits computed in float32; 4 bits computed in float16."""
 GRAPH_FILES: dict[GraphType, str] = {

@@ -13,7 +13,7 @@ from ckpt_prune.checkpoint.staging import disk_failures, staged_file
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
-from ckpt_prune.common.graph_types import EmbeddingType, GgufType
+from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.importance import Importance, importance_of_statistics, read_imatrix
 from ckpt_prune.gguf.layout import lay_out
@@ -22,7 +22,7 @@ from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import open_gguf, type_of_file
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.tokenizer import read_tokenizer
-from ckpt_prune.gguf.types import OUTER, default_type, describe_type, kinds_of, tensor_bytes, zero_bytes
+from ckpt_prune.gguf.types import NO_OTHERS, default_type, describe_type, kinds_of, tensor_bytes, zero_bytes
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.measure.statistics.folder import Statistics
@@ -89,7 +89,7 @@ def export_gguf(
     proving: ProofOptions,
     *,
     kind: GgufType | None = None,
-    embedding: EmbeddingType | None = None,
+    others: OtherTypes = NO_OTHERS,
     proof: bool = True,
     dense: DenseSource | None = None,
     statistics: Path | None = None,
@@ -104,7 +104,7 @@ def export_gguf(
         out: file to write.
         proving: what to compare on.
         kind: type of the matrices; None: what the checkpoint has.
-        embedding: type of the embedding and the head; None: by `kind`.
+        others: types that single matrices have in place of what `kind` gives them.
         proof: compare the file in llama.cpp with PyTorch.
         dense: the model that the checkpoint was pruned from, to say what is lost beside it.
         statistics: folder with sums over the inputs of this checkpoint's matrices, by which errors in them are weighed.
@@ -129,7 +129,7 @@ def export_gguf(
         importance = importance_of_statistics(Statistics(statistics), source, chosen)
     elif imatrix is not None:
         importance = read_imatrix(imatrix, layout)
-    kinds, changed = kinds_of(layout, chosen, embedding, weighted=bool(importance))
+    kinds, changed = kinds_of(layout, chosen, others, weighted=bool(importance))
     check_rounding(kinds.values(), weighted=bool(importance))
     notes = Notices()
     whole, zeros = sum(tensor_bytes(layout, kinds).values()), zero_bytes(layout, kinds)
@@ -148,7 +148,7 @@ def export_gguf(
         with staged_file(check_place(out)) as (place, _):
             write_gguf(place, layout, chosen, kinds, tokenizer, folder, importance)
             if proof:
-                shown = describe_type(chosen, embedding)
+                shown = describe_type(chosen, kinds)
                 with _empty_folder(place) as scratch:
                     result = prove(
                         place,
@@ -197,7 +197,6 @@ def validate_gguf(
     ends: tuple[int, ...] = ()
     with suppress(UserError):  # a tokenizer that only another tool writes
         ends = read_tokenizer(folder, len(open_gguf(file).values["tokenizer.ggml.tokens"])).ends
-    outer = [tensor.kind.name.lower() for name, tensor in open_gguf(file).tensors.items() if name in OUTER]
-    shown = max((describe_type(kind, each) for each in outer), key=len, default=kind)
+    shown = describe_type(kind, {name: tensor.kind for name, tensor in open_gguf(file).tensors.items()})
     proof = prove(file, folder, shown, proving, ends=ends, dense=dense, trust=trust)
     return proof.model_copy(update={"other_weights": tuple(other_weights(file, source, kind))})

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from gguf import GGMLQuantizationType as Kind
 
-from ckpt_prune.common.graph_types import GgufType
-
 
 class Place(NamedTuple):
     """The place of a matrix in its model.
@@ -193,8 +191,5 @@ FALLBACKS: Mapping[Kind, Kind] = {
     **{Kind.Q4_K: Kind.Q5_0, Kind.Q5_K: Kind.Q5_1, Kind.Q6_K: Kind.Q8_0},
 }
 """Type with blocks of 256 → the one that llama.cpp takes for rows that are no multiple of it."""
-
-
-def base_kind(chosen: GgufType | str) -> Kind:
-    """Return the type of most of a file's weights, or of an embedding."""
-    return MIXTURES[chosen].base if chosen in MIXTURES else Kind[chosen.upper()]
+LEAST = (Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS)
+"""Types that llama.cpp gives to no matrix of a block without the importance of its inputs."""

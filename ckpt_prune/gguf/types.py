@@ -1,6 +1,7 @@
 """Types of a file's matrices: one for all, or a mixture that gives more bits to some, as llama.cpp mixes them."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -11,12 +12,13 @@ from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.graph_types import GGUF_ROWS, EmbeddingType, GgufType
-from ckpt_prune.gguf.layout import Layout
-from ckpt_prune.gguf.mixtures import FALLBACKS, MIXTURES, Place, base_kind
+from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType, OtherTypes, TensorType
+from ckpt_prune.gguf.layout import Layout, Weight
+from ckpt_prune.gguf.mixtures import FALLBACKS, LEAST, MIXTURES, Mixture, Place
 
 OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
+NO_OTHERS = OtherTypes()
 
 
 def type_of(dtype: torch.dtype) -> GgufType:
@@ -36,7 +38,7 @@ def file_type(chosen: GgufType) -> int:
 
 
 def kinds_of(
-    layout: Layout, chosen: GgufType, embedding: EmbeddingType | None = None, *, weighted: bool = False
+    layout: Layout, chosen: GgufType, others: OtherTypes = NO_OTHERS, *, weighted: bool = False
 ) -> tuple[dict[str, Kind], tuple[str, ...]]:
     """Return the type of every tensor, and lines that say which have another one than was asked for.
 
@@ -46,68 +48,112 @@ def kinds_of(
     Args:
         layout: of the file.
         chosen: type that the file says it has.
-        embedding: of the embedding and the head; None: by `chosen`.
+        others: types that are asked for of single matrices.
         weighted: the importance of inputs is known.
 
     Raises:
-        UserError: rows of the embedding do not divide into blocks of the type that is asked for, or so few bits want
-            the importance of inputs.
+        UserError: rows of the embedding do not divide into blocks of the type that is asked for, an expression decides
+            nothing, or so few bits want the importance of inputs.
     """
-    if embedding is not None:
-        _check_rows(embedding, int(layout.values["embedding_length"]))
+    asked = _asked_kinds(layout, others)
     if MIXTURES[chosen].needs_importance and not weighted:
-        raise UserError(
-            f"{chosen} has so few bits that llama.cpp wants to know how much each input matters: give --statistics "
-            "STATS (ckpt-prune calibrate MODEL --text FILE -o STATS) or --imatrix FILE"
-        )
+        raise _few_bits(chosen)
     kinds: dict[str, Kind] = {}
     changed: Counter[tuple[str, str]] = Counter()
     rows: set[int] = set()
+    block = 1
     for name, weight in layout.tensors.items():
-        if len(weight.shape) == 1 or "_norm." in name:
+        if not _is_matrix(name, weight):
             kinds[name] = Kind.F32
             continue
-        if embedding is not None and name in OUTER:
-            kinds[name] = Kind[embedding.upper()]
-            continue
-        chosen_kind = kind = _choose_kind(layout, name, chosen, weighted=weighted)
+        chosen_kind = kind = asked.get(name) or _choose_kind(layout, name, chosen, weighted=weighted)
         for other in (FALLBACKS.get(chosen_kind, chosen_kind), Kind.F16):
             if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
                 kind = other
         kinds[name] = kind
+        if kind in LEAST and name in asked and name not in OUTER and not weighted:
+            raise _few_bits(f"--tensor-type {kind.name.lower()}")
         if kind != chosen_kind:
             changed[kind.name.lower(), chosen_kind.name.lower()] += 1
             rows.add(weight.shape[-1])
+            block = max(block, gguf.GGML_QUANT_SIZES[chosen_kind][0])
     if not changed:
         return kinds, ()
     counts = ", ".join(f"{count} matrices are {now} and not {then}" for (now, then), count in changed.items())
     pruned = rows - {layout.values["embedding_length"]}
-    hint = f" (prune with --for llama.cpp:{chosen})" if pruned else ""
+    hint = f" (prune with --for llama.cpp:{chosen})" if pruned and chosen in GGUF_ROWS else ""
     sizes = ", ".join(map(str, sorted(rows)[:4])) + (", …" if len(rows) > 4 else "")
-    return kinds, (f"rows of {sizes} are no multiple of {GGUF_ROWS[chosen]}: {counts}{hint}",)
+    return kinds, (f"rows of {sizes} are no multiple of {block}: {counts}{hint}",)
 
 
-def _check_rows(embedding: EmbeddingType, width: int) -> None:
-    """Refuse a type whose blocks do not divide rows."""
-    block = gguf.GGML_QUANT_SIZES[Kind[embedding.upper()]][0]
-    if width % block:
-        fitting = [each for each in get_args(EmbeddingType) if not width % gguf.GGML_QUANT_SIZES[Kind[each.upper()]][0]]
+def _is_matrix(name: str, weight: Weight) -> bool:
+    return len(weight.shape) > 1 and "_norm." not in name
+
+
+def _asked_kinds(layout: Layout, others: OtherTypes) -> dict[str, Kind]:
+    """Return the types of the matrices that one was asked for: options of the embedding and the head come first."""
+    embedding, head = OUTER
+    tied = head not in layout.tensors
+    if others.output is not None and tied:
         raise UserError(
-            f"--embedding-type {embedding} has blocks of {block} columns, and the embedding has {width}: take "
-            f"{', '.join(fitting)}"
+            f"--output-type {others.output} is of a head with weights of its own, and this one is the embedding: give "
+            f"--embedding-type {others.output}"
+        )
+    asked: dict[str, Kind] = {}
+    for name, option, kind in (
+        (head, "--output-type", others.output),
+        (embedding, "--embedding-type", others.embedding),
+        (head, "--embedding-type", others.embedding),
+    ):
+        if kind is not None and name in layout.tensors and name not in asked:
+            _check_rows(option, kind, int(layout.tensors[name].shape[-1]))
+            asked[name] = Kind[kind.upper()]
+    for pattern, kind in others.matrices.items():
+        names = [name for name, weight in layout.tensors.items() if _is_matrix(name, weight)]
+        found = [name for name in names if re.search(pattern, name)]
+        if not found:
+            near = ", ".join(name for name in names if name.startswith("blk.0."))
+            raise UserError(f"--tensor-type {pattern}={kind} matches no matrix of the file: names are {near}, …")
+        if not set(found) - asked.keys():
+            raise UserError(
+                f"--tensor-type {pattern}={kind} decides nothing: what it matches follows options before it"
+            )
+        asked |= dict.fromkeys([name for name in found if name not in asked], Kind[kind.upper()])
+    return asked
+
+
+def _few_bits(what: str) -> UserError:
+    return UserError(
+        f"{what} has so few bits that llama.cpp wants to know how much each input matters: give --statistics "
+        "STATS (ckpt-prune calibrate MODEL --text FILE -o STATS) or --imatrix FILE"
+    )
+
+
+def _check_rows(option: str, chosen: TensorType, width: int) -> None:
+    """Refuse a type whose blocks do not divide rows."""
+    block = gguf.GGML_QUANT_SIZES[Kind[chosen.upper()]][0]
+    if width % block:
+        fitting = [each for each in get_args(TensorType) if not width % gguf.GGML_QUANT_SIZES[Kind[each.upper()]][0]]
+        raise UserError(
+            f"{option} {chosen} has blocks of {block} columns, and the embedding has {width}: take {', '.join(fitting)}"
         )
 
 
-def describe_type(chosen: str, embedding: str | None) -> str:
-    """Return the type of a file in words, with a coarser embedding: the limit of `chosen` says nothing of that."""
-    if embedding is None or _bits(embedding) >= _bits(chosen):
+def describe_type(chosen: str, kinds: Mapping[str, Kind]) -> str:
+    """Return the type of a file in words, with coarser matrices: the limit of `chosen` says nothing of these."""
+    mixture = MIXTURES.get(chosen) or Mixture(Kind[chosen.upper()])
+    usual = {mixture.base, *(kind for rules in mixture.more.values() for _, kind in rules), mixture.head}
+    least = min(map(bits_of, usual | ({mixture.embedding} if mixture.embedding else set())))
+    coarser = {name: kind for name, kind in kinds.items() if bits_of(kind) < least}
+    if not coarser:
         return chosen
-    return f"{chosen} with an embedding of {embedding}"
+    what = "an embedding" if set(coarser) <= set(OUTER) else "matrices"
+    return f"{chosen} with {what} of {min(coarser.values(), key=bits_of).name.lower()}"
 
 
-def _bits(name: str) -> float:
-    """Return the bits of a weight; of a mixture, what most of its weights have."""
-    elements, size = gguf.GGML_QUANT_SIZES[base_kind(name)]
+def bits_of(kind: Kind) -> float:
+    """Return the bits that a weight of a type takes, its share of scales with it."""
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
     return 8 * size / elements
 
 
@@ -125,7 +171,7 @@ def zero_bytes(layout: Layout, kinds: Mapping[str, Kind]) -> int:
 
 
 def _choose_kind(layout: Layout, name: str, chosen: GgufType, *, weighted: bool) -> Kind:
-    mixture = MIXTURES[chosen]
+    mixture = MIXTURES.get(chosen) or Mixture(Kind[chosen.upper()])
     if name == ("output.weight" if "output.weight" in layout.tensors else "token_embd.weight"):
         divides = layout.tensors[name].shape[-1] % gguf.GGML_QUANT_SIZES[mixture.base][0] == 0
         return mixture.head if divides else Kind.Q8_0

@@ -56,12 +56,33 @@ def write_gguf(
         source: folder whose card names the licence.
         importance: of the inputs of matrices, as far as it is known.
     """
-    writer = gguf.GGUFWriter(path, layout.architecture.name)
     sizes = tensor_bytes(layout, kinds)
+    writer = fill_writer(path, layout, chosen, kinds, tokenizer, source)
     total = sum(sizes.values())
     with disk_failures(path):
         if shutil.disk_usage(path.parent).free < total:
             raise UserError(f"{path} takes {total:,} bytes, and there is no room for them; choose another place")
+    with disk_failures(path):
+        try:
+            write_head(writer)
+            for name, weight in track(list(layout.tensors.items()), "writing", unit="tensor"):
+                rows = _Rows(sizes[name], encode(name, weight.read(), kinds[name], importance.get(name)))
+                writer.write_tensor_data(rows)  # type: ignore[arg-type]
+        finally:
+            writer.close()
+
+
+def fill_writer(
+    path: Path | None,
+    layout: Layout,
+    chosen: GgufType,
+    kinds: Mapping[str, Kind],
+    tokenizer: FileTokenizer,
+    source: Path,
+) -> gguf.GGUFWriter:
+    """Return a writer that knows all that stands before the tensors; nothing is written yet. Args: `write_gguf`."""
+    writer = gguf.GGUFWriter(path, layout.architecture.name)
+    sizes = tensor_bytes(layout, kinds)
     for name, weight in layout.tensors.items():
         writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), sizes[name], raw_dtype=kinds[name])
     _add_general(writer, layout, source, tokenizer.name, file_type(chosen))
@@ -69,16 +90,14 @@ def write_gguf(
         _add(writer, f"{layout.architecture.name}.{key}", value)
     for key, value in tokenizer.values.items():
         _add(writer, key, value)
-    with disk_failures(path):
-        try:
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for name, weight in track(list(layout.tensors.items()), "writing", unit="tensor"):
-                rows = _Rows(sizes[name], encode(name, weight.read(), kinds[name], importance.get(name)))
-                writer.write_tensor_data(rows)  # type: ignore[arg-type]
-        finally:
-            writer.close()
+    return writer
+
+
+def write_head(writer: gguf.GGUFWriter) -> None:
+    """Write what stands before the tensors."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
 
 
 def _add_general(writer: gguf.GGUFWriter, layout: Layout, source: Path, name: str, file_type: int) -> None:

@@ -1,12 +1,13 @@
 """How a model becomes an ONNX graph or a GGUF file: a recipe's `export`, and options of `export`. Without torch."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import BeforeValidator, ConfigDict, WithJsonSchema, field_serializer, field_validator, model_validator
 
 from ckpt_prune.common.fields import Strict
-from ckpt_prune.common.graph_types import ROUNDED_TYPES, EmbeddingType, ExportType, GgufType, GraphType
+from ckpt_prune.common.graph_types import ROUNDED_TYPES, ExportType, GgufType, GraphType, OtherTypes, TensorType
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.options.option import GRAPH, MODEL, Accepts, as_tuple, option
 
@@ -32,6 +33,28 @@ _ONE_OR_SEVERAL = {
         {"type": "array", "items": {"type": "string", "enum": list(get_args(ExportType))}},
     ]
 }
+
+
+_GGUF_ALONE = {"embedding_type": "--embedding-type", "output_type": "--output-type", "types": "--tensor-type"}
+
+
+def _split_types(value: Any) -> Any:
+    """Make a mapping of PATTERN=TYPE. The expression may have a "=" of its own."""
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        if wrong := next((each for each in as_tuple(value) if "=" not in str(each)), None):
+            raise ValueError(f"{wrong} is no PATTERN=TYPE, such as ffn_down=q4_k")
+        pairs = [tuple(each.rsplit("=", 1)) for each in as_tuple(value)]
+    for pattern, _ in pairs:
+        try:
+            re.compile(str(pattern))
+        except re.error as error:
+            raise ValueError(f"{pattern} is no regular expression: {error}") from None
+    patterns = [pattern for pattern, _ in pairs]
+    if twice := next((each for each in patterns if patterns.count(each) > 1), None):
+        raise ValueError(f"{twice} is given more than once")
+    return dict(pairs)
 
 
 class GraphSettings(Strict):
@@ -78,10 +101,18 @@ class GraphSettings(Strict):
     format: Literal["onnx", "gguf"] = option(default="onnx", group=MODEL)
     """onnx: a graph for onnxruntime. gguf: a file for llama.cpp, whose name ends in .gguf."""
 
-    embedding_type: EmbeddingType | None = option(default=None)
+    embedding_type: TensorType | None = option(default=None)
     """Type of a GGUF file's embedding, and of its head if it has one of its own. Rows of the k and i types but
     iq4_nl are multiples of 256. [default: that of --dtype, but q8_0 for plain types of 4 and 5 bits; a mixture gives
     q6_k or q5_k to the head]"""
+    output_type: TensorType | None = option(default=None)
+    """Type of a GGUF file's head, if it has one of its own. [default: that of --embedding-type, if it is given]"""
+    types: Annotated[
+        Accepts[Mapping[str, TensorType] | Sequence[str], dict[str, TensorType]], BeforeValidator(_split_types)
+    ] = option(default_factory=dict, flags=("--tensor-type",), metavar="PATTERN=TYPE", several=True)
+    """Type of a GGUF file's matrices in whose names an expression is found, such as ffn_down=q4_k or
+    'blk\\.[01]\\.=q6_k'. May be repeated; the first that matches counts, and the embedding and the head follow their
+    own options first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,6 +140,10 @@ class GraphSettings(Strict):
         return cast(GgufType, self.dtype[0]) if self.dtype else None
 
     @property
+    def other_types(self) -> OtherTypes:
+        return OtherTypes(self.embedding_type, self.output_type, self.types)
+
+    @property
     def is_rounded(self) -> bool:
         return any(each in ROUNDED_TYPES for each in self.dtype)
 
@@ -122,13 +157,13 @@ class GraphSettings(Strict):
                 )
             raise ValueError(f"--dtype {wrong[0]} does not go with --format {self.format}: take {', '.join(types)}")
         if self.format == "onnx":
-            if self.embedding_type is not None:
-                raise ValueError("--embedding-type goes with --format gguf")
+            if alone := next((flag for name, flag in _GGUF_ALONE.items() if getattr(self, name)), None):
+                raise ValueError(f"{alone} goes with --format gguf")
             return self
         fields = GraphSettings.model_fields
         changed = [
             name
-            for name in fields.keys() - {"format", "dtype", "embedding_type"}
+            for name in fields.keys() - {"format", "dtype", *_GGUF_ALONE}
             if getattr(self, name) != fields[name].default
         ]
         if changed:

@@ -70,7 +70,7 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
         options.output,
         options,
         kind=options.gguf_type,
-        embedding=options.embedding_type,
+        others=options.other_types,
         proof=options.proof,
         dense=dense,
         statistics=options.statistics,

@@ -202,6 +202,12 @@ def test_a_command_that_is_given_a_file_names_convert(file, tmp_path, command, p
         (["--dtype", "q4_k_m", "-o", "m"], "--dtype q4_k_m is a type of GGUF files: add --format gguf"),
         (["--embedding-type", "q4_0", "-o", "m"], "--embedding-type goes with --format gguf"),
         (["--format", "gguf", "--embedding-type", "q4_k", "-o", "m.gguf"], "--embedding-type q4_k has blocks of 256"),
+        (["--format", "gguf", "--output-type", "q8_0", "-o", "m.gguf"], "give --embedding-type q8_0"),
+        (["--tensor-type", "attn=q4_0", "-o", "m"], "--tensor-type goes with --format gguf"),
+        (["--format", "gguf", "--tensor-type", "attn", "-o", "m.gguf"], "attn is no PATTERN=TYPE"),
+        (["--format", "gguf", "--tensor-type", "attn=q9", "-o", "m.gguf"], "--tensor-type"),
+        (["--format", "gguf", "--tensor-type", "(=q4_0", "-o", "m.gguf"], "( is no regular expression"),
+        (["--format", "gguf", "--tensor-type", "no_such=q4_0", "-o", "m.gguf"], "matches no matrix of the file"),
         (["-o", "m.gguf"], "-o m.gguf ends in .gguf: add --format gguf"),
         (["--format", "gguf", "-o", "m"], "a name that ends in .gguf"),
     ],
@@ -228,14 +234,15 @@ def test_a_recipe_ends_in_a_file_beside_the_weights(model, tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     out, text = tmp_path / "out", proving(model).text[0]
     recipe = ["--recipe", "flap-global", "--ratio", 0.3, "--text", text, "--samples", 4, "--window", 48]
-    export = ["--set", "export={format: gguf, dtype: q8_0, embedding_type: q5_0}"]
+    export = ["--set", "export={format: gguf, dtype: q8_0, embedding_type: q5_0, types: {attn_v: f16, attn: q8_0}}"]
     code, output = run("prune", model, *recipe, *export, "-o", out, "--dry-run")
     assert (code, "to be exported: gguf, q8_0" in output) == (0, True), output
     code, output = run("prune", model, *recipe, *export, "-o", out)
     assert code == 0, output
     assert "\nno limit is put on what q8_0 with an embedding of q5_0 loses: it is measured\n" in output
     assert "\ndeci, q8_0, " in output
-    assert open_gguf(out / "model-q8_0.gguf").tensors["token_embd.weight"].kind.name == "Q5_0"
+    tensors = open_gguf(out / "model-q8_0.gguf").tensors
+    assert [tensors[f"{name}.weight"].kind.name for name in ("token_embd", "blk.0.attn_v")] == ["Q5_0", "F16"]
     assert run("verify", out)[0] == 0
     (out / "model-q8_0.gguf").unlink()
     code, output = run("prune", model, *recipe, *export, "-o", out, "--resume", "--json")

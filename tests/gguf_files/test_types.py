@@ -10,14 +10,18 @@ import torch
 
 from ckpt_prune import prune, quantize
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.graph_types import MixedGgufType
+from ckpt_prune.common.graph_types import MixedGgufType, OtherTypes
 from ckpt_prune.gguf import rounding
 from ckpt_prune.gguf.export import export_gguf, validate_gguf
+from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.rounding import encode
-from ckpt_prune.gguf.types import kinds_of, tensor_bytes
+from ckpt_prune.gguf.types import OUTER, kinds_of, tensor_bytes
+from ckpt_prune.job.layout import Output, layout_of
+from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.model.cost import cost_of
 from tests.gguf_files.tiny import proving, save
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "initializer_range": 0.03}
@@ -105,7 +109,12 @@ def test_the_embedding_and_the_head_have_the_type_that_is_asked_for_and_run_in_l
     model = save(tmp_path / "model", "llama", **WIDE | {"num_hidden_layers": 2, "tie_word_embeddings": tied})
     usual, chosen = (
         export_gguf(
-            str(model), tmp_path / f"{each}.gguf", proving(model), kind=kind, embedding=each, proof=each is not None
+            str(model),
+            tmp_path / f"{each}.gguf",
+            proving(model),
+            kind=kind,
+            others=OtherTypes(embedding=each),
+            proof=each is not None,
         )
         for each in (None, embedding)
     )
@@ -127,9 +136,54 @@ def test_the_embedding_and_the_head_have_the_type_that_is_asked_for_and_run_in_l
 def test_an_embedding_whose_rows_do_not_divide_is_refused_with_the_types_that_it_can_have(tmp_path):
     model = save(tmp_path / "model", "llama", hidden_size=96, num_hidden_layers=1)
     says = r"q4_k has blocks of 256 columns, and the embedding has 96: take f32, .*, q8_0, q5_1, q5_0, .*, iq4_nl$"
+    others = OtherTypes(embedding="q4_k")
     with pytest.raises(UserError, match=says):
-        export_gguf(str(model), tmp_path / "m.gguf", proving(model), kind="q4_0", embedding="q4_k", proof=False)
+        export_gguf(str(model), tmp_path / "m.gguf", proving(model), kind="q4_0", others=others, proof=False)
     assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_single_matrices_have_the_types_of_the_first_expression_that_matches_and_bytes_are_known_before(wide, tmp_path):
+    """A file with a type of its own for the head, and the plan of a pruned model is the size of its file."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    others = OtherTypes("q5_0", "q8_0", {r"blk\.[01]\.ffn": "q6_k", "ffn_(up|gate)": "iq4_nl", "blk": "f16"})
+    out = tmp_path / "m.gguf"
+    exported = export_gguf(str(wide), out, proving(wide), kind="q8_0", others=others)
+    assert exported.passed
+    assert exported.proof.type == "q8_0 with matrices of iq4_nl"
+    assert types(out, "ffn_up") == ["Q6_K"] * 2 + ["IQ4_NL"] * 6
+    assert types(out, "ffn_down") == ["Q6_K"] * 2 + ["F16"] * 6
+    kinds = {name: tensor.kind for name, tensor in open_gguf(out).tensors.items()}
+    assert [kinds[name].name for name in OUTER] == ["Q5_0", "Q8_0"]
+    planner = FilePlanner(open_model(str(wide)))
+    plan = planner.plan("q8_0", others)
+    assert plan.kinds == kinds
+    assert plan.bytes == out.stat().st_size
+    changes = ["allocation=across-layers", "widths=per_layer", "container=remote"]
+    pruned = prune(str(wide), recipe="magnitude", ratio=0.4, overrides=changes, output=tmp_path / "pruned").path
+    model = open_model(str(pruned), Opening(trust=True))
+    output = Output(stored_container(model.checkpoint), layout_of(model), cost_of(model))
+    planned = planner.plan("q4_0", output=output)
+    exported = export_gguf(str(pruned), tmp_path / "p.gguf", proving(wide), kind="q4_0", proof=False)
+    assert planned.architecture == "deci"
+    assert 0 <= exported.bytes - planned.bytes <= 96  # the task in the output's card, and a name of its own
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        (OtherTypes(matrices={"ffn_dwn": "q4_k"}), "ffn_dwn=q4_k matches no matrix of the file: names are blk.0"),
+        (OtherTypes(matrices={"attn": "q4_k", "attn_v": "q6_k"}), "attn_v=q6_k decides nothing: what it matches"),
+        (OtherTypes("q6_k", matrices={"token_embd": "q4_k"}), "token_embd=q4_k decides nothing"),
+        (
+            OtherTypes(matrices={"attn_v": "iq2_xs"}),
+            "--tensor-type iq2_xs has so few bits that llama.cpp wants to know",
+        ),
+    ],
+)
+def test_a_type_that_no_matrix_can_take_is_refused(wide, tmp_path, others, says):
+    with pytest.raises(UserError, match=says):
+        export_gguf(str(wide), tmp_path / "m.gguf", proving(wide), kind="q8_0", others=others, proof=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_int4_checkpoint_keeps_its_codes_in_q4_0(tmp_path):

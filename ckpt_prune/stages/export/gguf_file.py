@@ -52,7 +52,7 @@ class GgufFile:
         rounded = rounding is not None and rounding.format == "int4"
         kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
         layout, dense = lay_out(source), None
-        check_rounding(kinds_of(layout, kind, recipe.embedding_type)[0].values(), weighted=False)
+        check_rounding(kinds_of(layout, kind, recipe.other_types)[0].values(), weighted=False)
         if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
             read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
             dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
@@ -60,7 +60,9 @@ class GgufFile:
         return cls(recipe, kind, proving, dense, job.trust)
 
     def bytes(self, parameters: int) -> int:
-        return int(parameters * max(GGUF_BITS[self.kind], GGUF_BITS.get(self.recipe.embedding_type or "", 0)) // 8)
+        others = self.recipe.other_types
+        named = [self.kind, others.embedding, others.output, *others.matrices.values()]
+        return int(parameters * max(GGUF_BITS.get(each, 8) for each in named if each is not None) // 8)
 
     def is_done(self, output: Path) -> bool:
         return (output / GGUF_FILES[self.kind]).is_file()
@@ -72,7 +74,7 @@ class GgufFile:
             output / GGUF_FILES[self.kind],
             self.proving,
             kind=self.kind,
-            embedding=self.recipe.embedding_type,
+            others=self.recipe.other_types,
             proof=self.recipe.proof,
             dense=self.dense,
             overwrite=True,
@@ -80,6 +82,9 @@ class GgufFile:
         )
 
     def command(self, output: Path) -> str:
-        file, embedding = output / GGUF_FILES[self.kind], self.recipe.embedding_type
+        file, others = output / GGUF_FILES[self.kind], self.recipe.other_types
         words = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]
-        return shlex.join(words + (["--embedding-type", embedding] if embedding else []))
+        words += ["--embedding-type", others.embedding] if others.embedding else []
+        words += ["--output-type", others.output] if others.output else []
+        words += [word for pair in others.matrices.items() for word in ("--tensor-type", "=".join(pair))]
+        return shlex.join(words)

@@ -1,7 +1,7 @@
 """The keys of `export`: an ONNX graph of the output in its folder onnx, or a GGUF file beside its weights."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ class Export(GraphSettings, StageKeys):
     summary = "End in an ONNX graph, in the output's folder onnx, or in a GGUF file."
     prunes = False
     changes_weights = False
+    later: ClassVar[Mapping[str, Any]] = {"output_type": None, "types": {}}
     writes = (GRAPH_FOLDER, *GGUF_FILES.values())
 
     proof: bool = Field(

@@ -1,0 +1,115 @@
+"""The size of a GGUF file before any weight is read, of a model as it is or as it would be pruned: for budgets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from io import BytesIO
+
+import gguf
+from gguf import GGMLQuantizationType as Kind
+from gguf.gguf_writer import WriterState
+
+from ckpt_prune.common.graph_types import GgufType, OtherTypes
+from ckpt_prune.gguf.layout import Layout, lay_out
+from ckpt_prune.gguf.tokenizer import FileTokenizer, read_tokenizer
+from ckpt_prune.gguf.types import NO_OTHERS, kinds_of, tensor_bytes
+from ckpt_prune.gguf.writing import fill_writer, write_head
+from ckpt_prune.job.layout import Output
+from ckpt_prune.model.model import Model
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """What a GGUF file would be.
+
+    Attributes:
+        architecture: of llama.cpp.
+        kinds: type of every tensor, by its name in the file.
+        tensor_bytes: of every tensor, without what aligns it.
+        bytes: of the whole file.
+        notes: what differs from what was asked for, a line each.
+    """
+
+    architecture: str
+    kinds: Mapping[str, Kind]
+    tensor_bytes: Mapping[str, int]
+    bytes: int
+    notes: tuple[str, ...]
+
+
+class FilePlanner:
+    """Plans files of a model and of what it is pruned to; reads its tokenizer once.
+
+    `FilePlanner(open_model("MODEL")).plan("q4_k_m", OtherTypes(matrices={"ffn_down": "q6_k"})).bytes` is a size.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def plan(
+        self,
+        chosen: GgufType,
+        others: OtherTypes = NO_OTHERS,
+        *,
+        output: Output | None = None,
+        weighted: bool = False,
+    ) -> FilePlan:
+        """Return what the file of a model would be, to the byte.
+
+        Of an output that is not written the last hundred bytes are not known: its name, and the task that its card
+        states.
+
+        Args:
+            chosen: type of the file.
+            others: types of single matrices.
+            output: container and shapes of the model as it would be pruned (`stages.shared.output.output_at`, or
+                `Output(choose_container(…), plan_layout(…), …)`), with the same vocabulary; None: as it is.
+            weighted: the importance of inputs will be known.
+
+        Raises:
+            UserError: llama.cpp computes no such model, or the types do not go with it.
+        """
+        layout = lay_out(self.model if output is None else model_of_output(self.model, output), chosen)
+        kinds, changed = kinds_of(layout, chosen, others, weighted=weighted)
+        sizes = tensor_bytes(layout, kinds)
+        head = self._head_bytes(layout, chosen, kinds, self._bare_tokenizer) + self._tokenizer_bytes
+        # The tokenizer's share is the difference of two whole heads, so that their alignment is done here.
+        size = gguf.GGUFWriter.ggml_pad(head, gguf.GGUF_DEFAULT_ALIGNMENT)
+        size += sum(gguf.GGUFWriter.ggml_pad(each, gguf.GGUF_DEFAULT_ALIGNMENT) for each in sizes.values())
+        return FilePlan(layout.architecture.name, kinds, sizes, size, (*layout.notes, *changed))
+
+    def _head_bytes(self, layout: Layout, chosen: GgufType, kinds: Mapping[str, Kind], tokenizer: FileTokenizer) -> int:
+        writer = fill_writer(None, layout, chosen, kinds, tokenizer, self.model.checkpoint.whole)
+        place = BytesIO()
+        writer.fout, writer.state = [place], WriterState.EMPTY  # type: ignore[list-item]
+        write_head(writer)
+        return place.tell()
+
+    @cached_property
+    def _tokenizer(self) -> FileTokenizer:
+        rows = int(lay_out(self.model).values["vocab_size"])
+        return read_tokenizer(self.model.checkpoint.whole, rows)
+
+    @property
+    def _bare_tokenizer(self) -> FileTokenizer:
+        """The tokenizer without what takes long to count."""
+        return replace(self._tokenizer, values={})
+
+    @cached_property
+    def _tokenizer_bytes(self) -> int:
+        layout = lay_out(self.model)
+        kinds, _ = kinds_of(layout, "f32")
+        full, bare = (self._head_bytes(layout, "f32", kinds, each) for each in (self._tokenizer, self._bare_tokenizer))
+        return full - bare
+
+
+def model_of_output(model: Model, output: Output) -> Model:
+    """Return the model that an output would hold, whose weights are nowhere: for names, shapes and config alone."""
+    known = model.checkpoint.tensors
+    some = next(iter(known.values()))
+    tensors = {
+        name: replace(known.get(name, some), name=name, dtype=dtype, shape=shape, scaled=None, adapter=None)
+        for specs in output.layout.values()
+        for name, (dtype, shape) in specs.items()
+    }
+    return Model.of(replace(model.checkpoint, config=output.container.config, tensors=tensors))
