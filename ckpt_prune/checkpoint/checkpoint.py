@@ -97,6 +97,7 @@ class Checkpoint:
         copies: tensor that no file has under this name → the one on disk whose bytes it has.
         stated: values of config.json that `config` replaces; None for absent keys.
         adapter: folder of the adapter that is merged into tensors as they are read.
+        rewritten: side files that outputs have with another content, by name; None of those that they lack.
         by_class: False if the description of its family says what its tensors must be: for answers before any work,
             as transformers' class takes seconds to import. What writes asks the class.
     """
@@ -117,6 +118,7 @@ class Checkpoint:
     copies: Mapping[str, str] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
     adapter: Path | None = None
+    rewritten: Mapping[str, bytes | None] = field(default_factory=dict)
     by_class: bool = True
 
     @classmethod

@@ -234,9 +234,13 @@ class CheckpointWriter:
 
     def write_text(self, name: str, text: str) -> None:
         """Write `text` as UTF-8 to a file, perhaps in a sub-folder."""
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Write `content` to a file, perhaps in a sub-folder."""
         with disk_failures(self.folder):
             target = self._side_file(name)
-            target.write_text(text, encoding="utf-8", newline="\n")
+            target.write_bytes(content)
             if target.parent != self.folder:
                 sync(target)
 

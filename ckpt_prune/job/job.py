@@ -91,6 +91,8 @@ class Job:
         trust: run code that the model brings, where its output is run.
         asked: values of the options that its output depends on (`digested_options`).
         earlier: numbers and fingerprints of the samples that `model` was made on, in turn, if that is pruned already.
+        source: the model as it is stored, if stages opened another view of it as `model`.
+        opened: what those stages have found.
     """
 
     model: Model
@@ -110,6 +112,8 @@ class Job:
     trust: bool = field(default=False, metadata=HARMLESS)
     asked: Mapping[str, Any] = field(default_factory=dict)
     earlier: Sequence[tuple[int, str]] = field(default=(), metadata=HARMLESS)
+    source: Model | None = field(default=None, metadata=HARMLESS)
+    opened: Sequence[Any] = ()
 
     @property
     def samples(self) -> Samples | None:
@@ -134,6 +138,11 @@ class Job:
                 return None
             used.insert(0, (index.samples, index.data[0]))
         return used if beside else [max(used)]
+
+    @property
+    def stored_model(self) -> Model:
+        """The model as it is stored."""
+        return self.source or self.model
 
     @cached_property
     def stored(self) -> Container | None:

@@ -205,7 +205,7 @@ class Prepared:
 
     @property
     def before(self) -> Cost:
-        return cost_of(self.job.model)
+        return cost_of(self.job.stored_model)
 
     @property
     def after(self) -> Cost:
@@ -257,4 +257,5 @@ class Prepared:
 
 
 def begin(job: Job) -> Prepared:
-    return Prepared(job, job.model, job.recipe, job.statistics, job.live, plan=job.plan)
+    known = {type(fact): fact for fact in job.opened}
+    return Prepared(job, job.model, job.recipe, job.statistics, job.live, plan=job.plan, known=known)

@@ -6,12 +6,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 from ckpt_prune.job.afterwork import Afterwork
 from ckpt_prune.job.form import Form
 from ckpt_prune.job.job import Job
+from ckpt_prune.job.opened import Opened
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import BlockPruner, Step
 from ckpt_prune.model.containers.checking import check_stock
 from ckpt_prune.model.model import Model
-from ckpt_prune.recipe.recipe import StageKeys
+from ckpt_prune.options.data import SampleOptions
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 
 Keys = TypeVar("Keys", bound=StageKeys)
 
@@ -27,9 +29,9 @@ class Stage(Generic[Keys]):
         spaces: {mlp: {score: rcpu, compensation: {method: ridge}}}
         recovery: {epochs: 2}
 
-    The runner calls the methods in this order, each for all stages before the next: `check`, `check_data`, `preview`,
-    `check_training`, `after_publish`, `run`, `before_blocks`, `step`, `after_blocks`, `report`. A dry run ends before
-    `run`.
+    The runner calls the methods in this order, each for all stages before the next: `open`, `check`, `check_data`,
+    `preview`, `check_training`, `after_publish`, `run`, `before_blocks`, `step`, `after_blocks`, `report`. A dry run
+    ends before `run`.
 
     Attributes:
         of: the class of its keys.
@@ -40,6 +42,20 @@ class Stage(Generic[Keys]):
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
+
+    # ---- before any data is read -------------------------------------------------------------------------------
+
+    def open(self, model: Model, recipe: Recipe, options: SampleOptions, say: Callable[[str], None]) -> Opened | None:
+        """Return what the job works on in place of the stored model, such as one with fewer tokens; None to leave it.
+
+        Everything after that sees the model that is returned: samples are read for it, and all stages work on it.
+
+        Args:
+            recipe: of the job, with what the runtimes want.
+            options: with the data of the job, which is not read yet.
+            say: told what a person must know.
+        """
+        return None
 
     # ---- before any data is measured ---------------------------------------------------------------------------
 

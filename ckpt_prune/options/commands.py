@@ -155,6 +155,10 @@ class RecipeOptions(SizeOptions, RecipeKeyOptions):
     recipe: AnyFolder = option(default=None, metavar="R", digest="content")
     """Name of a shipped recipe (`ckpt-prune recipe list`), a recipe file, a folder with one,
     or ORG/REPO/NAME.yaml[@REVISION] on the Hub. [default: best-uniform]"""
+    vocabulary: str | None = option(default=None, metavar="TOKENS[,TOKENS...]", group=SIZE)
+    """Tokens that stay; the others go from embedding, head and tokenizer, without a recipe nothing else does. auto: the
+    fewest that cost at most 0.2% of bits per byte on --text. Or a number or a share (24000, 50%), scripts (latin,
+    cyrillic), first:N of the merges or scores, text (all that --text uses), a file with one token a line."""
 
 
 class DiagnosticsOptions(Options):

@@ -32,6 +32,7 @@ from ckpt_prune.runner.read_recipe import ChosenRecipe
 from ckpt_prune.runner.resuming import resumable
 from ckpt_prune.runner.run_job import Done, check_job, preview_job, run_job
 from ckpt_prune.runner.runtimes import check_stored, fit_to_runtimes
+from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import Report, find_report
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def prune_model(options: PruneOptions, chosen: ChosenRecipe, tell: Tell | None =
     if job.samples is not None:
         from ckpt_prune.verification.forward_pass import check_forward
 
-        check_forward(job.model, job.samples, say)
+        check_forward(job.stored_model, job.samples, say)
 
     # 2. Say what is unusual, and what a long run takes. A dry run ends here.
     for line in filter(None, (small_share_line(options.sizes), extreme_line(preview))):
@@ -171,7 +172,16 @@ def _read(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -> Job:
     told = options.dry_run and not chosen.recipe.needs_moments and chosen.plan is None and not has_data(options)
     dense = open_model(options.model, Opening.of(options, by_class=not told))
     chosen = replace(chosen, recipe=fit_to_runtimes(chosen.recipe, dense, say))
-    return with_latencies(read_job(options, chosen, dense, say), say)
+    model, facts = dense, list[Any]()
+    for stage in stages_of(chosen.recipe):
+        opened = stage.open(model, chosen.recipe, options, say)
+        if opened is not None:
+            model, chosen = opened.model, replace(chosen, recipe=opened.recipe)
+            facts.append(opened.fact)
+    job = read_job(options, chosen, model, say)
+    if facts:
+        job = replace(job, source=dense, opened=tuple(facts))
+    return with_latencies(job, say)
 
 
 def _check_foreseen(

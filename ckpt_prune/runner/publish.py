@@ -73,7 +73,10 @@ def publish(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run) 
         for name in output.copied:
             writer.copy(source.path / name)
         for name, path in carried_files(source).items():
-            writer.copy(path, name)
+            if name not in source.rewritten:
+                writer.copy(path, name)
+            elif (content := source.rewritten[name]) is not None:
+                writer.write_bytes(name, content)
         recipe = record.read_recipe() if form.kind is OUTPUT_KIND else None
         if recipe is not None:
             writer.write_text(RECIPE, text_of_recipe(recipe))

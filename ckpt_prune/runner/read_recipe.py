@@ -19,6 +19,7 @@ from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, RecipeFile
 from ckpt_prune.recipe.sizes import asked_size
 from ckpt_prune.stages.reading import load_recipe
 from ckpt_prune.stages.recovery.keys import Recovery
+from ckpt_prune.stages.vocabulary.keys import VOCABULARY_ALONE, vocabulary_changes
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ def recipe_of(
     options: RecipeOptions, mask_changes: Mapping[str, tuple[str, str | None]] | None = None
 ) -> tuple[RecipeFile, Recipe]:
     """A recipe's file, and the recipe with the changes that options make to it."""
-    file = locate_recipe(DEFAULT_RECIPE if options.recipe is None else options.recipe)
-    changes = options.overrides
+    vocabulary = vocabulary_changes(options.vocabulary)
+    default = VOCABULARY_ALONE if vocabulary and options.ratio is None else DEFAULT_RECIPE
+    file = locate_recipe(default if options.recipe is None else options.recipe)
+    changes = (*vocabulary, *options.overrides)
     if options.runs_on is not None:
         _check_runtimes(options.runs_on)
         changes = (*changes, f"runs_on=[{options.runs_on}]")

@@ -18,8 +18,12 @@ from ckpt_prune.stages.quantize.keys import Quantize
 from ckpt_prune.stages.recovery.keys import Recovery
 from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.spaces.keys import Spaces
+from ckpt_prune.stages.vocabulary.keys import Vocabulary
 
-STAGES: tuple[type[StageKeys], ...] = (Depth, Hidden, Rotation, Spaces, Mask, LowRank, Recovery, Quantize, Export)
+STAGES: tuple[type[StageKeys], ...] = (
+    *(Vocabulary, Depth, Hidden, Rotation, Spaces, Mask, LowRank),
+    *(Recovery, Quantize, Export),
+)
 
 _KEYS: dict[str, Any] = {
     stage.key: (stage | None, Field(None, description=stage.summary))

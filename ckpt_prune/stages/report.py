@@ -23,6 +23,7 @@ from ckpt_prune.stages.quantize.records import QuantizeFields
 from ckpt_prune.stages.recovery.records import RecoveryFields
 from ckpt_prune.stages.rotation.records import RotationFields
 from ckpt_prune.stages.spaces.records import SpacesFields
+from ckpt_prune.stages.vocabulary.records import VocabularyFields
 
 
 class Report(
@@ -34,6 +35,7 @@ class Report(
     RotationFields,
     HiddenFields,
     DepthFields,
+    VocabularyFields,
     CommonReport,
 ):
     """The contents of an output's `ckpt_prune.json`: common fields, and those of every stage."""

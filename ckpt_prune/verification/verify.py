@@ -105,6 +105,8 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
         if moves_stream(report):
             checks.append(run_check("head", lambda: check_head(part, shape_source(dense, report), report)))
         checks.append(run_check("kept units", lambda: check_kept(part, shape_source(dense, report), report)))
+        against_dense = find_functions("checks_against", "verify")
+        checks += [check for checks_of in against_dense for check in checks_of(part, dense, report)]
     if part.within is not None and dense is not None:
         checks.append(run_check("other parts", lambda: _check_other_parts(part, dense)))
     return checks

@@ -72,15 +72,18 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a checkpoint: of a merged adapter the one that its output will have."""
-    if checkpoint.adapter is None:
+    """Load the tokenizer of a checkpoint: with an adapter or fewer tokens, the one that its output will have."""
+    if checkpoint.adapter is None and not checkpoint.rewritten:
         return load_tokenizer(checkpoint.path)
     with scratch_folder() as folder:
         for name, path in {CONFIG: checkpoint.path / CONFIG, **reader_files(checkpoint)}.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, folder / name)
+            if name not in checkpoint.rewritten:
+                shutil.copyfile(path, folder / name)
+            elif (content := checkpoint.rewritten[name]) is not None:
+                (folder / name).write_bytes(content)
         tokenizer = load_tokenizer(folder)
-    tokenizer.name_or_path = str(checkpoint.adapter)
+    tokenizer.name_or_path = str(checkpoint.adapter or checkpoint.path)
     return tokenizer
 
 

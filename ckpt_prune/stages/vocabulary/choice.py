@@ -1,0 +1,117 @@
+"""Which tokens stay: what each one's absence costs by the counts of a text, and the order in which they go.
+
+A removed token becomes the tokens that it splits into (`Pieces.splits`): every time that it is used, the text grows by
+so many tokens less one. So tokens go in the order of that growth, least first, and what is used in their place is
+counted for their parts from then on.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from math import inf, log2
+
+from ckpt_prune.stages.vocabulary.pieces import Pieces
+
+_COUNTED = 4
+"""Tokens are told apart by whether they were seen never, once … so often; beyond that a count speaks for itself."""
+
+
+def expected_uses(pieces: Pieces, halves: Sequence[Mapping[int, int]]) -> dict[int, float]:
+    """Return how often each token is expected in another text as long as both halves together.
+
+    Tokens seen r ≤ 4 times in one half, of one script and of one octave of ranks, were seen so often in the other half
+    on average: that is what r is worth there (deleted estimation, Jelinek and Mercer 1985). So tokens that a text lacks
+    count if others like them turn up, which is so in its own script and not in others. Without halves all that is known
+    of a token is its rank: it counts as 1 / rank (Zipf).
+    """
+    ranks = pieces.ranks
+    if not halves:
+        order = {index: place for place, index in enumerate(sorted(ranks, key=lambda each: (ranks[each], each)))}
+        return {index: 1 / (1 + place) for index, place in order.items()}
+    cells = {index: (pieces.script(pieces.names[index]), int(log2(max(2.0, ranks[index] + 2)))) for index in ranks}
+    total: dict[tuple[object, int], float] = defaultdict(float)
+    members: dict[tuple[object, int], int] = defaultdict(int)
+    for ours, theirs in (halves, halves[::-1]):
+        for index, cell in cells.items():
+            seen = min(ours.get(index, 0), _COUNTED + 1)
+            total[cell, seen] += theirs.get(index, 0)
+            members[cell, seen] += 1
+    uses: dict[int, float] = {}
+    for index, cell in cells.items():
+        counts = [half.get(index, 0) for half in halves]
+        worth = [float(count) if count > _COUNTED else total[cell, count] / members[cell, count] for count in counts]
+        uses[index] = sum(worth)
+    return uses
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Tokens in the order in which they go.
+
+    Attributes:
+        order: ids.
+        growth: expected number of tokens more, once each and all before it are gone.
+    """
+
+    order: Sequence[int]
+    growth: Sequence[float]
+
+    def within(self, growth: float) -> int:
+        """Return how many tokens can go for so much growth."""
+        return sum(each <= growth for each in self.growth)
+
+
+def removal_order(pieces: Pieces, kept: Iterable[int], uses: Mapping[int, float], whole: Set[int]) -> Removal:
+    """Order the tokens that may go by what they cost.
+
+    Args:
+        kept: tokens that are there, closed (`Pieces.close`).
+        uses: how often each is expected (`expected_uses`); of tokens that are not in `kept`, too.
+        whole: tokens of `kept` that must stay.
+    """
+    kept, splits, ranks = set(kept), pieces.splits, pieces.ranks
+    uses = defaultdict(float, uses)
+    for index in [each for each in uses if each not in kept]:
+        for part in pieces.expand(index, kept):
+            uses[part] += uses[index]
+    needed_by: dict[int, int] = defaultdict(int)
+    if pieces.closed:
+        for index in kept:
+            for part in splits.get(index, ()):
+                needed_by[part] += 1
+
+    def growth_of(index: int) -> float:
+        # A token that no text becomes has no split: it goes first, and costs nothing.
+        parts = splits.get(index, ())
+        return uses[index] * (sum(len(pieces.expand(part, kept)) for part in parts) - 1) if parts else 0.0
+
+    heap = [
+        (growth_of(index), -ranks.get(index, inf), index)
+        for index in kept
+        if index not in whole and not needed_by[index]
+    ]
+    heapq.heapify(heap)
+    order, growths, total = [], [], 0.0
+    while heap:
+        growth, rank, index = heapq.heappop(heap)
+        if index not in kept:
+            continue
+        now = growth_of(index)
+        if now > growth:  # others that went have made it dearer
+            heapq.heappush(heap, (now, rank, index))
+            continue
+        kept.discard(index)
+        total += now
+        order.append(index)
+        growths.append(total)
+        parts = splits.get(index, ())
+        for part in parts:
+            for each in pieces.expand(part, kept):
+                uses[each] += uses[index]
+        if pieces.closed:
+            for part in parts:
+                needed_by[part] -= 1
+                if not needed_by[part] and part not in whole:
+                    heapq.heappush(heap, (growth_of(part), -ranks.get(part, inf), part))
+    return Removal(order, growths)
