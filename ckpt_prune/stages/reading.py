@@ -230,11 +230,11 @@ def _known_paths() -> list[tuple[str, ...]]:
         for key, annotation in _fields(model).items():
             yield (*above, key)
             inner = next(_mappings(annotation), None)
-            if get_origin(inner) is dict:
+            if get_origin(inner) is dict and isinstance(get_args(inner)[1], type):
                 for name in SPACES:
                     yield (*above, key, name)
                     yield from walk(get_args(inner)[1], (*above, key, name))
-            elif inner is not None:
+            elif isinstance(inner, type) and get_origin(inner) is None:
                 yield from walk(inner, (*above, key))
 
     return list(walk(FullRecipe, ()))

@@ -1,6 +1,5 @@
 """The keys of `vocabulary`: tokens go from embedding, head and tokenizer."""
 
-from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,9 +99,11 @@ class Vocabulary(StageKeys):
         if self.size is not None and self.cost is not None:
             raise ValueError("vocabulary.size and vocabulary.cost both say how many tokens stay: leave one out")
 
-    @classmethod
-    def check_ratio(cls, values: Mapping[str, Any], ratio: float) -> None:
-        """Leave ratios to the stages that have them."""
+    def needs_samples(self, recipe: Recipe) -> bool:
+        return self.text or self.most_cost is not None
+
+    def needs_text(self, recipe: Recipe) -> bool:
+        return True
 
     def check_plannable(self, recipe: Recipe) -> None:
         raise UserError(
