@@ -184,7 +184,7 @@ def recover(options: RecoverOptions) -> "Recovered":
 
 
 @takes(QuantizeOptions)
-def quantize(options: QuantizeOptions) -> "QuantizedModel":
+def quantize(options: QuantizeOptions) -> "QuantizedModel | ExportedGguf":
     """Write MODEL, also an output with a stock class, with weights of 8 or 4 bits.
 
     The linear weights of the blocks get whole numbers, symmetric, each group of columns with a scale of its own. With
@@ -194,6 +194,10 @@ def quantize(options: QuantizeOptions) -> "QuantizedModel":
     transformers loads if that package is installed, and which vLLM reads. One block is in memory at a time, with its
     Gram matrices, and the hidden states of the samples. An interrupted run leaves OUT.partial, which --resume
     continues.
+
+    With --format gguf OUT is one file for llama.cpp, whose embedding and head are rounded, too. ggml rounds each matrix
+    by the importance of its inputs, and error feedback does (GPTQ, in ggml's own types); what loses less on held-out
+    samples is taken. llama.cpp runs the file before it takes its place.
 
     `verify OUT --against MODEL` proves it. With data at hand, OUT and MODEL are measured on windows of it that were not
     used for rounding; if MODEL is a pruned model, its dense one is measured too, if it lies beside it.

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -72,6 +73,11 @@ def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = Non
         return
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         yield from pool.map(encode_rows, starts)
+
+
+def load_rows(file: Path) -> Iterator[Array]:
+    """Yield the rows of a rounded matrix, which stays on disk until it is read."""
+    yield np.load(file, mmap_mode="r")
 
 
 def _keep_steps(rows: Array) -> Array | None:
