@@ -130,7 +130,7 @@ def load_or_measure_table(
         spaces: whose units may go.
         half: given if dimensions of the residual stream may go.
     """
-    spaces = [space for space in spaces if model.units(space) > 1]
+    spaces = [space for space in spaces if max(model.unit_counts(space)) > 1]
     base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
     place = Path(base) / "ckpt-prune" / "latency" / f"{_cache_key(model, spaces, workload, device, half)}.json"
     with suppress(OSError, ValidationError):
@@ -169,7 +169,8 @@ def _measure_table(
     few = max(1, blocks // 2)
     names = list(dict.fromkeys(map(recipe_space, spaces)))
     alike = {name: [space for space in spaces if recipe_space(space) == name] for name in names}
-    halves = {name: {space: max(1, model.units(space) // 2) for space in own} for name, own in alike.items()}
+    widths = {space: max(model.unit_counts(space)) for space in spaces}
+    halves = {name: {space: max(1, widths[space] // 2) for space in own} for name, own in alike.items()}
     everything = {space: kept for own in halves.values() for space, kept in own.items()}
     variants = [Variant(blocks, {}), Variant(few, {}), *(Variant(blocks, own) for own in halves.values())]
     if half is not None:
@@ -179,10 +180,10 @@ def _measure_table(
     whole, part, *others, least = time_fastest(timers, workload, "timing blocks")
     rest, block = _split_rest_and_block(whole, part, blocks, few)
     units = {
-        name: max((whole - time) / blocks, 0.0) / (model.units(own[0]) - halves[name][own[0]])
+        name: max((whole - time) / blocks, 0.0) / (widths[own[0]] - halves[name][own[0]])
         for (name, own), time in zip(alike.items(), others[: len(alike)], strict=True)
     }
-    units = _bound_units(units, block, {name: model.units(own[0]) for name, own in alike.items()})
+    units = _bound_units(units, block, {name: widths[own[0]] for name, own in alike.items()})
     stream = None
     width = kept = model.dimension("hidden")
     if half is not None:
@@ -191,7 +192,7 @@ def _measure_table(
         narrow = _split_rest_and_block(whole, part, blocks, few)
         stream = _time_stream(width, width - kept, (rest, block), narrow)
     table = LatencyTable(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=least, told=0.0)
-    foretold = table.latencies.narrow(kept).at(model.units, [everything] * few)
+    foretold = table.latencies.narrow(kept).at(model.dense_widths, [everything] * few)
     return table.model_copy(update={"told": float(foretold)})
 
 

@@ -25,15 +25,16 @@ _BY_GGUF_PY = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_0, Kind.Q5_1, K
 
 def check_rounding(kinds: Collection[Kind], *, weighted: bool) -> None:
     """Refuse types that only ggml's own functions round to, and importance, if these are not installed."""
-    if find_spec("libgguf") is not None:
-        return
     others = sorted(kind.name.lower() for kind in set(kinds) - {*_BY_GGUF_PY})
     if others or weighted:
         what = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'}" if others else "by importance weights are"
-        raise UserError(
-            f"{what} rounded by ggml, whose functions are not installed: pip install libgguf, or take "
-            "q8_0 or q4_0 without importance"
-        )
+        require_ggml(f"{what} rounded", ", or take q8_0 or q4_0 without importance")
+
+
+def require_ggml(done: str, otherwise: str = "") -> None:
+    """Refuse what only ggml's own functions do, if they are not installed: `done` says what they would do."""
+    if find_spec("libgguf") is None:
+        raise UserError(f"{done} by ggml, whose functions are not installed: pip install libgguf{otherwise}")
 
 
 def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = None) -> Iterator[Array]:

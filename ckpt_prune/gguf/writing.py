@@ -150,7 +150,7 @@ def check_gguf_place(out: Path, *, overwrite: bool) -> None:
     if out.is_symlink() or not out.is_file():
         raise UserError(f"{out} is no file: choose another name")
     if not overwrite:
-        raise UserError(f"{out} exists; --overwrite replaces it, or give another -o")
+        raise UserError(f"{out} exists; --overwrite replaces it, or choose another name")
     with out.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise UserError(f"{out} is no GGUF file, and is not replaced: choose another name")

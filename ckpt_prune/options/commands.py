@@ -352,8 +352,6 @@ class CompareOptions(OverwriteOptions, StateMemoryOptions, SampleOptions, Device
     """The reference, usually the dense model: a folder or a Hub id."""
     model: Model = option(kw_only=False, metavar="B")
     """The model that is compared with it: a folder or a Hub id."""
-    lens: bool = option(default=False, group=MEASURE)
-    """Also compare what each model's own head makes of the states that leave every block (logit lens)."""
     plot: File = option(default=None, metavar="FILE")
     """Also write an HTML page with every figure drawn."""
 
@@ -375,9 +373,6 @@ class CalibrateOptions(OutputOptions, CalibrationOptions, SourceOptions):
     effects, the same of query heads inside KV groups and of value directions. taylor: importances of units by gradients
     of the loss on all windows, about 5 more runs of each block, for the llm-pruner recipes. [default: all that the
     model's family can use, except centred, rotary, queries, values and taylor; effects only up to 12 blocks]"""
-    active_above: float = option(default=1e-6, ge=0)
-    """Absolute value above which an input of a projection counts as active: for the score active-probability, and for
-    the share of active inputs in reports."""
     shard: str | None = option(default=None, metavar="I/N", group=DATA)
     """Measure only the I-th of N equal shares of the samples, so that several machines can share the work. `ckpt-prune
     statistics add` adds the shards."""

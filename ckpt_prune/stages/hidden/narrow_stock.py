@@ -97,9 +97,8 @@ def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
     """
     model = view.model
     narrow = _narrow(model, view.kept)
-    widths = [{space: narrow.units(space) for space in model.family.spaces}] * model.blocks
     try:
-        container = choose_container(narrow, widths, view.biases)
+        container = choose_container(narrow, narrow.dense_widths, view.biases)
     except NothingFitsError as error:
         raise UserError(f"no stock class fits: {'; '.join(dict.fromkeys(error.reasons))}: {OWN_CODE}") from error
     _check_heads(model, container)
@@ -107,7 +106,7 @@ def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
     if model.tied and not view.keeps_tie:
         untied = "the head is no longer tied to the embedding: it reads another basis"
         container = replace(container, note="; ".join(filter(None, [container.note, untied])))
-    return container, plan_layout(model, widths, container, view.added)
+    return container, plan_layout(model, narrow.dense_widths, container, view.added)
 
 
 def narrow_model(view: SlicedCheckpoint) -> tuple[Model, str | None]:
