@@ -105,7 +105,7 @@ class HalfStream:
 
 
 def choose_timed_workload(folder: Path, timed: Timed, *, trust: bool = False) -> Workload:
-    """The workload for a size in time: reading a text, or a single token after one; of other models one pass."""
+    """Return the workload for a size in time: reading a text, or a single token after one; of other models one pass."""
     inputs = read_model_inputs(folder, trust=trust)
     if timed.single and not inputs.cached:
         raise UserError(f"{folder} generates no text, so no single token can be timed: leave @token out")
@@ -122,7 +122,7 @@ def choose_timed_workload(folder: Path, timed: Timed, *, trust: bool = False) ->
 def load_or_measure_table(
     model: Model, spaces: Iterable[SpaceName], workload: Workload, device: torch.device, half: HalfStream | None = None
 ) -> LatencyTable:
-    """The table of a dense model: the one in the user's cache, or measured now.
+    """Return the table of a dense model: the one in the user's cache, or measured now.
 
     It is measured again if its error is above `TRUSTED`; after `ATTEMPTS` the best is returned, and not kept.
 
@@ -222,7 +222,7 @@ def _bound_units(units: dict[str, float], block: float, counts: dict[str, int]) 
 
 
 def _count_timed_blocks(model: Model) -> int:
-    """All blocks, or as many as fit, but two if there are two."""
+    """Return all blocks, or as many as fit, but two if there are two."""
     model_bytes = 4 * cost_of(model).parameters
     one = (
         model_bytes - 4 * cost_of(shorten_model(model, range(1, model.blocks))).parameters
@@ -234,7 +234,7 @@ def _count_timed_blocks(model: Model) -> int:
 
 
 def build_variant(model: Model, variant: Variant, half: HalfStream | None = None) -> nn.Module:
-    """A model of a variant's shape with random weights, float32 on the CPU."""
+    """Return a model of a variant's shape with random weights, float32 on the CPU."""
     short = shorten_model(model, range(variant.blocks))
     if variant.narrow and half is not None:
         short = half.of(short)

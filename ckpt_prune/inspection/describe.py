@@ -115,7 +115,7 @@ def _model(
 
 
 def _block(model: Model) -> BlockDescription:
-    """The last block, which stands for all, and whether a block can go."""
+    """Return the last block, which stands for all, and whether a block can go."""
     stay = None
     if model.checkpoint.within is not None:
         stay = f"the {model.checkpoint.within.part} part of a composite keeps all of its own"

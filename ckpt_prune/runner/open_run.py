@@ -111,7 +111,7 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
 
 
 def _is_changed(staging: Staging, form: Form) -> bool:
-    """Whether files of a complete output are not those that its record names."""
+    """Return whether files of a complete output are not those that its record names."""
     try:
         record = form.read(staging.path)
     except UserError:

@@ -283,7 +283,7 @@ def _candidates(family: Family, requested: str) -> tuple[list[Family], list[str]
 
 
 def _obstacle(candidate: Family, output: _Output, *, remote: bool, slotless_ok: bool) -> str | None:
-    """Why a family cannot hold the output, or None."""
+    """Return why a family cannot hold the output, or None."""
     model, source = output.model, output.model.family
     if not remote:
         reasons = spaces_without_stock_class(model, output.widths, candidate)
@@ -318,7 +318,7 @@ def _why_remote(candidates: list[Family], output: _Output, *, uneven: bool) -> s
 
 
 def _rule(model: Model, widths: Widths) -> str | None:
-    """Why every stock class refuses blocks of so many units, in the words of the first; None if one does not."""
+    """Return why every stock class refuses blocks of so many units, in the words of the first; None if one does not."""
     output, reasons = _Output(model, widths), []
     for candidate in [model.family, *map(load_family, model.family.stand_ins)]:
         reason = _obstacle(candidate, output, remote=False, slotless_ok=True)
@@ -331,7 +331,7 @@ def _rule(model: Model, widths: Widths) -> str | None:
 
 
 def _refusal(container: Container, model: Model) -> str | None:
-    """Why transformers refuses a container's config, in its own words; None if it does not."""
+    """Return why transformers refuses a container's config, in its own words; None if it does not."""
     try:
         with quiet_transformers():
             parse_config(container.config)
@@ -455,7 +455,7 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
 
 
 def _relabel(candidate: Family, model: Model) -> dict[str, Any]:
-    """The source's config under another stock type: every shared key with its value, none left to a default."""
+    """Return the source's config under another stock type: every shared key with its value, none left to a default."""
     config_keys = set(transformers.AutoConfig.for_model(candidate.model_type).to_dict()) | _BASE_KEYS
     values = {key: value for key, value in model.config.to_dict().items() if key in config_keys}
     values |= {"model_type": candidate.model_type, "architectures": [candidate.architecture]}

@@ -90,7 +90,7 @@ OWN_CODE = "say --set hidden.kind=per-block, which needs remote code"
 
 
 def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
-    """The stock container of a model whose residual stream has lost dimensions, and its files.
+    """Return the stock container of a model whose residual stream has lost dimensions, and its files.
 
     Args:
         view: the dense model in one basis of fewer dimensions.
@@ -110,7 +110,7 @@ def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
 
 
 def narrow_model(view: SlicedCheckpoint) -> tuple[Model, str | None]:
-    """The model in one basis of fewer dimensions, as its stock class has it: whatever prunes a model prunes it.
+    """Return the model in one basis of fewer dimensions, as its stock class has it: whatever prunes a model prunes it.
 
     Args:
         view: with or without its basis, which is asked for where a tensor is read.
@@ -125,7 +125,7 @@ def narrow_model(view: SlicedCheckpoint) -> tuple[Model, str | None]:
 
 
 def _narrow(model: Model, kept: int) -> Model:
-    """The model under a config of a narrower stream that says whatever else follows from the dense width."""
+    """Return the model under a config of a narrower stream that says whatever else follows from the dense width."""
     family, config, values = model.family, copy.copy(model.config), copy.deepcopy(model.checkpoint.config)
     changes: dict[str, Any] = {family.dimensions["hidden"][0]: kept}
     for name in ("head_dim", "mlp"):
@@ -177,7 +177,7 @@ def embedding_scale(model: Model, container: Container) -> float:
 
 
 def _narrower(was: Any, would: Any, width: int, kept: int) -> bool:
-    """Whether a fact is the width, or a shape with it, before and after."""
+    """Return whether a fact is the width, or a shape with it, before and after."""
     if isinstance(was, tuple) and isinstance(would, tuple) and len(was) == len(would):
         return all(own == other or (own, other) == (width, kept) for own, other in zip(was, would, strict=True))
     return (was, would) == (width, kept)
