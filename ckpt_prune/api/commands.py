@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ckpt_prune.runner.push import Pushed
     from ckpt_prune.runner.quantize import QuantizedModel
     from ckpt_prune.runner.recover import Recovered
-    from ckpt_prune.runner.sweeping import Sweep
+    from ckpt_prune.runner.sweep import Sweep
     from ckpt_prune.runner.verify import Verification
 
 
@@ -145,7 +145,7 @@ def sweep(options: SweepOptions) -> "Sweep":
     `text` or `images` are only measured.
     """
     refuse_sweep(options)
-    from ckpt_prune.runner.sweeping import sweep_model
+    from ckpt_prune.runner.sweep import sweep_model
 
     return sweep_model(options)
 
