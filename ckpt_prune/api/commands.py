@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt_prune.api.function import takes
 from ckpt_prune.common.collection import without_collection
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.gguf import require_gguf
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options.commands import (
     BenchmarkOptions,
@@ -16,6 +17,7 @@ from ckpt_prune.options.commands import (
     ConvertOptions,
     EvaluateOptions,
     ExportOptions,
+    FrontierOptions,
     InspectOptions,
     PlanOptions,
     PruneOptions,
@@ -51,12 +53,13 @@ if TYPE_CHECKING:
     from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.onnx.export import Exported
     from ckpt_prune.runner.calibrate import ForeseenStatistics
+    from ckpt_prune.runner.frontier_record import Frontier
     from ckpt_prune.runner.plan import Planned
     from ckpt_prune.runner.prune import Pruned, Tell
     from ckpt_prune.runner.push import Pushed
     from ckpt_prune.runner.quantize import QuantizedModel
     from ckpt_prune.runner.recover import Recovered
-    from ckpt_prune.runner.sweep import Sweep
+    from ckpt_prune.runner.sweeping import Sweep
     from ckpt_prune.runner.verify import Verification
 
 
@@ -102,6 +105,25 @@ def prune_as(options: PruneOptions, tell: "Tell | None" = None) -> "Pruned":
     return prune_model(options, chosen, tell)
 
 
+@takes(FrontierOptions)
+def frontier(options: FrontierOptions) -> "Frontier":
+    """Find what makes MODEL as small as is asked for and loses least: types of its matrices, or fewer columns, too.
+
+    MODEL is measured once on --text: how much each input matters, and what each type of each matrix does to the
+    predictions. From that the best types within the size follow. Their file is made, run in llama.cpp and held against
+    MODEL on --held-out, beside llama.cpp's own mixtures and one type everywhere. Where fewer bits alone lose much,
+    models with fewer columns in their MLPs are made and measured, too. OUT holds the best file, the commands that make
+    it, a picture and all figures. The exit code is 1 if nothing usable was found.
+
+    An interrupted run leaves OUT.partial, which --resume continues.
+    """
+    check_texts((*options.text, *options.held_out))
+    require_gguf()
+    from ckpt_prune.runner.frontier import explore_frontier
+
+    return explore_frontier(options)
+
+
 @takes(CalibrateOptions)
 def calibrate(options: CalibrateOptions) -> "Statistics | ForeseenStatistics":
     """Run the dense MODEL over calibration text or images and write its activation statistics.
@@ -145,7 +167,7 @@ def sweep(options: SweepOptions) -> "Sweep":
     `text` or `images` are only measured.
     """
     refuse_sweep(options)
-    from ckpt_prune.runner.sweep import sweep_model
+    from ckpt_prune.runner.sweeping import sweep_model
 
     return sweep_model(options)
 
@@ -184,7 +206,7 @@ def recover(options: RecoverOptions) -> "Recovered":
 
 
 @takes(QuantizeOptions)
-def quantize(options: QuantizeOptions) -> "QuantizedModel | ExportedGguf":
+def quantize(options: QuantizeOptions) -> "QuantizedModel":
     """Write MODEL, also an output with a stock class, with weights of 8 or 4 bits.
 
     The linear weights of the blocks get whole numbers, symmetric, each group of columns with a scale of its own. With
@@ -194,10 +216,6 @@ def quantize(options: QuantizeOptions) -> "QuantizedModel | ExportedGguf":
     transformers loads if that package is installed, and which vLLM reads. One block is in memory at a time, with its
     Gram matrices, and the hidden states of the samples. An interrupted run leaves OUT.partial, which --resume
     continues.
-
-    With --format gguf OUT is one file for llama.cpp, whose embedding and head are rounded, too. ggml rounds each matrix
-    by the importance of its inputs, and error feedback does (GPTQ, in ggml's own types); what loses less on held-out
-    samples is taken. llama.cpp runs the file before it takes its place.
 
     `verify OUT --against MODEL` proves it. With data at hand, OUT and MODEL are measured on windows of it that were not
     used for rounding; if MODEL is a pruned model, its dense one is measured too, if it lies beside it.

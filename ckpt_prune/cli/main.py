@@ -36,6 +36,7 @@ GROUPS = {
         "statistics": "Show or add statistics folders.",
     },
     "Decide": {
+        "frontier": "Find what makes a model as small as you ask: bits, pruning or both.",
         "recipe": "List, show, copy, validate and share recipes.",
         "plan": "Decide what stays and predict the cost; write only the plan.",
     },

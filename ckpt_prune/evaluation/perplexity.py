@@ -59,12 +59,45 @@ class TokenComparison:
     Attributes:
         kl: mean over the scored tokens of KL(reference ‖ model), nats.
         top1_agreement: share of the scored tokens for which both find the same token likeliest, 0 to 1.
+        spread: how the divergences of single tokens are spread; None if that is not known.
     """
 
     score: PerplexityScore
     reference_score: PerplexityScore
     kl: float
     top1_agreement: float
+    spread: "Spread | None" = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far single tokens' predictions are apart, and how many of them a draft would get right.
+
+    Attributes:
+        divergences: KL(reference ‖ model) of every token, (tokens,) float32, nats.
+        accepted: mean over tokens of Σ min(p, q): the chance that speculative decoding takes a token of the model as
+            one of the reference (Leviathan et al. 2023).
+    """
+
+    divergences: Tensor
+    accepted: float
+
+    def quantile(self, share: float) -> float:
+        """Return the divergence that this share of the tokens does not pass: the nearest one that occurs."""
+        place = min(len(self.divergences) - 1, int(share * len(self.divergences)))
+        return float(self.divergences.sort().values[place])
+
+    def data(self) -> dict[str, float]:
+        """Return what JSON has of it."""
+        shares = {"kl_median": 0.5, "kl_90": 0.9, "kl_99": 0.99}
+        return {name: self.quantile(share) for name, share in shares.items()} | {"accepted": self.accepted}
+
+    @classmethod
+    def join(cls, parts: Sequence["Spread"]) -> "Spread":
+        """Return the spread of the tokens of several together."""
+        counts = [len(part.divergences) for part in parts]
+        accepted = sum(part.accepted * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
+        return cls(torch.cat([part.divergences for part in parts]), accepted)
 
 
 class PredictionSums:
@@ -72,6 +105,8 @@ class PredictionSums:
 
     def __init__(self) -> None:
         self.tokens, self.nll, self.right, self.kl, self.agreeing = 0, [0.0, 0.0], [0, 0], 0.0, 0
+        self._divergences: list[Tensor] = []
+        self._accepted = 0.0
 
     def add(self, logits: Sequence[Tensor], targets: Tensor) -> None:
         """Add what the models say, by logits (N, vocabulary) of any floating dtype each, of targets, (N,)."""
@@ -87,10 +122,16 @@ class PredictionSums:
             self.right[place] += int((predicted.argmax(-1) == targets).sum())
         if len(predictions) == 2:
             ours, theirs = predictions
-            self.kl += (
-                functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(dtype=torch.float64).item()
-            )
+            divergences = functional.kl_div(ours, theirs, reduction="none", log_target=True)
+            self.kl += divergences.sum(dtype=torch.float64).item()
+            self._divergences.append(divergences.sum(-1).float().cpu())
+            self._accepted += torch.minimum(ours, theirs).exp_().sum(dtype=torch.float64).item()
             self.agreeing += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+
+    @property
+    def spread(self) -> Spread:
+        """How single tokens are apart; two models were added up."""
+        return Spread(torch.cat(self._divergences).clamp_min(0), self._accepted / self.tokens)
 
     def perplexity(self, place: int) -> tuple[float, float]:
         """Return a model's perplexity, infinity if a float cannot hold it, and its mean negative log-likelihood."""
@@ -120,7 +161,7 @@ def compare(
     check_same_vocabulary(model, reference)
     sums = _add_up([model, reference], windows, what)
     score, reference_score = (PerplexityScore(*sums.perplexity(place), *_count(windows)) for place in range(2))
-    return TokenComparison(score, reference_score, sums.kl / sums.tokens, sums.agreeing / sums.tokens)
+    return TokenComparison(score, reference_score, sums.kl / sums.tokens, sums.agreeing / sums.tokens, sums.spread)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.display import Result as Result
 from ckpt_prune.evaluation.features import FeatureComparison
 from ckpt_prune.evaluation.heads import HeadComparison
-from ckpt_prune.evaluation.perplexity import PerplexityScore
+from ckpt_prune.evaluation.perplexity import PerplexityScore, Spread
 from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.evaluation.sentences import SentenceComparison
 from ckpt_prune.job.report import Loss
@@ -56,6 +56,7 @@ class ScoredResult(Result, Generic[S]):
         agreement: share of the tokens or images for which both put the same token or class first.
         skipped: names of the images that do not decode; None for text.
         on: what was measured on, in words, if it was chosen for the user.
+        spread: of the divergences of single tokens, if they are known.
     """
 
     model: Path
@@ -66,6 +67,7 @@ class ScoredResult(Result, Generic[S]):
     agreement: float | None = None
     skipped: tuple[str, ...] | None = field(default=None, repr=False)
     on: str | None = field(default=None, kw_only=True)
+    spread: Spread | None = field(default=None, kw_only=True, repr=False)
 
     def data(self) -> dict[str, Any]:
         data = {"model": str(self.model), **self.score.data()}
@@ -73,7 +75,8 @@ class ScoredResult(Result, Generic[S]):
         if self.skipped is not None:
             data |= {"skipped": self.skipped, "agreement": self.agreement, "against": against, "kl": self.kl}
         elif against is not None:
-            data |= {"kl": self.kl, "top1_agreement": self.agreement, "against": against}
+            spread = {} if self.spread is None else self.spread.data()
+            data |= {"kl": self.kl, **spread, "top1_agreement": self.agreement, "against": against}
         return data
 
     def loss(self) -> Loss | None:
@@ -119,6 +122,12 @@ class ScoredResult(Result, Generic[S]):
         if self.reference is not None:
             unit = "token" if self.skipped is None else "image"
             apart.append(f"KL divergence {self.kl:.4f} nats per {unit}, top-1 agreement {self.agreement:.1%}")
+        if self.spread is not None:
+            shares = self.spread.data()
+            apart.append(
+                f"of single tokens: median {shares['kl_median']:.4f}, 90% up to {shares['kl_90']:.4f}, 99% up to "
+                f"{shares['kl_99']:.4f}; as a draft of the other it would have {shares['accepted']:.1%} accepted"
+            )
         return apart + _name_skipped(self.skipped)
 
 
@@ -178,7 +187,9 @@ class TextsResult(Result):
             return ScoredResult(first.model, joined)
         reference = _join_scores([part.reference for part in parts if part.reference is not None])
         kl, agreement = (_mean([getattr(part, name) for part in parts], tokens) for name in ("kl", "agreement"))
-        return ScoredResult(first.model, joined, first.against, reference, kl, agreement)
+        spreads = [part.spread for part in parts if part.spread is not None]
+        spread = Spread.join(spreads) if len(spreads) == len(parts) else None
+        return ScoredResult(first.model, joined, first.against, reference, kl, agreement, spread=spread)
 
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints: the figures over all texts, and under "texts" those of each."""

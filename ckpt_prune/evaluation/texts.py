@@ -123,7 +123,7 @@ def _measure_perplexity(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows
 
 def _pair_scores(pair: Pair, both: TokenComparison) -> TextResult:
     scores = both.score, pair.reference_name, both.reference_score
-    return ScoredResult(pair.name, *scores, both.kl, both.top1_agreement)
+    return ScoredResult(pair.name, *scores, both.kl, both.top1_agreement, spread=both.spread)
 
 
 def _compare_outputs(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> ComparisonResult:

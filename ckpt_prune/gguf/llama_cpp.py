@@ -38,6 +38,7 @@ class Task:
         chats: conversations to put into the file's chat template.
         ends: tokens at which a text may end.
         generate: tokens to generate, to be timed.
+        states: also return what the head reads at every token of the windows.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Task:
     chats: list[list[dict[str, str]]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     generate: int = 0
+    states: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Answer:
         prompt_speed: tokens a second that are read.
         generation_speed: tokens a second that are generated.
         memory: most bytes that the process took.
+        states: what the head reads, behind the last norm, (windows, length, hidden), float32; (0,) if not asked for.
     """
 
     tokens: list[list[int]]
@@ -78,6 +81,7 @@ class Answer:
     prompt_speed: float
     generation_speed: float
     memory: int
+    states: "np.ndarray[Any, Any]"
 
 
 def has_runtime() -> bool:
@@ -119,7 +123,7 @@ def run_llama_cpp(task: Task, scratch: Path | None = None) -> Answer:
             raise UserError(f"llama.cpp cannot run {task.model}: {_reason(done.stderr, done.returncode)}")
         answer = json.loads((place / "answer.json").read_text(encoding="utf-8"))
         with np.load(place / "answer.npz") as arrays:
-            return Answer(**answer, **{name: arrays[name] for name in ("ids", "logs", "actual")})
+            return Answer(**answer, **{name: arrays[name] for name in ("ids", "logs", "actual", "states")})
 
 
 def _reason(log: str, code: int) -> str:
@@ -147,6 +151,9 @@ def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
     # As PyTorch: a cache in float32, and attention in the plain order.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if task.states:  # a whole window in one batch
+        params.embedding, params.n_batch, params.n_ubatch = True, params.n_ctx, params.n_ctx
+        params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE
     server = xllamacpp.Server(params)
     prompts = [_post(server, "/apply-template", {"messages": chat})["prompt"] for chat in task.chats]
     tokens, prompt_tokens = (
@@ -169,6 +176,10 @@ def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
                 every = _predict(server, window[:position], 2**30, plain)
                 log_probabilities = {each["id"]: each["logprob"] for each in every}
             actual.append(log_probabilities[window[position]])
+    states = [
+        _post(server, "/embedding", {"content": window, "embd_normalize": -1})[0]["embedding"]
+        for window in (task.windows if task.states else ())
+    ]
     speeds = {"prompt_per_second": 0.0, "predicted_per_second": 0.0}
     if task.generate:
         prompt = task.windows[0][: task.context - task.generate]
@@ -195,6 +206,7 @@ def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
         "ids": np.array(ids, dtype=np.int64).reshape(*shape, top),
         "logs": np.array(logs, dtype=np.float32).reshape(*shape, top),
         "actual": np.array(actual, dtype=np.float32).reshape(shape),
+        "states": np.array(states, dtype=np.float32),
     }
     return answer, arrays
 

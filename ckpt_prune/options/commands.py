@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from ckpt_prune.checkpoint.model_folder import find_graph
-from ckpt_prune.common.graph_types import GgufType, GraphType, OtherTypes, TensorType
+from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.common.zero_patterns import RotationName, parse_pattern
+from ckpt_prune.datasets.texts import NamedText, parse_text_name
 from ckpt_prune.options.data import (
     CalibrationOptions,
     EvaluationOptions,
@@ -18,7 +19,7 @@ from ckpt_prune.options.data import (
     SampleOptions,
     TrainingOptions,
 )
-from ckpt_prune.options.graphs import GGUF_ALONE, GraphSettings, OtherTypesGiven
+from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.machine import (
     DeviceOptions,
     OpeningOptions,
@@ -61,7 +62,6 @@ from ckpt_prune.options.option import (
     Strings,
     Texts,
     check_model,
-    flags_of,
     option,
     path_of,
     same_option,
@@ -352,6 +352,8 @@ class CompareOptions(OverwriteOptions, StateMemoryOptions, SampleOptions, Device
     """The reference, usually the dense model: a folder or a Hub id."""
     model: Model = option(kw_only=False, metavar="B")
     """The model that is compared with it: a folder or a Hub id."""
+    lens: bool = option(default=False, group=MEASURE)
+    """Also compare what each model's own head makes of the states that leave every block (logit lens)."""
     plot: File = option(default=None, metavar="FILE")
     """Also write an HTML page with every figure drawn."""
 
@@ -373,6 +375,9 @@ class CalibrateOptions(OutputOptions, CalibrationOptions, SourceOptions):
     effects, the same of query heads inside KV groups and of value directions. taylor: importances of units by gradients
     of the loss on all windows, about 5 more runs of each block, for the llm-pruner recipes. [default: all that the
     model's family can use, except centred, rotary, queries, values and taylor; effects only up to 12 blocks]"""
+    active_above: float = option(default=1e-6, ge=0)
+    """Absolute value above which an input of a projection counts as active: for the score active-probability, and for
+    the share of active inputs in reports."""
     shard: str | None = option(default=None, metavar="I/N", group=DATA)
     """Measure only the I-th of N equal shares of the samples, so that several machines can share the work. `ckpt-prune
     statistics add` adds the shards."""
@@ -398,14 +403,8 @@ class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleO
 
     model: Model = option(kw_only=False, digest="content")
     """Folder of a model, or a Hub id."""
-    format: Literal["int8", "int4", "gguf"] = option(group=ROUNDING)
-    """Type that weights are stored in. gguf: OUT is a file for llama.cpp, whose name ends in .gguf."""
-    type: GgufType | None = option(default=None, group=ROUNDING)
-    """With gguf: type of the file, such as q4_k_m. Each matrix is rounded by importance and by error feedback, and what
-    loses less on held-out samples is taken."""
-    embedding_type: TensorType | None = same_option(GraphSettings, "embedding_type")
-    output_type: TensorType | None = same_option(GraphSettings, "output_type")
-    types: OtherTypesGiven = same_option(GraphSettings, "types")
+    format: Literal["int8", "int4"] = option(group=ROUNDING)
+    """Type that weights are stored in."""
     group_size: Annotated[
         Accepts[str | int | None, str | None],
         BeforeValidator(lambda size: size if size is None else str(size)),
@@ -416,20 +415,42 @@ class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleO
     """Statistics of MODEL (`ckpt-prune calibrate MODEL --collect moments,gram,linears`), to round by GPTQ without
     running the model. Every block is then rounded as if those before it were not."""
 
-    @property
-    def other_types(self) -> OtherTypes:
-        return OtherTypes(self.embedding_type, self.output_type, self.types)
+
+class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions):
+    """Options of `frontier`."""
+
+    model: Model = option(kw_only=False, group=MODEL, digest="content")
+    """Folder of a model that generates text, or a Hub id."""
+    output: Place = option(flags=("-o", "--output"), metavar="OUT", group=OUTPUT, digest="none")
+    """Folder to write: the file (model.gguf), the commands that make it (make.sh), the picture (frontier.html and
+    frontier.svg), and all figures (frontier.json)."""
+    runs_on: Literal["llama.cpp"] = option(default="llama.cpp", flags=("--for",), group=SIZE)
+    """The runtime that the file is for, and is measured in."""
+    target_bytes: str | None = option(default=None, metavar="SIZE", group=SIZE)
+    """Bytes of the file to come down to: 75MB, or 30% of the tensors of MODEL."""
+    max_loss: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0, lt=1, group=SIZE)
+    """How much worse the file may be, 0.02 or 2%: the share by which a perplexity grows that is off by the file's KL
+    divergence. The smallest file is looked for, and larger ones are measured besides. [default: 5%, without
+    --target-bytes]"""
+    held_out: Texts = option(metavar="FILE", group=MEASURE, digest="content")
+    """Text to measure on, another one than --text, or a named text: wikitext2. May be repeated."""
+    held_out_samples: int = option(default=16, ge=1, group=MEASURE)
+    """Windows of --held-out."""
+    samples: int | None = option(default=None, ge=1)
+    """Windows of --text. [default: 32]"""
+    window: int | None = option(default=None, ge=2)
+    """Tokens per window, of --text and of --held-out. [default: the model's context length, at most 512]"""
 
     @model_validator(mode="after")
-    def _check_gguf(self) -> "QuantizeOptions":
-        fields = QuantizeOptions.model_fields
-        other = ("group_size", "statistics", "resume") if self.format == "gguf" else ("type", *GGUF_ALONE)
-        if changed := next((name for name in other if getattr(self, name)), None):
-            raise ValueError(f"{flags_of(changed, fields[changed])[-1]} does not go with --format {self.format}")
-        if self.format == "gguf" and self.type is None:
-            raise ValueError("--format gguf needs --type, such as q4_k_m")
-        if self.format == "gguf" and not self.text:
-            raise ValueError("--format gguf rounds by what reaches each matrix: give --text (export needs none)")
+    def _check_target(self) -> Self:
+        if self.target_bytes is not None and self.max_loss is not None:
+            raise ValueError("--target-bytes and --max-loss are two targets: give one of them")
+        if not self.text or self.images is not None or self.audio is not None:
+            raise ValueError("frontier is for models of text: give --text FILE to measure the model on")
+        named = [parse_text_name(text, "test") or text for text in self.held_out]
+        self.held_out = tuple(each.path if isinstance(each, NamedText) else each for each in named)
+        if set(self.held_out) & set(self.text):
+            raise ValueError("--held-out is measured on, and --text is fitted to: give different ones")
         return self
 
 
@@ -535,8 +556,6 @@ class ExportOptions(
             raise ValueError(f"-o {self.output} ends in .gguf: add --format gguf")
         if self.statistics is not None and self.imatrix is not None:
             raise ValueError("--statistics and --imatrix say the same thing twice: give one of them")
-        if self.format == "gguf" and self.rounding == "gptq":
-            raise ValueError("export runs no blocks: `ckpt-prune quantize MODEL --format gguf` rounds by GPTQ")
         if self.format == "onnx" and (self.statistics or self.imatrix):
             raise ValueError(f"--{'statistics' if self.statistics else 'imatrix'} goes with --format gguf")
         return self

@@ -22,6 +22,7 @@ VERBS = [
     "convert",
     "evaluate",
     "export",
+    "frontier",
     "inspect",
     "plan",
     "prune",

@@ -4,7 +4,6 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,10 +51,6 @@ class DrawnGradients:
         shift = (gradient * error).sum(-1).double()
         shift = shift.sum(-1) if self.whole else shift
         return self.weight * float(shift.square().sum())
-
-
-class _HeadReachedError(Exception):
-    """Raised before the head computes anything."""
 
 
 class Readout:
@@ -149,10 +144,9 @@ class Readout:
 
     def _slice_head(self, batch: Mapping[str, Tensor], states: Tensor) -> SlicedHead | None:
         """Return the head if its classes can be computed a slice at a time: it is linear, and makes all the output."""
-        linear = self._model.get_output_embeddings() if self.logits else None
-        if not isinstance(linear, nn.Linear):
+        if self.head is None:
             return None
-        head = SlicedHead(linear, partial(self._outputs, batch))
+        head = SlicedHead(self.head, partial(self._outputs, batch))
         if self._sliced is None:
             self._sliced = head.fits(self._place(states))
         return head if self._sliced else None
@@ -161,6 +155,25 @@ class Readout:
         entering = self._place(states).detach().requires_grad_(True)
         with torch.enable_grad():
             return entering, [self._with_classes(output) for output in self._outputs(batch, entering)]
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The linear module that makes the logits, if there is one."""
+        linear = self._model.get_output_embeddings() if self.logits else None
+        return linear if isinstance(linear, nn.Linear) else None
+
+    @torch.no_grad()
+    def at_head(self, batch: Mapping[str, Tensor], states: Tensor, spacing: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `head` reads and makes, and the logits, at one of every `spacing` tokens, (tokens, …) float32."""
+        assert self.head is not None
+        seen: list[Tensor] = []
+        hook = self.head.register_forward_hook(lambda _module, args, made: seen.extend((args[0], made)))
+        try:
+            (logits,) = self._outputs(batch, states)
+        finally:
+            hook.remove()
+        read, made, logits = (each.flatten(0, -2)[::spacing].float() for each in (*seen, logits))
+        return read, made, logits
 
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
@@ -183,30 +196,6 @@ class Readout:
         self._states = None
         outputs = select_outputs(result, logits=self.logits)
         return [output.view(len(states), -1, *output.shape[1:]) for output in outputs] if flat else outputs
-
-    @torch.no_grad()
-    def head_inputs(self, batch: Mapping[str, Tensor], states: Tensor) -> Tensor:
-        """Return what the head's weight is multiplied with, (B, T, hidden) on CPU; arguments as in `outputs`.
-
-        Raises:
-            ValueError: the model has no linear head.
-        """
-        head = self._model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ValueError("the model has no linear head")
-        seen: list[Tensor] = []
-
-        def see(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen.append(inputs[0])
-            raise _HeadReachedError
-
-        handle = head.register_forward_pre_hook(see)
-        try:
-            with suppress(_HeadReachedError):  # the product with the vocabulary is not needed
-                self._outputs(batch, states)
-        finally:
-            handle.remove()
-        return seen[0].cpu()
 
     def divergence(self, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
         """Return how far outputs are from those of a reference, summed over samples.

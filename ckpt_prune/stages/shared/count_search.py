@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt_prune.budget.curves import total_error
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import DiskError, UserError, find_unreadable_file
 from ckpt_prune.common.phases import phase
@@ -36,7 +37,6 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.shared.measure_dense import measure_first
-from ckpt_prune.stages.spaces.budget import total_error
 from ckpt_prune.stages.spaces.effects.site_variants import check_finite, trial_spaces
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.size_search import at_own_size, crossed_spaces
@@ -200,9 +200,8 @@ class CountSearch(ABC):
         """Return a block with its sites pruned and refitted on all folds but the last, or on the only one."""
         short = trial.short
         model, tensors = short.model, short.model.read_block(block)
-        spaces = [space for space in short.recipe.spaces if space in model.spaces(block)]
-        decided = {space: decisions.of(model, Site(block, space)) for space in spaces}
-        pruned = [space for space, decision in decided.items() if decision.keep < model.units(space, block)]
+        decided = {space: decisions.of(model, Site(block, space)) for space in short.recipe.spaces}
+        pruned = [space for space, decision in decided.items() if decision.keep < model.units(space)]
         if not pruned:
             return tensors
         source: Any = CachedMoments(self.statistics, self.prepared.model)

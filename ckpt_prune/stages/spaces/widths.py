@@ -7,6 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.budget.curves import Crossing, Curve, least_error, merge_curves, total_error
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.decisions import Decisions, Losses, SiteDecision, kept_units, multiple_of
@@ -18,7 +20,6 @@ from ckpt_prune.model.spaces import Site, SpaceName, recipe_space
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.sizes import SizeKind
 from ckpt_prune.recipe.space_kinds import CANDIDATES, CHOSEN, kind_of
-from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merge_curves, total_error
 from ckpt_prune.stages.spaces.effects.site_variants import trial_recipe
 from ckpt_prune.stages.spaces.rankings import keep_ranked, standardised_scores
 from ckpt_prune.stages.spaces.size_search import (
@@ -84,13 +85,12 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
     """
     assert prepared.statistics is not None
     model, recipe, statistics = prepared.model, prepared.recipe, prepared.statistics
-    solver_by_space = {space: solver_of(model, recipe, space, prepared.device) for space in recipe.spaces}
+    solvers = {space: solver_of(model, recipe, space, prepared.device) for space in recipe.spaces}
     source = CachedMoments(statistics, model)
-    names_of = {s: _names_of_scores(statistics, s, solver.own.score) for s, solver in solver_by_space.items()}
+    names_of = {space: _names_of_scores(statistics, space, solver.own.score) for space, solver in solvers.items()}
 
     def rank(block: int) -> dict[Site, list[RankedUnits]]:
         ranking: dict[Site, list[RankedUnits]] = {}
-        solvers = {space: solver for space, solver in solver_by_space.items() if space in model.spaces(block)}
         tensors_of = {space: solver.read(block) for space, solver in solvers.items()}
         curves = known_curves(prepared, solvers, tensors_of, block)
         missing = [space for space in solvers if any((space, score) not in curves for score in names_of[space])]

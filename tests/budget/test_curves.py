@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_prune.budget import choices as module
+from ckpt_prune.budget.choices import BudgetError, Choices, save, spend
+from ckpt_prune.budget.curves import Crossing, Curve, least_error, merge_curves, total_error
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.stages.spaces import budget as module
-from ckpt_prune.stages.spaces.budget import BudgetError, Crossing, Curve, least_error, merge_curves, total_error
 from tests.oracles.budget import (
     Crossed,
     Site,
@@ -316,3 +317,37 @@ def test_a_site_is_in_one_crossing():
     curves = {name: Curve([0, 1], 1) for name in "abc"}
     with pytest.raises(ValueError, match=r"^a site is in one crossing at the most$"):
         least_error(curves, 9, [Crossing([("a", "c")], {}), Crossing([("b", "c")], {})])
+
+
+def test_choices_of_any_kind_leave_out_what_another_beats():
+    choices = Choices.of([("q8_0", 9, 1.0), ("bad", 6, 3.0), ("q4_k", 5, 2.0), ("dear", 10, 1.0), ("q2_k", 3, 9.0)])
+    assert list(choices.labels) == ["q2_k", "q4_k", "q8_0"]
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(POINTS, min_size=1, max_size=4), st.floats(0, 1), st.booleans())
+def test_the_least_cost_under_an_error_is_found(sites, share, relaxed):
+    choices = [Choices.of([(None, *point) for point in points]) for points in sites]
+    low, high = (sum(float(c.errors[end]) for c in choices) for end in (-1, 0))
+    allowed = low + share * (high - low)
+    with patch.object(module, "MOST_COMBINATIONS", 0 if relaxed else module.MOST_COMBINATIONS):
+        at = save(choices, allowed)
+    cost = sum(float(c.costs[index]) for c, index in zip(choices, at, strict=True))
+    error = sum(float(c.errors[index]) for c, index in zip(choices, at, strict=True))
+    best = min(
+        sum(float(c.costs[i]) for c, i in zip(choices, tried, strict=True))
+        for tried in product(*(range(len(c)) for c in choices))
+        if sum(float(c.errors[i]) for c, i in zip(choices, tried, strict=True)) <= allowed
+    )
+    assert error <= allowed
+    assert cost >= best
+    assert relaxed or cost == best
+
+
+def test_a_loss_below_the_least_is_out_of_reach():
+    with pytest.raises(BudgetError):
+        save([Choices.of([("a", 1, 2.0), ("b", 2, 1.0)])], 0.5)
+    assert spend([Choices.of([("a", 1, 2.0), ("b", 2, 1.0)])], 1.5) == [0]

@@ -1,0 +1,209 @@
+"""What rounding each matrix of a model is predicted to add to the divergence of its output, by type.
+
+Let y = W x be the output of a matrix at a token, g the gradient there of the log-likelihood of labels drawn from the
+model's own predictions (`measure.statistics.fisher`), and D = Ŵ − W what rounding changes. To second order
+
+    KL ≈ ½ E[Σ_t (g_t · D x_t)²] ≈ ½ E[Σ_t Σ_o g_to² (D_o · x_t)²],
+
+since errors of different rows are rounded apart from each other. So a few rows of a matrix, drawn at random, tell of
+all. Gradient and input are those of the same token: the few tokens with huge states have tiny gradients. Divergences of
+all matrices add up.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.checkpoint.block_thread import read_ahead
+from ckpt_prune.common.progress import track
+from ckpt_prune.measure.samples.samples import Samples, split_batches
+from ckpt_prune.measure.streams.backward import BackwardBatch, draw_end_gradients, pass_back, states_at_ends
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream
+from ckpt_prune.measure.streams.readout import READOUT_TOKENS, DrawnGradients
+from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.model import Model
+
+ROWS = 128
+"""Rows of a matrix that are rounded."""
+HEAD_ROWS = 4096
+"""Classes of a head that are rounded: so many of the likeliest, and as many of the others."""
+HEAD_TOKENS = 256
+"""Tokens at which the head's predictions are looked at."""
+_TOKENS = 1024
+"""Tokens whose errors are worked out at once."""
+
+RoundRows = Callable[[str, Tensor], Mapping[str, Tensor]]
+"""On-disk name of a weight, and some of its rows, (n, d_in) float32 → name of a type → the same rows, rounded."""
+Losses = dict[str, dict[str, float]]
+"""On-disk name of a weight → name of a type → divergence that it adds, in nats a prediction."""
+
+
+def predict_losses(
+    model: Model,
+    samples: Samples,
+    round_rows: RoundRows,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    allocate: Allocate = allocate_in_memory,
+) -> Losses:
+    """Predict what rounding adds, for all linear modules of the blocks, the embedding and the head.
+
+    Time: as for the Fisher metric with one draw of labels (three runs of every block and their gradients), and for
+    every type `ROWS` rows of every matrix rounded. Memory: a block with its activations, everything outside the blocks,
+    and hidden states at the end of every block.
+
+    Args:
+        model: a causal language model without experts.
+        samples: a few; all of them are run.
+        round_rows: rounds rows to every type that is in question for a weight; no type leaves a weight out.
+    """
+    stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
+    states = states_at_ends(model, stream, allocate)
+    losses: Losses = {}
+    _add(losses, _head_losses(stream, model, samples, states[-1], round_rows))
+    gradients = draw_end_gradients(stream.readout(), samples, states.pop(), allocate)
+    backward = read_ahead(model.read_block, range(model.blocks - 1, -1, -1))
+    for block, tensors in track(backward, "what rounding costs", total=model.blocks):
+        module = stream.factory.build_block(block, tensors).requires_grad_(False)
+        _add(losses, _block_losses(stream, module, block, tensors, states.pop(), gradients, round_rows))
+    _add(losses, _embedding_losses(stream, model, samples, gradients, round_rows))
+    return losses
+
+
+def _add(losses: Losses, more: Losses) -> None:
+    """Add what several places lose by one weight, such as an embedding that is the head, too."""
+    for name, by_type in more.items():
+        own = losses.setdefault(name, {})
+        for kind, value in by_type.items():
+            own[kind] = own.get(kind, 0.0) + value
+
+
+def _block_losses(
+    stream: HiddenStream,
+    module: Any,
+    block: int,
+    tensors: Mapping[str, Tensor],
+    entering: Tensor,
+    gradients: Sequence[DrawnGradients],
+    round_rows: RoundRows,
+) -> Losses:
+    factory = stream.factory
+    family = factory.family
+    names = {family.tensor(block, linear): linear for linear in family.linears}
+    paths = {name: factory.module_path(block, linear) for name, linear in names.items() if name in tensors}
+    generator = torch.Generator().manual_seed(block)
+    changes: dict[str, tuple[Tensor, list[str], Tensor]] = {}
+    for name, path in paths.items():
+        weight = module.get_submodule(path).weight
+        rows = torch.randperm(weight.shape[0], generator=generator)[:ROWS]
+        changes[name] = (rows, *_changes(name, weight[rows.to(weight.device)].float(), round_rows))
+    sums = {name: torch.zeros(len(kinds), dtype=torch.float64) for name, (_, kinds, _) in changes.items()}
+    values = [drawn.values for drawn in gradients]
+    for batch in pass_back(stream, module, block, entering, values, paths.values()):
+        for name, path in paths.items():
+            if path in batch.gradients:
+                rows, kinds, change = changes[name]
+                moved = _squares(batch, path, rows, change, len(kinds), gradients[batch.index])
+                sums[name] += moved * (module.get_submodule(path).weight.shape[0] / len(rows))
+    scale = 0.5 / len(stream.samples)
+    return {
+        name: dict(zip(kinds, (sums[name] * scale).tolist(), strict=True)) for name, (_, kinds, _) in changes.items()
+    }
+
+
+def _changes(name: str, rows: Tensor, round_rows: RoundRows) -> tuple[list[str], Tensor]:
+    """Return the types of a weight, and how each changes its rows, (types, n, d_in) float32."""
+    rounded = round_rows(name, rows.cpu())
+    return list(rounded), torch.stack([each.to(rows) - rows for each in rounded.values()])
+
+
+def _squares(
+    batch: BackwardBatch, path: str, rows: Tensor, change: Tensor, kinds: int, drawn: DrawnGradients
+) -> Tensor:
+    """Return Σ (g_o δ_o)² over tokens and rows for every type, (types,) float64."""
+    inputs, gradient = batch.inputs[path].float(), batch.gradients[path].float()[..., rows]
+    total = torch.zeros(kinds, dtype=torch.float64)
+    if drawn.whole:  # a sample has one prediction, which the errors of all its tokens move together
+        moved = torch.einsum("bto,bti,koi->bko", gradient, inputs, change)
+        return drawn.weight * moved.square().sum((0, 2)).double().cpu()
+    flat = change.flatten(0, 1).T
+    inputs, gradient = inputs.flatten(0, -2), gradient.flatten(0, -2)
+    for x, g in zip(torch.split(inputs, _TOKENS), torch.split(gradient, _TOKENS), strict=True):
+        moved = (x @ flat).view(len(x), kinds, -1).mul_(g[:, None])
+        total += moved.square().sum((0, 2)).double().cpu()
+    return drawn.weight * total
+
+
+# ---- outside the blocks ----------------------------------------------------------------------------------------------
+
+
+def _embedding_losses(
+    stream: HiddenStream, model: Model, samples: Samples, gradients: Sequence[DrawnGradients], round_rows: RoundRows
+) -> Losses:
+    """Predict what rounding the rows of the tokens that were read does, by the gradients at the first block."""
+    name = f"{model.family.embedding}.weight"
+    if model.family.embedding is None or name not in model.checkpoint.tensors:
+        return {}
+    ids = samples.batch(slice(0, len(samples)))["input_ids"]
+    used, places = torch.unique(ids, return_inverse=True)
+    rows = model.checkpoint.read([name])[name][used].float()
+    kinds, change = _changes(name, rows, round_rows)
+    entering = stream.states.float()
+    # Some models multiply the embedding before the first block.
+    own = rows[places]
+    factor = float((entering * own).sum() / own.square().sum())
+    sums = [0.0] * len(kinds)
+    for drawn in gradients:
+        for place, each in enumerate(change):
+            sums[place] += drawn.measure_shift(drawn.values, factor * each[places])
+    return {name: {kind: total / 2 / len(samples) for kind, total in zip(kinds, sums, strict=True)}}
+
+
+@torch.no_grad()
+def _head_losses(
+    stream: HiddenStream, model: Model, samples: Samples, leaving: Tensor, round_rows: RoundRows
+) -> Losses:
+    """Predict what rounding the head does: half the variance that its errors give the logits, under the predictions."""
+    readout = stream.readout()
+    linear = readout.head
+    name = next((each for each in _head_names(model) if each in model.checkpoint.tensors), None)
+    if linear is None or name is None:
+        return {}
+    spacing = max(1, len(samples) * samples.tokens // HEAD_TOKENS)
+    inputs, chances, factors = [], [], []
+    for rows in split_batches(samples, READOUT_TOKENS):
+        x, made, logits = readout.at_head(samples.batch(rows), leaving[rows], spacing)
+        inputs.append(x)
+        chances.append(logits.softmax(-1))
+        factors.append(float((logits * made).sum() / made.square().sum()))
+    x, p = torch.cat(inputs), torch.cat(chances)
+    chosen, weights = _choose_classes(p.sum(0))
+    kinds, change = _changes(name, linear.weight[chosen].float(), round_rows)
+    own = p[:, chosen]
+    found = {}
+    for kind, each in zip(kinds, change, strict=True):
+        moved = (x @ each.T) * (sum(factors) / len(factors))
+        likeliest = weights == 1
+        mean = (own * moved)[:, likeliest].sum(1)
+        square = (own * weights * moved.square()).sum(1)
+        found[kind] = float((square - mean.square()).clamp_min(0).double().mean()) / 2
+    return {name: found}
+
+
+def _choose_classes(mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest classes and some of the others, int64, and how many each of them stands for."""
+    order = mass.argsort(descending=True)
+    first, others = order[:HEAD_ROWS], order[HEAD_ROWS:]
+    drawn = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[:HEAD_ROWS].to(mass.device)]
+    share = len(others) / max(1, len(drawn))
+    weights = torch.cat([torch.ones(len(first)), torch.full((len(drawn),), share)])
+    return torch.cat([first, drawn]), weights.to(mass)
+
+
+def _head_names(model: Model) -> Iterator[str]:
+    """Yield the names that the weight of the head may have on disk."""
+    yield "lm_head.weight"
+    yield f"{model.family.embedding}.weight"

@@ -1,0 +1,168 @@
+"""What a GGUF file is worth: its predictions in llama.cpp beside those of a model in PyTorch, at every token."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.evaluation.perplexity import PredictionSums
+from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.gguf.llama_cpp import Task, run_llama_cpp
+from ckpt_prune.gguf.reading import open_gguf
+
+GENERATED = 64
+"""Tokens that are generated, to be timed."""
+_TOKENS = 128
+"""Tokens whose logits are held at once."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes logits of the states behind the last norm.
+
+    Attributes:
+        weight: (vocabulary, hidden) float32.
+        factor: that the logits are multiplied with.
+        cap: that they stay within, by a tanh; None: any.
+        bias: (vocabulary,), if there is one.
+    """
+
+    weight: Tensor
+    factor: float = 1.0
+    cap: float | None = None
+    bias: Tensor | None = None
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of states (tokens, hidden)."""
+        made = states @ self.weight.T if self.bias is None else torch.addmm(self.bias, states, self.weight.T)
+        made = made * self.factor
+        return made if self.cap is None else self.cap * torch.tanh(made / self.cap)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model's predictions for windows of text, which files are held against.
+
+    Attributes:
+        windows: token ids, (windows, length) int64.
+        states: behind the last norm, (windows, length, hidden) float32.
+        head: that makes logits of them.
+        perplexity: of the model.
+    """
+
+    windows: Tensor
+    states: Tensor
+    head: Head
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class FileScore:
+    """A file's predictions beside a model's.
+
+    Attributes:
+        bytes: of the file.
+        kl, kl_median, kl_90, kl_99: KL(model ‖ file) in nats a token: mean, and what half, 90 % and 99 % do not pass.
+        accepted: chance that the model accepts a token of the file in speculative decoding.
+        top1: share of the tokens of which both hold the same one likeliest.
+        perplexity: of the file.
+        speeds: tokens a second, read and generated.
+    """
+
+    bytes: int
+    kl: float
+    kl_median: float
+    kl_90: float
+    kl_99: float
+    accepted: float
+    top1: float
+    perplexity: float
+    speeds: tuple[float, float]
+
+
+@torch.inference_mode()
+def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> Reference:
+    """Run a checkpoint WHOLE in PyTorch, and keep what its head reads: the logits themselves would take gigabytes.
+
+    Raises:
+        UserError: its logits are not what a linear head, a factor and a cap make.
+    """
+    model: Any = load_model(folder, device="cpu", dtype=torch.float32, trust_remote_code=trust)
+    linear = model.get_output_embeddings()
+    seen: list[Tensor] = []
+    linear.register_forward_hook(lambda _module, args, _made: seen.append(args[0]))
+    head = Head(linear.weight.detach().clone(), 1.0, None, linear.bias)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    logits = model(input_ids=windows[:1], use_cache=False).logits[0]
+    if cap is None:
+        made = head.logits(seen[0][0]).double()
+        head = replace(head, factor=float((logits * made).sum() / made.square().sum()))
+    else:
+        head = replace(head, cap=float(cap))
+    if not torch.allclose(head.logits(seen[0][0]), logits, rtol=1e-3, atol=1e-3):
+        raise UserError(f"{folder}: its head does more than multiply, so that files of it are not measured here")
+    for window in windows[1:]:
+        model(input_ids=window[None], use_cache=False)
+    states = torch.cat(seen)
+    sums = PredictionSums()
+    for own, ids in zip(states, windows, strict=True):
+        for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
+            sums.add([head.logits(own[part])], ids[part + 1])
+    return Reference(windows, states, head, sums.perplexity(0)[0])
+
+
+@torch.inference_mode()
+def score_file(file: Path, reference: Reference, *, threads: int = 0, scratch: Path | None = None) -> FileScore:
+    """Run a file in llama.cpp, and compare its predictions with a model's.
+
+    llama.cpp gives what the head reads; the head's own product is made here, with its weights as the file has them.
+
+    Raises:
+        UserError: llama.cpp is not installed, or cannot load the file.
+    """
+    windows = reference.windows
+    task = Task(
+        model=str(file),
+        context=windows.shape[1],
+        threads=threads or torch.get_num_threads(),
+        windows=windows.tolist(),
+        generate=min(GENERATED, windows.shape[1] // 2),
+        states=True,
+    )
+    answer = run_llama_cpp(task, scratch)
+    head, states = _head_of(file), torch.from_numpy(answer.states)
+    sums = PredictionSums()
+    for ours, theirs, ids in zip(states, reference.states, windows, strict=True):
+        for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
+            sums.add([head.logits(ours[part]), reference.head.logits(theirs[part])], ids[part + 1])
+    spread = sums.spread
+    return FileScore(
+        bytes=file.stat().st_size,
+        kl=sums.kl / sums.tokens,
+        **spread.data(),
+        top1=sums.agreeing / sums.tokens,
+        perplexity=sums.perplexity(0)[0],
+        speeds=(answer.prompt_speed, answer.generation_speed),
+    )
+
+
+def _head_of(file: Path) -> Head:
+    opened = open_gguf(file)
+    name = "output.weight" if "output.weight" in opened.tensors else "token_embd.weight"
+    architecture = opened.values["general.architecture"]
+    bias = opened.read("output.bias") if "output.bias" in opened.tensors else None
+    return Head(opened.read(name), _factor(opened.values, architecture), _cap(opened.values, architecture), bias)
+
+
+def _factor(values: Mapping[str, Any], architecture: str) -> float:
+    scale = float(values.get(f"{architecture}.logit_scale") or 1)
+    return 1 / scale if architecture == "granite" else scale
+
+
+def _cap(values: Mapping[str, Any], architecture: str) -> float | None:
+    cap = values.get(f"{architecture}.final_logit_softcapping")
+    return float(cap) if cap else None

@@ -1,0 +1,195 @@
+"""`frontier`: smaller, for this runtime, at this size: by what? Candidates are predicted, made and measured.
+
+1. The model is measured once: how much each input matters, and what each type of each matrix adds to the divergence.
+2. Candidates are listed by that: llama.cpp's own mixtures, one type everywhere, a type of its own for each matrix, and
+   the same after columns of the MLPs have gone.
+3. They are made one at a time, run in llama.cpp and held against the dense model. What is done stands in a journal, so
+   that an interrupted run goes on.
+4. The best one within the target is kept, with a picture and the commands that make it.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.checkpoint.staging import Staging, check_output
+from ckpt_prune.common.graph_types import GgufType
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.gguf.llama_cpp import require_runtime
+from ckpt_prune.gguf.rounding import check_rounding
+from ckpt_prune.gguf.score import read_reference
+from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.measure.samples.text import cut_windows, fingerprint_windows, load_tokenizer, read_text, tokenise_text
+from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.model.cost import cost_of
+from ckpt_prune.model.model import Model
+from ckpt_prune.options.commands import FrontierOptions
+from ckpt_prune.options.option import digested_options
+from ckpt_prune.recipe.sizes import parse_size
+from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
+from ckpt_prune.runner.frontier_record import FRONTIER, USABLE, Frontier, make_frontier, write_frontier
+from ckpt_prune.runner.resuming import resumable
+
+SAMPLES, WINDOW = 32, 512
+"""Windows that the model is measured on, and their tokens, by default."""
+USUAL_LOSS = 0.05
+"""Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
+PRUNE_FROM = 0.1
+"""Nats that fewer bits alone are predicted to lose, from which on models with fewer columns are tried, too."""
+CLOSE = 1.15
+"""Where a loss is asked for and a prediction was further off than this factor, types are chosen again."""
+LADDER: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k")
+"""llama.cpp's own mixtures that are measured if no size is asked for."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What is looked for, and what finds it.
+
+    Attributes:
+        limit: bytes of the file; None: any.
+        loss: nats a token; None: any.
+    """
+
+    options: FrontierOptions
+    model: Model
+    maker: Maker
+    limit: int | None
+    loss: float | None
+
+
+def explore_frontier(options: FrontierOptions) -> Frontier:
+    """Find what makes a model as small as is asked for and loses least (`ckpt_prune.frontier`)."""
+    say = Notices()
+
+    # 1. Read everything, and refuse what cannot work.
+    require_runtime()
+    check_rounding([Kind.IQ4_NL], weighted=True)
+    model = open_model(options.model, Opening(options.trust_remote_code))
+    limit, loss = _read_target(options, model)
+    check_output(
+        model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite,
+        inputs=options.text, kind=FRONTIER,
+    )  # fmt: skip
+    options = options.model_copy(update={"window": options.window or min(WINDOW, model.tokens)})
+    samples = choose_samples(model, options, trust=options.trust_remote_code, most=SAMPLES, say=say)
+    held_out = _read_held_out(options, model)
+    parts = [
+        model.checkpoint.fingerprint,
+        samples.fingerprint,
+        fingerprint_windows(held_out),
+        digested_options(options),
+    ]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    with resumable(options.output, say):
+        staging = Staging(options.output, job=digest, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)
+        with staging:
+            staging.scratch.mkdir(exist_ok=True)
+
+            # 2. Measure the model once, and tell from that what each type of each matrix loses.
+            reference = read_reference(model.checkpoint.whole, held_out, trust=options.trust_remote_code)
+            maker = Maker.of(options, model, samples, reference, staging)
+            search = _Search(options, model, maker, limit, loss)
+
+            # 3. Make the candidates one at a time, and measure them.
+            found: list[Measured] = []
+            for candidate in _candidates(search, found):
+                found.append(maker.measure(candidate, keep=_best(search, found)))
+                say(found[-1].line(reference.perplexity))
+
+            # 4. Keep the best, and say how it is made.
+            frontier = make_frontier(options, maker, found, _best(search, found), _asked(search), _reach(search))
+            write_frontier(frontier, staging.path, maker)
+            staging.publish()
+    return frontier
+
+
+def _read_target(options: FrontierOptions, model: Model) -> tuple[int | None, float | None]:
+    if options.target_bytes is None:
+        return None, math.log1p(USUAL_LOSS if options.max_loss is None else float(options.max_loss))
+    dense = cost_of(model).bytes
+    return parse_size("bytes", options.target_bytes).of(dense), None
+
+
+def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:
+    tokenizer = load_tokenizer(model.checkpoint.whole)
+    stream = tokenise_text(tokenizer, read_text(list(options.held_out), tokenizer), bos=options.bos)
+    return cut_windows(stream, window=options.window or WINDOW, limit=options.held_out_samples)
+
+
+def _candidates(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
+    """Yield what is to be measured next, by what was measured so far."""
+    budget = search.maker.budget
+    if search.limit is not None:
+        yield from search.maker.singles_within(search.limit)
+        predicted = math.inf
+        with suppress(BudgetError):
+            choice = budget.at_bytes(search.limit)
+            predicted = choice.kl
+            yield Candidate.of_types("bits by budget", choice)
+        if predicted > PRUNE_FROM:
+            yield from _pruned(search, found)
+        return
+    assert search.loss is not None
+    for name in LADDER:
+        mixture = search.maker.mixture(name)
+        yield mixture
+        with suppress(BudgetError):
+            yield Candidate.of_types(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
+    # Predictions of all types at once are off by much the same factor: correct by it, and choose again.
+    asked = search.loss
+    for _ in range(3):
+        try:
+            choice = budget.at_loss(asked)
+        except BudgetError:
+            return
+        yield Candidate.of_types("smallest within the loss", choice)
+        measured = found[-1].score.kl
+        if search.loss / CLOSE <= measured <= search.loss:
+            return
+        asked *= search.loss / measured
+
+
+def _pruned(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
+    """Yield models with ever fewer columns, and types within the size, as long as that helps."""
+    assert search.limit is not None
+    best = min((each.score.kl for each in found if each.candidate.bytes <= search.limit), default=math.inf)
+    for width in search.maker.widths():
+        candidate = search.maker.pruned(width, search.limit)
+        if candidate is None:  # its coarsest types are still too large
+            continue
+        yield candidate
+        if found[-1].score.kl >= best:
+            return
+        best = found[-1].score.kl
+
+
+def _best(search: _Search, found: list[Measured]) -> Measured | None:
+    """Return the one that loses least within the size, or the smallest within the loss; None if there is none."""
+    if search.limit is not None:
+        within = [each for each in found if each.score.bytes <= search.limit]
+        return min(within, key=lambda each: each.score.kl, default=None)
+    within = [each for each in found if each.score.kl <= float(search.loss or 0)]
+    return min(within, key=lambda each: each.score.bytes, default=None)
+
+
+def _asked(search: _Search) -> str:
+    if search.limit is not None:
+        return f"within {search.limit / 1e6:.1f} MB"
+    return f"within a loss of {search.loss or 0:.3f} nats a token"
+
+
+def _reach(search: _Search) -> int | None:
+    """Return the bytes of the smallest file of all weights that is predicted to be usable."""
+    try:
+        return search.maker.budget.at_loss(math.log(USABLE)).bytes
+    except BudgetError:
+        return None

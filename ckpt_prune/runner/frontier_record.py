@@ -1,0 +1,212 @@
+"""What a frontier found: its record, a sentence that says what to do, a picture, and commands that make the file."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.checkpoint.folder_kinds import FolderKind
+from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.model_folder import model_name
+from ckpt_prune.checkpoint.staging import write_atomically
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.options.commands import FrontierOptions
+from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
+from ckpt_prune.show.charts import draw
+from ckpt_prune.show.html import print_page
+from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
+
+RECORD, FILE, PAGE, CHART, COMMANDS = "frontier.json", "model.gguf", "frontier.html", "frontier.svg", "make.sh"
+FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
+USABLE = 2.0
+"""Times the dense model's perplexity from which on nothing is called usable."""
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Candidates that were measured, and the one to take.
+
+    Attributes:
+        folder: that holds the file and the picture.
+        dense: perplexity of the dense model.
+        found: in the order they were made.
+        best: within the target; None if nothing is.
+        asked: the target in words.
+        reach: bytes of the smallest file that is predicted to be usable; None if that is not known.
+        commands: that make the best one.
+        data_words: what was measured on.
+    """
+
+    folder: Path
+    model: str
+    dense: float
+    found: Sequence[Measured]
+    best: Measured | None
+    asked: str
+    reach: int | None
+    commands: Sequence[str]
+    data_words: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether something usable was found."""
+        return self.best is not None and self.best.score.perplexity < USABLE * self.dense
+
+    @property
+    def pareto(self) -> list[Measured]:
+        """Return those that no other one beats in bytes and divergence, the smallest first."""
+        kept: list[Measured] = []
+        for each in sorted(self.found, key=lambda each: (each.score.bytes, each.score.kl)):
+            if not kept or each.score.kl < kept[-1].score.kl:
+                kept.append(each)
+        return kept
+
+    @property
+    def sentence(self) -> str:
+        """Say what to do for the target."""
+        if self.best is None or not self.passed:
+            beside = "" if self.best is None else f"; the best, {self.best.candidate.name}, has {self._figures}"
+            more = "" if self.reach is None else f"; ask for {human_bytes(self.reach)} or more"
+            return f"nothing usable {self.asked}{beside}{more}"
+        candidate = self.best.candidate
+        first = "keep all weights"
+        if candidate.width is not None:
+            first = f"keep {candidate.width} columns of each MLP, refit"
+        size = f"{self.best.score.bytes / 1e6:.2f} MB"
+        return f"{self.asked}: {first}, and take {candidate.types}: {size}, {self._figures}"
+
+    @property
+    def _figures(self) -> str:
+        assert self.best is not None
+        return f"KL {self.best.score.kl:.3f}, perplexity {self.best.score.perplexity:.2f} for {self.dense:.2f}"
+
+    def data(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        pareto = [each.candidate.name for each in self.pareto]
+        return {
+            "model": self.model,
+            "asked": self.asked,
+            "measured_on": self.data_words,
+            "dense_perplexity": self.dense,
+            "candidates": [_row(each) | {"pareto": each.candidate.name in pareto} for each in self.found],
+            "recommended": None if self.best is None or not self.passed else self.best.candidate.name,
+            "sentence": self.sentence,
+            "commands": list(self.commands),
+        }
+
+    def table(self) -> Table:
+        """Return a row for each candidate, the smallest first."""
+        names = {each.candidate.name for each in self.pareto}
+        rows = []
+        for each in sorted(self.found, key=lambda each: each.score.bytes):
+            score, predicted = each.score, each.candidate.kl
+            rows.append(
+                [
+                    ("* " if each.candidate.name in names else "") + each.candidate.name,
+                    f"{score.bytes / 1e6:.2f}",
+                    f"{score.kl:.4f}",
+                    "–" if predicted is None else f"{predicted:.4f}",
+                    f"{score.kl_median:.4f}",
+                    f"{score.kl_90:.4f}",
+                    f"{score.perplexity:.2f}",
+                    f"{score.top1:.1%}",
+                    *(f"{speed:.0f}" for speed in score.speeds),
+                ]
+            )
+        headings = ["file", "MB", "KL", "predicted", "median", "90%", "perplexity", "top-1", "read/s", "written/s"]
+        return Table(headings, rows)
+
+    def figures(self) -> Sequence[Figure]:
+        """Draw divergence over size: what nothing beats as a line, and the others."""
+        best = {each.candidate.name for each in self.pareto}
+        lines = [
+            _line("nothing is smaller and loses less", [each for each in self.found if each.candidate.name in best]),
+            _line("the others", [each for each in self.found if each.candidate.name not in best]),
+        ]
+        note = "Lower is better: mean KL divergence from the dense model, nats a token, in llama.cpp."
+        return draw_figure("Loss over size", note, "KL", *lines, across="MB", joined=True)
+
+    def lines(self) -> list[str]:
+        return [self.sentence, *(["made by:", *self.commands] if self.commands else [])]
+
+
+def _line(name: str, several: Sequence[Measured]) -> Line:
+    points = {}
+    for each in sorted(several, key=lambda each: -each.score.kl):  # of several at one place the best stays
+        place, kl = round(each.score.bytes / 1e6), each.score.kl
+        points[place] = Point(place, kl, kl, kl, f"{kl:.4f}, {each.candidate.name}")
+    return Line(name, [points[place] for place in sorted(points)])
+
+
+def _row(measured: Measured) -> dict[str, Any]:
+    candidate = measured.candidate
+    pruned = None if candidate.width is None else {"mlp": candidate.width}
+    types = {"file": candidate.chosen} | {name: each for name, each in asdict(candidate.others).items() if each}
+    return {
+        "name": candidate.name,
+        **asdict(measured.score),
+        "predicted_kl": candidate.kl,
+        "pruned": pruned,
+        "types": types,
+    }
+
+
+def commands_of(options: FrontierOptions, candidate: Candidate, maker: Maker) -> list[str]:
+    """Return the commands that make a candidate without this one."""
+    data = [word for text in options.text for word in ("--text", str(text))]
+    data += ["--samples", str(len(maker.samples)), "--window", str(maker.samples.tokens), "--seed", str(options.seed)]
+    model, found = str(options.model), []
+    if candidate.width is not None:
+        given = maker.prune_options(candidate.width)
+        sets = [word for change in given["overrides"] for word in ("--set", change)]
+        found.append(
+            ["prune", model, "--recipe", given["recipe"], *sets, *data, "--evaluate-samples", "0", "-o", "pruned"]
+        )
+        model = "pruned"
+    found.append(["calibrate", model, *data, "--collect", "moments,linears", "-o", "statistics"])
+    types = [word for pair in candidate.others.matrices.items() for word in ("--tensor-type", "=".join(pair))]
+    types += ["--embedding-type", candidate.others.embedding] if candidate.others.embedding else []
+    types += ["--output-type", candidate.others.output] if candidate.others.output else []
+    export = ["export", model, "--format", "gguf", "--dtype", candidate.chosen, *types]
+    found.append([*export, "--statistics", "statistics", "-o", FILE])
+    return [shlex.join(["ckpt-prune", *words]) for words in found]
+
+
+def make_frontier(
+    options: FrontierOptions,
+    maker: Maker,
+    found: Sequence[Measured],
+    best: Measured | None,
+    asked: str,
+    reach: int | None,
+) -> Frontier:
+    """Return the record of what was found."""
+    windows, length = maker.reference.windows.shape
+    return Frontier(
+        folder=options.output,
+        model=model_name(maker.dense.model.checkpoint.path),
+        dense=maker.reference.perplexity,
+        found=found,
+        best=best,
+        asked=asked,
+        reach=reach,
+        commands=[] if best is None else commands_of(options, best.candidate, maker),
+        data_words=f"{windows} windows of {length} tokens of {', '.join(path.name for path in options.held_out)}",
+    )
+
+
+def write_frontier(frontier: Frontier, folder: Path, maker: Maker) -> None:
+    """Write record, page, picture, commands and the best file into a folder."""
+    files = [PAGE, CHART] if frontier.found else [PAGE]
+    if frontier.best is not None:
+        files += [FILE, COMMANDS]
+        maker.make(frontier.best.candidate).rename(folder / FILE)
+        write_atomically(folder / COMMANDS, "\n".join(["#!/bin/sh", "set -e", *frontier.commands, ""]))
+    sentences = [frontier.sentence, f"Measured in llama.cpp on {frontier.data_words}; * marks what nothing beats."]
+    section = Section("Smaller, by what?", sentences, tables=[frontier.table()], figures=frontier.figures())
+    write_atomically(folder / PAGE, print_page(f"{frontier.model}: sizes and losses", [section]))
+    for figure in frontier.figures():
+        svg = draw(figure).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+        write_atomically(folder / CHART, svg)
+    write_atomically(folder / RECORD, pretty_json(frontier.data() | {"files": files}))

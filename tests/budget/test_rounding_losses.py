@@ -1,0 +1,67 @@
+"""What rounding is predicted to add, against the divergence of a model whose weights are changed."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ckpt_prune.budget.rounding_losses import predict_losses
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.model.containers.opening import Opening, open_model
+from tests.gguf_files.tiny import save
+
+STEP = 0.01
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("losses") / "model", "llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def windows():
+    return torch.randint(3, 2000, (8, 64), generator=torch.Generator().manual_seed(2))
+
+
+def change(name, rows):
+    """Noise that follows from the rows alone, so that a test can make the same."""
+    generator = torch.Generator().manual_seed(len(name))
+    return rows + STEP * rows.std() * torch.randn(rows.shape, generator=generator)
+
+
+def divergence(folder, windows, names, changed):
+    """Mean KL in float64 of the model with changed weights from the model."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        dense = model(windows).logits.log_softmax(-1)
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.copy_(changed(name, parameter.float()).double())
+        other = model(windows).logits.log_softmax(-1)
+    return float((dense.exp() * (dense - other)).sum(-1).mean())
+
+
+@pytest.fixture(scope="module")
+def predicted(folder, windows):
+    model = open_model(str(folder), Opening())
+    how = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+    return predict_losses(model, TokenWindows(windows), lambda name, rows: {"noise": change(name, rows)}, **how)
+
+
+def test_every_matrix_is_told_of(folder, predicted):
+    model = open_model(str(folder), Opening())
+    matrices = {name for name, info in model.checkpoint.tensors.items() if len(info.shape) == 2}
+    assert predicted.keys() == matrices
+
+
+def test_the_head_alone_is_told_to_second_order(folder, windows, predicted):
+    """All classes are looked at, and no label is drawn: only every other token is left out."""
+    measured = divergence(folder, windows, {"lm_head.weight"}, change)
+    assert predicted["lm_head.weight"]["noise"] == pytest.approx(measured, rel=0.15)
+
+
+def test_divergences_of_the_blocks_add_up(folder, windows, predicted):
+    names = {name for name in predicted if ".layers." in name}
+    measured = divergence(folder, windows, names, change)
+    told = sum(predicted[name]["noise"] for name in names)
+    # Labels are drawn once for 512 predictions: the mean of their squares is within a few times 1 / sqrt(512).
+    assert told == pytest.approx(measured, rel=0.3)

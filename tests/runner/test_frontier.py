@@ -1,0 +1,89 @@
+"""`frontier`, as people call it: what it finds, how it goes on, and what it refuses."""
+
+import json
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_prune.cli.main import main
+from ckpt_prune.gguf import score
+from tests.gguf_files.tiny import TEXT, save
+
+pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+pytest.importorskip("libgguf")
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return done.exit_code, done.output
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("frontier")
+    save(place / "model", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    (place / "text.txt").write_text(TEXT)
+    (place / "held_out.txt").write_text(TEXT[::-1])
+    return place
+
+
+def command(place, out, *more):
+    data = ["--text", place / "text.txt", "--held-out", place / "held_out.txt"]
+    few = ["--samples", 4, "--window", 48, "--held-out-samples", 2]
+    return ["frontier", place / "model", *data, *few, "-o", place / out, *more]
+
+
+def read(place, out):
+    return json.loads((place / out / "frontier.json").read_text())
+
+
+def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatch):
+    code, output = run(*command(place, "sized", "--target-bytes", "300KB"))
+    assert code == 0, output
+    found = read(place, "sized")
+    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    file = place / "sized" / "model.gguf"
+    assert file.stat().st_size == best["bytes"] <= 300_000
+    assert best["kl"] == min(each["kl"] for each in found["candidates"] if each["bytes"] <= 300_000)
+    assert best["pareto"]
+    assert found["sentence"] in output
+    assert (place / "sized" / "frontier.svg").read_text().startswith("<svg xmlns=")
+    assert found["recommended"] in (place / "sized" / "frontier.html").read_text()
+    monkeypatch.chdir(place)
+    for line in found["commands"]:
+        words = shlex.split(line)[1:]
+        code, output = run(*words, *(["--no-validate"] if words[0] == "export" else []))
+        assert code == 0, output
+    assert (place / "model.gguf").read_bytes() == file.read_bytes()
+
+
+def test_an_interrupted_run_goes_on(place, monkeypatch):
+    """What was measured is not measured again, and the result is that of a run that was not stopped."""
+    seen = []
+
+    def fail(file, reference, **how):
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        seen.append(file)
+        return score.score_file(file, reference, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ckpt_prune.runner.frontier_candidates.score_file", fail)
+        code, output = run(*command(place, "stopped", "--target-bytes", "300KB"))
+    assert code != 0
+    assert "--resume continues" in output
+    code, output = run(*command(place, "stopped", "--target-bytes", "300KB", "--resume"))
+    assert code == 0, output
+    again, whole = read(place, "stopped"), read(place, "sized")
+    figures = ("name", "bytes", "kl", "perplexity", "types")
+    assert [[each[name] for name in figures] for each in again["candidates"]] == [
+        [each[name] for name in figures] for each in whole["candidates"]
+    ]
+
+
+def test_a_size_that_nothing_reaches_is_said(place):
+    code, output = run(*command(place, "none", "--target-bytes", "40KB"))
+    assert code == 1
+    assert "nothing usable within 0.0 MB; ask for " in output
+    assert not (place / "none" / "model.gguf").exists()
