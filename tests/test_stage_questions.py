@@ -28,7 +28,7 @@ ALLOWED = {
     "runner/read_job.py": (1, "samples to train on are chosen by the keys of recovery"),
     "runner/read_recipe.py": (1, "--perplexity-after is an option of recovery alone"),
     "runner/recover.py": (1, "the command recover has a recipe of this one stage"),
-    "runner/sweep.py": (1, "a point of a sweep is a table of sites"),
+    "runner/sweep_points.py": (1, "a point of a sweep is a table of sites"),
     "verification/verify_quantized.py": (1, "weights of few bits are verified without a dense model"),
 }
 """Module → how many questions it may ask, and why."""

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ckpt_prune.runner.push import Pushed
     from ckpt_prune.runner.quantize import QuantizedModel
     from ckpt_prune.runner.recover import Recovered
-    from ckpt_prune.runner.sweeping import Sweep
+    from ckpt_prune.runner.sweep import Sweep
     from ckpt_prune.runner.verify import Verification
 
 
@@ -167,7 +167,7 @@ def sweep(options: SweepOptions) -> "Sweep":
     `text` or `images` are only measured.
     """
     refuse_sweep(options)
-    from ckpt_prune.runner.sweeping import sweep_model
+    from ckpt_prune.runner.sweep import sweep_model
 
     return sweep_model(options)
 
@@ -206,7 +206,7 @@ def recover(options: RecoverOptions) -> "Recovered":
 
 
 @takes(QuantizeOptions)
-def quantize(options: QuantizeOptions) -> "QuantizedModel":
+def quantize(options: QuantizeOptions) -> "QuantizedModel | ExportedGguf":
     """Write MODEL, also an output with a stock class, with weights of 8 or 4 bits.
 
     The linear weights of the blocks get whole numbers, symmetric, each group of columns with a scale of its own. With
@@ -216,6 +216,10 @@ def quantize(options: QuantizeOptions) -> "QuantizedModel":
     transformers loads if that package is installed, and which vLLM reads. One block is in memory at a time, with its
     Gram matrices, and the hidden states of the samples. An interrupted run leaves OUT.partial, which --resume
     continues.
+
+    With --format gguf OUT is one file for llama.cpp, whose embedding and head are rounded, too. ggml rounds each matrix
+    by the importance of its inputs, and error feedback does (GPTQ, in ggml's own types); what loses less on held-out
+    samples is taken. llama.cpp runs the file before it takes its place.
 
     `verify OUT --against MODEL` proves it. With data at hand, OUT and MODEL are measured on windows of it that were not
     used for rounding; if MODEL is a pruned model, its dense one is measured too, if it lies beside it.

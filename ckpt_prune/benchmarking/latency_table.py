@@ -105,7 +105,7 @@ class HalfStream:
 
 
 def choose_timed_workload(folder: Path, timed: Timed, *, trust: bool = False) -> Workload:
-    """The workload for a size in time: reading a text, or a single token after one; of other models one pass."""
+    """Return the workload for a size in time: reading a text, or a single token after one; of other models one pass."""
     inputs = read_model_inputs(folder, trust=trust)
     if timed.single and not inputs.cached:
         raise UserError(f"{folder} generates no text, so no single token can be timed: leave @token out")
@@ -122,7 +122,7 @@ def choose_timed_workload(folder: Path, timed: Timed, *, trust: bool = False) ->
 def load_or_measure_table(
     model: Model, spaces: Iterable[SpaceName], workload: Workload, device: torch.device, half: HalfStream | None = None
 ) -> LatencyTable:
-    """The table of a dense model: the one in the user's cache, or measured now.
+    """Return the table of a dense model: the one in the user's cache, or measured now.
 
     It is measured again if its error is above `TRUSTED`; after `ATTEMPTS` the best is returned, and not kept.
 
@@ -130,7 +130,7 @@ def load_or_measure_table(
         spaces: whose units may go.
         half: given if dimensions of the residual stream may go.
     """
-    spaces = [space for space in spaces if model.units(space) > 1]
+    spaces = [space for space in spaces if max(model.unit_counts(space)) > 1]
     base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
     place = Path(base) / "ckpt-prune" / "latency" / f"{_cache_key(model, spaces, workload, device, half)}.json"
     with suppress(OSError, ValidationError):
@@ -169,7 +169,8 @@ def _measure_table(
     few = max(1, blocks // 2)
     names = list(dict.fromkeys(map(recipe_space, spaces)))
     alike = {name: [space for space in spaces if recipe_space(space) == name] for name in names}
-    halves = {name: {space: max(1, model.units(space) // 2) for space in own} for name, own in alike.items()}
+    widths = {space: max(model.unit_counts(space)) for space in spaces}
+    halves = {name: {space: max(1, widths[space] // 2) for space in own} for name, own in alike.items()}
     everything = {space: kept for own in halves.values() for space, kept in own.items()}
     variants = [Variant(blocks, {}), Variant(few, {}), *(Variant(blocks, own) for own in halves.values())]
     if half is not None:
@@ -179,10 +180,10 @@ def _measure_table(
     whole, part, *others, least = time_fastest(timers, workload, "timing blocks")
     rest, block = _split_rest_and_block(whole, part, blocks, few)
     units = {
-        name: max((whole - time) / blocks, 0.0) / (model.units(own[0]) - halves[name][own[0]])
+        name: max((whole - time) / blocks, 0.0) / (widths[own[0]] - halves[name][own[0]])
         for (name, own), time in zip(alike.items(), others[: len(alike)], strict=True)
     }
-    units = _bound_units(units, block, {name: model.units(own[0]) for name, own in alike.items()})
+    units = _bound_units(units, block, {name: widths[own[0]] for name, own in alike.items()})
     stream = None
     width = kept = model.dimension("hidden")
     if half is not None:
@@ -191,7 +192,7 @@ def _measure_table(
         narrow = _split_rest_and_block(whole, part, blocks, few)
         stream = _time_stream(width, width - kept, (rest, block), narrow)
     table = LatencyTable(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=least, told=0.0)
-    foretold = table.latencies.narrow(kept).at(model.units, [everything] * few)
+    foretold = table.latencies.narrow(kept).at(model.dense_widths, [everything] * few)
     return table.model_copy(update={"told": float(foretold)})
 
 
@@ -221,7 +222,7 @@ def _bound_units(units: dict[str, float], block: float, counts: dict[str, int]) 
 
 
 def _count_timed_blocks(model: Model) -> int:
-    """All blocks, or as many as fit, but two if there are two."""
+    """Return all blocks, or as many as fit, but two if there are two."""
     model_bytes = 4 * cost_of(model).parameters
     one = (
         model_bytes - 4 * cost_of(shorten_model(model, range(1, model.blocks))).parameters
@@ -233,7 +234,7 @@ def _count_timed_blocks(model: Model) -> int:
 
 
 def build_variant(model: Model, variant: Variant, half: HalfStream | None = None) -> nn.Module:
-    """A model of a variant's shape with random weights, float32 on the CPU."""
+    """Return a model of a variant's shape with random weights, float32 on the CPU."""
     short = shorten_model(model, range(variant.blocks))
     if variant.narrow and half is not None:
         short = half.of(short)

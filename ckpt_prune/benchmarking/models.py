@@ -70,7 +70,7 @@ def open_model(label: Label, name: str, options: BenchmarkOptions, say: Say) -> 
 
 
 def _pick_graph(manifest: Manifest, options: BenchmarkOptions) -> Manifest:
-    """The graph of the type that is asked for, or the first."""
+    """Return the graph of the type that is asked for, or the first."""
     types = [graph.dtype for graph in manifest.graphs]
     return manifest.select(options.dtype if options.dtype in types else types[0])
 
@@ -130,7 +130,7 @@ class Costs:
 
 
 def count_costs(checkpoint: Checkpoint) -> Costs | None:
-    """The costs of a checkpoint; None if its family has no description."""
+    """Return the costs of a checkpoint; None if its family has no description."""
     try:
         model = Model.of(checkpoint)
     except UserError:

@@ -110,7 +110,7 @@ def make_blocks(
     timings: Sequence[Sequence[Timing]],
     costs: Mapping[Label, Costs | None],
 ) -> list[Block]:
-    """The figures of one workload, a block per phase.
+    """Return the figures of one workload, a block per phase.
 
     Args:
         timings: of each participant, by round.

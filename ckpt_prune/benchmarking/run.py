@@ -228,7 +228,7 @@ def _describe_machine(threads: int, devices: Sequence[str]) -> Machine:
 
 
 def processor_name() -> str:
-    """The CPU's name, as the system has it."""
+    """Return the CPU's name, as the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -157,14 +157,14 @@ class OnnxRunner:
 
 
 def _choose_next(outputs: dict[str, Any]) -> Tensor:
-    """The most likely next token of each text, (B, 1), by the first output."""
+    """Return the most likely next token of each text, (B, 1), by the first output."""
     first = next(iter(outputs.values()))
     logits = first if isinstance(first, np.ndarray) else first.numpy()
     return torch.from_numpy(logits[:, -1:].argmax(-1))
 
 
 def why_not_two_four(checkpoint: Checkpoint, device: str, dtype: GraphType | None) -> str | None:
-    """Why a checkpoint is not timed by torch's kernels for 2:4; None if it is.
+    """Return why a checkpoint is not timed by torch's kernels for 2:4; None if it is.
 
     Its linear weights are read until one holds the pattern.
     """

@@ -103,7 +103,7 @@ def choose_workloads(
     tokens: int | None,
     steps: int | None,
 ) -> list[Workload]:
-    """The workloads that two models can both be timed on, one per batch size.
+    """Return the workloads that two models can both be timed on, one per batch size.
 
     Tokens are below the smaller vocabulary. Text and what is generated after it fit into the shorter context.
 

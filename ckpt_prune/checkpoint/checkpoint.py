@@ -203,7 +203,7 @@ class Checkpoint:
         return read_tensors(self.path, [self.replaced.get(name, self.tensors[name]) for name in names])
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same shape and values, in whatever types. Reads both, piece by piece."""
+        """Return whether two tensors have the same shape and values, in whatever types. Reads both, piece by piece."""
         infos = self.tensors[one], self.tensors[other]
         return _equal(self.path, *infos, *(info.stamp for info in infos))
 

@@ -73,7 +73,7 @@ class FolderKind:
 
 
 def _is_below(name: str) -> bool:
-    """Whether a name in a record is that of a file in the folder or in a sub-folder."""
+    """Return whether a name in a record is that of a file in the folder or in a sub-folder."""
     return all(part not in ("", ".", "..") for part in name.split("/"))
 
 
@@ -152,5 +152,5 @@ def refuse_lost(folder: Path, foreign: list[str], wanted: WantedNames) -> None:
 
 
 def same_file(a: Path, b: Path | None) -> bool:
-    """Whether two files hold the same bytes."""
+    """Return whether two files hold the same bytes."""
     return b is not None and a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False)

@@ -11,7 +11,7 @@ from ckpt_prune.common.progress import Notices
 
 
 def is_offline() -> bool:
-    """Whether the network must not be used (HF_HUB_OFFLINE)."""
+    """Return whether the network must not be used (HF_HUB_OFFLINE)."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)

@@ -99,7 +99,7 @@ class Journal:
             self.files[entry] = sha256_files(self.folder, names)
 
     def has_files(self, entry: str) -> bool:
-        """Whether the files of an entry are those that were noted."""
+        """Return whether the files of an entry are those that were noted."""
         try:
             digests = self.files.get(entry, {})
             return sha256_files(self.folder, digests) == digests
@@ -126,7 +126,7 @@ class Journal:
 
 
 def is_unfinished_run(folder: Path) -> bool:
-    """Whether a run of this tool left a folder: it has a journal, or was killed before writing its first."""
+    """Return whether a run of this tool left a folder: it has a journal, or was killed before writing its first."""
     if not folder.is_dir() or folder.is_symlink():
         return False
     return (folder / JOURNAL).is_file() or all(path.name == _FRESH for path in folder.iterdir())

@@ -54,7 +54,7 @@ def find_local_folder(model: str) -> Path | None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter. If it also holds a model, transformers puts the adapter on that."""
+    """Return whether a folder holds an adapter. If it also holds a model, transformers puts the adapter on that."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
@@ -89,7 +89,7 @@ def check_output_folder(folder: Path) -> Path:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a path is a folder; False if nothing is there. A file is refused."""
+    """Return whether a path is a folder; False if nothing is there. A file is refused."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):  # also for a name that no file can have

@@ -85,7 +85,7 @@ def _find_quantisation(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_packed(config: Mapping[str, Any]) -> bool:
-    """Whether config.json promises integers of few bits as `quantize` writes them, which transformers loads."""
+    """Return whether config.json promises integers of few bits as `quantize` writes them, which transformers loads."""
     settings = config.get(QUANTISATION_KEY)
     return (
         isinstance(settings, dict)
@@ -95,7 +95,7 @@ def is_packed(config: Mapping[str, Any]) -> bool:
 
 
 def is_plain_fp8(config: Mapping[str, Any]) -> bool:
-    """Whether config.json promises float8 weights with a scale for each tensor, row or block."""
+    """Return whether config.json promises float8 weights with a scale for each tensor, row or block."""
     settings = config.get(QUANTISATION_KEY)
     if not isinstance(settings, dict):
         return False

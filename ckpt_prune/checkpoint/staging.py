@@ -124,7 +124,7 @@ class Staging:
         self.release()
 
     def _is_worth_keeping(self, kind: type[BaseException] | None) -> bool:
-        """Whether the staging folder is kept for another run after an exception of this kind.
+        """Return whether the staging folder is kept for another run after an exception of this kind.
 
         Bad input deletes what its own run did. Ctrl-C, exit requests, full disks and crashes (memory that ran out after
         hours) keep it, and everything keeps the work of an earlier run.

@@ -315,7 +315,7 @@ class CheckpointWriter:
                 path.unlink()
 
     def _is_allocated(self, file: str) -> bool:
-        """Whether a file has its header and full length."""
+        """Return whether a file has its header and full length."""
         path, header = self.folder / file, self._headers[file]
         if not path.is_file() or path.stat().st_size != self._sizes[file]:
             return False

@@ -27,6 +27,6 @@ command = Command(
     _show,
     examples=[
         "compare MODEL OUT --text held_out.txt --samples 32 --window 512",
-        "compare VIT OUT --images photos --lens --plot compared.html",
+        "compare VIT OUT --images photos --plot compared.html",
     ],
 )

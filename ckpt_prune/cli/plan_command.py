@@ -17,7 +17,7 @@ from ckpt_prune.recipe.places import check_recipe
 if TYPE_CHECKING:
     from ckpt_prune.model.cost_record import Cost
     from ckpt_prune.runner.plan import Planned
-    from ckpt_prune.runner.sweeping import Sweep
+    from ckpt_prune.runner.sweep import Sweep
 
 
 def _plan(options: dict[str, Any], as_json: bool) -> None:

@@ -126,7 +126,7 @@ def _row(case: Case) -> list[str]:
 
 
 def _name_case(case: Case) -> str:
-    """A case in words: its output, and what it was read from."""
+    """Return a case in words: its output, and what it was read from."""
     size = plural(case.batch, "image") if case.tokens is None else f"{case.batch} x {plural(case.tokens, 'token')}"
     padding = "" if case.padding == "none" else f", padded {case.padding}"
     segments = ", two segments" if case.segments else ""

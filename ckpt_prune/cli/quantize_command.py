@@ -11,12 +11,17 @@ from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
 
 if TYPE_CHECKING:
+    from ckpt_prune.gguf.export import ExportedGguf
     from ckpt_prune.runner.quantize import QuantizedModel
 
 
-def _show(quantized: "QuantizedModel", _options: dict[str, Any]) -> None:
+def _show(quantized: "QuantizedModel | ExportedGguf", _options: dict[str, Any]) -> None:
     from ckpt_prune.common.formatting import human_bytes, plural
+    from ckpt_prune.runner.quantize import QuantizedModel
 
+    if not isinstance(quantized, QuantizedModel):
+        click.echo("\n".join(quantized.lines()))
+        return
     record = quantized.record
     errors = [weight.error or 0.0 for weight in record.weights]
     worst = max(record.weights, key=lambda weight: weight.error or 0.0)
@@ -38,5 +43,6 @@ command = Command(
     examples=[
         "quantize OUT --text wikitext2 -o OUT4 --format int4",
         "quantize MODEL -o OUT8 --format int8 --group-size channel",
+        "quantize OUT --format gguf --type q4_k_m --text wikitext2 -o out.gguf",
     ],
 )

@@ -80,14 +80,13 @@ def export(options: StatisticsExportOptions) -> dict[str, Any]:
 
     require_gguf()
     from ckpt_prune.checkpoint.files import check_place
-    from ckpt_prune.common.errors import UserError
     from ckpt_prune.gguf.importance import write_imatrix
+    from ckpt_prune.gguf.writing import check_gguf_place
     from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.model.containers.opening import Opening, open_model
 
     out = check_place(options.imatrix)
-    if out.exists() and not options.overwrite:
-        raise UserError(f"{out} exists; --overwrite replaces it, or give another --imatrix")
+    check_gguf_place(out, overwrite=options.overwrite)
     statistics = Statistics(options.folder)
     model = open_model(options.model, Opening(options.trust_remote_code, packed=True))
     importance = write_imatrix(out, statistics, model)

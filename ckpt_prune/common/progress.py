@@ -191,7 +191,7 @@ def meter(total: int, what: str, *, unit: str = "step", clock: Clock | None = No
 
 
 def are_bars_shown() -> bool:
-    """Whether bars of other libraries may be shown as well."""
+    """Return whether bars of other libraries may be shown as well."""
     return not _silent.get() and _is_terminal()
 
 

@@ -24,7 +24,7 @@ def escape_controls(text: str) -> str:
 
 
 def has_no_controls(name: str) -> bool:
-    """Whether a name can be shown unchanged in one line."""
+    """Return whether a name can be shown unchanged in one line."""
     return CONTROL_CHARACTERS.search(name) is None and "\n" not in name and "\t" not in name
 
 

@@ -42,7 +42,7 @@ NOT_UTF8 = "not UTF-8 text: save it as UTF-8"
 
 
 def has_row_suffix(name: str | Path) -> bool:
-    """Whether a file's name says that it holds rows of JSON."""
+    """Return whether a file's name says that it holds rows of JSON."""
     return Path(name).suffix.lower() in ROW_SUFFIXES
 
 
@@ -135,7 +135,7 @@ def _parse_rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_one_value(content: str) -> bool:
-    """Whether a text is one JSON value over several lines, and not one a line."""
+    """Return whether a text is one JSON value over several lines, and not one a line."""
     first, _, rest = content.partition("\n")
     try:
         json.loads(first)

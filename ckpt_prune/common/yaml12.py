@@ -57,7 +57,7 @@ _TOO_DEEP = f"nested too deeply: {_DEEPEST} levels are read"
 
 
 def read_yaml(text: str) -> tuple[yaml.Node | None, Any]:
-    """The node of a YAML text, and its value.
+    """Return the node of a YAML text, and its value.
 
     Raises:
         ValueError: it is not YAML, has too many levels, refers to itself, holds a value that cannot be read, or stands

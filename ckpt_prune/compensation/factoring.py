@@ -32,7 +32,7 @@ def rank_for_ratio(rows: int, columns: int, ratio: float) -> int:
 
 
 def saves_parameters(rows: int, columns: int, rank: int) -> bool:
-    """Whether the factors have fewer parameters than the weight."""
+    """Return whether the factors have fewer parameters than the weight."""
     return rank * (rows + columns) < rows * columns
 
 

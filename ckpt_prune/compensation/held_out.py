@@ -115,7 +115,7 @@ class HeldOut:
         )
 
     def can_add_bias(self, strengths: Sequence[float]) -> bool:
-        """Whether `with_bias` loses no digits that matter under these strengths: none is next to nothing."""
+        """Return whether `with_bias` loses no digits that matter under these strengths: none is next to nothing."""
         return min(strengths, default=0.0) > LEAST * float(self.values.mean())
 
     def errors(self, base: Tensor | None, strengths: Sequence[float], shares: Sequence[float]) -> Tensor:

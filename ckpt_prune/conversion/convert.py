@@ -47,7 +47,7 @@ _ENCODER = ("embeddings.", "encoder.", "layernorm.")
 
 
 def _vit_of_mae(checkpoint: Checkpoint) -> StockCheckpoint:
-    """The encoder of a masked autoencoder, with a decoder or without, as a ViT that reads every patch.
+    """Return the encoder of a masked autoencoder, with a decoder or without, as a ViT that reads every patch.
 
     The autoencoder orders patches differently, which makes no difference to a transformer without a mask.
     """

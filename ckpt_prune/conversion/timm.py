@@ -271,7 +271,7 @@ class _Renamer:
                 self._put(f"{new}attention.attention.{name}.{kind}", fused, projection)
 
     def _absorb_scale(self, block: str, module: str, kind: str) -> NewTensor | None:
-        """A projection with its layer scale absorbed; None if it has none."""
+        """Return a projection with its layer scale absorbed; None if it has none."""
         if module not in _SCALES or not self.source.has(block + _SCALES[module]):
             return None
         scale, own = block + _SCALES[module], f"{block}{module}.{kind}"
@@ -281,6 +281,6 @@ class _Renamer:
 
 
 def _times(projection: Tensor, scale: Tensor) -> Tensor:
-    """A weight (out, in) or bias (out,) times the scale of each output."""
+    """Return a weight (out, in) or bias (out,) times the scale of each output."""
     wide = projection.double() * scale.double().reshape(-1, *[1] * (projection.dim() - 1))
     return wide.to(projection.dtype)

@@ -22,7 +22,7 @@ HELD_OUT_SHARE = 12
 
 
 def is_held_out(module: str) -> bool:
-    """Whether a module, named by its posix path in the standard library, is held out from training."""
+    """Return whether a module, named by its posix path in the standard library, is held out from training."""
     return int(hashlib.sha256(module.encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
 
 

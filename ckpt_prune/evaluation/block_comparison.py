@@ -11,24 +11,19 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.similarity import Similarity, StateSimilarity
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.measure.samples.samples import Samples
-from ckpt_prune.measure.streams.readout import Readout, measure_divergences
+from ckpt_prune.measure.streams.readout import measure_divergences
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 
 
 @dataclass(frozen=True)
 class BlockComparison:
-    """How alike the hidden states are that leave a block.
-
-    `divergence` is that of `Comparison`, between what each model's own head makes of them (logit lens), if asked for.
-    """
+    """How alike the hidden states are that leave a block."""
 
     block: int
     states: Similarity
-    divergence: float | None = None
 
     def data(self) -> dict[str, Any]:
-        data = {"block": self.block, **asdict(self.states)}
-        return data if self.divergence is None else data | {"divergence": self.divergence}
+        return {"block": self.block, **asdict(self.states)}
 
 
 @dataclass(frozen=True)
@@ -69,34 +64,30 @@ def compare(
     *,
     compute_dtype: torch.dtype = torch.float32,
     allocate: Allocate = allocate_in_memory,
-    lens: bool = False,
 ) -> Comparison:
-    """Run two models side by side and compare what leaves every block; with `lens` also what their heads make of it.
+    """Run two models side by side and compare what leaves every block, and the outputs.
 
     Both have as many blocks and hidden dimensions, in the same basis. Every block of both is run once. Memory: two
     blocks, the hidden states of both, and in the end everything outside the blocks of both with the outputs of
-    `readout.READOUT_TOKENS` tokens (with `lens` all along).
+    `readout.READOUT_TOKENS` tokens.
     """
     theirs, ours = (each.stream(samples, compute_dtype, allocate=allocate) for each in (reference, model))
-    readouts: list[Readout] = []
     comparisons: list[BlockComparison] = []
-    blocks, divergence = model.model.blocks, 0.0
-    for block in track(range(blocks), "comparing", total=blocks):
+    for block in track(range(model.model.blocks), "comparing", total=model.model.blocks):
         for stream, source in ((theirs, reference), (ours, model)):
             stream.advance(block, source.block(block))
         sums = StateSimilarity()
         for _, rows in ours.batches:
             sums.add(*(each.states[rows].to(ours.factory.device) for each in (ours, theirs)))
-        if lens or block == blocks - 1:
-            readouts = readouts or [theirs.readout(), ours.readout()]
-            (divergence,) = measure_divergences(readouts[0], theirs.states, samples, [(readouts[1], ours.states)])
-        comparisons.append(BlockComparison(block, sums.figures(), divergence if lens else None))
+        comparisons.append(BlockComparison(block, sums.figures()))
+    readout = theirs.readout()
+    (divergence,) = measure_divergences(readout, theirs.states, samples, [(ours.readout(), ours.states)])
     return Comparison(
         reference.model.checkpoint.path,
         model.model.checkpoint.path,
         comparisons,
         divergence,
-        readouts[0].logits,
+        readout.logits,
         len(samples),
         samples.tokens,
     )

@@ -11,7 +11,6 @@ _NOTES = {
     "relative error": "Lower is better: squared difference over squared length.",
     "cosine": "Higher is better: mean over tokens.",
     "CKA": "Higher is better: linear centred kernel alignment, which no rotation of the states changes.",
-    "lens": "Lower is better: divergence of what each model's own head makes of the block's states (logit lens).",
 }
 
 
@@ -23,14 +22,9 @@ def show_comparison(comparison: Comparison) -> Section:
         "cosine": lambda block: block.states.cosine,
         "CKA": lambda block: block.states.cka,
     }
-    if comparison.blocks[0].divergence is not None:
-        columns = {**columns, "lens": lambda block: block.divergence}
     rows = [
-        [
-            str(block.block),
-            *(MISSING if (value := pick(block)) is None else f"{value:.4g}" for pick in columns.values()),
-        ]
-        for block in comparison.blocks
+        [str(each.block), *(MISSING if (value := pick(each)) is None else f"{value:.4g}" for pick in columns.values())]
+        for each in comparison.blocks
     ]
     figures = [
         figure

@@ -15,6 +15,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.gguf.fitting import Fitter
 from ckpt_prune.gguf.importance import Importance, importance_of_statistics, read_imatrix
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
@@ -25,6 +26,7 @@ from ckpt_prune.gguf.tokenizer import read_tokenizer
 from ckpt_prune.gguf.types import NO_OTHERS, default_type, describe_type, kinds_of, tensor_bytes, zero_bytes
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
+from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
@@ -94,6 +96,8 @@ def export_gguf(
     dense: DenseSource | None = None,
     statistics: Path | None = None,
     imatrix: Path | None = None,
+    live: LiveSamples | None = None,
+    feedback: bool = False,
     overwrite: bool = False,
     trust: bool = False,
 ) -> ExportedGguf:
@@ -109,6 +113,8 @@ def export_gguf(
         dense: the model that the checkpoint was pruned from, to say what is lost beside it.
         statistics: folder with sums over the inputs of this checkpoint's matrices, by which errors in them are weighed.
         imatrix: a file with the same, as llama.cpp's tool writes it.
+        live: samples that the model is run on, block behind rounded block, to round by what reaches each matrix.
+        feedback: with these also try error feedback.
         overwrite: replace another GGUF file.
         trust: accept a checkpoint that asks for code of its own.
 
@@ -129,8 +135,9 @@ def export_gguf(
         importance = importance_of_statistics(Statistics(statistics), source, chosen)
     elif imatrix is not None:
         importance = read_imatrix(imatrix, layout)
-    kinds, changed = kinds_of(layout, chosen, others, weighted=bool(importance))
-    check_rounding(kinds.values(), weighted=bool(importance))
+    weighted = bool(importance) or live is not None
+    kinds, changed = kinds_of(layout, chosen, others, weighted=weighted)
+    check_rounding(kinds.values(), weighted=weighted)
     notes = Notices()
     whole, zeros = sum(tensor_bytes(layout, kinds).values()), zero_bytes(layout, kinds)
     filled = [f"zeros take {human_bytes(zeros)} of {human_bytes(whole)}"] if zeros else []
@@ -146,10 +153,16 @@ def export_gguf(
     name, size = layout.architecture.name, 0
     try:
         with staged_file(check_place(out)) as (place, _):
-            write_gguf(place, layout, chosen, kinds, tokenizer, folder, importance)
+            if live is None:
+                write_gguf(place, layout, chosen, kinds, tokenizer, folder, importance)
+            else:
+                with _empty_folder(place, "rounded") as rows:
+                    fitter = Fitter(source, live, layout, chosen, kinds, rows, feedback=feedback)
+                    write_gguf(place, layout, chosen, kinds, tokenizer, folder, importance, fitter.rounded)
+                notes(fitter.describe())
             if proof:
                 shown = describe_type(chosen, kinds)
-                with _empty_folder(place) as scratch:
+                with _empty_folder(place, "proof") as scratch:
                     result = prove(
                         place,
                         folder,
@@ -171,9 +184,9 @@ def export_gguf(
 
 
 @contextmanager
-def _empty_folder(place: Path) -> Iterator[Path]:
+def _empty_folder(place: Path, name: str) -> Iterator[Path]:
     """Yield a folder beside a file that grows, and delete it at the end; a killed run may have left one."""
-    folder = place.with_name(f"{place.name}-proof")
+    folder = place.with_name(f"{place.name}-{name}")
     shutil.rmtree(folder, ignore_errors=True)
     with disk_failures(folder):
         folder.mkdir()

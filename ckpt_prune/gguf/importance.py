@@ -18,7 +18,7 @@ from ckpt_prune.checkpoint.staging import staged_file
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.gguf.layout import Layout, lay_out
-from ckpt_prune.gguf.rounding import Array
+from ckpt_prune.gguf.rounding import Array, require_ggml
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
@@ -80,10 +80,9 @@ def read_imatrix(file: Path, layout: Layout) -> Importance:
         raise UserError(
             f"{file} is no file: --imatrix takes what llama-imatrix or `ckpt-prune statistics export` wrote"
         )
-    try:
-        import libgguf
-    except ModuleNotFoundError:
-        raise UserError(f"{file} is read by the package libgguf, which is not installed: pip install libgguf") from None
+    require_ggml(f"{file} is read")
+    import libgguf
+
     try:
         entries = libgguf.load_imatrix(file)
     except (OSError, ValueError, EOFError, OverflowError, MemoryError, UnicodeDecodeError) as error:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -24,15 +25,16 @@ _BY_GGUF_PY = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_0, Kind.Q5_1, K
 
 def check_rounding(kinds: Collection[Kind], *, weighted: bool) -> None:
     """Refuse types that only ggml's own functions round to, and importance, if these are not installed."""
-    if find_spec("libgguf") is not None:
-        return
     others = sorted(kind.name.lower() for kind in set(kinds) - {*_BY_GGUF_PY})
     if others or weighted:
         what = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'}" if others else "by importance weights are"
-        raise UserError(
-            f"{what} rounded by ggml, whose functions are not installed: pip install libgguf, or take "
-            "q8_0 or q4_0 without importance"
-        )
+        require_ggml(f"{what} rounded", ", or take q8_0 or q4_0 without importance")
+
+
+def require_ggml(done: str, otherwise: str = "") -> None:
+    """Refuse what only ggml's own functions do, if they are not installed: `done` says what they would do."""
+    if find_spec("libgguf") is None:
+        raise UserError(f"{done} by ggml, whose functions are not installed: pip install libgguf{otherwise}")
 
 
 def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = None) -> Iterator[Array]:
@@ -72,6 +74,11 @@ def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = Non
         return
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         yield from pool.map(encode_rows, starts)
+
+
+def load_rows(file: Path) -> Iterator[Array]:
+    """Yield the rows of a rounded matrix, which stays on disk until it is read."""
+    yield np.load(file, mmap_mode="r")
 
 
 def round_rows(rows: Tensor, kind: Kind, importance: Array | None = None) -> Tensor:

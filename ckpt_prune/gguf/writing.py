@@ -18,7 +18,7 @@ from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
 from ckpt_prune.gguf.importance import Importance
 from ckpt_prune.gguf.layout import Layout
-from ckpt_prune.gguf.rounding import encode
+from ckpt_prune.gguf.rounding import encode, load_rows
 from ckpt_prune.gguf.tokenizer import FileTokenizer
 from ckpt_prune.gguf.types import file_type, tensor_bytes
 from ckpt_prune.show.model_card import source_card
@@ -44,6 +44,7 @@ def write_gguf(
     tokenizer: FileTokenizer,
     source: Path,
     importance: Importance,
+    rounded: Mapping[str, Path] | None = None,
 ) -> None:
     """Write a layout to a path, whatever is there.
 
@@ -55,6 +56,7 @@ def write_gguf(
         tokenizer: GGUF keys of the tokenizer, and the name of the file they are from.
         source: folder whose card names the licence.
         importance: of the inputs of matrices, as far as it is known.
+        rounded: matrix → file with its rows, if they are rounded already.
     """
     sizes = tensor_bytes(layout, kinds)
     writer = fill_writer(path, layout, chosen, kinds, tokenizer, source)
@@ -66,8 +68,12 @@ def write_gguf(
         try:
             write_head(writer)
             for name, weight in track(list(layout.tensors.items()), "writing", unit="tensor"):
-                rows = _Rows(sizes[name], encode(name, weight.read(), kinds[name], importance.get(name)))
-                writer.write_tensor_data(rows)  # type: ignore[arg-type]
+                made = (rounded or {}).get(name)
+                if made is None:
+                    parts = encode(name, weight.read(), kinds[name], importance.get(name))
+                else:
+                    parts = load_rows(made)
+                writer.write_tensor_data(_Rows(sizes[name], parts))  # type: ignore[arg-type]
         finally:
             writer.close()
 
@@ -144,7 +150,7 @@ def check_gguf_place(out: Path, *, overwrite: bool) -> None:
     if out.is_symlink() or not out.is_file():
         raise UserError(f"{out} is no file: choose another name")
     if not overwrite:
-        raise UserError(f"{out} exists; --overwrite replaces it, or give another -o")
+        raise UserError(f"{out} exists; --overwrite replaces it, or choose another name")
     with out.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise UserError(f"{out} is no GGUF file, and is not replaced: choose another name")

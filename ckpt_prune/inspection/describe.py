@@ -115,7 +115,7 @@ def _model(
 
 
 def _block(model: Model) -> BlockDescription:
-    """The last block, which stands for all, and whether a block can go."""
+    """Return the last block, which stands for all, and whether a block can go."""
     stay = None
     if model.checkpoint.within is not None:
         stay = f"the {model.checkpoint.within.part} part of a composite keeps all of its own"
@@ -131,7 +131,8 @@ def _block(model: Model) -> BlockDescription:
 
 
 def _space(model: Model, name: SpaceName) -> SpaceDescription:
-    family, units = model.family, model.units(name)
+    family, blocks = model.family, model.blocks_with(name)
+    units = max(model.unit_counts(name))
     space = family.spaces[name]
     columns = family.columns.get(name)
     consumer = None if columns is None else columns.consumer
@@ -139,7 +140,7 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
     together = [other for other, each in family.spaces.items() if each.units == space.units in family.together]
     # One unit fewer stands for any number: the first drop is what changes the container.
     fewer = max(1, units - (model.multiple(name) if space.ends == "experts" else 1))
-    widths = [dict.fromkeys({*alike, *together}, fewer)] * model.blocks
+    widths = [{space: fewer for space in own if space in {*alike, *together}} for own in model.dense_widths]
     biases = {module for module in family.linears if model.has(module, "bias")}
 
     def container(biases: set[str]) -> str:
@@ -151,7 +152,6 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
             return "remote code"
 
     tensors = model.checkpoint.tensors
-    blocks = model.blocks_with(name)
     per_block = sum(tensors[model.tensor(blocks[0], module)].numel for module in space.modules)
     return SpaceDescription(
         unit=space.unit + (f" of each of {plural(len(alike), 'expert')}" if space.experts else ""),

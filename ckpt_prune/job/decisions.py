@@ -64,8 +64,8 @@ class Decisions:
         if site in self.sites:
             return self.sites[site]
         if site.block not in self.recipe.blocks(model.blocks):
-            return SiteDecision(model.units(site.space))
-        return SiteDecision(keep_count(model, self.recipe, site.space))
+            return SiteDecision(model.units(site.space, site.block))
+        return SiteDecision(keep_count(model, self.recipe, site))
 
     def widths(self, model: Model) -> list[dict[SpaceName, int]]:
         """Return units kept per block and space, of the spaces that the block has."""
@@ -79,10 +79,11 @@ class Decisions:
         ]
 
 
-def keep_count(model: Model, recipe: Recipe, space: SpaceName) -> int:
-    """Return how many units of a space stay under the recipe's ratio in a pruned block; for q and k, in every head."""
+def keep_count(model: Model, recipe: Recipe, site: Site) -> int:
+    """Return how many units of a site stay under the recipe's ratio; for q and k, in every head."""
+    space = site.space
     rounding, multiple = rounding_of(model, recipe, space), multiple_of(model, recipe, space)
-    return units_kept(model.units(space), recipe.ratio_of(space), rounding, multiple)
+    return units_kept(model.units(space, site.block), recipe.ratio_of(space), rounding, multiple)
 
 
 def multiple_of(model: Model, recipe: Recipe, space: SpaceName) -> int:

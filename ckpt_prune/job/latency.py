@@ -1,6 +1,6 @@
 """Predicted times of a model on one machine: so much for a block, less for every unit that goes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import ConfigDict
@@ -63,18 +63,18 @@ class Latencies:
         """Return the time of a model of so many dense blocks."""
         return round(self.rest + self.block * blocks)
 
-    def at(self, units: Callable[[SpaceName], int], widths: Sequence[Mapping[SpaceName, int]]) -> int:
+    def at(self, dense: Sequence[Mapping[SpaceName, int]], widths: Sequence[Mapping[SpaceName, int]]) -> int:
         """Return the time of a model of blocks of these widths.
 
         Args:
-            units: space → its units in a dense block.
-            widths: units kept per block and space; a space that is absent is whole.
+            dense: units per block and space of the dense model, at least for as many blocks.
+            widths: units kept; a space that is absent is whole.
         """
         # The time of a unit is that of all experts of a block together: each expert accounts for its share.
         saved = 0.0
-        for block_widths in widths:
+        for units, block_widths in zip(dense, widths, strict=False):
             alike: dict[str, list[int]] = {}
             for space, kept in block_widths.items():
-                alike.setdefault(recipe_space(space), []).append(units(space) - kept)
+                alike.setdefault(recipe_space(space), []).append(units[space] - kept)
             saved += sum(self.units[space] * sum(lost) / len(lost) for space, lost in alike.items() if any(lost))
         return round(self.rest + self.block * len(widths) - saved)

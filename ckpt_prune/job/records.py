@@ -3,7 +3,6 @@
 Nothing here needs torch: reading a report must not take seconds.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import Field
@@ -87,21 +86,6 @@ class SiteRecord(FixedRecord):
     heads: list[HeadErrors] | None = None
 
 
-class MaskShares(FixedRecord):
-    """How the zeros of a mask are shared out over blocks (sparsity/README.md, section 6).
-
-    Attributes:
-        ratios: share of zeros of every block.
-        kept: N of every block's N:M; None if the mask is unstructured.
-        figures: what was measured of every block: its outlier ratio, its exponent, or what its zeros alone are
-            predicted to do to the model's output, in nats a sample.
-    """
-
-    ratios: list[Annotated[float, Field(ge=0, lt=1)]]
-    kept: list[Annotated[int, Field(ge=1, le=32)]] | None = None
-    figures: Sequence[Figure] = ()
-
-
 class GapRecord(FixedRecord):
     """A run of consecutive blocks that are gone, and what makes up for them.
 
@@ -148,12 +132,6 @@ class TriedDepth(Tried):
     blocks: Annotated[int, Field(ge=0, le=10**6)]
 
 
-class TriedHidden(Tried):
-    """So many dimensions of the residual stream stayed."""
-
-    kept: Annotated[int, Field(ge=1, le=10**7)]
-
-
 class DepthRecord(FixedRecord):
     """The blocks of a model that are gone, or that have zeros in place of a part.
 
@@ -173,27 +151,6 @@ class DepthRecord(FixedRecord):
     choose: str | None = None
     gaps: list[GapRecord] = Field(default_factory=list)
     tried: list[TriedDepth] = Field(default_factory=list)
-
-
-class HiddenRecord(FixedRecord):
-    """The dimensions that are left of a model's residual stream.
-
-    Attributes:
-        signal: what its principal directions are of.
-        dimensions: of the dense stream.
-        tied: of a shared basis, whether one table is still embedding and head; None if it was not.
-        energy: share of the signals' energy that lies in the kept directions, basis by basis: those of attention and
-            mlp of every block in order, or one of all; empty if the stream stays as it is.
-        tried: descending, or ascending beside each number of blocks; empty if one number was given.
-    """
-
-    kind: Literal["per-block", "shared"]
-    signal: Literal["normed", "stream"]
-    dimensions: Annotated[int, Field(ge=1, le=10**7)]
-    kept: Annotated[int, Field(ge=1, le=10**7)]
-    tied: bool | None = None
-    energy: list[Figure] = Field(default_factory=list)
-    tried: list[TriedHidden] = Field(default_factory=list)
 
 
 class StatisticsReference(FixedRecord):

@@ -195,7 +195,7 @@ def _stock_class(config: Mapping[str, Any], part: Part) -> str:
 
 
 def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
-    """The description of the part's family without what the whole has no room for."""
+    """Return the description of the part's family without what the whole has no room for."""
     if part.described is not None:
         return part.described
     model_type = config["model_type"]
@@ -213,7 +213,7 @@ def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
 
 
 def _inner_name(part: Part, parameter: str) -> str | None:
-    """The name in the part's stock class of a parameter of the whole; None if the part does not have it."""
+    """Return the name in the part's stock class of a parameter of the whole; None if the part does not have it."""
     for outer, inner in part.modules.items():
         if parameter.startswith(f"{outer}."):
             path = parameter.removeprefix(f"{outer}.")

@@ -43,8 +43,8 @@ def described_shapes(model: Any) -> dict[str, tuple[int, ...]] | None:
     if residual is None or family.embedding is None or vocabulary is None or len(model.spaced_blocks) < model.blocks:
         return None
     lines: dict[tuple[str, str], int] = {}
-    for name, space in family.consumers.items():
-        units = torch.arange(model.site_units(name))
+    for space in family.consumers.values():
+        units = torch.arange(space.site_units(model.dimension))
         for axis, incidence in space.incidences:
             end = int(incidence.lines(units, len(units), model.dimension).max()) + 1
             lines[axis, incidence.module] = max(end, lines.get((axis, incidence.module), 0))

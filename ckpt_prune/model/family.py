@@ -4,6 +4,7 @@ A description names tensors as they stand on disk. model/README.md says what eac
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -20,6 +21,7 @@ from ckpt_prune.model.spaces import (
     Kind,
     LogitSpace,
     RotarySpace,
+    Space,
     SpaceName,
     StrictModel,
     ValueSpace,
@@ -35,6 +37,25 @@ KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 """Tensors that a module of a block may have."""
 REMOTE_PREFIX = "Pruned"
 """First part of the names of this tool's remote classes, before the stock class that each stands for."""
+
+
+def linears_of(spaces: Mapping[SpaceName, Space]) -> list[str]:
+    """Return every linear module that some of a block's spaces name, once: those of attention logits first."""
+    named = [space for space in spaces.values() if isinstance(space, LogitSpace)]
+    return list(dict.fromkeys(module for space in [*named, *_consumers(spaces)] for module in space.modules))
+
+
+def inputs_of(spaces: Mapping[SpaceName, Space]) -> dict[str, tuple[str, ...]]:
+    """Return `Family.inputs` of a block with these spaces."""
+    inputs: dict[str, tuple[str, ...]] = {}
+    for space in _consumers(spaces):
+        producers = tuple(dict.fromkeys(space.readers))
+        inputs |= {producers[0]: producers, space.consumer: (space.consumer,)}
+    return inputs
+
+
+def _consumers(spaces: Mapping[SpaceName, Space]) -> list[ConsumerSpace]:
+    return [space for space in spaces.values() if isinstance(space, ConsumerSpace) and space.within is None]
 
 
 class Family(StrictModel):
@@ -201,8 +222,7 @@ class Family(StrictModel):
     @property
     def linears(self) -> list[str]:
         """Every linear module of a block that some space names, once."""
-        spaces = [*self.logits.values(), *self.consumers.values()]
-        return list(dict.fromkeys(module for space in spaces for module in space.modules))
+        return linears_of(self.spaces)
 
     @property
     def expert_modules(self) -> dict[str, tuple[int, str]]:
@@ -237,11 +257,7 @@ class Family(StrictModel):
     @property
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Linear module of a block → all that read the same input, itself first; in the order of computation."""
-        inputs: dict[str, tuple[str, ...]] = {}
-        for space in self.consumers.values():
-            producers = tuple(dict.fromkeys(space.readers))
-            inputs |= {producers[0]: producers, space.consumer: (space.consumer,)}
-        return inputs
+        return inputs_of(self.spaces)
 
     @property
     def producer_inputs(self) -> list[str]:

@@ -149,7 +149,7 @@ def _fits(family: Family, checkpoint: Checkpoint, tensors: set[str]) -> bool:
 
 
 def _with_prefix(family: Family, names: set[str]) -> Family:
-    """The family with the prefix that the tensors of its base model have on disk."""
+    """Return the family with the prefix that the tensors of its base model have on disk."""
     for prefixed in (family.prefixed, not family.prefixed):
         candidate = family.model_copy(update={"prefixed": prefixed})
         block = candidate.on_disk(family.block)

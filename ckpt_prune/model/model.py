@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import context_length, image_size, image_tokens
 from ckpt_prune.model.cuts import KeptUnits, RemainingLines, list_cuts, remaining_lines
 from ckpt_prune.model.described import is_as_described
-from ckpt_prune.model.family import Family
+from ckpt_prune.model.family import Family, inputs_of, linears_of
 from ckpt_prune.model.family_keys import GROUPED
 from ckpt_prune.model.matching import match_family, orient_checkpoint, tied_by_description
 from ckpt_prune.model.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
-from ckpt_prune.model.spaces import Axis, Kind, Space, SpaceName, axis_dim
+from ckpt_prune.model.spaces import AnySpace, Axis, Kind, SpaceName, axis_dim
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,7 +37,7 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 TensorSpecs = Mapping[str, TensorSpec]
 """On-disk name of a tensor → dtype and shape."""
 Width = int | list[int]
-"""Columns of a module: of all blocks, or of each if they differ."""
+"""Columns of a module: of all blocks that have it, or of each, with 0 for one without it."""
 BlockWidths = Mapping[SpaceName, int]
 """Units of each space that a block keeps; of q and k, in every head."""
 
@@ -65,7 +65,7 @@ class Model:
         if oriented.stated:
             config = parse_config(oriented.config)
         model = cls(oriented, family.with_config(config), config)
-        if not model.spaced_blocks:
+        if not any(model.dense_widths):
             raise UserError(
                 f"{family.model_type} with {family.leading} {getattr(config, family.leading or '')} in config.json is "
                 "not supported: none of its blocks has experts"
@@ -111,35 +111,46 @@ class Model:
     def blocks(self) -> int:
         return self.dimension("layers")
 
-    @property
-    def spaced_blocks(self) -> range:
-        """Blocks that have the spaces of the family: all but the leading ones (`leading` of a description)."""
+    def spaces(self, block: int) -> Mapping[SpaceName, AnySpace]:
+        """Return the spaces of a block, in the order in which they are computed: none of the leading blocks."""
         leading = self.family.leading
-        return range(0 if leading is None else int(getattr(self.config, leading) or 0), self.blocks)
+        first = 0 if leading is None else int(getattr(self.config, leading) or 0)
+        return self.family.spaces if block >= first else {}
 
-    def spaces(self, block: int) -> Mapping[SpaceName, Space]:
-        """Return the spaces of a block, in the order in which they are computed."""
-        return self.family.spaces if block in self.spaced_blocks else {}
+    @cached_property
+    def dense_widths(self) -> list[dict[SpaceName, int]]:
+        """The units of every space that each block has; of q and k, those of one head."""
+        counts = {space: own.count(self.dimension) for space, own in self.family.spaces.items()}
+        return [{space: counts[space] for space in self.spaces(block)} for block in range(self.blocks)]
+
+    def units(self, space: SpaceName, block: int) -> int:
+        """Return the units of a block's space that a width counts; of q and k, those of one head."""
+        return self.dense_widths[block][space]
+
+    def unit_counts(self, space: SpaceName) -> list[int]:
+        """Return `units` of every block that has a space."""
+        return [widths[space] for widths in self.dense_widths if space in widths]
+
+    @property
+    def spaced_blocks(self) -> list[int]:
+        """Blocks that have spaces; they need not be neighbours."""
+        return [block for block, widths in enumerate(self.dense_widths) if widths]
 
     def blocks_with(self, space: SpaceName) -> list[int]:
         """Return the blocks that have a space."""
-        return [block for block in range(self.blocks) if space in self.spaces(block)]
+        return [block for block, widths in enumerate(self.dense_widths) if space in widths]
 
     def inputs(self, block: int) -> dict[str, tuple[str, ...]]:
-        """Return `Family.inputs` of a block; nothing of a block without spaces."""
-        return self.family.inputs if block in self.spaced_blocks else {}
+        """Return `Family.inputs` of a block: of those linear modules that its spaces lie on."""
+        return inputs_of(self.spaces(block))
 
     def weights(self, block: int) -> list[str]:
-        """Return the on-disk weights of a block's linear modules that spaces lie on."""
-        return [self.tensor(block, module) for module in self.family.linears] if block in self.spaced_blocks else []
+        """Return the on-disk weights of a block's linear modules that its spaces lie on."""
+        return [self.tensor(block, module) for module in linears_of(self.spaces(block))]
 
-    def units(self, space: SpaceName) -> int:
-        """Return the units of a space that a width counts; of q and k, those of one head."""
-        return self.family.spaces[space].count(self.dimension)
-
-    def site_units(self, space: SpaceName) -> int:
+    def site_units(self, space: SpaceName, block: int) -> int:
         """Return the units of a site: of q and k those of every head, of other spaces as `units`."""
-        return self.family.spaces[space].site_units(self.dimension)
+        return self.units(space, block) * self.copies(space)
 
     def copies(self, space: SpaceName) -> int:
         """Return how often the counted units stand in a site."""
@@ -164,7 +175,7 @@ class Model:
         is_of_experts = described.experts or any(
             each.experts and self.share_width_key(name, space) for name, each in family.spaces.items()
         )
-        return GROUPED if is_of_experts and self.units(space) % GROUPED == 0 else 1
+        return GROUPED if is_of_experts and not any(n % GROUPED for n in self.unit_counts(space)) else 1
 
     def share_width_key(self, space: SpaceName, other: SpaceName) -> bool:
         """Return whether one config key says how wide both spaces are."""
@@ -178,7 +189,8 @@ class Model:
 
     def consumer_columns(self, space: SpaceName, units: Tensor) -> Tensor:
         """Return the columns of a space's consumer that some units of a site lie on, int64, in the dense model."""
-        return self.family.columns[space].columns.lines(units, self.site_units(space), self.dimension)
+        described = self.family.columns[space]
+        return described.columns.lines(units, described.site_units(self.dimension), self.dimension)
 
     def config_values(self, widths: BlockWidths) -> dict[str, int]:
         """Return the config keys and values that state how many units of each space there are."""
@@ -206,7 +218,7 @@ class Model:
         Args:
             tensors: by on-disk name, of any widths.
         """
-        spaces = self.family.spaces
+        spaces = self.spaces(block)
         noted = tensors.get(self.widths_name(block))
         if noted is not None:
             return dict(zip(spaces, noted.tolist(), strict=True))
@@ -216,14 +228,14 @@ class Model:
         # Values may be narrower than heads are wide: the block's config says so, and other spaces are counted without.
         block_config = layer_config(self.config, block) if values else self.config
         stated = {name: getattr(block_config, next(iter(space.config)), None) for name, space in values.items()}
-        widths: dict[SpaceName, int] = {name: stated[name] or self.units(name) for name in values}
+        widths: dict[SpaceName, int] = {name: stated[name] or self.units(name, block) for name in values}
         others = {name: space for name, space in spaces.items() if name not in values}
         inside = {(axis, i.module): name for name, space in values.items() for axis, i in space.incidences}
 
         def lines(axis: Axis, module: str) -> int:
             size = int(tensors[self.tensor(block, module)].shape[axis_dim(axis)])
             name = inside.get((axis, module))
-            return size if name is None else size // widths[name] * self.units(name)
+            return size if name is None else size // widths[name] * self.units(name, block)
 
         crossed = [(i.module, axis) for space in others.values() for axis, i in space.incidences]
         # Spaces with copies side by side come last, as the number of copies depends on the others.
@@ -232,7 +244,7 @@ class Model:
             uncrossed = [(axis, i) for axis, i in space.incidences if crossed.count((i.module, axis)) == 1]
             axis, incidence = (uncrossed or space.incidences)[-1]
             if self.tensor(block, incidence.module) not in tensors:
-                continue  # an expert that is gone, or a block without the spaces
+                continue  # an expert that is gone
             widths[name] = lines(axis, incidence.module) // incidence.per_unit(self.dimension)
             if space.per is not None:
                 outer = next((widths[other] for other, each in others.items() if each.units == space.per), None)
@@ -250,9 +262,9 @@ class Model:
         Args:
             widths: units of the spaces that are pruned.
         """
-        if not any(space.ends == "values" for space in self.family.spaces.values()):
+        if not any(space.ends == "values" for space in self.spaces(block).values()):
             return dict(tensors)
-        counts = torch.tensor([widths.get(space, self.units(space)) for space in self.family.spaces])
+        counts = torch.tensor([widths.get(space, units) for space, units in self.dense_widths[block].items()])
         return {**tensors, self.widths_name(block): counts}
 
     @property
@@ -282,8 +294,8 @@ class Model:
         return self.family.tensor(block, module, kind)
 
     def has(self, module: str, kind: Literal["weight", "bias"] = "weight") -> bool:
-        """Return whether blocks have such a tensor."""
-        return self.tensor(self.spaced_blocks.start, module, kind) in self.checkpoint.tensors
+        """Return whether some block has such a tensor."""
+        return any(self.tensor(block, module, kind) in self.checkpoint.tensors for block in range(self.blocks))
 
     @cached_property
     def _expert_weights(self) -> dict[str, int]:
@@ -373,7 +385,7 @@ class Model:
                     dtype, shape = shapes[name]
                     shapes[name] = dtype, (*shape[:dim], len(lines), *shape[dim + 1 :])
             for space, rotary in self.family.rotary_spaces.items():
-                if units.get(space, self.units(space)) < self.units(space):
+                if space in units and units[space] < self.units(space, block):
                     heads = next((n for s, n in units.items() if self.family.spaces[s].units == rotary.per), None)
                     shapes[self.pairs_name(block)] = torch.int16, (units[space] * (heads or self.copies(space)),)
             for space in self.family.expert_spaces.keys() & units.keys():
@@ -435,9 +447,9 @@ class Model:
 
     def _shape(self, module: str) -> tuple[int, ...]:
         """Shape of a linear module's dense weight, or of a table."""
-        tensors, first = self.checkpoint.tensors, self.spaced_blocks.start
-        name = self.tensor(first, module)
-        return tensors[name if name in tensors else self.tensor(first, module, "itself")].shape
+        tensors, kinds = self.checkpoint.tensors, get_args(Kind)
+        names = (self.tensor(block, module, kind) for block in range(self.blocks) for kind in kinds)
+        return next(tensors[name].shape for name in names if name in tensors)
 
     def unit_weights(self, space: SpaceName) -> int:
         """Return how many weights, without biases, go with one unit of a space."""
@@ -474,12 +486,14 @@ class Model:
         """Consumer's on-disk weight, with `{block}` for the block → its width."""
         widths: dict[str, Width] = {}
         for name, space in self.family.consumers.items():
-            width: Width = self.units(name) * self.unit_columns(name)
+            counts = {block: self.units(name, block) * self.unit_columns(name) for block in self.blocks_with(name)}
             if self.has_remote_code:
-                names = (self.tensor(block, space.consumer) for block in self.spaced_blocks)
-                columns = [self.checkpoint.tensors[each].shape[1] for each in names]
-                width = columns[-1] if len(set(columns)) == 1 else [0] * self.spaced_blocks.start + columns
-            widths[f"{self.family.block}{space.consumer}.weight"] = width
+                names = {block: self.tensor(block, space.consumer) for block in counts}
+                counts = {block: self.checkpoint.tensors[each].shape[1] for block, each in names.items()}
+            columns: Width = [counts.get(block, 0) for block in range(self.blocks)]
+            if len(set(counts.values())) == 1:
+                columns = max(counts.values())
+            widths[f"{self.family.block}{space.consumer}.weight"] = columns
         return widths
 
     @property
@@ -497,7 +511,7 @@ class Model:
     def router_experts(self) -> dict[str, int]:
         """Router's on-disk weight, with `{block}` for the block → experts."""
         routers = self.family.expert_spaces.items()
-        return {f"{self.family.block}{space.measured}.weight": self.units(name) for name, space in routers}
+        return {f"{self.family.block}{own.measured}.weight": max(self.unit_counts(name)) for name, own in routers}
 
     @property
     def query_heads(self) -> dict[str, tuple[int, int]]:

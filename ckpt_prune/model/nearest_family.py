@@ -201,7 +201,7 @@ def _code(architecture: str) -> dict[str, str]:
 
 
 def _common_prefix(classes: Sequence[str], architecture: str) -> str:
-    """The family's name, with which most names of a file's classes begin."""
+    """Return the family's name, with which most names of a file's classes begin."""
     words = re.findall(r"[A-Z][a-z0-9_]*|[A-Z]+(?![a-z])", architecture)
     prefixes = {"".join(words[: length + 1]) for length in range(len(words))}
     for prefix in sorted(prefixes, key=len, reverse=True):
@@ -221,7 +221,7 @@ def _draft(
     names: Names,
     code: Collection[str],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A description that extends the nearest family, and the keys that it leaves open."""
+    """Return a description that extends the nearest family, and the keys that it leaves open."""
     family = family_for_config({**config, "model_type": nearest.model_type})
     prefix, modules = _block(names)
     head = next((each for each in ("lm_head", family.head) if each and f"{each}.weight" in names.shapes), None)
@@ -275,7 +275,7 @@ def _block(names: Names) -> tuple[str | None, frozenset[str]]:
 
 
 def _spaces(family: Family, modules: frozenset[str]) -> dict[str, Any]:
-    """The spaces without rows of modules that the model lacks; nothing if it lacks none."""
+    """Return the spaces without rows of modules that the model lacks; nothing if it lacks none."""
     spaces = {name: space.model_dump(exclude_defaults=True) for name, space in family.spaces.items()}
     for values in spaces.values():
         values["rows"] = [row for row in values["rows"] if row["module"] in modules]
@@ -284,7 +284,7 @@ def _spaces(family: Family, modules: frozenset[str]) -> dict[str, Any]:
 
 
 def _heads_divide_hidden(family: Family, parsed: PreTrainedConfig, config: Mapping[str, Any]) -> bool:
-    """Whether the config class refuses a number of heads that does not divide the hidden size."""
+    """Return whether the config class refuses a number of heads that does not divide the hidden size."""
     hidden = family.dimension(parsed, "hidden")
     odd = next(count for count in range(3, hidden + 2) if hidden % count)
     keys = [family.dimensions[name][0] for name in ("query_heads", "kv_heads") if family.dimensions[name]]

@@ -247,7 +247,7 @@ class Names:
         return sorted(lacking | {name for name in stacked if not in_memory.issuperset(self.parameters(name))})
 
     def _is_stacked(self, disk: str) -> bool:
-        """Whether a tensor on disk is one of several that a parameter stacks: a weight of one expert."""
+        """Return whether a tensor on disk is one of several that a parameter stacks: a weight of one expert."""
         parameters, shape = self.parameters(disk), self.shapes.get(disk)
         return shape is not None and len(parameters) == 1 and len(shape) < self._parameters[parameters[0]].dim()
 

@@ -200,7 +200,7 @@ def find_block_kinds(model: nn.Module, inputs: dict[str, Any], past: Sequence[tu
 
 
 def _find_blocks(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
-    """The longest list of modules that lies in no other list."""
+    """Return the longest list of modules that lies in no other list."""
     found: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in found):
@@ -218,7 +218,7 @@ def name_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _list_settings(block: nn.Module) -> list[Any]:
-    """Every module in a block with its class and plain attributes, which may matter only to longer inputs."""
+    """Return every module in a block with its class and plain attributes, which may matter only to longer inputs."""
     settings = []
     for name, module in block.named_modules():
         plain = {

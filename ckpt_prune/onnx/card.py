@@ -121,7 +121,7 @@ def _group_ports(ports: list[Port]) -> list[tuple[str, str, str]]:
 
 
 def _split_layer(name: str) -> tuple[str, int | None]:
-    """The prefix and the layer of keys or values; another name as it is."""
+    """Return the prefix and the layer of keys or values; another name as it is."""
     prefix = next((prefix for prefix in (PAST, PRESENT) if name.startswith(prefix)), None)
     return (name, None) if prefix is None else (prefix, int(name.removeprefix(prefix).split(".")[0]))
 
@@ -237,7 +237,7 @@ def make_snippet(manifest: Manifest, folder: Path) -> str:
 
 
 def _write_feed(manifest: Manifest, ids: str) -> str:
-    """The graph's inputs of tokens without padding, as the inside of a dict."""
+    """Return the graph's inputs of tokens without padding, as the inside of a dict."""
     feeds = {
         "input_ids": ids,
         "attention_mask": "np.ones((1, ids.shape[1]), np.int64)",

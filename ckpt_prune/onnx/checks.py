@@ -109,7 +109,7 @@ def hash_present_files(folder: Path, graph: Manifest) -> dict[str, str]:
 
 
 def check_files(folder: Path, graph: Manifest, present: Mapping[str, str]) -> tuple[bool, str]:
-    """Whether the files of a folder, by `hash_present_files`, are those that were written."""
+    """Return whether the files of a folder, by `hash_present_files`, are those that were written."""
     absent = [name for name in graph.files if name not in present]
     if absent:
         return False, f"{absent[0]} is gone"
@@ -139,7 +139,7 @@ def _name_changed_weights(folder: Path, graph: Manifest) -> str:
 
 
 def _hash_tensor(tensor: Any) -> str | None:
-    """The digest of a weight's bytes; None if the file ends before them."""
+    """Return the digest of a weight's bytes; None if the file ends before them."""
     try:
         return None if tensor is None else hashlib.sha256(tensor.tobytes()).hexdigest()
     except (OSError, ValueError):
@@ -211,7 +211,7 @@ def check_interface(
     cache: Sequence[str],
     missing: Sequence[str] = (),
 ) -> tuple[bool, str]:
-    """Whether inputs and outputs are those of the record, and have the names that the model's have.
+    """Return whether inputs and outputs are those of the record, and have the names that the model's have.
 
     Whether their sizes are right, and free where they should be, shows when the graph is run.
 

@@ -114,7 +114,7 @@ def _make_case(
     chunks: tuple[int, ...] = (),
     most: int | None = None,
 ) -> TextCase:
-    """A batch of consecutive pieces of the windows, each window cut from its start.
+    """Return a batch of consecutive pieces of the windows, each window cut from its start.
 
     The first text of a padded batch has no padding, the last the most.
     """
@@ -132,7 +132,7 @@ def _make_case(
 
 
 def _cut(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes as far as they fit, and what remains."""
+    """Return the sizes as far as they fit, and what remains."""
     chunks: list[int] = []
     for size in sizes:
         if sum(chunks) + size < total:
@@ -159,7 +159,7 @@ class Difference:
 
 
 def flatten_positions(values: Tensor, keep: Tensor | None = None) -> Tensor:
-    """A result (B, ...), or (B, T, ...) with `keep`, bool (B, T), as (positions, units), without padding."""
+    """Return a result (B, ...), or (B, T, ...) with `keep`, bool (B, T), as (positions, units), without padding."""
     rows = values
     if keep is not None:
         rows = values.flatten(0, 1) if bool(keep.all()) else values[keep]

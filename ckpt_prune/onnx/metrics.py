@@ -52,7 +52,7 @@ class Allowance:
 def measure_text_metric(
     graph: OnnxModel, reference: Reference, task: TaskName, windows: Tensor, folder: Path, allowance: Allowance
 ) -> Metric | str:
-    """The metric of a model of text, or why there is none.
+    """Return the metric of a model of text, or why there is none.
 
     Args:
         windows: int64 (N, T), real text.
@@ -96,7 +96,7 @@ def measure_text_metric(
 def measure_image_metric(
     graph: OnnxModel, reference: Reference, task: TaskName, images: ImageSamples, allowance: Allowance
 ) -> Metric | str:
-    """The metric of a model of images, or why there is none; arguments as of `measure_text_metric`."""
+    """Return the metric of a model of images, or why there is none; arguments as of `measure_text_metric`."""
     ours, theirs = cast(PreTrainedModel, graph), reference.model
     of = plural(len(images), "image")
     if task == "feature-extraction":
@@ -223,7 +223,7 @@ class _LogitsRecorder:
 
 
 def _count_flips(ours: _LogitsRecorder, theirs: _LogitsRecorder, share: float) -> tuple[float, float]:
-    """The share of predictions that are put into another class, and the share that may be.
+    """Return the share of predictions that are put into another class, and the share that may be.
 
     A prediction may be if PyTorch has the two classes nearer than `share` of its largest logit.
     """

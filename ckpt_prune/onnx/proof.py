@@ -103,7 +103,7 @@ class Other:
 
 
 def find_dense(name: str | None, max_loss: float | None) -> Dense | None:
-    """The dense model that is named, downloaded if it is on the Hub."""
+    """Return the dense model that is named, downloaded if it is on the Hub."""
     if name is None:
         if max_loss is not None:
             raise UserError("--max-loss-dense goes with --dense MODEL")
@@ -186,7 +186,7 @@ def validate(
 
 
 def find_source(folder: Path, manifest: Manifest) -> Path:
-    """The model that a folder was made from, if the folder lies in it, or beside it."""
+    """Return the model that a folder was made from, if the folder lies in it, or beside it."""
     above = folder.resolve().parent
     for place in (above, above / Path(manifest.source.name).name):
         if not (place / CONFIG).is_file():
@@ -207,7 +207,7 @@ def _check_source(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> N
 
 
 def _hold(checkpoint: Checkpoint, trust: bool, *, unpack: bool = True) -> HeldModel:
-    """The WHOLE model of a checkpoint in float32 on the CPU, loaded when it is needed."""
+    """Return the WHOLE model of a checkpoint in float32 on the CPU, loaded when it is needed."""
     return HeldModel(lambda: _load(checkpoint, trust, torch.float32, unpack=unpack))
 
 
@@ -445,7 +445,7 @@ class Proof:
         cache: Literal["none", "chunks", "steps"] = "none",
         segments: bool = False,
     ) -> list[Case]:
-        """A case for each output that PyTorch returns too, or for the main one if onnxruntime failed.
+        """Return a case for each output that PyTorch returns too, or for the main one if onnxruntime failed.
 
         Args:
             given: of onnxruntime.
@@ -711,7 +711,7 @@ class TextProof(Proof):
         return passed, f"{detail}; {min(same, default=0.0):.1%} of the tokens are the same"
 
     def _count_steps(self, prompt: TextCase) -> int:
-        """How many tokens are generated after a prompt; the last is chosen, not read."""
+        """Return how many tokens are generated after a prompt; the last is chosen, not read."""
         return STEPS if self.context is None else min(STEPS, self.context - prompt.ids.shape[1] + 1)
 
     def _generate(self, case: TextCase, steps: int) -> tuple[dict[str, Tensor] | str, TextCase]:
@@ -780,7 +780,7 @@ def _make_feed(case: TextCase) -> dict[str, Tensor]:
 
 
 def _relative_error(case: Case) -> float:
-    """The largest difference in units of the largest output."""
+    """Return the largest difference in units of the largest output."""
     if case.max_abs is None:
         return math.inf
     return case.max_abs / case.largest if case.largest else 0.0

@@ -112,7 +112,7 @@ class Manifest(BaseModel):
         return [("source", self.source.name), ("task", self.task), ("cached", self.cached), ("graphs", self.graphs)]
 
     def select(self, dtype: GraphType) -> "Manifest":
-        """The record of one graph alone, with no files but its own and those that all share."""
+        """Return the record of one graph alone, with no files but its own and those that all share."""
         entries = [entry for entry in self.graphs if entry.dtype == dtype]
         if not entries:
             types = ", ".join(entry.dtype for entry in self.graphs)
@@ -364,7 +364,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_validation(folder: Path) -> Validations:
-    """The record of an exported folder's last validation."""
+    """Return the record of an exported folder's last validation."""
     return _read(folder / VALIDATION, Validations, "`ckpt-prune validate` writes it", "validate again")
 
 

@@ -83,7 +83,7 @@ class Reference:
         self._held.let_go()
 
     def replaced(self, model: Any) -> "Reference":
-        """The same with another model, which is called like it, in its place."""
+        """Return the same with another model, which is called like it, in its place."""
         other = copy(self)
         other._held = HeldModel(lambda: model)
         return other
@@ -112,11 +112,11 @@ class Reference:
         return any(not torch.equal(value, after[key]) for key, value in before.items())
 
     def run(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Every tensor that it returns for whole texts or images, by name; no cache is made."""
+        """Return every tensor that it returns for whole texts or images, by name; no cache is made."""
         return self._tensors(self._call(feed, {"use_cache": False}))
 
     def run_with_cache(self, feed: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Every tensor that it returns for whole texts, and the keys and values that it keeps of them.
+        """Return every tensor that it returns for whole texts, and the keys and values that it keeps of them.
 
         Those are `present.i.key` and `present.i.value`, (B, heads, T, head_dim), of every token, also where attention
         looks at a window only, as a graph has them.
@@ -169,7 +169,7 @@ class Reference:
 
 
 def _mask_start(mask: Tensor) -> Tensor:
-    """All but the last token of the last text as padding: causal attention, too, looks back at it."""
+    """Return all but the last token of the last text as padding: causal attention, too, looks back at it."""
     changed = mask.clone()
     changed[-1, :-1] = 0
     return changed

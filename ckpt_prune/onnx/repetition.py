@@ -63,7 +63,7 @@ def repeat_blocks(kinds: BlockKinds, *, cached: bool) -> Iterator[list[str]]:
 
 
 def _pass_on(output: Any) -> Callable[..., Any]:
-    """A forward that returns its input in the form that the block returns its output."""
+    """Return a forward that returns its input in the form that the block returns its output."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         entered = args[0] if args else kwargs["hidden_states"]
@@ -172,7 +172,7 @@ class _Repetition:
         return range(start, start + self._cached)
 
     def _find_left(self, block: _Block, following: _Block | None) -> onnx_ir.Value:
-        """The one value of a block that is read behind it: by the next traced block alone, if there is one."""
+        """Return the one value of a block that is read behind it: by the next traced block alone, if there is one."""
         ends = set(self._graph.outputs[: self._first_present])
         values = set()
         for value in block.data:
@@ -234,7 +234,7 @@ class _Repetition:
             raise NotAlikeError(f"blocks {first.index} and {second.index} are traced into different nodes")
 
     def _find_nodes(self, template: _Block) -> list[onnx_ir.Node]:
-        """The nodes to copy: all that depend on what is replaced, up to what leaves the block."""
+        """Return the nodes to copy: all that depend on what is replaced, up to what leaves the block."""
         read = {template.entered, *template.past, *template.readings.values}
         made: set[onnx_ir.Value | None] = set()
         nodes = []

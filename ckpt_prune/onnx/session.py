@@ -176,7 +176,7 @@ class OnnxModel:
 
 
 def open_graph(graph: Path, provider: Provider) -> PreTrainedModel:
-    """A graph that is called like the model it came from, to be measured in the place of a checkpoint."""
+    """Return a graph that is called like the model it came from, to be measured in the place of a checkpoint."""
     model = OnnxModel(graph.parent, graph.name, provider=provider)
     if not {"logits", "last_hidden_state"} & set(model.outputs):
         raise UserError(f"{graph} returns {', '.join(list(model.outputs)[:3])}: neither logits nor last_hidden_state")
@@ -195,12 +195,12 @@ def complete_inputs(feed: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def next_cache(outputs: Mapping[str, T]) -> dict[str, T]:
-    """The keys and values that came out, named as what goes in next."""
+    """Return the keys and values that came out, named as what goes in next."""
     return {name.replace(PRESENT, PAST, 1): value for name, value in outputs.items() if name.startswith(PRESENT)}
 
 
 def read_graph(path: Path) -> onnx_ir.Model:
-    """A graph that may be damaged, or anybody's; its weights are read when they are asked for.
+    """Return a graph that may be damaged, or anybody's; its weights are read when they are asked for.
 
     onnx_ir's warnings are dropped: other checks find the same, and they hold names with control characters.
     """

@@ -35,7 +35,7 @@ class StoredTensor:
         return cls(file, values.shape, values.dtype)
 
     def flatten(self) -> "StoredTensor":
-        """The same, of (B, T, ...), as (positions, units)."""
+        """Return the same, of (B, T, ...), as (positions, units)."""
         shape = torch.Size((self.shape[:2].numel(), self.shape[2:].numel()))
         return StoredTensor(self._file, shape, self._dtype, self)
 

@@ -29,7 +29,7 @@ class Task:
 def choose_task(
     config: dict[str, Any], *, folder: Path | None = None, task: AskedTask = "auto", cache: bool | None = None
 ) -> Task:
-    """The task of an export.
+    """Return the task of an export.
 
     Args:
         config: config.json of the checkpoint.
@@ -65,5 +65,5 @@ def check_padding(config: dict[str, Any], task: Task) -> None:
 
 
 def remove_head(model: Any, task: Task) -> Any:
-    """The module that does the task: the model, or its base for feature-extraction."""
+    """Return the module that does the task: the model, or its base for feature-extraction."""
     return model if task.name != "feature-extraction" else base_model_of(model)

@@ -288,7 +288,7 @@ def _rename_ports(graph: onnx_ir.Graph, task: Task) -> None:
 
 
 def _is_number(size: Any) -> bool:
-    """Whether an axis has a fixed size; the exporter writes some as symbols such as "6"."""
+    """Return whether an axis has a fixed size; the exporter writes some as symbols such as "6"."""
     return isinstance(size, int) or str(size.value).isdigit()
 
 

@@ -93,7 +93,7 @@ class Readings:
         return self._constant[value]
 
     def _find_source(self, value: onnx_ir.Value) -> "_Source":
-        """How to work out a value, in a form that the optimizer does not change."""
+        """Return how to work out a value, in a form that the optimizer does not change."""
         node = self._made.get(value)
         if node is None:
             return _Source([self._names[value]])

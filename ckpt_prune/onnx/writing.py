@@ -51,7 +51,7 @@ def get_bytes(tensor: onnx_ir.TensorProtocol) -> bytes | memoryview:
 
 
 def start_field(number: int, size: int) -> bytes:
-    """The key of a field of bytes, and their number as a varint."""
+    """Return the key of a field of bytes, and their number as a varint."""
     prefix = bytearray([number << 3 | 2])
     while size > 127:
         prefix.append(size & 127 | 128)

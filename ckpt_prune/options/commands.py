@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from ckpt_prune.checkpoint.model_folder import find_graph
-from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.graph_types import GgufType, GraphType, OtherTypes, TensorType
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.common.zero_patterns import RotationName, parse_pattern
 from ckpt_prune.datasets.texts import NamedText, parse_text_name
@@ -19,7 +19,7 @@ from ckpt_prune.options.data import (
     SampleOptions,
     TrainingOptions,
 )
-from ckpt_prune.options.graphs import GraphSettings
+from ckpt_prune.options.graphs import GGUF_ALONE, GraphSettings, OtherTypesGiven
 from ckpt_prune.options.machine import (
     DeviceOptions,
     OpeningOptions,
@@ -62,6 +62,7 @@ from ckpt_prune.options.option import (
     Strings,
     Texts,
     check_model,
+    flags_of,
     option,
     path_of,
     same_option,
@@ -352,8 +353,6 @@ class CompareOptions(OverwriteOptions, StateMemoryOptions, SampleOptions, Device
     """The reference, usually the dense model: a folder or a Hub id."""
     model: Model = option(kw_only=False, metavar="B")
     """The model that is compared with it: a folder or a Hub id."""
-    lens: bool = option(default=False, group=MEASURE)
-    """Also compare what each model's own head makes of the states that leave every block (logit lens)."""
     plot: File = option(default=None, metavar="FILE")
     """Also write an HTML page with every figure drawn."""
 
@@ -375,9 +374,6 @@ class CalibrateOptions(OutputOptions, CalibrationOptions, SourceOptions):
     effects, the same of query heads inside KV groups and of value directions. taylor: importances of units by gradients
     of the loss on all windows, about 5 more runs of each block, for the llm-pruner recipes. [default: all that the
     model's family can use, except centred, rotary, queries, values and taylor; effects only up to 12 blocks]"""
-    active_above: float = option(default=1e-6, ge=0)
-    """Absolute value above which an input of a projection counts as active: for the score active-probability, and for
-    the share of active inputs in reports."""
     shard: str | None = option(default=None, metavar="I/N", group=DATA)
     """Measure only the I-th of N equal shares of the samples, so that several machines can share the work. `ckpt-prune
     statistics add` adds the shards."""
@@ -403,8 +399,14 @@ class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleO
 
     model: Model = option(kw_only=False, digest="content")
     """Folder of a model, or a Hub id."""
-    format: Literal["int8", "int4"] = option(group=ROUNDING)
-    """Type that weights are stored in."""
+    format: Literal["int8", "int4", "gguf"] = option(group=ROUNDING)
+    """Type that weights are stored in. gguf: OUT is a file for llama.cpp, whose name ends in .gguf."""
+    type: GgufType | None = option(default=None, group=ROUNDING)
+    """With gguf: type of the file, such as q4_k_m. Each matrix is rounded by importance and by error feedback, and what
+    loses less on held-out samples is taken."""
+    embedding_type: TensorType | None = same_option(GraphSettings, "embedding_type")
+    output_type: TensorType | None = same_option(GraphSettings, "output_type")
+    types: OtherTypesGiven = same_option(GraphSettings, "types")
     group_size: Annotated[
         Accepts[str | int | None, str | None],
         BeforeValidator(lambda size: size if size is None else str(size)),
@@ -414,6 +416,22 @@ class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleO
     statistics: StatisticsFolder = option(default=None, metavar="STATS", group=ROUNDING, digest="content")
     """Statistics of MODEL (`ckpt-prune calibrate MODEL --collect moments,gram,linears`), to round by GPTQ without
     running the model. Every block is then rounded as if those before it were not."""
+
+    @property
+    def other_types(self) -> OtherTypes:
+        return OtherTypes(self.embedding_type, self.output_type, self.types)
+
+    @model_validator(mode="after")
+    def _check_gguf(self) -> "QuantizeOptions":
+        fields = QuantizeOptions.model_fields
+        other = ("group_size", "statistics", "resume") if self.format == "gguf" else ("type", *GGUF_ALONE)
+        if changed := next((name for name in other if getattr(self, name)), None):
+            raise ValueError(f"{flags_of(changed, fields[changed])[-1]} does not go with --format {self.format}")
+        if self.format == "gguf" and self.type is None:
+            raise ValueError("--format gguf needs --type, such as q4_k_m")
+        if self.format == "gguf" and not self.text:
+            raise ValueError("--format gguf rounds by what reaches each matrix: give --text (export needs none)")
+        return self
 
 
 class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions):
@@ -556,6 +574,8 @@ class ExportOptions(
             raise ValueError(f"-o {self.output} ends in .gguf: add --format gguf")
         if self.statistics is not None and self.imatrix is not None:
             raise ValueError("--statistics and --imatrix say the same thing twice: give one of them")
+        if self.format == "gguf" and self.rounding == "gptq":
+            raise ValueError("export runs no blocks: `ckpt-prune quantize MODEL --format gguf` rounds by GPTQ")
         if self.format == "onnx" and (self.statistics or self.imatrix):
             raise ValueError(f"--{'statistics' if self.statistics else 'imatrix'} goes with --format gguf")
         return self

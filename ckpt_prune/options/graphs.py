@@ -35,7 +35,7 @@ _ONE_OR_SEVERAL = {
 }
 
 
-_GGUF_ALONE = {"embedding_type": "--embedding-type", "output_type": "--output-type", "types": "--tensor-type"}
+GGUF_ALONE = {"embedding_type": "--embedding-type", "output_type": "--output-type", "types": "--tensor-type"}
 
 
 def _split_types(value: Any) -> Any:
@@ -55,6 +55,12 @@ def _split_types(value: Any) -> Any:
     if twice := next((each for each in patterns if patterns.count(each) > 1), None):
         raise ValueError(f"{twice} is given more than once")
     return dict(pairs)
+
+
+OtherTypesGiven = Annotated[
+    Accepts[Mapping[str, TensorType] | Sequence[str], dict[str, TensorType]], BeforeValidator(_split_types)
+]
+"""Types by expressions: a mapping, or PATTERN=TYPE."""
 
 
 class GraphSettings(Strict):
@@ -97,7 +103,7 @@ class GraphSettings(Strict):
     by block, the fastest on a CPU. 0: onnxruntime decides."""
     rounding: Literal["nearest", "gptq"] = option(default="nearest")
     """How weights of int4 and q4f16 are rounded: to the nearest, or so that later inputs make up for it (GPTQ), by
-    Grams of the inputs on the text or images."""
+    Grams of the inputs on the text or images. In a recipe also those of a GGUF file, by its calibration data."""
     format: Literal["onnx", "gguf"] = option(default="onnx", group=MODEL)
     """onnx: a graph for onnxruntime. gguf: a file for llama.cpp, whose name ends in .gguf."""
 
@@ -107,9 +113,9 @@ class GraphSettings(Strict):
     q6_k or q5_k to the head]"""
     output_type: TensorType | None = option(default=None)
     """Type of a GGUF file's head, if it has one of its own. [default: that of --embedding-type, if it is given]"""
-    types: Annotated[
-        Accepts[Mapping[str, TensorType] | Sequence[str], dict[str, TensorType]], BeforeValidator(_split_types)
-    ] = option(default_factory=dict, flags=("--tensor-type",), metavar="PATTERN=TYPE", several=True)
+    types: OtherTypesGiven = option(
+        default_factory=dict, flags=("--tensor-type",), metavar="PATTERN=TYPE", several=True
+    )
     """Type of a GGUF file's matrices in whose names an expression is found, such as ffn_down=q4_k or
     'blk\\.[01]\\.=q6_k'. May be repeated; the first that matches counts, and the embedding and the head follow their
     own options first."""
@@ -157,13 +163,13 @@ class GraphSettings(Strict):
                 )
             raise ValueError(f"--dtype {wrong[0]} does not go with --format {self.format}: take {', '.join(types)}")
         if self.format == "onnx":
-            if alone := next((flag for name, flag in _GGUF_ALONE.items() if getattr(self, name)), None):
+            if alone := next((flag for name, flag in GGUF_ALONE.items() if getattr(self, name)), None):
                 raise ValueError(f"{alone} goes with --format gguf")
             return self
         fields = GraphSettings.model_fields
         changed = [
             name
-            for name in fields.keys() - {"format", "dtype", *_GGUF_ALONE}
+            for name in fields.keys() - {"format", "dtype", "rounding", *GGUF_ALONE}
             if getattr(self, name) != fields[name].default
         ]
         if changed:
@@ -176,7 +182,7 @@ class GraphSettings(Strict):
     def _check_rounded(self) -> "GraphSettings":
         plain = {"max_loss": None, "block_size": None, "rounding": "nearest"}
         changed = [name for name, value in plain.items() if getattr(self, name) != value]
-        if changed and not self.is_rounded:
+        if changed and not self.is_rounded and (changed, self.format) != (["rounding"], "gguf"):
             option = changed[0].replace("_", "-")
             raise ValueError(f"--{option} goes with --dtype int8, int4 or q4f16")
         return self

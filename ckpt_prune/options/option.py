@@ -195,7 +195,7 @@ def flags_of(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 
 def joins_values(field: FieldInfo) -> bool:
-    """Whether values of an option are kept with commas between them, so that it may also be repeated."""
+    """Return whether values of an option are kept with commas between them, so that it may also be repeated."""
     return any(isinstance(each, BeforeValidator) and each.func is with_commas for each in field.metadata)
 
 

@@ -27,7 +27,7 @@ _SIGNING = 2.0
 
 
 def is_started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun has started."""
+    """Return whether this process is one of several that torchrun has started."""
     numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     given = {name: os.environ[name] for name in numbers if name in os.environ}
     if wrong := next((name for name, value in given.items() if not value.isdecimal()), None):
@@ -127,7 +127,7 @@ def _account(group: "TorchGroup", error: BaseException) -> str | None:
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether an error is this process's, and not caused by others that went away during an operation."""
+    """Return whether an error is this process's, and not caused by others that went away during an operation."""
     from torch.distributed import DistError
 
     from ckpt_prune.parallel.torch_group import EndedError

@@ -126,7 +126,6 @@ def calibrate_model(options: CalibrateOptions) -> Statistics | ForeseenStatistic
         skeleton=container_of(model).skeleton() if model.has_remote_code else None,
         announce=lambda size: say(f"{out} will take {human_bytes(size)}"),
         finish=work.add_effects,
-        active_above=options.active_above,
     )
 
 
@@ -150,7 +149,7 @@ def _read(options: CalibrateOptions, say: Notices) -> _Measurement:
         {
             "model": model.checkpoint.fingerprint,
             "text" if model.family.modality == "text" else "set of images": samples.fingerprint,
-            "job": [kinds, options.folds, str(dtype), options.active_above],
+            "job": [kinds, options.folds, str(dtype)],
         }
     )
     return _Measurement(model, named, kinds, samples, options.folds or 1, device, dtype)

@@ -42,7 +42,6 @@ def compare_models(options: CompareOptions) -> block_comparison.Comparison:
         chosen,
         compute_dtype=resolve_compute_dtype(options.compute_dtype, target),
         allocate=StateMemory(int(options.state_memory * 2**30), Path(tempfile.gettempdir())),
-        lens=options.lens,
     )
     if options.plot is not None:
         title = f"{comparison.model.name} beside {comparison.reference.name}"

@@ -8,6 +8,7 @@ most of it on imports, is added.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -148,7 +149,7 @@ def estimate_job(preview: Prepared) -> Estimate:
             # Only what follows the choice of widths takes all samples: as long as `ridge`, or twice that with drift.
             on_all = min(multiple, 2.0 if preview.recipe.target == "drift" else 1.0)
             runs = on_all * samples + (multiple - on_all) * part
-            seconds = model.blocks * (run * runs + multiple * time_solve(model, job.device))
+            seconds = run * runs + multiple * time_solve(model, job.device)
     disk = preview.output.cost.bytes + (measured if preview.measures_first else 0)
     return Estimate(seconds, peak, disk, assumed=samples if live and job.samples is None else 0)
 
@@ -175,7 +176,7 @@ def estimate_plan(job: Job, plan: Plan) -> Estimate:
     estimate = estimate_job(preview_job(replace(job, plan=plan)))
     if job.statistics is None:
         return estimate
-    return replace(estimate, seconds=job.model.blocks * time_solve(job.model, job.device))
+    return replace(estimate, seconds=time_solve(job.model, job.device))
 
 
 def estimate_calibration(
@@ -191,7 +192,7 @@ def estimate_calibration(
     peak = _peak(model, len(samples), samples.tokens, dtype, 5 if "gram" in collect else 0)
     run = time_run(model, device, dtype, samples)
     runs = 1 + (_BACKWARD if {"fisher", "taylor"} & set(collect) else 0)
-    seconds = None if run is None else model.blocks * run * len(samples) * runs
+    seconds = None if run is None else run * len(samples) * runs
     return Estimate(seconds, peak, size)
 
 
@@ -207,7 +208,7 @@ def estimate_evaluation(
     for each, share in zip(models, shares, strict=False):
         model, dtype = each.model, each.dtype
         one = TokenWindows(torch.zeros(windows, tokens, dtype=torch.long))
-        seconds += share * model.blocks * windows * (time_run(model, each.device, dtype, one, False) or 0.0)
+        seconds += share * windows * (time_run(model, each.device, dtype, one, False) or 0.0)
         states += _count_states(model, windows, tokens, dtype)
         unread = "" if model.tied else _embedding_name(model)
         others = [model.checkpoint.tensors[name] for name in model.outside() if name != unread]
@@ -253,10 +254,10 @@ def _time_head(vocabulary: int, hidden: int, models: int, device: torch.device) 
 def time_run(
     model: Model, device: torch.device, dtype: torch.dtype, samples: Samples | None, measured: bool = True
 ) -> float | None:
-    """Return the seconds that the first block with spaces takes for one sample, `measured` with Grams of its inputs.
+    """Return the seconds that all blocks take for one sample, `measured` with Grams of the inputs of their linears.
 
-    As many samples are run as run together. If there are none, that is a window of the model's context, or an image of
-    its config's size; there is none for sounds.
+    The first block of each shape is run, on as many samples as run together. If there are none, that is a window of the
+    model's context, or an image of its config's size; there is none for sounds.
     """
     family, one = model.family, samples
     if one is None and family.modality == "text":
@@ -267,24 +268,41 @@ def time_run(
     if one is None:
         return None
     view = ModelView(model, device, container=container_of(model) if model.has_remote_code else None)
-    block = model.spaced_blocks.start
     count = min(len(one), max(1, TOKENS_PER_BATCH // one.tokens))
-    stream, tensors = view.stream(SampleRange(one, 0, count), dtype), view.block(block)
-    grams, spent = dict.fromkeys(family.inputs, True), 0.0
-    for _ in range(2):  # once to warm up
-        start = _clock(device)
-        if measured:
-            stream.observe(block, tensors, grams)
-        else:
-            module = stream.factory.build_block(block, tensors)
-            stream.pass_through(module, block, stream.states, torch.empty_like(stream.states))
-        spent = _clock(device) - start
-    return spent / count
+    stream, total = view.stream(SampleRange(one, 0, count), dtype), 0.0
+    for block, alike in _blocks_by_shape(model).items():
+        tensors, spent = view.block(block), 0.0
+        for _ in range(2):  # once to warm up
+            start = _clock(device)
+            if measured:
+                stream.observe(block, tensors, dict.fromkeys(model.inputs(block), True))
+            else:
+                module = stream.factory.build_block(block, tensors)
+                stream.pass_through(module, block, stream.states, torch.empty_like(stream.states))
+            spent = _clock(device) - start
+        total += alike * spent
+    return total / count
+
+
+def _blocks_by_shape(model: Model) -> Counter[int]:
+    """Return the first block of each shape → how many blocks have it."""
+    first: dict[object, int] = {}
+    counts: Counter[int] = Counter()
+    for block, spaces in enumerate(model.dense_widths):
+        prefix = model.family.tensor(block, "", "itself")
+        shapes = {name.removeprefix(prefix): model.checkpoint.tensors[name].shape for name in model.block_names(block)}
+        counts[first.setdefault((*spaces, *shapes.items()), block)] += 1
+    return counts
 
 
 def time_solve(model: Model, device: torch.device) -> float:
-    """Return the seconds of a solve for the widest input of that block."""
-    width = _widest(model)
+    """Return the seconds of a solve for the widest input of every block."""
+    return sum(_time_solve(_widest(model, block), device) * alike for block, alike in _blocks_by_shape(model).items())
+
+
+def _time_solve(width: int, device: torch.device) -> float:
+    if not width:
+        return 0.0
     part = min(width, max(_LARGE, width // _SHARE))
     gram = torch.eye(part, dtype=torch.float64, device=device)
     torch.linalg.cholesky(gram)  # once to warm up
@@ -332,13 +350,14 @@ def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype, grams: in
         grams: of the widest input, that are held when a site is solved.
         remembered: most bytes of a block's results that are kept for its next run, hidden states included.
     """
-    states, gram = _count_states(model, samples, tokens, dtype), 8 * _widest(model) ** 2
+    widest = max(_widest(model, block) for block in range(model.blocks))
+    states, gram = _count_states(model, samples, tokens, dtype), 8 * widest**2
     blocks, solve = 4 * _block_bytes(model), grams * gram
     base = (resident_bytes() or 0) + LIBRARIES + states
     if not samples:
         return base + blocks + solve
     # The input of the mlp's last layer, and what norms, attention and mlp hand on.
-    kept = samples * tokens * (_widest(model) + 4 * model.dimension("hidden")) * dtype.itemsize
+    kept = samples * tokens * (widest + 4 * model.dimension("hidden")) * dtype.itemsize
     blocks += int(max(0, min(kept, remembered - states)))
     embedding = model.checkpoint.tensors.get(_embedding_name(model))
     # It is gone before blocks run.
@@ -363,14 +382,20 @@ def _count_states(model: Model, samples: int, tokens: int, dtype: torch.dtype) -
 
 
 def _block_bytes(model: Model) -> int:
-    return sum(model.checkpoint.tensors[name].nbytes for name in model.weights(model.spaced_blocks.start))
+    tensors = model.checkpoint.tensors
+    return max(sum(tensors[name].nbytes for name in model.weights(block)) for block in range(model.blocks))
 
 
 def _activations(model: Model, tokens: int, dtype: torch.dtype) -> int:
-    """Return bytes of a running block: its weights, and four tensors (gate, up, both and the next) of its width."""
-    numel = sum(model.checkpoint.tensors[name].numel for name in model.weights(model.spaced_blocks.start))
-    return (numel + 4 * min(tokens, TOKENS_PER_BATCH) * _widest(model)) * dtype.itemsize
+    """Return bytes of the largest running block: its weights, and four tensors (gate, up, both, the next) as wide."""
+    tensors, rows = model.checkpoint.tensors, 4 * min(tokens, TOKENS_PER_BATCH)
+    largest = max(
+        sum(tensors[name].numel for name in model.weights(block)) + rows * _widest(model, block)
+        for block in range(model.blocks)
+    )
+    return largest * dtype.itemsize
 
 
-def _widest(model: Model) -> int:
-    return max(model.checkpoint.tensors[name].shape[-1] for name in model.weights(model.spaced_blocks.start))
+def _widest(model: Model, block: int) -> int:
+    """Return the inputs of the widest linear of a block that spaces lie on; 0 if there is none."""
+    return max((model.checkpoint.tensors[name].shape[-1] for name in model.weights(block)), default=0)

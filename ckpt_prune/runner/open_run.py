@@ -1,5 +1,6 @@
 """Entering the staging folder of a run: begin, continue, or find that an earlier run has done everything."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
 
 
 def _is_changed(staging: Staging, form: Form) -> bool:
-    """Whether files of a complete output are not those that its record names."""
+    """Return whether files of a complete output are not those that its record names."""
     try:
         record = form.read(staging.path)
     except UserError:
@@ -136,47 +137,14 @@ def _find_finished(opening: OutputFacts, run: Run) -> Any:
 
 
 def summary(journal: Journal, blocks: int, done: str) -> str:
-    """Return what a journal says is done, in words. `done` is what was done to a block that is written."""
+    """Return what a journal says is done, in the words of its entries. `done` is what was done to written blocks."""
     if journal.complete:
         return "all done but putting it in its place"
     if journal.is_written:
         return "all done but what is exported of it"
-    entries = journal.entries
-
-    def count(prefix: str) -> int:
-        return sum(entry.rpartition(" ")[0] == prefix for entry in entries)
-
-    parts = []
-    if "statistics of the unpruned model" in entries:
-        parts.append("unpruned model measured")
-    for stage in ("statistics", "effects"):
-        if stage in entries:
-            parts.append(f"{stage} measured")
-        elif count(stage):
-            parts.append(f"{stage} of {count(stage)} of {blocks} blocks measured")
-    if "depth" in entries:
-        parts.append("blocks to drop chosen")
-    elif count("removal"):
-        parts.append(f"{count('removal')} blocks to drop chosen")
-    for tried, chosen in (("depth tried", "depth"), ("dimensions tried", "hidden")):
-        if count(tried) and chosen not in entries:
-            parts.append(f"{count(tried)} models of the size tried")
-    if "hidden" in entries:
-        parts.append("dimensions to drop chosen")
-    if "basis" in entries:
-        parts.append("basis of the residual stream measured")
-    elif count("basis"):
-        parts.append(f"bases of {count('basis')} of {blocks} blocks measured")
-    if "search" in entries:
-        parts.append("lambda chosen")
-    if "rotations" in entries or count("rotation") == blocks:
-        parts.append("rotations learned")
-    elif count("rotation"):
-        parts.append(f"{count('rotation')} of {blocks} rotations learned")
-    if "adapters" in entries:
-        parts.append("adapters trained")
-    if count("block"):
-        parts.append(f"{count('block')} of {blocks} blocks {done}")
-    if "scales" in entries:
-        parts.append(f"scales fitted, {count('scaled')} of {blocks} blocks scaled")
-    return ", ".join(parts)
+    # A numbered entry is of one block, or of one model that was tried.
+    counts = Counter(entry.rpartition(" ")[0] for entry in journal.entries if entry.rpartition(" ")[2].isdigit())
+    whole = [entry for entry in journal.entries if not entry.rpartition(" ")[2].isdigit()]
+    written = counts.pop("block", 0)
+    parts = [f"{name} ({count})" for name, count in counts.items() if name not in whole]
+    return ", ".join([*whole, *parts, *([f"{written} of {blocks} blocks {done}"] if written else [])])

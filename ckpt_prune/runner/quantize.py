@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.results import Result
+from ckpt_prune.gguf import require_gguf
 from ckpt_prune.job.job import Job
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.model.containers.opening import open_fitted
+from ckpt_prune.model.containers.opening import open_fitted, open_model
 from ckpt_prune.options.commands import QuantizeOptions
-from ckpt_prune.options.data import has_data
+from ckpt_prune.options.data import ProofOptions, has_data
 from ckpt_prune.options.option import digested_options
 from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.parallel.group import process_group
@@ -21,6 +23,9 @@ from ckpt_prune.runner.run_job import check_job, run_job
 from ckpt_prune.stages.quantize.keys import quantize_recipe
 from ckpt_prune.stages.quantize.records import QUANTISATION_KIND, QuantizationRecord, read_record
 from ckpt_prune.verification.dense_source import find_dense_source
+
+if TYPE_CHECKING:
+    from ckpt_prune.gguf.export import ExportedGguf
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,10 @@ class QuantizedModel:
         return self.record.data()
 
 
-def quantize_model(options: QuantizeOptions) -> QuantizedModel:
+def quantize_model(options: QuantizeOptions) -> "QuantizedModel | ExportedGguf":
     """Round the weights of a model (`ckpt_prune.quantize`)."""
+    if options.format == "gguf":
+        return _quantize_gguf(options)
     out, say = options.output, Notices()
     job = _read(options, say)
     with resumable(out, say):
@@ -55,9 +62,35 @@ def quantize_model(options: QuantizeOptions) -> QuantizedModel:
     return QuantizedModel(out, read_record(out), tuple(results))
 
 
+def _quantize_gguf(options: QuantizeOptions) -> "ExportedGguf":
+    """Write a GGUF file whose matrices are rounded by the samples of the options, and prove it in llama.cpp."""
+    require_gguf()
+    from ckpt_prune.gguf.export import export_gguf
+    from ckpt_prune.gguf.writing import check_gguf_place
+
+    check_gguf_place(options.output, overwrite=options.overwrite)
+    live = read_live(options, open_model(options.model), resolve_device(options.device), Notices())
+    proving = ProofOptions(
+        text=options.evaluate or options.text, window=options.window, samples=options.evaluate_samples or None
+    )
+    return export_gguf(
+        options.model,
+        options.output,
+        proving,
+        kind=options.type,
+        others=options.other_types,
+        proof=options.evaluate_samples != 0,
+        dense=find_dense_source(resolve_model(options.model)),
+        live=live,
+        feedback=True,
+        overwrite=options.overwrite,
+    )
+
+
 def _read(options: QuantizeOptions, say: Notices) -> Job:
     """Open the model, check it and the place of the output, and choose the samples if it is measured."""
     device, model, measures = resolve_device(options.device), open_fitted(options.model), has_data(options)
+    assert options.format != "gguf"
     rounding: Literal["gptq", "nearest"] = "gptq" if measures or options.statistics is not None else "nearest"
     recipe = quantize_recipe(options.format, options.group_size, rounding)
     inputs = [options.statistics]

@@ -144,7 +144,7 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
 
 
 def _statistics(given: Path | None, model: Model, plan: Plan | None) -> Path | None:
-    """The folder of statistics: the one given, or the one that a plan was made from."""
+    """Return the folder of statistics: the one given, or the one that a plan was made from."""
     if plan is not None:
         check_planned(model, plan)
     if plan is None or plan.statistics is None or plan.depth is not None:
@@ -238,7 +238,7 @@ def _training(
 def training_dtype(
     options: SampleOptions, device: torch.device, method: Method = "laco", stored: torch.dtype = torch.float32
 ) -> torch.dtype:
-    """The type that blocks in training run in.
+    """Return the type that blocks in training run in.
 
     Args:
         method: that trains. Scales are float32 whatever blocks run in, as what is measured is.

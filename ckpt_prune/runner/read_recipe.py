@@ -71,7 +71,7 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
 def recipe_of(
     options: RecipeOptions, mask_changes: Mapping[str, tuple[str, str | None]] | None = None
 ) -> tuple[RecipeFile, Recipe]:
-    """A recipe's file, and the recipe with the changes that options make to it."""
+    """Return a recipe's file, and the recipe with the changes that options make to it."""
     vocabulary = vocabulary_changes(options.vocabulary)
     default = VOCABULARY_ALONE if vocabulary and options.ratio is None else DEFAULT_RECIPE
     file = locate_recipe(default if options.recipe is None else options.recipe)

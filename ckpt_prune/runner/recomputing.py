@@ -66,7 +66,7 @@ def recompute_blocks(folder: Path, dense: Path, statistics: Path) -> tuple[bool 
 
 
 def _not_by_blocks(report: Report, made_from: object) -> str | None:
-    """Why an output cannot be made again from statistics, one block without the others."""
+    """Return why an output cannot be made again from statistics, one block without the others."""
     if report.part is not None:
         return "it is a part of another model"
     for ask in find_functions("not_by_blocks", "verify"):

@@ -8,7 +8,6 @@ from ckpt_prune.common.versions import versions
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Asked, Latency, UsedRecipe
 from ckpt_prune.job.run import Run
-from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.runner.changes import changes_of
 from ckpt_prune.runner.messages import warnings
 from ckpt_prune.stages.folders import stages_of
@@ -70,7 +69,6 @@ def describe_data(prepared: Prepared) -> dict[str, Any]:
             "window": index.window,
             "tokens": index.tokens,
             "folds": index.folds,
-            **({} if index.active_above == ACTIVE_THRESHOLD else {"active_above": index.active_above}),
         }
     if prepared.live is not None:
         samples, once = prepared.live.samples, "" if prepared.recipe.true_sequential else ", once per block"

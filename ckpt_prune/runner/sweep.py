@@ -1,140 +1,305 @@
-"""The size/error curve of a recipe: plans at several values of a key; of ratios from one ranking of the units."""
+"""`sweep`: plans, or outputs that are measured, at several values of a key of a recipe."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from math import isfinite
+from pathlib import Path
+from typing import Any
 
+from ckpt_prune.checkpoint.scratch import scratch_folder
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.common.short_repr import short_repr
+from ckpt_prune.evaluation.image_classes import Classification
+from ckpt_prune.evaluation.masked import MaskedScore
+from ckpt_prune.evaluation.results import Result, ScoredResult, TextsResult
 from ckpt_prune.job.job import Job
-from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
-from ckpt_prune.job.records import DepthRecord, SiteRecord
+from ckpt_prune.job.prepared import begin
+from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.cost_record import Cost
-from ckpt_prune.model.depth import can_shorten
-from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import Site, SpaceName, first_expert_spaces
+from ckpt_prune.model.spaces import SpaceName, first_expert_spaces
+from ckpt_prune.options.commands import EvaluateOptions, PlanOptions, PruneOptions, SweepOptions
+from ckpt_prune.options.data import EvaluationOptions
+from ckpt_prune.options.option import check_options
 from ckpt_prune.recipe.recipe import Recipe
-from ckpt_prune.runner.plan import make_plan, prepare_plan
-from ckpt_prune.stages.depth.preview import without
-from ckpt_prune.stages.depth.runs import least_runs
-from ckpt_prune.stages.folders import find_functions
-from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.spaces.widths import dense_ranking
+from ckpt_prune.runner.changes import change_lines
+from ckpt_prune.runner.evaluate import evaluate_model
+from ckpt_prune.runner.plannable import check_plannable
+from ckpt_prune.runner.prune import Pruned, prune_model
+from ckpt_prune.runner.read_job import read_plan_job
+from ckpt_prune.runner.read_recipe import read_recipe, recipe_of
+from ckpt_prune.runner.refusals import refuse_prune
+from ckpt_prune.runner.run_job import check_job
+from ckpt_prune.runner.sweep_points import DepthPoint, SweepPoint, depth_points_at, point_of, point_of_output, points_at
+from ckpt_prune.runner.sweep_values import OF_DATA, RATIO, values_of, words
+
+_GLANCED = 6
+"""Values that stand in a line."""
 
 
 @dataclass(frozen=True)
-class SweepPoint:
-    """The output of a recipe at one value of a key.
+class Sweep:
+    """The curve of a recipe: size and error at several values of one of its keys.
 
     Attributes:
-        value: of the key: a share of units to drop, or what else varies.
-        after: cost of the output.
-        widths: space → least and most units kept in a block.
-        errors: space → mean predicted error of its sites after compensation, relative to each output's energy (on
-            held-out folds where the statistics have several and something is chosen on them); None without second
-            moments.
-        divergence: what all errors together are predicted to do to the model's own output; None where that was not
-            measured.
-        blocks: that stay; None where the recipe drops none.
-        dimensions: of the residual stream that stay; likewise.
-        score: of the pruned model on held-out data; None where it was not measured, or is not finite.
-        measured: what `divergence` predicts, KL(dense ‖ pruned) on that data, nats a token or an image; None as of
-            `score`.
+        measured: what `SweepPoint.score` was measured on, in words; None if nothing was measured.
+        metric: of `SweepPoint.score`: perplexity, masked_perplexity or top1.
+        notes: what else a reader should know of the points.
+        depth: if ratios vary and the statistics allow it, the same for whole blocks instead of units.
     """
 
-    value: float | str
-    after: Cost
-    widths: dict[SpaceName, tuple[int, int]]
-    errors: dict[SpaceName, float | None]
-    divergence: float | None = None
-    blocks: int | None = None
-    dimensions: int | None = None
-    score: float | None = None
-    measured: float | None = None
+    recipe: str
+    spaces: tuple[SpaceName, ...]
+    before: Cost
+    points: tuple[SweepPoint, ...]
+    key: str = RATIO
+    measured: str | None = None
+    metric: str = "perplexity"
+    notes: tuple[str, ...] = ()
+    depth: tuple[DepthPoint, ...] = ()
+
+    def __repr__(self) -> str:
+        values = [point.value for point in self.points]
+        return short_repr(
+            self,
+            recipe=self.recipe,
+            key=self.key,
+            values=values if len(values) <= _GLANCED else f"{values[0]} to {values[-1]}",
+            points=len(values),
+            before=self.before,
+            measured=self.measured,
+        )
+
+    def data(self) -> dict[str, Any]:
+        rows = []
+        for point in self.points:
+            row = {
+                self.key: point.value,
+                **point.after.model_dump(),
+                "widths": point.widths,
+                "errors": point.errors,
+                "divergence": point.divergence,
+                **({} if point.blocks is None else {"blocks": point.blocks}),
+                **({} if point.dimensions is None else {"dimensions": point.dimensions}),
+            }
+            rows.append(row if self.measured is None else row | {self.metric: point.score, "kl": point.measured})
+        blocks = [
+            {"ratio": own.ratio, "gone": own.gone, **own.after.model_dump(), "divergence": own.divergence}
+            for own in self.depth
+        ]
+        values = {"recipe": self.recipe, "before": self.before.model_dump(), "points": rows, "depth": blocks}
+        values |= {"messages": list(self.notes)} if self.notes else {}
+        return values if self.measured is None else values | {"measured": self.measured}
 
 
 @dataclass(frozen=True)
-class DepthPoint:
-    """The run of whole blocks that would go in place of units at one ratio: that of the least predicted divergence.
+class Scores:
+    """The score of a pruned model at one point of a sweep.
 
     Attributes:
-        ratio: share of the blocks that go.
-        gone: how many that is.
-        after: cost of the output.
-        divergence: predicted of the model's own output, without a map in their place.
+        metric: perplexity, masked_perplexity or top1.
+        score: of the pruned model; None if it is not finite.
+        kl: divergence from the dense model, in nats per token or image; None if it is not finite.
+        told: what was measured on, and the dense model's own score, in words.
     """
 
-    ratio: float
-    gone: int
-    after: Cost
-    divergence: float
+    metric: str
+    score: float | None
+    kl: float | None
+    told: str
 
 
-def depth_points_at(job: Job, ratios: Sequence[float]) -> list[DepthPoint]:
-    """Drop whole blocks instead, at several ratios; nothing where the statistics do not say what that does.
+@dataclass(frozen=True)
+class PointMeasurer:
+    """How points are made and measured.
 
-    Args:
-        ratios: shares of the blocks to drop; those that round to none, or leave none, are left out.
+    Attributes:
+        data: text files, or one folder of images.
+        window: tokens per window of text.
+        samples: windows, or images, at most.
+        at: options of `prune` at a value.
     """
-    model, statistics = job.model, job.statistics
-    distances = None if statistics is None else statistics.index.stream
-    if distances is None or distances.divergence is None or model.blocks < 2 or model.checkpoint.within is not None:
-        return []
-    allowed = [block for block in range(model.blocks) if block or can_shorten(model, range(1, model.blocks))]
-    found: list[DepthPoint] = []
-    for ratio in ratios:
-        count = round(ratio * model.blocks)
-        gone = least_runs(distances.divergence, count, 1, allowed) if 0 < count < model.blocks else None
-        if gone is not None and can_shorten(model, [block for block in range(model.blocks) if block not in gone]):
-            after = cost_of(without(model, gone))
-            found.append(DepthPoint(ratio, count, after, distances.divergence[gone[0]][gone[-1] + 1]))
-    return found
+
+    model: Any
+    data: tuple[Path, ...]
+    window: int | None
+    samples: int | None
+    at: Callable[[float | str], dict[str, Any]]
+
+    @property
+    def images(self) -> Path | None:
+        return self.data[0] if len(self.data) == 1 and self.data[0].is_dir() else None
+
+    def check(self, *, of_images: bool) -> None:
+        """Refuse data that cannot be measured on, for a model that is calibrated on images or on text."""
+        if of_images and self.images is None:
+            raise UserError("--images calibrates a model of images: give --evaluate DIR, a folder of images, too")
+        if self.samples is not None and self.samples < 1:
+            raise UserError(f"--evaluate-samples {self.samples}: at least one is needed")
+        if self.images is not None:
+            return
+        evaluation = check_options(EvaluationOptions, {"text": self.data, "window": self.window})
+        check_texts(evaluation.text)
+        if evaluation.window is None:
+            raise UserError("--evaluate needs --window: perplexities of different windows cannot be compared")
+
+    def foresee(self, values: Sequence[float | str]) -> None:
+        """Check every job before the first begins."""
+        for value in values:
+            with show_progress(False):
+                dry_run = _prune(self.at(value), dry_run=True)
+            assert dry_run.settled is not None
+            check_job(dry_run.settled.job)  # a dry run needs no data
+
+    def each(self, key: str, values: Sequence[float | str]) -> Iterator[tuple[Pruned, Scores]]:
+        """Yield the result at every value, and print the value before."""
+        say = Notices()
+        for place, value in enumerate(values, start=1):
+            say(f"{words(key, value)} ({place} of {len(values)})")
+            yield self.measure_at(value)
+
+    def measure_at(self, value: float | str) -> tuple[Pruned, Scores]:
+        """Prune at a value into a temporary folder, and measure the output."""
+        options = self.at(value)
+        how = {name: options[name] for name in ("device", "progress", "trust_remote_code")}
+        data: Mapping[str, Any] = {"text": self.data, "window": self.window}
+        if self.images is not None:
+            data = {"images": self.images}
+        with scratch_folder() as folder:
+            small = _prune(options, output=str(folder / "point"), diagnostics=False, evaluate_samples=0)
+            measured = {"model": small, "against": self.model, "samples": self.samples, **data, **how}
+            return small, _scores(evaluate_model(check_options(EvaluateOptions, measured)))
 
 
-def points_at(job: Job, ratios: Sequence[float]) -> list[SweepPoint]:
-    """Plan a job at several ratios.
-
-    Args:
-        job: with dense statistics, if its recipe needs any; its own ratio or size is not used.
-    """
-    recipe, ranked = job.recipe, None
-    if recipe.needs_moments and job.statistics is not None and not recipe.ranks_blocks:
-        ranked = dense_ranking(begin(job))
-    return [point_of(ratio, replace(job, recipe=recipe.with_ratio(ratio)), ranked) for ratio in ratios]
+def _prune(given: dict[str, Any], **more: Any) -> Pruned:
+    options = check_options(PruneOptions, given | more)
+    refuse_prune(options)
+    return prune_model(options, read_recipe(options))
 
 
-def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[RankedUnits]] | None = None) -> SweepPoint:
-    """Plan a job at a value that its recipe has."""
+def _scores(result: Result) -> Scores:
+    if isinstance(result, TextsResult) and result.together is not None:
+        result = result.together
+    if not isinstance(result, ScoredResult):
+        raise UserError("--evaluate measures a perplexity of text or classes of images, which this model has not")
+    assert result.reference is not None
+    if isinstance(result.score, Classification):
+        metric, on, own = "top1", f"{result.score.images} images", result.score.top1
+        dense_top1 = result.reference.top1
+        dense = "top-1 (no labels)" if dense_top1 is None else f"top-1 (dense: {dense_top1:.1%})"
+    else:
+        metric, on = "perplexity", f"{result.score.windows} windows"
+        if isinstance(result.score, MaskedScore):
+            metric, on = "masked_perplexity", f"{result.score.tokens} masked tokens"
+        dense = f"{metric.replace('_', ' ')} (dense: {result.reference.perplexity:.3f})"
+        on, own = f"{on} of {result.score.window} tokens", result.score.perplexity
+    score, kl = (each if each is not None and isfinite(each) else None for each in (own, result.kl))
+    return Scores(metric, score, kl, f"{dense} and KL on {on}")
+
+
+def sweep_model(options: SweepOptions) -> Sweep:
+    """Plan a model, or prune and measure it, at several values (`ckpt_prune.sweep`)."""
+    key, values = values_of(options)
+    calibrated = bool(options.text) or options.images is not None
+    named = ("model", "recipe", "statistics", "container", "family", "part", "trust_remote_code", "device", "progress")
+    given = {name: getattr(options, name) for name in named}
+    changes = options.overrides
+    data = {name: getattr(options, name) for name in ("text", "images", "samples", "window") if calibrated}
+
+    def at(value: float | str) -> dict[str, Any]:
+        if key == RATIO:
+            return given | {"overrides": changes, "ratio": float(value)}
+        if key in OF_DATA:
+            return given | {"overrides": changes, key: value}
+        return given | {"overrides": (*changes, f"{key}={value}")}
+
+    measuring = None
+    if options.evaluate:
+        measuring = PointMeasurer(
+            options.model, options.evaluate, options.window, options.evaluate_samples, lambda value: data | at(value)
+        )
+        measuring.check(of_images=options.images is not None)
+    recipes = [_recipe_at(words(key, value), at(value)) for value in values]
+    plannable = _check_plannable(recipes, measured=measuring is not None)
+    if measuring is not None and (calibrated or not plannable):
+        return _measure_only(key, values, measuring)
+    curve = _plan_points(key, values, at, given | {"overrides": changes})
+    return curve if measuring is None else _add_scores(curve, measuring)
+
+
+def _recipe_at(given: str, options: dict[str, Any]) -> Recipe:
+    """Read the recipe at a value. An error names --sweep instead of the option that it stands for."""
+    try:
+        plan_options = {name: value for name, value in options.items() if name not in OF_DATA}
+        return recipe_of(check_options(PlanOptions, plan_options))[1]
+    except UserError as error:
+        raise UserError(f"--sweep {given}: {re.sub('^--(set|ratio [^:]*): ', '', str(error))}") from error
+
+
+def _check_plannable(recipes: Sequence[Recipe], *, measured: bool) -> bool:
+    """Return True if plans can describe the recipes; UserError if they cannot and nothing is measured."""
+    try:
+        for recipe in recipes:
+            check_plannable(recipe)
+    except UserError as error:
+        if measured:
+            return False
+        raise UserError(f"{error}; with --evaluate FILE every value of a --sweep is pruned and measured") from error
+    return not any(recipe.perplexity_grid for recipe in recipes)
+
+
+def _plan_points(
+    key: str,
+    values: Sequence[float | str],
+    at: Callable[[float | str], dict[str, Any]],
+    given: dict[str, Any],
+) -> Sweep:
+    def job_of(options: Mapping[str, Any]) -> Job:
+        given = check_options(PlanOptions, {**options, "diagnostics": False})
+        job = read_plan_job(given, *recipe_of(given))
+        check_job(job)
+        return job
+
+    blocks: list[DepthPoint] = []
+    if key == RATIO:
+        ratios = [float(ratio) for ratio in values]
+        job = job_of(given)
+        job.model.checkpoint.check_finite()
+        points, blocks = points_at(job, ratios), depth_points_at(job, ratios)
+    else:
+        # All are checked before the first is planned.
+        jobs = [job_of(at(value)) for value in values]
+        job = jobs[0]
+        job.model.checkpoint.check_finite()
+        points = [point_of(value, each) for value, each in zip(values, jobs, strict=True)]
     start = begin(job)
-    plan = make_plan(prepare_plan(job, ranked))
-    point = _point(value, start.model, start.recipe, plan.sites, plan.after)
-    return replace(point, divergence=plan.divergence, blocks=_blocks(plan.depth))
+    spaces = tuple(first_expert_spaces(start.recipe.spaces))
+    notes = tuple(change_lines(start))
+    name, before = start.recipe.name, cost_of(job.model)
+    return Sweep(name, spaces, before, tuple(points), key, notes=notes, depth=tuple(blocks))
 
 
-def point_of_output(value: float | str, prepared: Prepared, report: Report) -> SweepPoint:
-    """Return the point of a finished prune, whose recipe has the value."""
-    point = _point(value, prepared.model, prepared.recipe, report.sites, report.after)
-    axes: dict[str, int] = {}
-    for size_axes in find_functions("size_axes", "show"):
-        axes |= size_axes(report)
-    return replace(point, blocks=axes.get("blocks"), dimensions=axes.get("dimensions"))
+def _add_scores(curve: Sweep, measuring: PointMeasurer) -> Sweep:
+    scores = [own for _, own in measuring.each(curve.key, [point.value for point in curve.points])]
+    points = [_add_score(point, own) for point, own in zip(curve.points, scores, strict=True)]
+    return replace(curve, points=tuple(points), measured=scores[0].told, metric=scores[0].metric)
 
 
-def _blocks(depth: DepthRecord | None) -> int | None:
-    return None if depth is None else len(depth.kept)
+def _measure_only(key: str, values: Sequence[float | str], measuring: PointMeasurer) -> Sweep:
+    measuring.foresee(values)
+    points = []
+    for value, (pruned, own) in zip(values, measuring.each(key, values), strict=True):
+        assert pruned.settled is not None
+        assert pruned.report is not None
+        points.append(_add_score(point_of_output(value, pruned.settled, pruned.report), own))
+        settled, scores = pruned.settled, own
+    recipe = settled.recipe
+    spaces = tuple(first_expert_spaces(recipe.spaces))
+    notes = tuple(change_lines(settled))
+    return Sweep(recipe.name, spaces, settled.before, tuple(points), key, scores.told, scores.metric, notes)
 
 
-def _point(value: float | str, model: Model, recipe: Recipe, records: Sequence[SiteRecord], after: Cost) -> SweepPoint:
-    first = first_expert_spaces(recipe.spaces)
-    spaces = {space: [site for site in records if site.space == space] for space in first}
-    kept = {s: [len(site.kept) // model.copies(first[s]) for site in sites] for s, sites in spaces.items()}
-    widths = {space: (min(counts), max(counts)) for space, counts in kept.items()}
-    errors = {space: _mean_error(sites) for space, sites in spaces.items()}
-    return SweepPoint(value, after, widths, errors)
-
-
-def _mean_error(sites: Sequence[SiteRecord]) -> float | None:
-    site_errors = [site.error_compensated if site.error_held_out is None else site.error_held_out for site in sites]
-    # A site that loses nothing has no error; one without second moments has none that is known.
-    is_whole = [len(site.kept) == site.units for site in sites]
-    errors = [0.0 if w else e for w, e in zip(is_whole, site_errors, strict=True)]
-    return None if None in errors else fmean(e for e in errors if e is not None)
+def _add_score(point: SweepPoint, scores: Scores) -> SweepPoint:
+    return replace(point, score=scores.score, measured=scores.kl)

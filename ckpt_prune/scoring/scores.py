@@ -35,7 +35,7 @@ def activation_energy(weight: Tensor, moments: Moments) -> Tensor:
 
 
 def active_probability(weight: Tensor, moments: Moments) -> Tensor:
-    """P(|x_j| > ε), ε being what the statistics count as active (`calibrate --active-above`)."""
+    """P(|x_j| > ε), ε being `ACTIVE_THRESHOLD`."""
     return moments.active / moments.count
 
 

@@ -42,7 +42,7 @@ class Sparsity:
         return self.zeros / self.numel if self.numel else 0.0
 
     def holds(self, pattern: str) -> bool:
-        """Whether the tensor holds one of `PATTERNS`: its own, or one that follows from its own.
+        """Return whether the tensor holds one of `PATTERNS`: its own, or one that follows from its own.
 
         A tensor that keeps at most 2 of 4 keeps at most 4 of 8, if its rows divide into groups of 8.
         """

@@ -12,8 +12,8 @@ from ckpt_prune.evaluation.results import PlainResult, ScoredResult
 from ckpt_prune.evaluation.similarity import Similarity
 from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.runner.push import Pushed
-from ckpt_prune.runner.sweep import SweepPoint
-from ckpt_prune.runner.sweeping import Sweep
+from ckpt_prune.runner.sweep import Sweep
+from ckpt_prune.runner.sweep_points import SweepPoint
 
 LINE = 700
 """Characters that a result may take in an interpreter."""

@@ -224,7 +224,8 @@ def test_a_run_that_is_interrupted_goes_on(place: Path, recipe: str, more: tuple
             interrupt_at(patch, CheckpointWriter, "rewrite", call)
             assert run(*job, "-o", "out").exit_code == 130
         stderr = run(*job, "-o", "out", "--resume").stderr
-        assert f"2 of 2 blocks masked, scales fitted, {call - 1} of 2 blocks scaled\n" in stderr
+        assert "2 of 2 blocks masked\n" in stderr
+        assert ("scaled (1)" in stderr) == (call == 2)
         assert find_changed("out", "whole") == set()
         assert without_stages(report_of("out")) == without_stages(report_of("whole"))
         shutil.rmtree("out")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.staging import Staging
@@ -58,32 +57,6 @@ def test_a_dry_run_says_what_would_be_measured_and_writes_nothing(place):
     alike = ("samples", "window", "tokens", "folds", "collect", "blocks")
     assert {key: done[key] for key in alike} == {key: report[key] for key in alike}
     assert report["bytes"] <= done["bytes"] < 1.5 * report["bytes"]
-
-
-def test_what_counts_as_active_is_said_and_kept(place):
-    every = ("--text", "calib.txt", "--samples", "99", "--window", "16", "--collect", "moments,gram")
-    ok("calibrate", "dense", *every, "--active-above", "0.05", "-o", "larger")
-    ok("calibrate", "dense", *every, "-o", "usual")
-    larger = Statistics(Path("larger"))
-    assert (read_json("larger/statistics.json")["active_above"], larger.index.active_above) == (0.05, 0.05)
-    assert "active_above" not in read_json("usual/statistics.json")
-    ok("prune", "dense", "--recipe", "ridge", "--ratio", "0.5", "--statistics", "larger", "--diagnostics", "-o", "out")
-    report = read_json("out/ckpt_prune.json")
-    assert report["calibration"]["active_above"] == 0.05
-    model = AutoModelForCausalLM.from_pretrained("dense").eval()
-    reads: list[torch.Tensor] = []
-    down = model.model.layers[1].mlp.down_proj
-    down.register_forward_pre_hook(lambda _, args: reads.append(args[0].flatten(0, 1)))
-    ids = AutoTokenizer.from_pretrained("dense")(Path("calib.txt").read_text()).input_ids
-    with torch.inference_mode():
-        model(torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16))
-    moments = larger.read_moments(1)["model.layers.1.mlp.down_proj.weight"][0]
-    assert moments.active.tolist() == (reads[0].abs() > 0.05).sum(0).tolist()
-    (site,) = (entry for entry in report["sites"] if (entry["block"], entry["space"]) == (1, "mlp"))
-    assert site["active"] == pytest.approx(float((reads[0].abs() > 0.05).double().mean()))
-    assert read_refusal("statistics", "add", "larger", "usual", "-o", "sum") == (
-        "larger and usual are of different thresholds of activity: only equal ones can be added"
-    )
 
 
 def test_an_existing_folder_stays_unless_told(place):
@@ -221,12 +194,12 @@ def test_an_edited_index(place):
     )
 
 
-@pytest.mark.parametrize("key", ["tokens", "samples", "seed", "active_above", "fisher", "consumers"])
+@pytest.mark.parametrize("key", ["tokens", "samples", "seed", "fisher", "consumers"])
 def test_an_index_that_was_changed_since_it_was_measured(place, key):
     """A changed count made another plan without a word."""
     path = Path("stats/statistics.json")
     index = read_json(path)
-    other = {"consumers": dict([*index["consumers"].items()][:1]), "active_above": 0.5}
+    other = {"consumers": dict([*index["consumers"].items()][:1])}
     path.write_text(json.dumps(index | {key: other[key] if key in other else index.get(key, 0) + 1}))
     for command in (
         ("plan", "dense", "--recipe", "ridge", "--statistics", "stats"),

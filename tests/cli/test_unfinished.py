@@ -51,7 +51,7 @@ def test_measuring_is_kept_and_gone_on_with(place):
     ok(*FLAP[:-1], "whole")
     keeps = "out.partial keeps what is done: the same command with --resume continues\nInterrupted.\n"
     before = set(listing())
-    for record, line in ((2, "statistics of 1 of 2 blocks measured"), (4, "statistics measured")):
+    for record, line in ((2, "statistics (1)"), (4, "statistics")):
         assert stop_before(*FLAP, record=record) == keeps
         assert {Path(name).parts[0] for name in set(listing()) - before} == {"out.partial"}
         result = run(*FLAP, "--resume")
@@ -64,7 +64,7 @@ def test_measuring_is_kept_and_gone_on_with(place):
 def test_a_disk_that_fills_up_keeps_what_is_measured(place):
     """A full disk keeps what is measured, both if the widths show a lack of room and if a block cannot be written."""
     ok(*FLAP[:-1], "whole")
-    for line in ("statistics measured", "statistics measured, 1 of 2 blocks pruned"):
+    for line in ("statistics", "statistics, 1 of 2 blocks pruned"):
         with pytest.MonkeyPatch.context() as patch:
             if "pruned" in line:
                 interrupt_at(patch, CheckpointWriter, "commit", 2, DiskError("cannot write a thing"))
@@ -271,7 +271,7 @@ def test_statistics_of_an_interrupted_run_that_were_changed_are_measured_again(p
         [
             "out.partial was changed since it was written, first in 'statistics 1': that and all after it are done "
             "again",
-            "resuming out.partial: statistics of 1 of 2 blocks measured",
+            "resuming out.partial: statistics (1)",
         ],
     )
     assert same_files("out", "whole")

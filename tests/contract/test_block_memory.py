@@ -89,7 +89,7 @@ def drop_columns(model: Model, block: int, tensors: dict[str, Tensor], seed: int
     own, cut = model.family, {}
     for space, each in own.columns.items():
         if each.consumer != own.attention.output and model.tensor(block, each.consumer) in tensors:
-            copies, count = model.copies(space), model.units(space)
+            copies, count = model.copies(space), model.units(space, 1)
             kept = torch.randperm(count, generator=generator)[: count - count // 3].sort().values
             cut[space] = (kept + torch.arange(copies)[:, None] * count).flatten()
     for module, kind, dim, lines in list_cuts(model.remaining_lines(cut)):

@@ -33,9 +33,9 @@ def test_what_is_planned_is_what_the_class_takes(case: Case, tmp_path: Path) -> 
     assert unprunable_spaces(model) == {}
     for space_name in dict.fromkeys(map(recipe_space, able)):
         alike = [name for name in able if recipe_space(name) == space_name]
-        if model.units(alike[0]) < 2:
+        if model.units(alike[0], model.blocks - 1) < 2:
             continue
-        for kept in {1, model.units(alike[0]) - 1}:
+        for kept in {1, model.units(alike[0], model.blocks - 1) - 1}:
             widths = [
                 dict.fromkeys(alike, kept) if block in model.spaced_blocks else {} for block in range(model.blocks)
             ]

@@ -109,7 +109,7 @@ def test_config_keys_change_the_shapes_of_their_space_and_nothing_else(dense: De
         space = case.family.spaces[name]
         if (space.fixed or space.whole) is not None or space.units in case.family.multiples:
             continue
-        for kept in range(1, min(3, model.units(name))):
+        for kept in range(1, min(3, model.units(name, model.blocks - 1))):
             shapes = shapes_of(case, **model.config_values({name: kept}))
             alike = [recipe_name, *(other for other in case.family.spaces if space.units in case.family.together)]
             alike = [other for other in alike if other == recipe_name or case.family.spaces[other].units == space.units]

@@ -224,7 +224,7 @@ def test_a_file_is_only_replaced_when_asked_and_if_it_is_a_gguf_file(model, tmp_
     place = tmp_path / "m.gguf"
     place.write_text("mine")
     code, output = run("export", model, "--format", "gguf", "-o", place, "--no-validate")
-    assert (code, "exists; --overwrite replaces it, or give another -o" in output) == (2, True)
+    assert (code, "exists; --overwrite replaces it, or choose another name" in output) == (2, True)
     code, output = run("export", model, "--format", "gguf", "-o", place, "--no-validate", "--overwrite")
     assert (code, "is no GGUF file, and is not replaced" in output) == (2, True)
     assert place.read_text() == "mine"

@@ -58,11 +58,13 @@ def model(name: str) -> Model:
 def test_dimensions(name):
     dense_model = model(name)
     assert dense_model.blocks == dense_model.dimension("layers") == BLOCKS
-    assert {s: dense_model.units(s) for s in dense_model.family.spaces} == WIDTHS[name]
+    assert {s: max(dense_model.unit_counts(s)) for s in dense_model.family.spaces} == WIDTHS[name]
     values = 2 if "queries" in WIDTHS[name] else 4
     copies = {s: {"qk": 4, "rotary": 2, "queries": 2, "values": values}.get(s, 1) for s in WIDTHS[name]}
     assert {s: dense_model.copies(s) for s in WIDTHS[name]} == copies
-    assert {s: dense_model.site_units(s) for s in WIDTHS[name]} == {s: n * copies[s] for s, n in WIDTHS[name].items()}
+    assert {s: dense_model.site_units(s, 0) for s in WIDTHS[name]} == {
+        s: n * copies[s] for s, n in WIDTHS[name].items()
+    }
     columns = {"qk": 1, "rotary": 1, "heads": 4, "values": 4 // values, "mlp": 1} | COLUMNS.get(name, {})
     assert {s: dense_model.unit_columns(s) for s in WIDTHS[name]} == {s: columns[s] for s in WIDTHS[name]}
 
@@ -143,7 +145,7 @@ def choices(name: str) -> st.SearchStrategy[dict[str, torch.Tensor]]:
     def drawn(draw: st.DrawFn) -> dict[str, torch.Tensor]:
         kept = {}
         for space in draw(st.sets(st.sampled_from(sorted(WIDTHS[name])))):
-            units = dense_model.units(space)
+            units = dense_model.units(space, 0)
             count = draw(st.integers(1, units))
             subsets = st.permutations(range(units)).map(lambda order, n=count: sorted(order[:n]))
             runs = [copy * units + unit for copy in range(dense_model.copies(space)) for unit in draw(subsets)]
@@ -179,7 +181,7 @@ def test_any_choice_of_as_many_units_has_the_same_shapes(name, data):
         assert {n: shapes[n][1] for n in dense_model.block_names(block)} == shapes_of_choice(dense_model, block, units)
         # The pairs that stay are written down for every KV head that stays.
         pairs_spec, pairs = shapes.pop(dense_model.pairs_name(block), None), dense_model.kept_pairs(units)
-        fewer = "rotary" in units and len(units["rotary"]) < dense_model.site_units("rotary")
+        fewer = "rotary" in units and len(units["rotary"]) < dense_model.site_units("rotary", 0)
         assert (pairs_spec is not None) == fewer
         assert pairs_spec is None or (pairs is not None and pairs_spec == (torch.int16, tuple(pairs.shape)))
     assert {n: shapes[n] for n in dense_model.outside()} == {n: dense_model.shapes[n] for n in dense_model.outside()}
@@ -203,7 +205,7 @@ def test_widths_are_read_off_tensors(name, data):
 def test_whole_widths_are_the_checkpoints_own_shapes(name):
     dense_model = model(name)
     assert (
-        dense_model.shapes_at([{s: dense_model.units(s) for s in dense_model.family.spaces}] * BLOCKS)
+        dense_model.shapes_at([{s: max(dense_model.unit_counts(s)) for s in dense_model.family.spaces}] * BLOCKS)
         == dense_model.shapes
     )
     assert dense_model.shapes_at([{}] * BLOCKS) == dense_model.shapes

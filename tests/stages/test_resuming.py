@@ -210,6 +210,6 @@ def test_a_killed_process_leaves_its_measurements(sources, tmp_path, whole, monk
         assert run_forked(lambda: prune(job(sources, "dense"), out), tmp_path).returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     prune(job(sources, "dense"), out, resume=True, announce=messages.append)
-    assert messages == [f"resuming {out}.partial: statistics measured"]
+    assert messages == [f"resuming {out}.partial: statistics"]
     assert contents(out) == whole["dense"]
     assert list(tmp_path.iterdir()) == [out]

@@ -95,8 +95,8 @@ def choose_sum_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 else torch.float64
 
 
-def sum_tokens(x: Tensor, active_above: float = ACTIVE_THRESHOLD, dtype: torch.dtype | None = None) -> Tensor:
-    """Return Σx, Σx², Σ|x| and how many |x| are above a threshold, of x (N, d): (4, d) float64.
+def sum_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return Σx, Σx², Σ|x| and how many |x| are above `ACTIVE_THRESHOLD`, of x (N, d): (4, d) float64.
 
     Squares of bfloat16 numbers are numbers of float32, in which up to 512 rows of them are added up on a CPU; all else
     is in float64. `dtype` overrides the type of these partial sums.
@@ -112,7 +112,7 @@ def sum_tokens(x: Tensor, active_above: float = ACTIVE_THRESHOLD, dtype: torch.d
         plain.copy_(part)
         torch.mul(plain, plain, out=square)
         torch.abs(plain, out=absolute)
-        torch.gt(absolute, active_above, out=active)
+        torch.gt(absolute, ACTIVE_THRESHOLD, out=active)
         sums += four.sum(0)
     return sums
 
@@ -126,7 +126,7 @@ class Moments:
         sum: Σ x, (d,) float64.
         square: Σ x², (d,) float64.
         absolute: Σ |x|, (d,) float64.
-        active: number of tokens with |x| above a threshold, by default `ACTIVE_THRESHOLD`, (d,) float64.
+        active: number of tokens with |x| above `ACTIVE_THRESHOLD`, (d,) float64.
         gram: Σ x xᵀ, (d, d) float32, or float64 if that is too coarse (`precision.needs_double`). None if only the
             vectors were collected.
         drift: of the same tokens, if the target corrects it; else None.
@@ -151,17 +151,17 @@ class Moments:
         full = torch.zeros(width, width, dtype=torch.float32, device=device) if gram else None
         return cls(0, a, b, c, d, full)
 
-    def accumulate(self, tokens: Tensor, active_above: float = ACTIVE_THRESHOLD) -> Self:
-        """Add the moments of `tokens` (..., d), active above a threshold.
+    def accumulate(self, tokens: Tensor) -> Self:
+        """Add the moments of `tokens` (..., d).
 
         The Gram is updated in place, or goes on in float64 from here (`precision.needs_double`).
         """
         x = tokens.detach().reshape(-1, tokens.shape[-1])
-        count, sums, gram = self.count + x.shape[0], sum_tokens(x, active_above), self.gram
+        count, sums, gram = self.count + x.shape[0], sum_tokens(x), self.gram
         extent = Extent.measure(x, count, self.sum + sums[0], self.square + sums[1])
         if needs_double(extent, extent):
             if choose_sum_type(x.dtype) != torch.float64:
-                sums = sum_tokens(x, active_above, torch.float64)
+                sums = sum_tokens(x, torch.float64)
             gram = None if gram is None else gram.double()
         if gram is not None:
             add_gram(gram, x)

@@ -147,20 +147,23 @@ def _pass_block(
     """Pass gradients back through a block, and return `Fisher.sums` of its sites, on CPU."""
     family, factory = stream.factory.family, stream.factory
     values = [drawn.values for drawn in gradients]
-    if block not in factory.model.spaced_blocks:
+    spaces = factory.model.spaces(block)
+    if not spaces:
         for _ in pass_back(stream, module, block, entering_states, values):
             pass
         return {}
-    consumers = {space: own.consumer for space, own in family.consumers.items()}
+    consumers = {space: own.consumer for space, own in family.consumers.items() if space in spaces}
     # A space within another ends in the same consumer.
     spaces_at = {
-        consumer: [space for space, own in family.columns.items() if own.consumer == consumer]
+        consumer: [space for space, own in family.columns.items() if own.consumer == consumer and space in spaces]
         for consumer in consumers.values()
     }
-    readers = {space: own.readers for space, own in family.logits.items()}
+    readers = {space: own.readers for space, own in family.logits.items() if space in spaces}
     # Keys meet queries turned by position; turning changes no length of a gradient.
     turners = {
-        space: RotaryTurner(factory, module, block, own) for space, own in family.rotary_spaces.items() if rotary
+        space: RotaryTurner(factory, module, block, own)
+        for space, own in family.rotary_spaces.items()
+        if rotary and space in spaces
     }
     readers |= {space: family.rotary_spaces[space].readers for space in turners}
     names = {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}
@@ -187,7 +190,7 @@ def _pass_block(
                 keys = turners[space](keys).flatten(-2).transpose(1, 2).flatten(-2)
             of_heads = _square_logit_gradients(batch.gradients[paths[query]], keys, head_dim) * drawn.weight
             sums[space] = sums[space] + of_heads if space in sums else of_heads
-    return {space: sums[space].cpu() for space in family.spaces if space in sums}
+    return {space: sums[space].cpu() for space in spaces if space in sums}
 
 
 def _square_logit_gradients(query: Tensor, keys: Tensor, head_dim: int) -> Tensor:

@@ -248,22 +248,21 @@ class Statistics:
 
         Raises a UserError that names a file that changed since it was written, or a tensor that holds NaN or Inf.
         """
-        index = self.index
+        index, lacking = self.index, set(self.index.lacking)
         moments: BlockMoments = {}
         with self._open(name_file("block", block)) as file:
 
             def add(weight: str, read: Callable[[str], Any]) -> None:
                 name = _in_block(weight, block)
-                if weights is None or name in weights:
+                if name not in lacking and (weights is None or name in weights):
                     moments[name] = tuple(read(f"{name}/{fold}/") for fold in range(index.folds))
 
-            if block >= index.leading:
-                linears = index.linears if "linears" in index.collect else {}
-                for weight, widths in (index.consumers | linears).items():
-                    width = widths if isinstance(widths, int) else widths[block]
-                    add(weight, partial(_read_inputs, file, width, grams))
-                for router, experts in index.routers.items():
-                    add(router, partial(_read_routing, file, experts))
+            linears = index.linears if "linears" in index.collect else {}
+            for weight, widths in (index.consumers | linears).items():
+                width = widths if isinstance(widths, int) else widths[block]
+                add(weight, partial(_read_inputs, file, width, grams))
+            for router, experts in index.routers.items():
+                add(router, partial(_read_routing, file, experts))
             if "logits" in index.collect:
                 for query, (heads, head_dim) in index.queries.items():
                     add(query, partial(_read_logits, file, heads, head_dim))

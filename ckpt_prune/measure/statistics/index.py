@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.measure.samples.shards import join_fingerprints
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.family import Modality
@@ -56,13 +55,12 @@ class StatisticsIndex(BaseModel):
     collect: list[Collect]
     compute_dtype: str
     blocks: int = Field(ge=1)
-    leading: Annotated[int, Field(ge=0)] = 0
+    lacking: list[str] = Field(default_factory=list)
     consumers: dict[str, Width]
     queries: dict[str, tuple[int, int]] = Field(default_factory=dict)
     turned: dict[str, tuple[int, int]] = Field(default_factory=dict)
     routers: dict[str, int] = Field(default_factory=dict)
     linears: dict[str, int] = Field(default_factory=dict)
-    active_above: Annotated[float, Field(ge=0, allow_inf_nan=False)] = ACTIVE_THRESHOLD
     files: dict[str, str]
     fisher: Annotated[int, Field(ge=0)] = 0
     predicted: dict[str, dict[str, Effects]] = Field(default_factory=dict)
@@ -77,7 +75,7 @@ class StatisticsIndex(BaseModel):
         # Statistics without these keep the digest that they had before there were any.
         values: dict[str, Any] = handler(self)
         for key in (
-            "leading",
+            "lacking",
             "turned",
             "routers",
             "fisher",
@@ -91,8 +89,6 @@ class StatisticsIndex(BaseModel):
         ):
             if not values.get(key):
                 values.pop(key, None)
-        if values.get("active_above") == ACTIVE_THRESHOLD:
-            del values["active_above"]
         return values
 
     @property

@@ -19,7 +19,7 @@ from ckpt_prune.checkpoint.staging import Staging, disk_failures, partial_of, re
 from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
-from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD, Taylor
+from ckpt_prune.measure.moments.inputs import Taylor
 from ckpt_prune.measure.moments.logits import choose_form, packed_width
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.samples.shards import share_samples
@@ -72,31 +72,34 @@ def list_collected_by_default(model: Model) -> tuple[Collect, ...]:
 
 def count_statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: int, samples: int) -> int:
     """Count the bytes that the tensors of a statistics folder will take."""
-    blocks, of_inputs, per_block = len(model.spaced_blocks), 0, 0
-    widths = [*model.consumer_widths.values()]
+    family, needed = model.family, 0
+
+    def of_inputs(width: int) -> int:
+        return folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
+
+    for (space, own), width in zip(family.consumers.items(), model.consumer_widths.values(), strict=True):
+        blocks = model.blocks_with(space)
+        needed += sum(map(of_inputs, [width] * len(blocks) if isinstance(width, int) else width))
+        if "fisher" in collect and blocks:
+            outputs = model.tensors[model.tensor(blocks[0], own.consumer)][1][0]
+            needed += len(blocks) * 2 * outputs * (outputs + 1)
+        if "taylor" in collect:
+            needed += sum(2 * 8 * units for units in model.unit_counts(space))
     if "linears" in collect:
-        widths += model.linear_widths.values()
-    for of_block in widths:
-        for width in [of_block] * blocks if isinstance(of_block, int) else of_block:
-            of_inputs += folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
-    if "logits" in collect:
-        for heads, head_dim in model.query_heads.values():
-            packed = packed_width(head_dim)
-            for run in split_folds(samples, folds):
-                count = run.stop - run.start
-                per_sample = choose_form(count, head_dim) == "per-sample"
-                kinds = 1 + ("centred" in collect)
-                per_block += 4 * heads * ((1 + kinds) * count * packed if per_sample else kinds * packed**2)
-    pairs = model.turned_heads.values() if "rotary" in collect else []
-    per_block += sum(8 * folds * heads * packed_width(2 * count) for heads, count in pairs)
-    if "fisher" in collect:
-        for space in model.family.consumers.values():
-            outputs = model.tensors[model.tensor(model.spaced_blocks.start, space.consumer)][1][0]
-            per_block += 2 * outputs * (outputs + 1)
-        per_block += sum(4 * heads for heads, _ in (*model.query_heads.values(), *pairs))
-    if "taylor" in collect:
-        per_block += sum(2 * 8 * model.units(space) for space in model.family.consumers)
-    return of_inputs + per_block * blocks
+        readers = [first for block in range(model.blocks) for first in model.inputs(block)]
+        needed += sum(map(readers.count, family.producer_inputs)) * of_inputs(model.dimension("hidden"))
+    for space, (heads, head_dim) in zip(family.logits, model.query_heads.values(), strict=True):
+        of_block, packed = 4 * heads if "fisher" in collect else 0, packed_width(head_dim)
+        for run in split_folds(samples, folds) if "logits" in collect else []:
+            count = run.stop - run.start
+            per_sample = choose_form(count, head_dim) == "per-sample"
+            kinds = 1 + ("centred" in collect)
+            of_block += 4 * heads * ((1 + kinds) * count * packed if per_sample else kinds * packed**2)
+        needed += of_block * len(model.blocks_with(space))
+    for space, (heads, count) in zip(family.rotary_spaces, model.turned_heads.values(), strict=True):
+        of_block = 8 * folds * heads * packed_width(2 * count) + (4 * heads if "fisher" in collect else 0)
+        needed += of_block * len(model.blocks_with(space)) if "rotary" in collect else 0
+    return needed
 
 
 def check_measurable(
@@ -163,20 +166,19 @@ def measure_into(
     allocate: Allocate = allocate_in_memory,
     skeleton: nn.Module | None = None,
     journal: Journal | None = None,
-    active_above: float = ACTIVE_THRESHOLD,
     ends: EndStates | None = None,
 ) -> Statistics:
     """Measure the dense model's moments over samples into a folder that exists. One block is in memory at a time.
 
     `seed` of the choice of samples is for the record, `folds` are contiguous runs of samples whose moments are kept
-    apart, and inputs count as active above the absolute value `active_above`. `skeleton` is the model on the meta
-    device, if it is not the stock one of its config. Every block is entered in the journal when it is measured;
-    blocks that are in it are run, but not measured again. `ends` keeps hidden states behind every block.
+    apart. `skeleton` is the model on the meta device, if it is not the stock one of its config. Every block is entered
+    in the journal when it is measured; blocks that are in it are run, but not measured again. `ends` keeps hidden
+    states behind every block.
     """
     checkpoint, blocks, group = model.checkpoint, model.blocks, process_group()
     run: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate, "group": group}
-    stream = open_stream(model, samples, skeleton=skeleton, folds=folds, active_above=active_above, **run)
-    gram, files = _what_to_observe(model.family, collect), dict[str, str]()
+    stream = open_stream(model, samples, skeleton=skeleton, folds=folds, **run)
+    gram, files, lacking = _what_to_observe(model.family, collect), dict[str, str](), list[str]()
     done: dict[str, str] = group.once(lambda: {} if journal is None else journal.notes)
 
     def write(block: int, named: BlockMoments) -> None:
@@ -194,11 +196,14 @@ def measure_into(
         files[name_file("taylor", block)] = write_taylor(folder, block, importances)
 
     for block, tensors in track(read_ahead(model.read_block, range(blocks)), "calibrating", total=blocks):
+        known = model.spaces(block).keys() | model.inputs(block).keys()
+        lacking += [model.moments_name(block, key) for key in gram if key not in known]
         if _entry(block) in done:
             stream.advance(block, tensors)
             files[name_file("block", block)] = done[_entry(block)]
         else:
-            observed = stream.observe(block, tensors, gram if block in model.spaced_blocks else {}, advance=True)
+            asked = {key: whole for key, whole in gram.items() if key in known}
+            observed = stream.observe(block, tensors, asked, advance=True)
             named = {model.moments_name(block, key): moments for key, moments in observed.items()}
             group.on_first(partial(write, block, named))
         if ends is not None:
@@ -225,13 +230,12 @@ def measure_into(
         collect=[kind for kind in collect if kind != "fisher"],
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         blocks=blocks,
-        leading=model.spaced_blocks.start,
+        lacking=lacking,
         consumers=model.consumer_widths,
         queries=model.query_heads,
         turned=model.turned_heads if "rotary" in collect else {},
         routers=model.router_experts,
         linears=model.linear_widths if "linears" in collect else {},
-        active_above=active_above,
         files=files,
     )
     return group.once(lambda: write_index(folder, index))
@@ -268,7 +272,6 @@ _SAME = {
     "turned": "rotary pairs",
     "routers": "routers",
     "linears": "linears",
-    "active_above": "thresholds of activity",
 }
 """Fields of the index that must be equal in folders that are added, and their names in messages."""
 

@@ -25,6 +25,7 @@ from ckpt_prune.measure.streams.backward import pass_back, states_at_ends
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream
 from ckpt_prune.measure.streams.readout import READOUT_TOKENS
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.family import linears_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.parallel.group import ALONE, Group
@@ -87,6 +88,7 @@ def measure_taylor(
         importances = {
             model.moments_name(block, space): _sum_importances(model, block, space, tensors, weights)
             for space in model.family.consumers
+            if space in model.spaces(block)
         }
         for name, taylor in importances.items():
             if not all_finite(taylor.second):
@@ -101,7 +103,7 @@ def _pass_block(
     factory, group = stream.factory, stream.group
     paths_of = {
         disk: [path.removesuffix(".weight") for path in factory.find_paths(block, factory.family.tensor(block, disk))]
-        for disk in dict.fromkeys(name for space in factory.family.consumers.values() for name in space.modules)
+        for disk in linears_of(factory.model.spaces(block))
     }
     paths = [path for own in paths_of.values() for path in own]
     weights: dict[str, _WeightGradient] = {}
@@ -125,7 +127,7 @@ def _sum_importances(
     model: Model, block: int, space: SpaceName, tensors: Mapping[str, Tensor], weights: Mapping[str, _WeightGradient]
 ) -> Taylor:
     """Sum importances over the weights of each unit, on CPU."""
-    units = model.site_units(space)
+    units = model.site_units(space, block)
     first, second = (torch.zeros(units, dtype=torch.float64) for _ in range(2))
     for axis, incidence in model.family.columns[space].incidences:
         gradient = weights[incidence.module]

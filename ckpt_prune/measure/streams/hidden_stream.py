@@ -12,14 +12,13 @@ from torch.nn import functional
 
 from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.common.errors import UserError, one_line
-from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, move_batch
 from ckpt_prune.measure.streams.block_memory import AllSeenError, BlockMemory, Structure, find_structure
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.experts import SplitExperts, saw_too_few
 from ckpt_prune.measure.streams.modules import ReadTensors, load_module
-from ckpt_prune.measure.streams.observers import OBSERVERS, InputObserver, Observer, watch_inputs
+from ckpt_prune.measure.streams.observers import OBSERVERS, Observer, watch_inputs
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
@@ -75,7 +74,6 @@ class HiddenStream:
         allocate: makes the tensor that holds the states.
         group: processes that share the samples. Moments are of all samples then, at the first process; states, and
             everything else of single samples, are of this process's share.
-        active_above: absolute value above which an input counts as active.
 
     Attributes:
         samples: those of this process.
@@ -97,11 +95,9 @@ class HiddenStream:
         sizes: Iterable[int] = (),
         allocate: Allocate = allocate_in_memory,
         group: Group = ALONE,
-        active_above: float = ACTIVE_THRESHOLD,
     ) -> None:
         group.check_enough(len(samples))
         self.factory, self.folds, self.group = factory, folds, group
-        self._active_above = active_above
         share = group.share(len(samples))
         self.samples = samples if group.size == 1 else SampleRange(samples, share.start, share.stop)
         self._count = len(samples)
@@ -326,12 +322,8 @@ class HiddenStream:
         samples = [run.stop - run.start for run in split_folds(self._count, self.folds)]
         space = self.factory.family.spaces.get(key)
         if space is None:
-            observer: Observer = watch_inputs(self.factory, block, index, key, gram, samples)
-        else:
-            observer = OBSERVERS[space.ends](self.factory, block, index, space, gram, samples)
-        if isinstance(observer, InputObserver):
-            observer.active_above = self._active_above
-        return observer
+            return watch_inputs(self.factory, block, index, key, gram, samples)
+        return OBSERVERS[space.ends](self.factory, block, index, space, gram, samples)
 
     @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_prune.measure.moments.inputs import ACTIVE_THRESHOLD, Moments
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.moments.kinds import SpaceMoments
 from ckpt_prune.measure.moments.logits import LogitMoments, choose_form
 from ckpt_prune.measure.moments.rotary import RotaryMoments
@@ -42,16 +42,14 @@ class Observer:
 
 
 class InputObserver(Observer):
-    """Accumulates the input of one linear module, active above an absolute value."""
-
-    active_above = ACTIVE_THRESHOLD
+    """Accumulates the input of one linear module."""
 
     def __init__(self, linear: nn.Module, folds: list[Moments]) -> None:
         super().__init__(folds, [linear])
         self._handles.append(linear.register_forward_pre_hook(self._see))
 
     def _see(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._folds[self.fold] = self._folds[self.fold].accumulate(args[0], self.active_above)
+        self._folds[self.fold] = self._folds[self.fold].accumulate(args[0])
         self.on_seen(self)
 
 

@@ -4,6 +4,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,6 +52,10 @@ class DrawnGradients:
         shift = (gradient * error).sum(-1).double()
         shift = shift.sum(-1) if self.whole else shift
         return self.weight * float(shift.square().sum())
+
+
+class _HeadReachedError(Exception):
+    """Raised before the head computes anything."""
 
 
 class Readout:
@@ -196,6 +201,30 @@ class Readout:
         self._states = None
         outputs = select_outputs(result, logits=self.logits)
         return [output.view(len(states), -1, *output.shape[1:]) for output in outputs] if flat else outputs
+
+    @torch.no_grad()
+    def head_inputs(self, batch: Mapping[str, Tensor], states: Tensor) -> Tensor:
+        """Return what the head's weight is multiplied with, (B, T, hidden) on CPU; arguments as in `outputs`.
+
+        Raises:
+            ValueError: the model has no linear head.
+        """
+        head = self._model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ValueError("the model has no linear head")
+        seen: list[Tensor] = []
+
+        def see(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen.append(inputs[0])
+            raise _HeadReachedError
+
+        handle = head.register_forward_pre_hook(see)
+        try:
+            with suppress(_HeadReachedError):  # the product with the vocabulary is not needed
+                self._outputs(batch, states)
+        finally:
+            handle.remove()
+        return seen[0].cpu()
 
     def divergence(self, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
         """Return how far outputs are from those of a reference, summed over samples.

@@ -45,7 +45,7 @@ class _Output:
     """The output that a container must hold.
 
     Attributes:
-        widths: of the blocks that have spaces.
+        widths: of every block.
         biases: linear modules of a block that need a bias.
         ranks: of every block.
     """
@@ -54,6 +54,16 @@ class _Output:
     widths: Widths
     biases: Set[str] = frozenset()
     ranks: Ranks = ()
+
+    @property
+    def first(self) -> dict[SpaceName, int]:
+        """The units of every space in the first block that has it."""
+        return {space: kept for widths in reversed(self.widths) for space, kept in widths.items()}
+
+    @property
+    def pruned(self) -> list[SpaceName]:
+        """Spaces that lose units in some block."""
+        return [space for space in self.first if is_pruned(self.model, space, self.widths)]
 
 
 def choose_container(
@@ -80,10 +90,11 @@ def choose_container(
     UserError if nothing fits; the message says why each candidate does not, and what to do.
     """
     family = model.family
-    output = _Output(model, widths[model.spaced_blocks.start :], biases, ranks)
-    for block_widths in output.widths:
-        _check_block(model, block_widths, biases)
-    uneven = any(dict(each) != dict(output.widths[0]) for each in output.widths)
+    output = _Output(model, widths, biases, ranks)
+    for block, block_widths in enumerate(widths):
+        _check_block(model, block, block_widths, biases)
+    first = output.first
+    uneven = any(kept != first[space] for each in widths for space, kept in each.items())
     if uneven and not per_layer:
         raise UserError(
             "blocks would differ in width, which no stock model can load: say widths: per_layer in the recipe "
@@ -101,7 +112,10 @@ def choose_container(
     padded: frozenset[SpaceName] = frozenset()
     if requested == PADDED:
         padded = _padded_spaces(output)
-        filled = [{s: model.units(s) if s in padded else n for s, n in each.items()} for each in output.widths]
+        filled = [
+            {space: model.units(space, block) if space in padded else kept for space, kept in each.items()}
+            for block, each in enumerate(widths)
+        ]
         output = replace(output, widths=filled)
     remote = uneven or requested == REMOTE
     candidates, reasons = _candidates(family, requested)
@@ -118,21 +132,26 @@ def choose_container(
                 if reason is None:
                     return _with_padding(container, padded)
                 rules = unprunable_spaces(model)
-                refused = [s for s in rules if output.widths[0].get(s, model.units(s)) < model.units(s)]
+                refused = [space for space in rules if space in output.pruned]
                 reason = rules[refused[0]] if refused and candidate is family else reason
             if not slotless_ok:
                 reasons.append(reason)
     raise NothingFitsError(reasons, _advice(output, refused, remote=remote, own_code=own_code))
 
 
+def is_pruned(model: Model, space: SpaceName, widths: Widths) -> bool:
+    """Return whether some block keeps fewer units of a space than it has."""
+    return any(own[space] < model.units(space, block) for block, own in enumerate(widths) if space in own)
+
+
 def spaces_without_stock_class(model: Model, widths: Widths, candidate: Family | None = None) -> dict[SpaceName, str]:
     """Return spaces whose new width the stock class of a family, by default the model's, cannot have, and why."""
     reasons: dict[SpaceName, str] = {}
     family = candidate or model.family
-    for units in widths:
-        for name in model.family.spaces:
+    for block, units in enumerate(widths):
+        for name in model.spaces(block):
             space = family.spaces.get(name)
-            if space is None or units.get(name, model.units(name)) == model.units(name):
+            if space is None or units.get(name, model.units(name, block)) == model.units(name, block):
                 continue
             if space.fixed is not None:
                 reasons[name] = space.fixed.format(model_type=family.model_type)
@@ -163,9 +182,9 @@ def unprunable_spaces(model: Model) -> dict[SpaceName, str]:
         reasons = _UNPRUNABLE[model] = dict[SpaceName, str]()
         spaces = model.family.spaces
         for names in _by_width_key(model, [name for name in spaces if spaces[name].whole is None]):
-            units = model.units(names[0])
-            if units > 1 and not spaces_without_stock_class(model, [dict.fromkeys(names, units - 1)]):
-                rules = (_rule(model, dict.fromkeys(names, count)) for count in range(units - 1, 0, -1))
+            units = min(model.unit_counts(names[0]), default=0)
+            if units > 1 and not spaces_without_stock_class(model, _everywhere(model, names, units - 1)):
+                rules = (_rule(model, _everywhere(model, names, count)) for count in range(units - 1, 0, -1))
                 first = next(rules)
                 if first is not None and None not in rules:
                     rope: Any = getattr(model.config, "rope_parameters", None) or {}
@@ -173,6 +192,11 @@ def unprunable_spaces(model: Model) -> dict[SpaceName, str]:
                     keeps = f"this {model.family.model_type}{kind} keeps all its {recipe_space(names[0])}: {first}"
                     reasons |= dict.fromkeys(names, keeps)
     return _UNPRUNABLE[model]
+
+
+def _everywhere(model: Model, names: Iterable[SpaceName], count: int) -> Widths:
+    """Return widths of so many units of some spaces in every block that has them."""
+    return [{name: count for name in names if name in model.spaces(block)} for block in range(model.blocks)]
 
 
 def remote_note(model_type: str, why: str) -> str:
@@ -183,9 +207,9 @@ def remote_note(model_type: str, why: str) -> str:
 # ---- checks of widths --------------------------------------------------------------------------------------------
 
 
-def _check_block(model: Model, widths: Mapping[SpaceName, int], biases: Set[str]) -> None:
+def _check_block(model: Model, block: int, widths: Mapping[SpaceName, int], biases: Set[str]) -> None:
     """Refuse widths of a block that no class at all can have."""
-    _check_shared_keys(model, widths)
+    _check_shared_keys(model, block, widths)
     family = model.family
     for name, first in first_expert_spaces(widths).items():
         if len({count for space, count in widths.items() if recipe_space(space) == name}) > 1:
@@ -216,14 +240,14 @@ def _check_block(model: Model, widths: Mapping[SpaceName, int], biases: Set[str]
         )
 
 
-def _check_shared_keys(model: Model, units: Mapping[SpaceName, int]) -> None:
+def _check_shared_keys(model: Model, block: int, units: Mapping[SpaceName, int]) -> None:
     """Refuse spaces of different widths that one config key states together (experts and shared ones)."""
     family = model.family
     by_key: dict[str, dict[SpaceName, int]] = {}
-    for name, first in first_expert_spaces(family.spaces).items():
+    for name, first in first_expert_spaces(model.spaces(block)).items():
         space = family.spaces[first]
         for key in space.config if space.units in family.together else ():
-            by_key.setdefault(key, {})[name] = units.get(first, model.units(first))
+            by_key.setdefault(key, {})[name] = units.get(first, model.units(first, block))
     for key, counts in by_key.items():
         if len(set(counts.values())) > 1:
             kept = " and ".join(f"{count} of {name}" for name, count in counts.items())
@@ -259,7 +283,7 @@ def _candidates(family: Family, requested: str) -> tuple[list[Family], list[str]
 
 
 def _obstacle(candidate: Family, output: _Output, *, remote: bool, slotless_ok: bool) -> str | None:
-    """Why a family cannot hold the output, or None."""
+    """Return why a family cannot hold the output, or None."""
     model, source = output.model, output.model.family
     if not remote:
         reasons = spaces_without_stock_class(model, output.widths, candidate)
@@ -293,9 +317,9 @@ def _why_remote(candidates: list[Family], output: _Output, *, uneven: bool) -> s
     return "on request" if None in obstacles else str(obstacles[0])
 
 
-def _rule(model: Model, units: Mapping[SpaceName, int]) -> str | None:
-    """Why every stock class refuses blocks of so many units, in the words of the first; None if one does not."""
-    output, reasons = _Output(model, [units]), []
+def _rule(model: Model, widths: Widths) -> str | None:
+    """Return why every stock class refuses blocks of so many units, in the words of the first; None if one does not."""
+    output, reasons = _Output(model, widths), []
     for candidate in [model.family, *map(load_family, model.family.stand_ins)]:
         reason = _obstacle(candidate, output, remote=False, slotless_ok=True)
         if reason is None:
@@ -307,7 +331,7 @@ def _rule(model: Model, units: Mapping[SpaceName, int]) -> str | None:
 
 
 def _refusal(container: Container, model: Model) -> str | None:
-    """Why transformers refuses a container's config, in its own words; None if it does not."""
+    """Return why transformers refuses a container's config, in its own words; None if it does not."""
     try:
         with quiet_transformers():
             parse_config(container.config)
@@ -332,10 +356,10 @@ def _by_width_key(model: Model, spaces: Iterable[SpaceName]) -> list[list[SpaceN
 
 def _padded_spaces(output: _Output) -> frozenset[SpaceName]:
     """Spaces that no stock class has narrower."""
-    model, widths = output.model, output.widths[0]
+    model = output.model
     padded = frozenset(spaces_without_stock_class(model, output.widths))
-    for names in _by_width_key(model, [name for name in widths if name not in padded]):
-        if _rule(model, {name: widths[name] for name in names}) is not None:
+    for names in _by_width_key(model, [name for name in output.first if name not in padded]):
+        if _rule(model, [{n: own[n] for n in names if n in own} for own in output.widths]) is not None:
             padded |= set(names)
     return padded
 
@@ -364,23 +388,25 @@ def _advice(output: _Output, refused: list[SpaceName], *, remote: bool, own_code
 
 
 def _build(candidate: Family, output: _Output, *, remote: bool, reasons: list[str]) -> Container:
-    model, widths, family = output.model, output.widths, output.model.family
+    model, first, family = output.model, output.first, output.model.family
     is_same = candidate.model_type == family.model_type
     values = copy.deepcopy(model.checkpoint.config) if is_same else _relabel(candidate, model)
     # Remote code of the source, if any, is not used and does not travel.
     values.pop("auto_map", None)
     values.pop(MLX_KEY, None)
     # Remote code reads the width of a multiple under a key that the stock class does not know.
-    multiples = {name: model.units(name) for name, each in family.spaces.items() if each.units in family.multiples}
+    multiples = {
+        name: max(model.unit_counts(name)) for name, each in family.spaces.items() if each.units in family.multiples
+    }
     has_own_keys = remote or not any(space.fixed for space in family.spaces.values())
-    units = (multiples if remote else {}) | dict(widths[0])
-    changes = model.config_values(units) if has_own_keys else _stock_values(model, widths[0])
+    units = (multiples if remote else {}) | first
+    changes = model.config_values(units) if has_own_keys else _stock_values(output)
     values |= {stored_key(key, values, model.config): value for key, value in changes.items()}
     if family.ahead is not None and model.checkpoint.ignored:
         ahead = stored_key(family.ahead, values, model.config)
         if ahead in values:
             values[ahead] = 0
-    on_heads = [family.spaces[name] for name in widths[0] if family.attention.output in family.spaces[name].modules]
+    on_heads = [family.spaces[name] for name in first if family.attention.output in family.spaces[name].modules]
     if any(space.fixed is None for space in on_heads) or (remote and family.logits):
         values["head_dim"] = model.dimension("head_dim")
     switches, opened = _open_slots(candidate, output.biases)
@@ -409,7 +435,7 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
     """Config keys of remote code for widths and ranks that differ per block."""
     model, widths, ranks = output.model, output.widths, output.ranks
     added: dict[str, Any] = {}
-    first = model.config_values(widths[0])
+    first = model.config_values(output.first)
     container = Container(candidate.model_type, values)
     if candidate.uneven and (candidate.heads_divide_hidden or _refusal(container, model) is not None):
         # The class checks the number that all blocks have: it stays the dense one, and blocks override it.
@@ -417,7 +443,7 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
         added = {key: getattr(model.config, key) for key in keys if key in first}
         first |= added
     overrides = {}
-    for index, units in enumerate(widths, model.spaced_blocks.start):
+    for index, units in enumerate(widths):
         changed: dict[str, Any] = {k: v for k, v in model.config_values(units).items() if v != first[k]}
         if ranks and ranks[index] != ranks[0]:
             changed[RANKS_KEY] = _ranks(candidate, ranks[index])
@@ -429,7 +455,7 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
 
 
 def _relabel(candidate: Family, model: Model) -> dict[str, Any]:
-    """The source's config under another stock type: every shared key with its value, none left to a default."""
+    """Return the source's config under another stock type: every shared key with its value, none left to a default."""
     config_keys = set(transformers.AutoConfig.for_model(candidate.model_type).to_dict()) | _BASE_KEYS
     values = {key: value for key, value in model.config.to_dict().items() if key in config_keys}
     values |= {"model_type": candidate.model_type, "architectures": [candidate.architecture]}
@@ -441,9 +467,9 @@ def _relabel(candidate: Family, model: Model) -> dict[str, Any]:
     return values | candidate.relabel
 
 
-def _stock_values(model: Model, units: Mapping[SpaceName, int]) -> dict[str, int]:
+def _stock_values(output: _Output) -> dict[str, int]:
     """Config keys and values of a stock class: none for spaces that stay whole, and multiples for its multiples."""
-    pruned = {space: count for space, count in units.items() if count < model.units(space)}
+    model, pruned = output.model, {space: output.first[space] for space in output.pruned}
     values = model.config_values(pruned)
     for name in pruned:
         space = model.family.spaces[name]

@@ -48,18 +48,18 @@ class Blocks:
     """uint8 (N, bytes of all blocks): low bits first; None if the grid is symmetric."""
 
     def unpack_codes(self) -> Array:
-        """The whole numbers q, uint8 (N, blocks, block)."""
+        """Return the whole numbers q, uint8 (N, blocks, block)."""
         return _unpack(self.packed, self.grid.bits)
 
     def unpack_zeros(self) -> Array:
-        """The zero of each block, float32 (N, blocks)."""
+        """Return the zero of each block, float32 (N, blocks)."""
         count = self.scales.shape[1]
         if self.zeros is None:
             return np.full((len(self.scales), count), 1 << (self.grid.bits - 1), np.float32)
         return _unpack(self.zeros, self.grid.bits)[:, :count].astype(np.float32)
 
     def to_matrix(self) -> Array:
-        """The matrix (K, N) of the rounded weights, float32."""
+        """Return the matrix (K, N) of the rounded weights, float32."""
         values = self.unpack_codes().astype(np.float32)  # (N, blocks, block)
         values -= self.unpack_zeros()[..., None]
         values *= self.scales.astype(np.float32)[..., None]

@@ -90,7 +90,7 @@ def choose_weights(
 
 
 def count_measurements(weights: int, most: int = MOST) -> tuple[int, int]:
-    """How many sets of weights are measured at most: as `alone`, and as `together`."""
+    """Return how many sets of weights are measured at most: as `alone`, and as `together`."""
     return min(weights, most), math.ceil(math.log2(max(weights, 1))) + 1
 
 

@@ -311,13 +311,13 @@ class _Forms:
         return self._few[name]
 
     def few(self, name: str) -> Array:
-        """A weight in few bits, (K, N) float32."""
+        """Return a weight in few bits, (K, N) float32."""
         if self._scheme.kind == "blocks":
             return self.few_blocks(name).to_matrix()
         return round_to_int8(self.weights[name].to_matrix())
 
     def more_blocks(self, name: str) -> Blocks:
-        """A weight for which few bits cost too much: in blocks of 8, to the nearest."""
+        """Return a weight for which few bits cost too much: in blocks of 8, to the nearest."""
         if name not in self._more:
             self._more[name] = round_to_nearest(self.weights[name].to_matrix(), self._grid(8))
         return self._more[name]
@@ -332,7 +332,7 @@ class _Forms:
 
 
 def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None, scratch: Path) -> onnx_ir.Model:
-    """The graph with its weights as decided.
+    """Return the graph with its weights as decided.
 
     Args:
         model: the one that was decided on, or the same traced in float16; not changed.

@@ -32,7 +32,7 @@ def round_to_int8(matrix: Array) -> Array:
 def quantize_to_int8(
     model: onnx_ir.Model, nodes: Sequence[str], feeds: Iterable[Feed] | None, scratch: Path
 ) -> onnx_ir.Model:
-    """The graph with some of its MatMuls and Convs in int8.
+    """Return the graph with some of its MatMuls and Convs in int8.
 
     Args:
         model: in float32.

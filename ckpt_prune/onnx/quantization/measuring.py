@@ -157,7 +157,7 @@ def measure_grams(
 
 
 def _load_session(model: onnx_ir.Model, scratch: Path, threads: int | None) -> Any:
-    """An InferenceSession of a graph on the CPU, by way of a temporary file, which has no limit of 2 GB."""
+    """Return an InferenceSession of a graph on the CPU, by way of a temporary file, which has no limit of 2 GB."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or torch.get_num_threads()
     options.log_severity_level = 4

@@ -69,7 +69,7 @@ class Weight:
         return self.turn(self._tensor.numpy())
 
     def turn(self, matrix: Array) -> Array:
-        """A matrix (K, N) the way round the initializer is, or back."""
+        """Return a matrix (K, N) the way round the initializer is, or back."""
         return np.ascontiguousarray(matrix.T if self.is_table else matrix)
 
     @property
@@ -79,7 +79,7 @@ class Weight:
 
 
 def find_weights(graph: onnx_ir.Graph) -> list[Weight]:
-    """All of them, in the graph's order; those that anything else is done with stay as they are."""
+    """Return all of them, in the graph's order; those that anything else is done with stay as they are."""
     weights = (_read_weight(value) for value in graph.initializers.values())
     return [weight for weight in weights if weight is not None]
 
@@ -115,7 +115,7 @@ def _is_product(use: Any) -> bool:
 
 
 def copy_with_split_gemms(model: onnx_ir.Model) -> onnx_ir.Model:
-    """A copy with each Gemm by a weight as MatMul and Add, which can be stored in blocks."""
+    """Return a copy with each Gemm by a weight as MatMul and Add, which can be stored in blocks."""
     copy = model.clone()
     for node in list(copy.graph):
         weight = node.inputs[1] if node.op_type == "Gemm" and not node.domain else None
@@ -219,7 +219,7 @@ def _remove(graph: onnx_ir.Graph, nodes: Sequence[onnx_ir.Node]) -> None:
 
 
 def _add_initializer(graph: onnx_ir.Graph, name: str, array: Array) -> onnx_ir.Value:
-    """A new initializer, or the one of this name if several lookups take the same."""
+    """Return a new initializer, or the one of this name if several lookups take the same."""
     if name in graph.initializers:
         return graph.initializers[name]
     value = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array, name=name))

@@ -11,7 +11,7 @@ def runs_of(blocks: Sequence[int]) -> list[range]:
 
 
 def least_blocks(costs: Sequence[float], count: int, allowed: Collection[int]) -> list[int]:
-    """The blocks of least cost, each by itself; of equal ones the first. Ascending.
+    """Return the blocks of least cost, each by itself; of equal ones the first. Ascending.
 
     Args:
         allowed: blocks that may go, `count` at least.

@@ -6,17 +6,21 @@ from pathlib import Path
 from typing import ClassVar
 
 from ckpt_prune.common.dense_source import DenseSource
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GgufType
 from ckpt_prune.gguf.export import ExportedGguf, export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.tokenizer import read_tokenizer
-from ckpt_prune.gguf.types import kinds_of, type_of
-from ckpt_prune.job.job import Job
+from ckpt_prune.gguf.types import bits_of, kinds_of, type_of
+from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.stages.export.keys import Export
 from ckpt_prune.stages.quantize.keys import Quantize
+
+_FINE = 8
+"""Bits from which on a weight is rounded to nearest: the importance of inputs changes nothing that matters."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class GgufFile:
         proving: what to compare the file on.
         dense: the unpruned model, to compare with; None if it is a base model with an adapter.
         trust: run code that the checkpoint brings.
+        live: samples to round by; None if weights are rounded already, or none were given.
     """
 
     key: ClassVar[str] = "gguf"
@@ -38,6 +43,7 @@ class GgufFile:
     proving: ProofOptions
     dense: DenseSource | None
     trust: bool
+    live: LiveSamples | None
 
     @classmethod
     def of(cls, recipe: Export, job: Job) -> "GgufFile":
@@ -52,12 +58,18 @@ class GgufFile:
         rounded = rounding is not None and rounding.format == "int4"
         kind = recipe.gguf_type or ("q4_0" if rounded else type_of(source.checkpoint.dtype))
         layout, dense = lay_out(source), None
-        check_rounding(kinds_of(layout, kind, recipe.other_types)[0].values(), weighted=False)
+        live = None if rounding is not None else job.live
+        if recipe.rounding == "gptq" and live is None:
+            raise UserError("export.rounding: gptq rounds by what reaches each matrix: give --text")
+        kinds = kinds_of(layout, kind, recipe.other_types, weighted=live is not None)[0].values()
+        if recipe.rounding == "nearest" and not any(bits_of(each) < _FINE for each in kinds):
+            live = None
+        check_rounding(kinds, weighted=live is not None)
         if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
             read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
             dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
         proving = ProofOptions(text=job.proving.text, window=job.proving.window)
-        return cls(recipe, kind, proving, dense, job.trust)
+        return cls(recipe, kind, proving, dense, job.trust, live)
 
     def bytes(self, parameters: int) -> int:
         others = self.recipe.other_types
@@ -77,6 +89,8 @@ class GgufFile:
             others=self.recipe.other_types,
             proof=self.recipe.proof,
             dense=self.dense,
+            live=self.live,
+            feedback=self.recipe.rounding == "gptq",
             overwrite=True,
             trust=self.trust,
         )

@@ -6,10 +6,10 @@ from functools import cached_property
 from torch import Tensor
 
 from ckpt_prune.job.prepared import Prepared, RankedSites
-from ckpt_prune.job.records import HiddenRecord, TriedHidden
 from ckpt_prune.job.run import Run
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.stages.hidden.preview import hidden_record, narrow_jointly, possible_widths, view_of
+from ckpt_prune.stages.hidden.records import HiddenRecord, TriedHidden
 from ckpt_prune.stages.hidden.shared_basis import shared_basis, shared_gram
 from ckpt_prune.stages.shared.count_search import CountSearch, Trial
 

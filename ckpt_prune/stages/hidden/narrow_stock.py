@@ -90,16 +90,15 @@ OWN_CODE = "say --set hidden.kind=per-block, which needs remote code"
 
 
 def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
-    """The stock container of a model whose residual stream has lost dimensions, and its files.
+    """Return the stock container of a model whose residual stream has lost dimensions, and its files.
 
     Args:
         view: the dense model in one basis of fewer dimensions.
     """
     model = view.model
     narrow = _narrow(model, view.kept)
-    widths = [{space: narrow.units(space) for space in model.family.spaces}] * model.blocks
     try:
-        container = choose_container(narrow, widths, view.biases)
+        container = choose_container(narrow, narrow.dense_widths, view.biases)
     except NothingFitsError as error:
         raise UserError(f"no stock class fits: {'; '.join(dict.fromkeys(error.reasons))}: {OWN_CODE}") from error
     _check_heads(model, container)
@@ -107,11 +106,11 @@ def narrow_container(view: SlicedCheckpoint) -> tuple[Container, Layout]:
     if model.tied and not view.keeps_tie:
         untied = "the head is no longer tied to the embedding: it reads another basis"
         container = replace(container, note="; ".join(filter(None, [container.note, untied])))
-    return container, plan_layout(model, widths, container, view.added)
+    return container, plan_layout(model, narrow.dense_widths, container, view.added)
 
 
 def narrow_model(view: SlicedCheckpoint) -> tuple[Model, str | None]:
-    """The model in one basis of fewer dimensions, as its stock class has it: whatever prunes a model prunes it.
+    """Return the model in one basis of fewer dimensions, as its stock class has it: whatever prunes a model prunes it.
 
     Args:
         view: with or without its basis, which is asked for where a tensor is read.
@@ -126,7 +125,7 @@ def narrow_model(view: SlicedCheckpoint) -> tuple[Model, str | None]:
 
 
 def _narrow(model: Model, kept: int) -> Model:
-    """The model under a config of a narrower stream that says whatever else follows from the dense width."""
+    """Return the model under a config of a narrower stream that says whatever else follows from the dense width."""
     family, config, values = model.family, copy.copy(model.config), copy.deepcopy(model.checkpoint.config)
     changes: dict[str, Any] = {family.dimensions["hidden"][0]: kept}
     for name in ("head_dim", "mlp"):
@@ -178,7 +177,7 @@ def embedding_scale(model: Model, container: Container) -> float:
 
 
 def _narrower(was: Any, would: Any, width: int, kept: int) -> bool:
-    """Whether a fact is the width, or a shape with it, before and after."""
+    """Return whether a fact is the width, or a shape with it, before and after."""
     if isinstance(was, tuple) and isinstance(would, tuple) and len(was) == len(would):
         return all(own == other or (own, other) == (width, kept) for own, other in zip(was, would, strict=True))
     return (was, would) == (width, kept)

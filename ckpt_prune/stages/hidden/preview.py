@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.family import DATA_OPTIONS
@@ -15,6 +14,7 @@ from ckpt_prune.recipe.sizes import cost_in
 from ckpt_prune.stages.depth.preview import shortest
 from ckpt_prune.stages.hidden.keys import Hidden
 from ckpt_prune.stages.hidden.narrow_stock import embedding_scale, narrow_container, narrow_model
+from ckpt_prune.stages.hidden.records import HiddenRecord
 from ckpt_prune.stages.hidden.sliced_checkpoint import Bases, SlicedCheckpoint, check_sliceable, not_measured
 from ckpt_prune.stages.rotation.absorbing import residual_of
 from ckpt_prune.stages.shared.narrowed import Narrowed
@@ -115,8 +115,7 @@ def _width_for_size(prepared: Prepared, least: int) -> int:
 
 def _cost(prepared: Prepared, kept: int) -> Cost:
     model = prepared.model
-    widths = [{space: model.units(space) for space in model.family.spaces}] * model.blocks
-    return sliced_output(model, view_of(prepared, kept), widths).cost
+    return sliced_output(model, view_of(prepared, kept), model.dense_widths).cost
 
 
 def check_hidden(prepared: Prepared) -> None:

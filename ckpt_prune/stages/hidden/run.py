@@ -13,7 +13,6 @@ from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared, RankedSites
-from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.hidden.bases import principal_directions
 from ckpt_prune.stages.hidden.count_search import DimensionCountSearch
@@ -26,6 +25,7 @@ from ckpt_prune.stages.hidden.preview import (
     view_of,
     wanted_width,
 )
+from ckpt_prune.stages.hidden.records import HiddenRecord
 from ckpt_prune.stages.hidden.shared_basis import open_sliced_stream, shared_basis, shared_gram
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.rotation.absorbing import residual_of

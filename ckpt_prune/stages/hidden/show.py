@@ -1,7 +1,7 @@
 """Sections of the stage `hidden`."""
 
-from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.show.section import Section, Table
+from ckpt_prune.stages.hidden.records import HiddenRecord
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.shared.show_tried import show_tried
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.records import HiddenRecord
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.hidden.keys import Hidden
 from ckpt_prune.stages.hidden.preview import check_hidden, half_stream, narrow_unmeasured
+from ckpt_prune.stages.hidden.records import HiddenRecord
 from ckpt_prune.stages.hidden.run import narrow_stream
 from ckpt_prune.stages.hidden.show import dimensions_line
 from ckpt_prune.stages.shared.extremes import fewest

@@ -16,13 +16,14 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.check import Finding
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
-from ckpt_prune.job.records import HiddenRecord, SiteRecord
+from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.model.cuts import list_cuts
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import expert_space
 from ckpt_prune.stages.depth.verify import list_mapped_tensors
+from ckpt_prune.stages.hidden.records import HiddenRecord
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.rotation.absorbing import residual_of

@@ -1,11 +1,26 @@
 """Records of masks."""
 
+from collections.abc import Sequence
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord
-from ckpt_prune.job.records import MaskShares
+
+
+class MaskShares(FixedRecord):
+    """How the zeros of a mask are shared out over blocks (sparsity/README.md, section 6).
+
+    Attributes:
+        ratios: share of zeros of every block.
+        kept: N of every block's N:M; None if the mask is unstructured.
+        figures: what was measured of every block: its outlier ratio, its exponent, or what its zeros alone are
+            predicted to do to the model's output, in nats a sample.
+    """
+
+    ratios: list[Annotated[float, Field(ge=0, lt=1)]]
+    kept: list[Annotated[int, Field(ge=1, le=32)]] | None = None
+    figures: Sequence[Figure] = ()
 
 
 class MaskedLinear(FixedRecord):

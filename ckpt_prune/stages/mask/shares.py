@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from ckpt_prune.budget.curves import Curve, least_error
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.records import MaskShares
 from ckpt_prune.measure.moment_sources import CachedMoments, KnownMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
@@ -33,6 +33,7 @@ from ckpt_prune.sparsity.allocation import (
 from ckpt_prune.sparsity.masks import wanda
 from ckpt_prune.stages.mask.keys import Mask
 from ckpt_prune.stages.mask.masker import Masker
+from ckpt_prune.stages.mask.records import MaskShares
 
 STEPS = 200
 """Parts of a block's weights that a ratio counts in."""
@@ -121,18 +122,29 @@ def choose_shares(prepared: Prepared, mask: Mask) -> MaskShares:
         ratios = ratios_by_exponents(figures, sizes, ratio, mask.chosen_spread)
     if not all(torch.isfinite(torch.tensor(figures))):
         raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs give no finite figure")
-    # Blocks that come before those with spaces have no zeros, and no figure.
-    before = model.spaced_blocks.start
-    figures = [0.0] * before + figures
     if mask.groups is not None:
-        kept = whole_groups(ratios, mask.groups)
-        return _in_groups([mask.groups.of] * before + kept, figures, mask.groups.of)
+        return _in_groups(model, whole_groups(ratios, mask.groups), figures, mask.groups.of)
     check_ratios(ratios, mask.allocation, mask.chosen_spread)
-    return MaskShares(ratios=[0.0] * before + [round(each, 6) for each in ratios], figures=figures)
+    return _at_ratios(model, [round(each, 6) for each in ratios], figures)
 
 
-def _in_groups(kept: list[int], figures: list[float], of: int) -> MaskShares:
-    return MaskShares(ratios=[1 - own / of for own in kept], kept=kept, figures=figures)
+def _in_groups(model: Model, kept: list[int], figures: list[float], of: int) -> MaskShares:
+    of_each = _of_every_block(model, kept, of)
+    ratios = [1 - own / of for own in of_each]
+    return MaskShares(ratios=ratios, kept=of_each, figures=_of_every_block(model, figures, 0.0))
+
+
+def _at_ratios(model: Model, ratios: list[float], figures: list[float]) -> MaskShares:
+    return MaskShares(ratios=_of_every_block(model, ratios, 0.0), figures=_of_every_block(model, figures, 0.0))
+
+
+Figure = TypeVar("Figure", int, float)
+
+
+def _of_every_block(model: Model, values: Sequence[Figure], without: Figure) -> list[Figure]:
+    """Return values of the blocks that have spaces, with another for those that have none and no zeros."""
+    by_block = dict(zip(model.spaced_blocks, values, strict=True))
+    return [by_block.get(block, without) for block in range(model.blocks)]
 
 
 def _size(model: Model, block: int) -> int:
@@ -154,16 +166,14 @@ def _measure_outliers(prepared: Prepared, mask: Mask) -> list[float]:
     ratios = []
     for block in track(range(model.blocks), "outliers", total=model.blocks):
         tensors = model.read_block(block)
-        if block not in model.spaced_blocks:
-            source.advance(block, tensors)
-            continue
-        moments = source.moments(block, tensors, list(family.inputs))
-        scores = [
-            wanda(tensors[family.tensor(block, module)], sum_folds(select_input_moments(moments[first])))
-            for first, modules in family.inputs.items()
-            for module in modules
-        ]
-        ratios.append(outlier_ratio(scores, mask.chosen_threshold))
+        if inputs := model.inputs(block):
+            moments = source.moments(block, tensors, list(inputs))
+            scores = [
+                wanda(tensors[family.tensor(block, module)], sum_folds(select_input_moments(moments[first])))
+                for first, modules in inputs.items()
+                for module in modules
+            ]
+            ratios.append(outlier_ratio(scores, mask.chosen_threshold))
         source.advance(block, tensors)
     return ratios
 
@@ -205,10 +215,11 @@ def _choose_by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
             NoMoments() if mask.method == "magnitude" else KnownMoments(_observe(stream, block, tensors, before, mask))
         )
         sums = []
-        for ratio in tried:
+        for ratio in tried if model.inputs(block) else ():
             masked, _ = replace(masker, shares=[ratio] * model.blocks).block(block, tensors, source)
             sums.append(_divergence(stream, block, masked, before, end, drawn))
-        curves.insert(0, sums)
+        if sums:
+            curves.insert(0, sums)
         if block:
             module = factory.build_block(block, tensors).requires_grad_(False)
             for _ in pass_back(stream, module, block, before, [each.values for each in drawn], ()):
@@ -220,10 +231,10 @@ def _choose_by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
     if groups is not None:
         kept = least_divergence_in_groups([[0.0, *own] for own in curves], sizes, groups.kept)
         figures = [[0.0, *own][groups.of - n] for own, n in zip(curves, kept, strict=True)]
-        return _in_groups(kept, figures, groups.of)
+        return _in_groups(model, kept, figures, groups.of)
     points = [list(zip(tried, own, strict=True)) for own in curves]
     ratios = [round(r, 6) for r in least_divergence(points, sizes, prepared.recipe.ratio, mask.chosen_spread)]
-    return MaskShares(ratios=ratios, figures=[divergence_at(own, r) for own, r in zip(points, ratios, strict=True)])
+    return _at_ratios(model, ratios, [divergence_at(own, r) for own, r in zip(points, ratios, strict=True)])
 
 
 def _observe(
@@ -231,7 +242,8 @@ def _observe(
 ) -> dict[str, SpaceMoments]:
     """Measure moments of the dense block's inputs."""
     stream.states = states
-    return dict(stream.observe(block, tensors, dict.fromkeys(stream.factory.family.inputs, mask.method == "sparsegpt")))
+    inputs = stream.factory.model.inputs(block)
+    return dict(stream.observe(block, tensors, dict.fromkeys(inputs, mask.method == "sparsegpt")))
 
 
 @torch.no_grad()

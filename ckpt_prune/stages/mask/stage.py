@@ -7,7 +7,6 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.zero_patterns import describe_mask
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.records import MaskShares
 from ckpt_prune.job.run import Run
 from ckpt_prune.job.stage import Stage
 from ckpt_prune.job.step import PruneStep
@@ -15,7 +14,7 @@ from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.mask.keys import Mask
 from ckpt_prune.stages.mask.masker import Masker, check_widths
-from ckpt_prune.stages.mask.records import MaskRecord
+from ckpt_prune.stages.mask.records import MaskRecord, MaskShares
 from ckpt_prune.stages.mask.shares import choose_shares
 from ckpt_prune.stages.rotation.run import rotations_in_turn
 from ckpt_prune.stages.shared.extremes import nothing_goes, ruined_line
@@ -81,12 +80,13 @@ class MaskStage(Stage[Mask]):
         return ruined_line({"the weights": 1 - ratio}, "A ratio of 0.5 is")
 
     def messages(self, prepared: Prepared) -> list[str]:
-        first, family = prepared.model.spaced_blocks.start, prepared.model.family
-        if not first:
+        model = prepared.model
+        left = [block for block in range(model.blocks) if not model.weights(block)]
+        if not left:
             return []
         return [
-            f"the mask leaves {plural(first, 'block')} before the others as they are ({family.leading} in "
-            "config.json): one mlp stands there in place of experts"
+            f"the mask leaves {plural(len(left), 'block')} as they are ({model.family.leading} in config.json): one "
+            "mlp stands there in place of experts"
         ]
 
     def widest_fit(self, prepared: Prepared) -> int:

@@ -247,7 +247,7 @@ def learning_rate(recipe: Rotation, step: int) -> float:
 
 
 def _has_stalled(lowest: list[float], recipe: Rotation) -> bool:
-    """Whether the lowest entropy so far, step by step, has all but stopped falling.
+    """Return whether the lowest entropy so far, step by step, has all but stopped falling.
 
     At full rate the entropy of SparseGPT's form goes up and down for tens of steps before it falls again: with little
     patience that would be taken for the end.

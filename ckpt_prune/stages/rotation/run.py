@@ -152,7 +152,7 @@ class InTurn:
         learner.learn(block, terms, self._writer, self._advance)
 
     def _undo_turns(self, block: int) -> dict[str, Tensor]:
-        """A dense block as the output's class runs it, in the basis that the checkpoint has."""
+        """Return a dense block as the output's class runs it, in the basis that the checkpoint has."""
         sizes = self._learner.sizes
         one = torch.eye(sizes.hidden, dtype=torch.float64) if self._learner.turns_stream else None
         heads = torch.eye(sizes.head_dim, dtype=torch.float64).repeat(sizes.kv_heads, 1, 1)

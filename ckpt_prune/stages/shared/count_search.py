@@ -200,8 +200,9 @@ class CountSearch(ABC):
         """Return a block with its sites pruned and refitted on all folds but the last, or on the only one."""
         short = trial.short
         model, tensors = short.model, short.model.read_block(block)
-        decided = {space: decisions.of(model, Site(block, space)) for space in short.recipe.spaces}
-        pruned = [space for space, decision in decided.items() if decision.keep < model.units(space)]
+        spaces = [space for space in short.recipe.spaces if space in model.spaces(block)]
+        decided = {space: decisions.of(model, Site(block, space)) for space in spaces}
+        pruned = [space for space, decision in decided.items() if decision.keep < model.units(space, block)]
         if not pruned:
             return tensors
         source: Any = CachedMoments(self.statistics, self.prepared.model)

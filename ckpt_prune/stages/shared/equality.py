@@ -50,7 +50,7 @@ def check_outside_blocks(checkpoint: Checkpoint, model: Model) -> tuple[bool, st
 
 
 def away(ours: Tensor, made: Tensor) -> float:
-    """The largest difference of two tensors in units of the largest value."""
+    """Return the largest difference of two tensors in units of the largest value."""
     if ours.shape != made.shape or ours.dtype != made.dtype:
         return float("inf")
     a, b = ours.double(), made.to(torch.float64)

@@ -82,7 +82,7 @@ def plan_end_states(prepared: Prepared, live: LiveSamples, folder: Path) -> EndS
 
 
 def _are_usable(ends: EndStates, prepared: Prepared, live: LiveSamples, run: Run) -> bool:
-    """Whether states were kept while the statistics were measured, or there is room for both."""
+    """Return whether states were kept while the statistics were measured, or there is room for both."""
     if run.journal is not None and STATISTICS in run.journal.entries:
         return ends.complete  # several processes may have begun this run, or the disk had no room
     try:

@@ -7,7 +7,7 @@ from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.layout import Layout, Output, layout_of, plan_layout
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.model.containers.choosing import REMOTE, choose_container, remote_note
+from ckpt_prune.model.containers.choosing import REMOTE, choose_container, is_pruned, remote_note
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.cost_record import Cost
@@ -99,8 +99,7 @@ def _container(prepared: Prepared, widths: Widths, rotated: RotatedCheckpoint | 
     model, recipe = prepared.model, prepared.recipe
     biases = {module for module in model.family.linears if model.has(module, "bias")}
     for space, settings in recipe.spaces.items():
-        pruned = any(width.get(space, model.units(space)) < model.units(space) for width in widths)
-        if pruned and settings.compensation.opens_bias:
+        if is_pruned(model, space, widths) and settings.compensation.opens_bias:
             biases |= set(model.family.spaces[space].list_rewritten(settings.compensation.method))
     turns = rotated is not None and bool(rotated.turns)
     chosen = choose_container(

@@ -32,7 +32,7 @@ def refuse_factored(pruned: Model) -> None:
 
 
 def rotated_as(pruned: Model, dense: Model, device: torch.device, report: Report | None) -> RotatedCheckpoint | None:
-    """The dense model in the basis of the pruned one's hidden states; None where these were not rotated."""
+    """Return the dense model in the basis of the pruned one's hidden states; None where these were not rotated."""
     named = report.rotation.kind if report and report.rotation else None
     if named is None or named == "values":
         return None
@@ -46,7 +46,7 @@ def rotated_as(pruned: Model, dense: Model, device: torch.device, report: Report
 
 
 def at_same_depth(pruned: Model, dense: Model, report: Report | None) -> tuple[Model, KeptBlocks | None]:
-    """The dense model's blocks that a pruned one has, by the numbers that it has them under.
+    """Return the dense model's blocks that a pruned one has, by the numbers that it has them under.
 
     Returns:
         The dense model, and None, where no block is gone; else its blocks that stay, and how far the whole runs.

@@ -121,7 +121,9 @@ def check_enough_samples(prepared: Prepared) -> None:
             continue
         # A ranking over blocks may leave a block whole.
         uniform = prepared.recipe.allocation == "uniform"
-        kept = keep_count(prepared.model, prepared.recipe, space) if uniform else prepared.model.units(space)
+        model, recipe = prepared.model, prepared.recipe
+        sites = (Site(block, space) for block in model.blocks_with(space))
+        kept = max((keep_count(model, recipe, site) for site in sites) if uniform else model.unit_counts(space))
         solver = solver_of(prepared.model, prepared.recipe, space, prepared.device)
         needed, unknowns = solver.samples_needed(kept, tokens)
         if samples < needed:
@@ -139,7 +141,7 @@ def _check_plan(prepared: Prepared, plan: Plan) -> None:
         raise UserError("the plan does not list every space of every block once: plan again instead of editing it")
     for site in plan.sites:
         space = site.site.space
-        units, copies = prepared.model.site_units(space), prepared.model.copies(space)
+        units, copies = prepared.model.site_units(space, site.block), prepared.model.copies(space)
         if prepared.model.family.spaces[space].ends == "experts":
             copies = prepared.model.expert_groups
         if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:

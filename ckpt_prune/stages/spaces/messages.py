@@ -12,6 +12,7 @@ from ckpt_prune.compensation.methods import COLUMN_METHODS, FAR_FROM_RULE, deriv
 from ckpt_prune.job.decisions import multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.model.containers.choosing import is_pruned
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.recipe.recipe import Recipe
@@ -32,13 +33,13 @@ def units_line(prepared: Prepared) -> str:
     size, model, recipe = asked_size_of(prepared), prepared.model, prepared.recipe
     if prepared.foreseen:
         return _foreseen_line(prepared)
-    if size is not None and all(min(prepared.counts(s)) == model.units(s) for s in recipe.spaces):
+    if size is not None and not any(is_pruned(model, space, prepared.widths) for space in recipe.spaces):
         return f"nothing is dropped: the model is within {size.words} as it is"
     uneven, kept = recipe.allocation == "least-error", []
     for name, space in first_expert_spaces(recipe.spaces).items():
-        counts, units = prepared.counts(space), model.units(space)
-        ratio = "" if uneven else f" (ratio {1 - fmean(counts) / units:.3g})"
-        kept.append(f"{name} {format_span(counts)}/{units}{ratio}")
+        counts, units = prepared.counts(space), model.unit_counts(space)
+        ratio = "" if uneven else f" (ratio {1 - fmean(counts) / fmean(units):.3g})"
+        kept.append(f"{name} {format_span(counts)}/{format_span(units)}{ratio}")
     if size is None:
         why = f" (the size of ratio {recipe.ratio:g})" if uneven else ""
     else:
@@ -48,9 +49,11 @@ def units_line(prepared: Prepared) -> str:
 
 def _foreseen_line(prepared: Prepared) -> str:
     """Say how much one ratio everywhere keeps; measuring will find the widths."""
-    recipe, widths = prepared.recipe, prepared.widths[-1]
-    spaces = first_expert_spaces(widths).items()
-    kept = ", ".join(f"{name} {widths[space]}/{prepared.model.units(space)}" for name, space in spaces)
+    recipe = prepared.recipe
+    kept = ", ".join(
+        f"{name} {format_span(prepared.counts(space))}/{format_span(prepared.model.unit_counts(space))}"
+        for name, space in first_expert_spaces(recipe.spaces).items()
+    )
     size = f"ratio {recipe.ratio:g}" if recipe.size is None else recipe.size.words
     return (
         f"kept per block at one ratio everywhere: {kept} ({size}); measuring finds widths of that size that lose less"
@@ -64,7 +67,7 @@ def extreme_line(prepared: Prepared) -> str | None:
     if prepared.plan is None and recipe.size is None and not any(ratios) and (line := nothing_goes(recipe)):
         return line
     shares = {
-        space: sum(counts) / (len(counts) * model.units(space))
+        space: sum(counts) / sum(model.unit_counts(space))
         for space in recipe.spaces
         if (counts := prepared.counts(space))
     }
@@ -99,7 +102,7 @@ def _inputs(prepared: Prepared) -> dict[SpaceName, int]:
     return {
         space: max(prepared.counts(space)) * model.copies(space) * model.unit_columns(space)
         for space in recipe.spaces
-        if recipe.gram_for(space) is not None and min(prepared.counts(space)) < model.units(space)
+        if recipe.gram_for(space) is not None and is_pruned(model, space, prepared.widths)
     }
 
 
@@ -145,16 +148,18 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
         return
     recipe = recipe.at(model.family)
     for name, space in first_expert_spaces(recipe.spaces).items():
-        units, multiple = model.units(space), multiple_of(model, recipe, space)
-        mismatch = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple)
+        multiple, counts = multiple_of(model, recipe, space), model.unit_counts(space)
+        units = min(counts, default=0)  # the fewest are the coarsest
+        mismatch = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple) if units else None
         if mismatch is None:
             continue
+        blocks = "each block" if max(counts) == units else "the narrowest block"
         in_steps = f" in multiples of {multiple}" if multiple > 1 else ""
         alternative = "no more can go"
         if mismatch.other is not None:
             alternative = f"a ratio of {mismatch.ratio:g} drops {mismatch.other or 'none'}"
         yield (
-            f"{name}: a ratio of {mismatch.asked:g} drops {mismatch.dropped or 'none'} of {units} in each block"
+            f"{name}: a ratio of {mismatch.asked:g} drops {mismatch.dropped or 'none'} of {units} in {blocks}"
             f"{in_steps}; {alternative}"
         )
         inside = "" if mismatch.dropped else _inside(model, recipe, space)
@@ -172,13 +177,11 @@ def multiples_line(prepared: Prepared) -> str | None:
         return None
     if all(settings.multiple_of == 1 for settings in recipe.spaces.values()):
         return None
-    units, ratio = model.units, recipe.ratio_of
-    asked_widths = {
-        space: units_kept(units(space), ratio(space), rounding_of(model, recipe, space), model.multiple(space))
-        for space in recipe.spaces
-    }
-    kept = ((space, count) for space in recipe.spaces for count in prepared.counts(space))
-    more = sum((count - asked_widths[space]) * model.unit_weights(space) for space, count in kept)
+    more = 0
+    for space in recipe.spaces:
+        ratio, rounding = recipe.ratio_of(space), rounding_of(model, recipe, space)
+        asked = (units_kept(units, ratio, rounding, model.multiple(space)) for units in model.unit_counts(space))
+        more += (sum(prepared.counts(space)) - sum(asked)) * model.unit_weights(space)
     names = ", ".join(recipe.runs_on)
     if more <= 0:
         return f"multiples for {names} make the output no larger than the ratio does"
@@ -194,7 +197,7 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
     inner = next((name for name, each in model.family.columns.items() if each.within == space), None)
     if inner is None or inner in recipe.spaces:
         return ""
-    units, own = model.units(inner), model.family.spaces[inner]
+    units, own = max(model.unit_counts(inner)), model.family.spaces[inner]
     with suppress(UserError):  # a ratio that leaves none
         dropped = units - units_kept(units, recipe.ratio_of(space), own.rounding)
         if dropped:

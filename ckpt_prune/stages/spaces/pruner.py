@@ -95,7 +95,7 @@ class Pruner:
         spaces = self.model.spaces(block)
         decided = {s: self.decisions.of(self.model, Site(block, s)) for s in spaces if s in recipe.spaces}
         # What stays whole is not measured again: it is most of what a budget leaves of attention.
-        measured = [s for s, own in decided.items() if own.scores is None or own.keep != self.model.units(s)]
+        measured = [s for s, own in decided.items() if own.scores is None or own.keep != self.model.units(s, block)]
         groups = {group[0]: group for group in source.group_keys(measured) if group}
         of_group: Mapping[SpaceName, SpaceMoments] = {}
         for space, decision in decided.items():
@@ -107,7 +107,7 @@ class Pruner:
             # The first of several processes alone has the moments of all samples, and its numbers are everyone's.
             with phase("compensation"):  # in which the solver ranks units first
                 solved = process_group().once(partial(solver.solve, block, tensors, moments, decision))
-            if solved[0].units != self.model.site_units(space):
+            if solved[0].units != self.model.site_units(space, block):
                 solved = self._in_dense(solved[0], kept), solved[1]
             yield AtSite(solver, tensors, moments, solved)
             plan, new = solved

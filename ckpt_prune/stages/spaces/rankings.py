@@ -21,8 +21,9 @@ def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, devi
     """Return FLAP's adaptive metric of every unit."""
     scores: dict[Site, Tensor] = {}
     for block in track(model.spaced_blocks, "ranking", total=len(model.spaced_blocks)):
-        moments = source.moments(block, {}, list(recipe.spaces))
-        for space in recipe.spaces:
+        spaces = [space for space in recipe.spaces if space in model.spaces(block)]
+        moments = source.moments(block, {}, spaces)
+        for space in spaces:
             solver = ColumnSolver(model, recipe, space, device)
             name = model.tensor(block, solver.description.consumer)
             weight = model.checkpoint.read([name])[name].to(device)

@@ -1,7 +1,7 @@
 """Ratios that reach a size: one for all spaces, and another for the finest space to come nearer to it."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import ceil
@@ -13,12 +13,13 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.decisions import Decisions, keep_count, kept_units, multiple_of, rounding_of
 from ckpt_prune.job.latency import Latencies
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.records import DepthRecord, HiddenRecord
+from ckpt_prune.job.records import DepthRecord
 from ckpt_prune.model.containers.container import Widths
 from ckpt_prune.model.cost import cost_of, count_by_part, part_words
 from ckpt_prune.model.spaces import COUPLED, Site, SpaceName, recipe_space
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.sizes import SizeKind, TargetSize, cost_in, size_words
+from ckpt_prune.stages.hidden.records import HiddenRecord
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.shared.output import output_at
 from ckpt_prune.stages.spaces.rankings import keep_ranked
@@ -115,9 +116,9 @@ def _fill(prepared: Prepared, recipe: Recipe, space: SpaceName, kind: SizeKind, 
     """Return a recipe with one space as wide as the budget allows and the others as they are; None if none fits."""
     model = prepared.model
     given, pruned = Decisions(recipe).widths(model), recipe.blocks(model.blocks)
-    base = given[max(pruned.start, model.spaced_blocks.start)]
-    multiple = multiple_of(model, recipe, space)
-    allowed = allowed_widths(model.units(space), multiple)
+    base = next(given[block][space] for block in pruned if space in given[block])
+    (units,), multiple = set(model.unit_counts(space)), multiple_of(model, recipe, space)
+    allowed = allowed_widths(units, multiple)
     alike = [
         name
         for name in recipe.spaces
@@ -125,39 +126,44 @@ def _fill(prepared: Prepared, recipe: Recipe, space: SpaceName, kind: SizeKind, 
     ]
 
     def widths(width: int) -> Widths:
-        changed = dict.fromkeys(alike, width)
-        return [{**kept, **changed} if block in pruned and kept else kept for block, kept in enumerate(given)]
+        return [
+            {name: width if block in pruned and name in alike else count for name, count in kept.items()}
+            for block, kept in enumerate(given)
+        ]
 
     fitting = bisect_right(allowed, budget, key=lambda width: size_at(prepared, kind, widths(width)))
     if not fitting:
         return None
     width = allowed[fitting - 1]
     larger = widths(allowed[fitting]) if fitting < len(allowed) else None
-    if width != base[space]:
-        ratio = ratio_for(model.units(space), width, rounding_of(model, recipe, space), multiple)
+    if width != base:
+        ratio = ratio_for(units, width, rounding_of(model, recipe, space), multiple)
         for name in alike:
             recipe = recipe.with_own_ratio(name, ratio)
-    return _Fit(recipe, widths(width), larger, abs(width - base[space]))
+    return _Fit(recipe, widths(width), larger, abs(width - base))
 
 
 def _finest_space(prepared: Prepared, kind: SizeKind) -> SpaceName | None:
-    """Return the space whose width can change in the smallest steps; None if no width can."""
+    """Return the space, of as many units wherever a block has it, whose width can change in the smallest steps."""
     model, recipe = prepared.model, prepared.recipe
     steps: dict[SpaceName, float] = {}
     for space, cost in unit_costs(prepared, kind).items():
-        units, multiple = model.units(space), multiple_of(model, recipe, space)
-        if len(allowed_widths(units, multiple)) > 1:
-            steps[space] = cost * min(multiple, units)
+        counts, multiple = set(model.unit_counts(space)), multiple_of(model, recipe, space)
+        is_pruned = any(block in recipe.blocks(model.blocks) for block in model.blocks_with(space))
+        if is_pruned and len(counts) == 1 and len(allowed_widths(max(counts), multiple)) > 1:
+            steps[space] = cost * min(multiple, *counts)
     return min(steps, key=lambda space: steps[space], default=None)
 
 
 def _largest_step(prepared: Prepared) -> int:
     """Return the largest ratio that leaves a unit of every space, in steps."""
+    model = prepared.model
+    sites = [Site(block, space) for space in prepared.recipe.spaces for block in model.blocks_with(space)]
 
     def empties(step: int) -> bool:
         tried = prepared.recipe.with_ratio(step / _RATIO_STEPS)
         try:
-            return any(keep_count(prepared.model, tried, space) < 1 for space in tried.spaces)
+            return any(keep_count(model, tried, site) < 1 for site in sites)
         except UserError:
             return True
 
@@ -190,8 +196,11 @@ def fewest_reachable(most: int, without: Callable[[int], Prepared]) -> int:
 def _least_size(prepared: Prepared) -> int:
     recipe, model = prepared.recipe, prepared.model
     assert recipe.size is not None
-    smallest = {space: min(model.units(space), multiple_of(model, recipe, space)) for space in recipe.spaces}
-    return size_at(prepared, recipe.size.kind, [smallest] * model.blocks)
+    smallest = [
+        {space: min(units, multiple_of(model, recipe, space)) for space, units in own.items() if space in recipe.spaces}
+        for own in model.dense_widths
+    ]
+    return size_at(prepared, recipe.size.kind, smallest)
 
 
 def unreachable(prepared: Prepared, least: float) -> str:
@@ -223,35 +232,38 @@ def taken_up(prepared: Prepared) -> str:
 
 def unit_costs(prepared: Prepared, kind: SizeKind) -> dict[SpaceName, float]:
     """Return the cost of one unit of each space in one block: all sizes are linear in the widths of a block."""
-    model = prepared.model
-    units = {space: model.units(space) for space in prepared.recipe.spaces}
     costs: dict[SpaceName, float] = {}
     dense = dense_size(prepared, kind)
-    for space in units:
-        first = next(name for name in units if recipe_space(name) == recipe_space(space))
+    for space in prepared.recipe.spaces:
+        first = next(name for name in prepared.recipe.spaces if recipe_space(name) == recipe_space(space))
         if first != space:
             costs[space] = costs[first]  # one expert is as large as the next
-            continue
-        if units[space] == 1:
+        elif _holding(prepared, [space]) is None:
             costs[space] = 1.0  # it stays whatever it costs
-            continue
-        costs[space] = float(dense - _size_without(prepared, kind, [space]))
+        else:
+            costs[space] = float(dense - _size_without(prepared, kind, [space]))
     return costs
+
+
+def _holding(prepared: Prepared, spaces: Iterable[SpaceName]) -> int | None:
+    """Return the first block that can lose a unit of each of these spaces."""
+    blocks = enumerate(prepared.model.dense_widths)
+    return next((block for block, units in blocks if all(units.get(space, 1) > 1 for space in spaces)), None)
 
 
 def _size_without(prepared: Prepared, kind: SizeKind, spaces: Sequence[SpaceName]) -> int:
     """Return the size without one unit of each of these spaces in one block."""
-    units = {space: prepared.model.units(space) for space in prepared.recipe.spaces}
-    widths = [dict(units) for _ in range(prepared.model.blocks)]
-    first = max(prepared.model.blocks_with(space)[0] for space in spaces)
+    widths = [dict(units) for units in prepared.model.dense_widths]
+    block = _holding(prepared, spaces)
+    assert block is not None
     for space in spaces:
-        widths[first][space] -= 1
+        widths[block][space] -= 1
     return size_at(prepared, kind, widths)
 
 
 def crossed_spaces(prepared: Prepared, kind: SizeKind) -> list[CrossedSpaces]:
-    units = {space: prepared.model.units(space) for space in prepared.recipe.spaces}
-    pairs = [pair for pair in COUPLED if all(units.get(space, 1) > 1 for space in pair)]
+    spaces = prepared.recipe.spaces
+    pairs = [pair for pair in COUPLED if spaces.keys() >= {*pair} and _holding(prepared, pair) is not None]
     crossed: list[CrossedSpaces] = []
     while pairs:
         linked = set(pairs[0])
@@ -259,7 +271,7 @@ def crossed_spaces(prepared: Prepared, kind: SizeKind) -> list[CrossedSpaces]:
             linked |= {space for pair in pairs if linked & set(pair) for space in pair}
         inside = [pair for pair in pairs if linked & set(pair)]
         pairs = [pair for pair in pairs if pair not in inside]
-        crossed.append(Crossing(inside, _in_common(prepared, kind, [space for space in units if space in linked])))
+        crossed.append(Crossing(inside, _in_common(prepared, kind, [space for space in spaces if space in linked])))
     return crossed
 
 
@@ -269,7 +281,7 @@ def _in_common(prepared: Prepared, kind: SizeKind, spaces: Sequence[SpaceName]) 
     common: dict[tuple[SpaceName, ...], float] = {}
     for size in range(1, len(spaces) + 1):
         for subset in combinations(spaces, size):
-            saved = dense - _size_without(prepared, kind, subset)
+            saved = dense - _size_without(prepared, kind, subset) if _holding(prepared, subset) is not None else 0
             parts = (part for less in range(1, size) for part in combinations(subset, less))
             remainder = saved - sum((-1) ** (len(part) + 1) * common[part] for part in parts)
             common[subset] = (-1) ** (size + 1) * remainder
@@ -303,7 +315,7 @@ def dense_size(prepared: Prepared, kind: SizeKind) -> int:
 def size_at(prepared: Prepared, kind: SizeKind, widths: Widths) -> int:
     """Return the size at some widths, before the container adds biases."""
     if kind == "latency":
-        return _latencies(prepared).at(prepared.model.units, widths)
+        return _latencies(prepared).at(prepared.model.dense_widths, widths)
     return cost_in(kind, cost_of(prepared.model, prepared.model.shapes_at(widths)))
 
 

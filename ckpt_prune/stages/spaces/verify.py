@@ -63,9 +63,9 @@ def _read_sites(model: Model, report: Report, block: int) -> Sites:
         if site.block != block:
             continue
         space = expert_space(site.space, site.expert)
-        if space not in model.family.spaces:
+        if space not in model.spaces(block):
             raise UserError(f"{REPORT} keeps units of {space}, which the dense model has not")
-        units = model.site_units(space)
+        units = model.site_units(space, block)
         if site.units != units or not all(0 <= unit < units for unit in site.kept):
             raise UserError(f"{REPORT} keeps units of {space} in block {block} that the dense model has not")
         sites[space] = site

@@ -85,12 +85,13 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
     """
     assert prepared.statistics is not None
     model, recipe, statistics = prepared.model, prepared.recipe, prepared.statistics
-    solvers = {space: solver_of(model, recipe, space, prepared.device) for space in recipe.spaces}
+    solver_by_space = {space: solver_of(model, recipe, space, prepared.device) for space in recipe.spaces}
     source = CachedMoments(statistics, model)
-    names_of = {space: _names_of_scores(statistics, space, solver.own.score) for space, solver in solvers.items()}
+    names_of = {s: _names_of_scores(statistics, s, solver.own.score) for s, solver in solver_by_space.items()}
 
     def rank(block: int) -> dict[Site, list[RankedUnits]]:
         ranking: dict[Site, list[RankedUnits]] = {}
+        solvers = {space: solver for space, solver in solver_by_space.items() if space in model.spaces(block)}
         tensors_of = {space: solver.read(block) for space, solver in solvers.items()}
         curves = known_curves(prepared, solvers, tensors_of, block)
         missing = [space for space in solvers if any((space, score) not in curves for score in names_of[space])]

@@ -24,7 +24,7 @@ def recipe(**mask: Any) -> FullRecipe:
 
 def test_it_is_said(dense: Dense) -> None:
     assert (
-        "the mask leaves 1 block before the others as they are (first_k_dense_replace in config.json): one mlp stands "
+        "the mask leaves 1 block as they are (first_k_dense_replace in config.json): one mlp stands "
         "there in place of experts"
     ) in messages(prepare_plan(dense.request(LED, recipe())))
 

@@ -200,7 +200,7 @@ def test_heads_dimensions_and_columns_in_one_budget(dense, variant, tmp_path):
         for (block, space), curve in curves.items():
             width = job.widths[block]
             # An error inside a head that goes is none.
-            stays = width["heads"] / job.model.units("heads") if space == "qk" else 1.0
+            stays = width["heads"] / job.model.units("heads", 0) if space == "qk" else 1.0
             total += stays * float(curve[len(curve) - 1 - width[space]])
         return total
 
@@ -262,7 +262,7 @@ def test_no_widths_of_spaces_that_cross_do_better(dense, crossing, share):
     for (_, space), curve in curves_of(job).items():
         curves[space].append(whole_best.as_shares(curve))
     errors = {space: sum(parts) for space, parts in curves.items()}
-    units = {space: model.units(space) for space in recipe.spaces}
+    units = {space: model.units(space, 0) for space in recipe.spaces}
     limit = int(cost(job, kind, before=True) * float(share[:-1]) / 100)
 
     def error(widths: dict[str, int]) -> float:

@@ -90,7 +90,7 @@ class ByHand:
         biased = self.model.get_submodule(path).bias is not None
         order = oracle.removal(W, X - X.mean(0) if biased else X, per, damp=0.01)
         effects = []
-        units = self.source.units(space)  # of one of several runs side by side
+        units = self.source.units(space, 0)  # of one of several runs side by side
         runs = [[unit for unit in order if unit // units == run] for run in range(len(order) // units)]
         for count in counts:
             kept = oracle.columns_of(sorted(unit for run in runs for unit in run[count:]), per)
@@ -114,7 +114,7 @@ class ByHand:
         X = seen.reshape(-1, seen.shape[2])
         consumer = self.model.get_submodule(path)
         W, biased = consumer.weight.detach().double().numpy(), consumer.bias is not None
-        size, groups = self.source.units(space), self.source.copies(space)
+        size, groups = self.source.units(space, 0), self.source.copies(space)
         heads = np.split(np.arange(W.shape[1]), W.shape[1] // size)
         per_group, centred = len(heads) // groups, X - X.mean(0) if biased else X
         turns = []
@@ -144,7 +144,7 @@ class ByHand:
         (space,) = self.family.logits.values()
         paths = [self.path(block, module) for module in space.readers]
         seen = encoders.watch(self.model, self.data, results=paths)
-        width = self.source.units("qk")
+        width = self.source.units("qk", 0)
         effects = []
         for count in counts:
             pruned = copy.deepcopy(self.model)
@@ -176,7 +176,7 @@ def measure_by_hand(sources_folder, variant: str, kind: type[ByHand] = ByHand) -
     effects: Effects = {}
     for block in range(BLOCKS):
         for space in (name for name, described in source.family.spaces.items() if described.ends != "rotary"):
-            counts = dropped_counts(source.units(space), POINTS)
+            counts = dropped_counts(source.units(space, 0), POINTS)
             name = source.site_name(block, space)
             if space == "qk":
                 effects[name] = by_hand.dimensions(block, counts)
@@ -234,8 +234,8 @@ def test_an_output_that_overflows_is_named(dense, monkeypatch):
 def test_a_site_of_one_unit_has_no_effect(tmp_path, monkeypatch):
     folder = families.make(tmp_path / "model", "llama-gqa-tied")
     statistics = families.calibrate(folder, tmp_path / "statistics")
-    source, original = Model.open(folder), Model.units
-    monkeypatch.setattr(Model, "units", lambda self, space: 1 if space == "heads" else original(self, space))
+    source, original = Model.open(folder), Model.unit_counts
+    monkeypatch.setattr(Model, "unit_counts", lambda self, space: [1] if space == "heads" else original(self, space))
     options = {"device": CPU, "compute_dtype": torch.float32, "limit": 2, "points": (0.5,)}
     samples = data_of("llama-gqa-tied")
     effects = measure_effects(source, statistics, samples, spaces=["heads", "mlp"], **options)

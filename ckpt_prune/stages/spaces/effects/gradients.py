@@ -135,12 +135,12 @@ class _Trials:
     def begin(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Refit every site of a block at every point."""
         self._block = self.refits.of(block, tensors)
-        trials = [(space, score) for space in self.refits.spaces for score in kind_of(space).candidates]
+        trials = [(space, score) for space in self.refits.of_block(block) for score in kind_of(space).candidates]
         self._mine = set(trials[process_group().rank :: process_group().size])
-        self._sites = {space: self._site(self._block, space) for space in self.refits.spaces}
+        self._sites = {space: self._site(self._block, space) for space in self.refits.of_block(block)}
 
     def _site(self, refits: BlockRefits, space: SpaceName) -> "_Site":
-        counts = dropped_counts(self.refits.model.units(space), POINTS)
+        counts = dropped_counts(self.refits.model.units(space, refits.block), POINTS)
         scores = kind_of(space).candidates
         mine = [score for score in scores if (space, score) in self._mine]
         orders = {score: refits.order(space, score) for score in mine}

@@ -114,7 +114,8 @@ def measure_effects(
         for (space, count), value in zip(variants, values, strict=True):
             name = model.site_name(site, space)
             check_finite(value, without_units(count, name), compute_dtype)
-            of_site.setdefault(name, []).append((count, value))
+            if space in model.spaces(site):
+                of_site.setdefault(name, []).append((count, value))
         effects |= of_site
         if journal is not None:
             with disk_failures(journal.folder):

@@ -80,8 +80,10 @@ def measure_spaces(
         tensors = model.read_block(block)
         fitted = refits.of(block, tensors)
         for (space, count, single), own in zip(own_variants, states, strict=True):
-            score = single or _best(predicted[model.site_name(block, space)], count)
-            pruned = stream.factory.build_block(block, fitted.prune_site(space, score, count))
+            site = tensors
+            if space in model.spaces(block):
+                site = fitted.prune_site(space, single or _best(predicted[model.site_name(block, space)], count), count)
+            pruned = stream.factory.build_block(block, site)
             stream.pass_through(pruned, block, own, own)
         if end is None:
             stream.advance(block, tensors)
@@ -116,8 +118,9 @@ def _choose_scores(
 
 def _list_variants(model: Model, space: SpaceName) -> Iterator[Variant]:
     """Yield what is tried of a space."""
-    for index, count in enumerate(dropped_counts(model.units(space), SPACE_POINTS)):
-        for single in (None, *(_singles(space, model.units(space)) if index == 0 else ())):
+    units = min(model.unit_counts(space))
+    for index, count in enumerate(dropped_counts(units, SPACE_POINTS)):
+        for single in (None, *(_singles(space, units) if index == 0 else ())):
             yield space, count, single
 
 

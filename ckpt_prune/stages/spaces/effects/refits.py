@@ -25,7 +25,7 @@ from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 def refitted_spaces(model: Model, spaces: Collection[SpaceName] | None = None) -> list[SpaceName]:
     """Return spaces with a consumer of which something can go: of those named, or of those that stand in no other."""
     named = model.family.consumers if spaces is None else spaces
-    return [space for space in model.family.columns if space in named and model.units(space) > 1]
+    return [space for space in model.family.columns if space in named and max(model.unit_counts(space), default=1) > 1]
 
 
 @dataclass
@@ -49,10 +49,14 @@ class Refits:
         """Return the refits of a block with these tensors."""
         return BlockRefits(self, block, tensors)
 
+    def of_block(self, block: int) -> list[SpaceName]:
+        """Return those of the spaces that a block has."""
+        return [space for space in self.spaces if space in self.model.spaces(block)]
+
     def read(self, block: int) -> dict[SpaceName, Moments]:
         """Return the moments of a block's sites that refits are made to."""
-        read = CachedMoments(self.statistics, self.model).moments(block, {}, list(self.spaces))
-        folds = {space: select_input_moments(read[space]) for space in self.spaces}
+        read = CachedMoments(self.statistics, self.model).moments(block, {}, self.of_block(block))
+        folds = {space: select_input_moments(own) for space, own in read.items()}
         return {space: sum_folds(own[:-1] or own).to(self.device) for space, own in folds.items()}
 
     def known(self, block: int) -> dict[tuple[Site, str], Tensor]:
@@ -66,7 +70,7 @@ class Refits:
         key = Site(refits.block, solver.space), score
         if key not in self._scores:
             moments = refits.moments[solver.space]
-            most = dropped_counts(self.model.units(solver.space), POINTS)[-1]
+            most = dropped_counts(self.model.units(solver.space, refits.block), POINTS)[-1]
             self._scores[key] = solver.scores(refits.block, refits.tensors, (moments,), count=most).cpu()
         return self._scores[key]
 

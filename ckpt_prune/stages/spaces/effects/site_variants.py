@@ -47,7 +47,7 @@ def counts_of(
     for kind, (what, beside) in _NEEDS.items():
         if kind in kinds and kind not in statistics.index.collect:
             raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
-    return {space: dropped_counts(model.units(space), points) for space in chosen}
+    return {space: dropped_counts(min(model.unit_counts(space)), points) for space in chosen}
 
 
 def check_finite(effect: float, what: str, compute_dtype: torch.dtype) -> None:
@@ -70,20 +70,27 @@ class Variants:
     counts: Mapping[SpaceName, list[int]]
 
     def of(self, block: int, tensors: Mapping[str, Tensor], which: Container[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield the block's tensors for the variants whose numbers are in `which`, space by space, count by count."""
+        """Yield the block's tensors for the variants whose numbers are in `which`, space by space, count by count.
+
+        A block without a space stays as it is in that space's variants.
+        """
         number = itertools.count()
         spaces = [space for space, counts in self.counts.items() if counts]
-        read = CachedMoments(self.statistics, self.model).moments(block, tensors, spaces)
+        own = [space for space in spaces if space in self.model.spaces(block)]
+        read = CachedMoments(self.statistics, self.model).moments(block, tensors, own)
         moments: dict[SpaceName, Any] = {space: (sum_folds(folds).to(self.device),) for space, folds in read.items()}
         for space in spaces:
-            recipe = trial_recipe(self.model, block, space, tensors)
             chosen = [count for count in self.counts[space] if next(number) in which]
+            if space not in own:
+                yield from (dict(tensors) for _ in chosen)
+                continue
             if not chosen:
                 continue
+            recipe = trial_recipe(self.model, block, space, tensors)
             # Scored once for all counts.
             scores = solver_of(self.model, recipe, space, self.device).scores(block, tensors, moments[space])
             for count in chosen:
-                decision = SiteDecision(self.model.units(space) - count, scores=scores)
+                decision = SiteDecision(self.model.units(space, block) - count, scores=scores)
                 decisions = Decisions(recipe, {Site(block, space): decision})
                 pruner = Pruner(self.model, decisions, frozenset(), self.device)
                 # Each of several processes has variants of its own.

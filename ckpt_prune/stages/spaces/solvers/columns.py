@@ -170,7 +170,8 @@ class ColumnSolver(Solver):
         """Return the units that stay, ascending, and the scores of all."""
         scores = decision.scores
         if scores is None:
-            count = self.model.site_units(self.space) - decision.keep if self._is_cut_short(weight) else None
+            lines = weight.shape[1] // self.model.unit_columns(self.space)
+            count = lines - decision.keep if self._is_cut_short(weight) else None
             scores = self._unit_scores(weight, moments, methods, decision.score, count)
         return self.select(scores, decision.keep) if decision.kept is None else decision.kept, scores
 

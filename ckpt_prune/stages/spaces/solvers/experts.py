@@ -114,7 +114,7 @@ class ExpertSolver(Solver):
         consumers = self.list_refitted(1)
         if not consumers:
             return 1, "0 unknowns"
-        inputs = self.model.units(consumers[0]) * self.model.unit_columns(consumers[0])
+        inputs = max(self.model.unit_counts(consumers[0])) * self.model.unit_columns(consumers[0])
         experts = self.model.family.experts
         chosen = 1 if experts is None else int(getattr(self.model.config, experts.chosen))
         unknowns = f"{inputs} inputs of the last projection of each of {kept} experts"

@@ -52,7 +52,7 @@ class HeadSolver(Solver, Generic[HeadMoments]):
         plan = self._plan(block, None, kept, scores.flatten())
         if kept.numel() == scores.numel():
             return plan, None
-        units = self.model.units(self.space)
+        units = self.model.units(self.space, block)
         plan.method = self.own.compensation.method
         by_head = in_heads(kept, scores.numel() // units, units).to(self.device)
         return plan, self._compensate(plan, tensors, by_head, self._moments(folds), decision.plan)

@@ -34,7 +34,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
         return LOGIT_METHODS[self.own.compensation.method]
 
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
-        rows, columns = self.method.unknowns(self.model.units(self.space), kept)
+        rows, columns = self.method.unknowns(max(self.model.unit_counts(self.space)), kept)
         settled = min(tokens, rows) * min(tokens, columns)
         return -(-rows * columns // settled), f"{rows} x {columns} unknowns of a head"
 
@@ -47,7 +47,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
         """Return the scores of the dimensions of every head, (heads, dimensions) float64."""
         query, key = (tensors[self.model.tensor(block, module)].to(self.device) for module in self.description.readers)
         moments = self._moments(folds)
-        heads = query.shape[0] // self.model.units(self.space)
+        heads = query.shape[0] // self.model.units(self.space, block)
         function = LOGIT_SCORES[score or self.own.score].function
         return function(query, key, sum_folds(moments) if moments else None, heads)
 
@@ -99,7 +99,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
         biases = [self.model.tensor(plan.block, module, "bias") for module in modules]
         query, key = (tensors[name].to(self.device) for name in names)
         values = [tensors[name].to(self.device) if name in tensors else None for name in biases]
-        fit = logit.fit_unmeasured(kept, self.model.units(self.space))
+        fit = logit.fit_unmeasured(kept, self.model.units(self.space, plan.block))
         if folds:
             fit = self._fit(plan, kept, [self._choose_keys(each) for each in folds], planned)
         new = zip([*names, *biases], absorb(query, key, values[0], values[1], fit.left, fit.right), strict=True)

@@ -51,7 +51,7 @@ class RotarySolver(HeadSolver[RotaryMoments]):
     def scores(self, block: int, tensors: Tensors, folds: SpaceMoments, score: str | None = None) -> Tensor:
         """Return the scores of the pairs of every KV head, (KV heads, pairs) float64."""
         query, key = (tensors[self.model.tensor(block, module)].to(self.device) for module in self.description.readers)
-        moments, pairs, layout = self._moments(folds), self.model.units(self.space), self.description.pairs
+        moments, pairs, layout = self._moments(folds), self.model.units(self.space, block), self.description.pairs
         every = torch.arange(pairs).expand(self.model.copies(self.space), -1).to(self.device)
         rows = pair_rows(every, pairs, self.model.dimension("group"), layout).view(len(every), -1, pairs, 2)
         of_query = query[rows.transpose(1, 2)]
@@ -73,7 +73,8 @@ class RotarySolver(HeadSolver[RotaryMoments]):
     def _compensate(
         self, plan: SitePlan, tensors: Tensors, kept: Tensor, folds: tuple[RotaryMoments, ...], planned: SitePlan | None
     ) -> dict[str, Tensor]:
-        pairs, factors = self.model.units(self.space), self._fit(plan, kept, folds, planned) if folds else None
+        pairs = self.model.units(self.space, plan.block)
+        factors = self._fit(plan, kept, folds, planned) if folds else None
         new: dict[str, Tensor] = {}
         query, key = self.description.readers
         for module, absorbed, copies in ((query, factors, self.model.dimension("group")), (key, None, 1)):

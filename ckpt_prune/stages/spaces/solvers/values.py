@@ -58,7 +58,7 @@ class ValueSolver(ColumnSolver):
         moments = self._moments(folds)
         heads, keep = self.model.copies(self.space), decision.keep
         first = self.description.first(keep, self.model.dimension)
-        if keep == self.model.units(self.space) and not moments:  # what stays whole may not have been measured
+        if keep == self.model.units(self.space, block) and not moments:  # what stays whole may not have been measured
             scores = torch.zeros(first.numel()) if decision.scores is None else decision.scores
             return self._plan(block, self._consumer(block), first, scores), None
         site = self._turn(block, tensors, moments)
@@ -106,4 +106,4 @@ class ValueSolver(ColumnSolver):
             raise UserError("score principal needs Grams: calibrate with --collect moments,gram")
         gram = centre_gram(moments.gram, moments) if self.is_centred(block, tensors) else moments.gram
         weight = tensors[self._consumer(block)].to(gram.device)
-        return principal_values(weight, gram, self.model.copies(self.space), self.model.units(self.space))
+        return principal_values(weight, gram, self.model.copies(self.space), self.model.units(self.space, block))

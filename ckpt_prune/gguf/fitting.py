@@ -1,0 +1,252 @@
+"""Rounding the matrices of a GGUF file by what reaches them: block by block, behind the blocks that are rounded.
+
+Every matrix is rounded by ggml with the importance of its inputs, and by error feedback (`ckpt_prune.rounding`). What
+changes the outputs less on samples that neither has seen is taken. The file gets the very bytes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import GgufType
+from ckpt_prune.common.progress import track
+from ckpt_prune.gguf.layout import Layout, lay_out
+from ckpt_prune.gguf.rounding import encode
+from ckpt_prune.job.job import LiveSamples
+from ckpt_prune.job.model_view import ModelView
+from ckpt_prune.measure.moment_sources import SequentialMoments
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.moments.kinds import select_input_moments
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.measure.streams.readout import Readout
+from ckpt_prune.model.containers.container import container_of
+from ckpt_prune.model.model import Model
+from ckpt_prune.rounding.codes import CODES
+from ckpt_prune.rounding.feedback import importance_of, output_error, round_with_feedback
+from ckpt_prune.sparsity.damping import DAMP
+
+FOLDS = 4
+"""Folds of the samples, of which the last one decides between two ways to round."""
+_UNROUNDED = (Kind.F32, Kind.F16, Kind.BF16)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of a matrix of the file that one tensor of the checkpoint gives."""
+
+    source: str
+    rows: Tensor
+    source_rows: Tensor
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a matrix of the file has its weights from: rows and columns are moved, and multiplied by a factor.
+
+    Attributes:
+        parts: its rows, by the tensors that they are from.
+        columns: column of the checkpoint for each column, (columns,) int64; -1 if it is filled up with zeros.
+        factor: that weights were multiplied with.
+    """
+
+    parts: tuple[_Part, ...]
+    columns: Tensor
+    factor: float
+
+    @property
+    def sources(self) -> set[str]:
+        return {part.source for part in self.parts}
+
+    def place_gram(self, gram: Tensor) -> Tensor:
+        """Return the Gram of the matrix's inputs from that of the checkpoint's module: filled columns read zeros."""
+        real = self.columns >= 0
+        placed = gram[self.columns][:, self.columns]
+        return placed * real * real[:, None]
+
+    def put_back(self, tensors: dict[str, Tensor], values: Tensor) -> None:
+        """Write the weights of the matrix into the tensors that they are from, in float32."""
+        real = torch.nonzero(self.columns >= 0)[:, 0]
+        for part in self.parts:
+            new = tensors[part.source].to(torch.float32, copy=True)
+            rows = values[part.rows][:, real] / self.factor
+            new[part.source_rows[:, None], self.columns[real]] = rows
+            tensors[part.source] = new
+
+
+class _Matrices:
+    """The matrices of a model's file, made of tensors as they stand now, and where they have their weights from.
+
+    The layout is asked for what it makes of tensors that number their rows or columns; so it need not be known how each
+    architecture orders them.
+    """
+
+    def __init__(self, model: Model, chosen: GgufType) -> None:
+        self.now: dict[str, Tensor] = {}
+        self._shapes = {name: tuple(info.shape) for name, info in model.checkpoint.tensors.items()}
+        self._value: Callable[[str], Tensor] = self.now.__getitem__
+        self._asked: list[str] = []
+        self.layout = lay_out(model, chosen, self._read)
+
+    def _read(self, name: str) -> Tensor:
+        self._asked.append(name)
+        return self._value(name)
+
+    def read(self, name: str) -> Tensor:
+        """Return a matrix of the tensors in `now`."""
+        return self.layout.tensors[name].read()
+
+    def place(self, name: str) -> Placement:
+        ones, sources = self._made(name, lambda source: torch.ones(()).expand(self._shapes[source]))
+        factor = float(ones.max())
+
+        def number(axis: int, of: str) -> Tensor:
+            """Return the places of an axis (counted from 1) of the tensor `of`; 0 of others."""
+
+            def value(source: str) -> Tensor:
+                shape = self._shapes[source]
+                counted = torch.arange(1, shape[axis] + 1, dtype=torch.float32) * (source == of)
+                return (counted[:, None] if axis == 0 else counted).expand(shape)
+
+            return (self._made(name, value)[0].amax(1 - axis) / factor).round().long() - 1
+
+        parts = []
+        for source in sources:
+            rows = number(0, source)
+            here = torch.nonzero(rows >= 0)[:, 0]
+            parts.append(_Part(source, here, rows[here]))
+        return Placement(tuple(parts), number(1, sources[0]), factor)
+
+    def _made(self, name: str, value: Callable[[str], Tensor]) -> tuple[Tensor, list[str]]:
+        self._asked, self._value = [], value
+        try:
+            return self.read(name).float(), list(dict.fromkeys(self._asked))
+        finally:
+            self._value = self.now.__getitem__
+
+
+class Fitter:
+    """Rounds the matrices of a file by samples, and keeps their bytes in a folder.
+
+    Args:
+        model: whose file it is.
+        live: samples that reach its matrices.
+        layout: of the file.
+        chosen: type of the file.
+        kinds: type of every tensor.
+        folder: for the bytes; it is there.
+        feedback: also try error feedback; else the importance of inputs alone counts, which needs no Grams.
+        device: where blocks run.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        live: LiveSamples,
+        layout: Layout,
+        chosen: GgufType,
+        kinds: Mapping[str, Kind],
+        folder: Path,
+        *,
+        feedback: bool,
+    ) -> None:
+        self.model, self._live, self._folder, self._feedback = model, live, folder, feedback
+        self._kinds = {name: kind for name, kind in kinds.items() if kind not in _UNROUNDED}
+        self._names = [name for name in layout.tensors if name in self._kinds]
+        self._matrices = _Matrices(model, chosen)
+        self.ways: Counter[str] = Counter()
+        """How many matrices are rounded in which way."""
+
+    @cached_property
+    def rounded(self) -> dict[str, Path]:
+        """Matrix → file of numpy with its rows as the file has them. Made when it is asked for first."""
+        model, live = self.model, self._live
+        view = ModelView(model, torch.device("cpu"), container=container_of(model) if model.has_remote_code else None)
+        folds = min(FOLDS, len(live.samples)) if self._feedback else 1
+        if self._feedback and folds < 2:
+            raise UserError("error feedback needs at least 2 samples, of which one is held out: give more text")
+        stream = view.stream(live.samples, live.compute_dtype, folds=folds, allocate=live.allocate)
+        grams = dict.fromkeys(model.family.inputs, self._feedback)
+        source = SequentialMoments(stream, grams, true_sequential=True)
+        files: dict[str, Path] = {}
+        for block in track(range(model.blocks), "rounding", total=model.blocks):
+            tensors = view.block(block)
+            self._matrices.now.update(tensors)
+            prefix = f"blk.{block}."
+            places = {name: self._matrices.place(name) for name in self._names if name.startswith(prefix)}
+            readers = model.inputs(block)
+            for keys in source.group_keys(list(readers)):
+                moments = source.moments(block, tensors, keys)
+                for first in keys:
+                    own = {model.tensor(block, module) for module in readers[first]}
+                    for name in [name for name, place in places.items() if place.sources <= own]:
+                        place = places.pop(name)
+                        folds_of = [self._place(each, place) for each in select_input_moments(moments[first])]
+                        files[name] = self._round(name, folds_of, DAMP)
+                        values = gguf.dequantize(np.load(files[name]), self._kinds[name])
+                        place.put_back(tensors, torch.from_numpy(values))
+            source.advance(block, tensors)
+            for name in tensors:
+                self._matrices.now.pop(name, None)
+        files |= self._round_head(stream)
+        return files
+
+    def _place(self, moments: Moments, place: Placement) -> Moments:
+        """Return moments of the inputs of a matrix as the file has it: squares and Gram alone are of use."""
+        real = place.columns >= 0
+        square = moments.square[place.columns] * real
+        gram = None if moments.gram is None else place.place_gram(moments.gram)
+        return Moments(moments.count, square, square, square, square, gram)
+
+    def _round_head(self, stream: HiddenStream) -> Iterator[tuple[str, Path]]:
+        """Round the head, or the embedding that is also the head, by what the head reads behind the rounded blocks."""
+        name = "output.weight" if "output.weight" in self._matrices.layout.tensors else "token_embd.weight"
+        if name not in self._kinds:
+            return
+        checkpoint = self.model.checkpoint
+        readout = Readout(stream.factory, list(checkpoint.tensors), checkpoint.read)
+        sums = [Moments.zeros(stream.states.shape[-1], gram=self._feedback) for _ in range(stream.folds)]
+        for fold, rows in stream.batches:
+            inputs = readout.head_inputs(stream.samples.batch(rows), stream.states[rows])
+            sums[fold] = sums[fold].accumulate(inputs)
+        del readout
+        place = self._matrices.place(name)
+        self._matrices.now.update(checkpoint.read(place.sources))
+        yield name, self._round(name, [self._place(each, place) for each in sums], _HEAD_DAMP)
+
+    def _round(self, name: str, folds: Sequence[Moments], damp: float) -> Path:
+        """Round a matrix in the way that loses less on the last fold; return the file of its bytes."""
+        weight, kind = self._matrices.read(name).float(), self._kinds[name]
+        seen = sum_folds(folds[:-1] or folds)
+        assert isinstance(seen, Moments)
+        best = np.concatenate(list(encode(name, weight, kind, importance_of(seen.square)))).reshape(len(weight), -1)
+        way = "importance"
+        held_out = folds[-1].gram
+        if self._feedback and kind in CODES and seen.gram is not None and held_out is not None:
+            by_feedback = round_with_feedback(weight, seen.gram, kind, damp)
+            errors = [output_error(weight, rows, kind, held_out) for rows in (by_feedback, best)]
+            if errors[0] < errors[1]:
+                best, way = by_feedback, "error feedback"
+        self.ways[way] += 1
+        file = self._folder / f"{name}.npy"
+        with disk_failures(file):
+            np.save(file, best)
+        return file
+
+    def describe(self) -> str:
+        """Say in a line how matrices were rounded; `rounded` was asked for before."""
+        counts = ", ".join(f"{count} by {way}" for way, count in sorted(self.ways.items()))
+        return f"matrices are rounded by what reaches them behind the rounded blocks: {counts}"
+
+
+_HEAD_DAMP = 0.1
+"""The embedding is also what tokens begin with: its own weights must stay nearer than outputs alone would say."""

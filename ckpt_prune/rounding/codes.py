@@ -1,0 +1,142 @@
+"""The codes of GGUF's types: where a block keeps them, and which weight each stands for (ggml-quants.c of llama.cpp).
+
+A block of columns holds scales (and minima), and a code for each column. A weight is base + step · level(code): base
+and step follow from the scales, and the level is the code itself, or an entry of a table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Levels of iq4_nl and iq4_xs."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Bits of every code of a block.
+
+    Attributes:
+        start: byte of the block where they begin.
+        run: bytes that hold one place of consecutive columns.
+        places: how many places of `width` bits each byte has. Byte b of a run holds columns b, b + run, b + 2 run, …
+        width: bits of a place.
+        shift: the lowest bit of the code that they hold.
+    """
+
+    start: int
+    run: int
+    places: int
+    width: int
+    shift: int = 0
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The codes of a type.
+
+    Attributes:
+        fields: which hold them.
+        least, most: the smallest and the largest code; those of q8_0 are bytes with a sign, and -128 is no code of it.
+        table: levels of codes, if they are not the codes themselves.
+    """
+
+    fields: tuple[Field, ...]
+    least: int
+    most: int
+    table: tuple[int, ...] | None = None
+
+
+def _nibbles(start: int) -> Field:
+    return Field(start, 16, 2, 4)
+
+
+CODES: Mapping[Kind, Codes] = {
+    Kind.Q4_0: Codes((_nibbles(2),), 0, 15),
+    Kind.Q4_1: Codes((_nibbles(4),), 0, 15),
+    Kind.Q5_0: Codes((_nibbles(6), Field(2, 4, 8, 1, 4)), 0, 31),
+    Kind.Q5_1: Codes((_nibbles(8), Field(4, 4, 8, 1, 4)), 0, 31),
+    Kind.Q8_0: Codes((Field(2, 32, 1, 8),), -127, 127),
+    Kind.IQ4_NL: Codes((_nibbles(2),), 0, 15, _TABLE),
+    Kind.IQ4_XS: Codes((_nibbles(8),), 0, 15, _TABLE),
+    Kind.Q2_K: Codes((Field(16, 32, 4, 2),), 0, 3),
+    Kind.Q3_K: Codes((Field(32, 32, 4, 2), Field(0, 32, 8, 1, 2)), 0, 7),
+    Kind.Q4_K: Codes((Field(16, 32, 2, 4),), 0, 15),
+    Kind.Q5_K: Codes((Field(48, 32, 2, 4), Field(16, 32, 8, 1, 4)), 0, 31),
+    Kind.Q6_K: Codes((Field(0, 64, 2, 4), Field(128, 32, 4, 2, 4)), 0, 63),
+}
+"""Type → its codes. Types that are not here (iq1_s to iq3_s) hold entries of codebooks of several weights."""
+_QH_IN_ORDER = (Kind.Q5_0, Kind.Q5_1)
+"""Types whose high bits are in the order of columns, eight in a byte."""
+
+
+def put_codes(kind: Kind, blocks: Array, codes: Array) -> Array:
+    """Return blocks with other codes and the same scales.
+
+    Args:
+        kind: type of `CODES`.
+        blocks: (…, bytes of a block) uint8.
+        codes: (…, columns of a block), from `least` to `most` of the type.
+    """
+    new, columns = blocks.copy(), codes.shape[-1]
+    shape = codes.shape[:-1]
+    whole = codes.astype(np.int16).astype(np.uint8)
+    for field in CODES[kind].fields:
+        bits = (whole >> field.shift) & ((1 << field.width) - 1)
+        size = columns * field.width // 8
+        if kind in _QH_IN_ORDER and field.width == 1:
+            packed = np.packbits(bits, axis=-1, bitorder="little")
+        else:
+            parts = bits.reshape(*shape, -1, field.places, field.run)
+            shifts = (np.arange(field.places, dtype=np.uint8) * field.width)[:, None]
+            packed = np.bitwise_or.reduce(parts << shifts, axis=-2).reshape(*shape, size)
+        new[..., field.start : field.start + size] = packed
+    return new
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The weights that codes of blocks stand for, as their scales are.
+
+    Attributes:
+        kind: type.
+        base, step: (columns of a block, rows) float64: a weight is base + step · level.
+    """
+
+    kind: Kind
+    base: Tensor
+    step: Tensor
+
+    @classmethod
+    def of(cls, kind: Kind, blocks: Array) -> "Grid":
+        """Read the grid of one block of every row, (rows, bytes): ggml's own decoding of two codes tells it."""
+        codes = CODES[kind]
+        first, last = codes.least, codes.most
+        levels = (first, last) if codes.table is None else (codes.table[first], codes.table[last])
+        columns = gguf.GGML_QUANT_SIZES[kind][0]
+        low, high = (
+            torch.from_numpy(
+                gguf.dequantize(put_codes(kind, blocks, np.full((len(blocks), columns), code)), kind).astype(np.float64)
+            ).T.contiguous()
+            for code in (first, last)
+        )
+        step = (high - low) / (levels[1] - levels[0])
+        return cls(kind, low - step * levels[0], step)
+
+    def nearest(self, column: int, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes nearest to weights (rows,) of a column, int16, and the weights that they stand for."""
+        codes, base, step = CODES[self.kind], self.base[column], self.step[column]
+        scaled = (weights - base) / torch.where(step == 0, 1.0, step)
+        if codes.table is None:
+            chosen = scaled.round_().clamp_(codes.least, codes.most)
+            return chosen.to(torch.int16), base + step * chosen
+        table = torch.tensor(codes.table, dtype=torch.float64)
+        chosen = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2)
+        return chosen.to(torch.int16), base + step * table[chosen]

@@ -1,0 +1,87 @@
+"""Error feedback into GGUF's types: the columns of a weight are rounded in turn, and later ones make up for earlier.
+
+GPTQ (Frantar et al. 2022, arXiv 2210.17323) on the columns in their own order (`sparsity/visiting.py`). At the first
+column of every block ggml itself chooses the block's scales and minima, by the importance of the inputs, for the
+weights as the columns before have moved them; only codes are chosen here. So a block is what ggml could have written.
+"""
+
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from ckpt_prune.rounding.codes import Grid, put_codes
+from ckpt_prune.sparsity.damping import MOST_DAMP
+from ckpt_prune.sparsity.inverse import factorise
+from ckpt_prune.sparsity.visiting import fix_in_turn, visit_inputs
+
+Array = np.ndarray[Any, Any]
+ROWS = 8192
+"""Rows that are rounded at once: four copies of them in float64 are held."""
+LEAST = 1e-6
+"""An input that was always zero matters so much of the mean: other text may use it."""
+
+
+def importance_of(squares: Tensor) -> Array:
+    """Return how much an error in each column matters, (columns,) float32, from the sums of squares of the inputs."""
+    squares = squares.float()
+    if not bool(squares.any()):
+        return np.ones(len(squares), np.float32)
+    return squares.div(squares.mean()).clamp_min_(LEAST).numpy()
+
+
+def round_with_feedback(weight: Tensor, gram: Tensor, kind: Kind, damp: float) -> Array:
+    """Round a weight to a type so that its outputs change least: its rows as ggml stores them, (rows, bytes) uint8.
+
+    Memory beyond the arguments: three float64 matrices of the Gram's size, and four of `ROWS` rows.
+
+    Args:
+        weight: (rows, columns); columns are a multiple of the type's block.
+        gram: of its inputs, (columns, columns), times any positive factor.
+        kind: one of `CODES`.
+        damp: share of the mean diagonal that is added to it.
+
+    Raises:
+        SingularHessianError: the Gram cannot be factorised with any damping.
+    """
+    import libgguf
+
+    diagonal = gram.diagonal()
+    importance = importance_of(diagonal)
+    factor, _ = factorise(gram, diagonal == 0, damp, MOST_DAMP)
+    size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+
+    def round_rows(rows: Tensor) -> Array:
+        encoded = np.empty((len(rows), len(gram) // size, block_bytes), np.uint8)
+
+        def visit(W: Tensor, U: Tensor, here: slice) -> None:
+            now = np.ascontiguousarray(W.T.float().numpy())
+            blocks = libgguf.quantize_rows(now, kind, importance[here])
+            grid, codes = Grid.of(kind, blocks), np.empty(now.shape, np.int16)
+
+            def nearest(j: int, weights: Tensor) -> Tensor:
+                chosen, values = grid.nearest(j, weights)
+                codes[:, j] = chosen.numpy()
+                return values
+
+            fix_in_turn(W, U, nearest)
+            encoded[:, here.start // size] = put_codes(kind, blocks, codes)
+
+        visit_inputs(rows.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format), factor, size, visit)
+        return encoded.reshape(len(rows), -1)
+
+    return np.concatenate([round_rows(rows) for rows in torch.split(weight, ROWS)])
+
+
+def output_error(weight: Tensor, encoded: Array, kind: Kind, gram: Tensor) -> float:
+    """Return tr((W − Ŵ) G (W − Ŵ)ᵀ), what rounding has changed of the outputs on the inputs whose Gram G is."""
+    lost = 0.0
+    gram = gram.float()
+    for start in range(0, len(weight), ROWS):
+        rows = slice(start, start + ROWS)
+        change = weight[rows].float() - torch.from_numpy(gguf.dequantize(encoded[rows], kind))
+        lost += float((change @ gram).mul_(change).sum(dtype=torch.float64))
+    return lost

@@ -1,0 +1,115 @@
+"""Files whose matrices are rounded by what reaches them, in every architecture's order of rows."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ckpt_prune.cli.main import main
+from ckpt_prune.gguf.fitting import _Matrices
+from ckpt_prune.gguf.layout import lay_out
+from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.model.containers.opening import open_model
+from tests.gguf_files.tiny import proving, save
+
+pytest.importorskip("libgguf", reason="ggml's functions are not installed: pip install libgguf")
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {}),  # rows of q and k are reordered
+        ("granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "intermediate_size": 100}),
+        ("phi3", {"intermediate_size": 100}),  # fused, and filled up
+        ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 64}),
+    ],
+)
+def test_weights_of_the_file_are_put_back_where_they_are_from(tmp_path, model_type, changes):
+    model = open_model(str(save(tmp_path / "model", model_type, **SIZES | changes)))
+    matrices, layout = _Matrices(model, "q4_0"), lay_out(model, "q4_0")
+    tensors = model.checkpoint.read(list(model.checkpoint.tensors))
+    matrices.now.update(tensors)
+    cleared = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    placed = [name for name, weight in layout.tensors.items() if len(weight.shape) == 2]
+    for name in placed:
+        place, weight = matrices.place(name), layout.tensors[name].read().float()
+        torch.testing.assert_close(matrices.read(name).float(), weight)
+        place.put_back(cleared, weight)
+        # What the matrix makes of inputs with this Gram is as large as what the checkpoint's rows make of it.
+        half = torch.randn(tensors[place.parts[0].source].shape[1], 8, dtype=torch.float64)
+        gram, rows = half @ half.T, torch.cat([tensors[part.source][part.source_rows] for part in place.parts])
+        energy = float((rows.double() @ gram * rows.double()).sum()) * place.factor**2
+        placed_gram = place.place_gram(gram)
+        assert float((weight.double() @ placed_gram * weight.double()).sum()) == pytest.approx(energy, rel=1e-5)
+    for name in {source for each in placed for source in matrices.place(each).sources}:
+        torch.testing.assert_close(cleared[name], tensors[name].float())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantize_writes_a_file_that_loses_less_than_plain_rounding(tmp_path, tied):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    model = save(tmp_path / "model", "llama", **SIZES, tie_word_embeddings=tied)
+    text = proving(model).text[0]
+    data = ["--text", text, "--window", 48, "--samples", 16, "--evaluate-samples", 2]
+    others = ["--embedding-type", "iq4_nl", "--tensor-type", "attn_v=q8_0"]
+    given = ["quantize", model, "--format", "gguf", "--type", "q4_0", *others, *data]
+    code, output = run(*given, "-o", tmp_path / "fit.gguf", "--json")
+    assert code == 0, output
+    fitted = json.loads(output[output.index("{") :])
+    assert "matrices are rounded by what reaches them behind the rounded blocks: " in fitted["notes"][-1]
+    plain = ["export", model, "--format", "gguf", "--dtype", "q4_0", *others, "--text", text, "--window", 48]
+    code, output = run(*plain, "--samples", 2, "-o", tmp_path / "plain.gguf", "--json")
+    assert code == 0, output
+    lost = json.loads(output[output.index("{") :])
+    assert fitted["bytes"] == lost["bytes"]
+    assert fitted["validation"]["kl"] < lost["validation"]["kl"]
+    kinds = {name: tensor.kind.name for name, tensor in open_gguf(tmp_path / "fit.gguf").tensors.items()}
+    assert [kinds[f"blk.0.attn_{each}.weight"] for each in "vq"] == ["Q8_0", "Q4_0"]
+    code, output = run("validate", tmp_path / "fit.gguf", "--against", model, "--text", text, "--window", 48)
+    assert code == 0, output
+    again = tmp_path / "again.gguf"
+    assert run(*given, "-o", again)[0] == 0
+    assert again.read_bytes() == (tmp_path / "fit.gguf").read_bytes()
+
+
+def test_a_recipe_rounds_its_file_by_its_own_samples_so_that_types_of_two_bits_work(tmp_path):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    wide = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    model = save(tmp_path / "model", "llama", **wide)
+    text = proving(model).text[0]
+    recipe = ["--recipe", "flap-global", "--ratio", 0.3, "--text", text, "--samples", 4, "--window", 48]
+    for name, more in (("nearest", ""), ("gptq", ", rounding: gptq")):
+        export = f"export={{format: gguf, dtype: iq2_xs{more}}}"
+        code, output = run("prune", model, *recipe, "--set", export, "-o", tmp_path / name, "--evaluate-samples", 0)
+        assert code == 0, output
+        assert "matrices are rounded by what reaches them behind the rounded blocks: " in output
+        assert (tmp_path / name / "model-iq2_xs.gguf").is_file(), output
+    kinds = {tensor.kind.name for tensor in open_gguf(tmp_path / "gptq" / "model-iq2_xs.gguf").tensors.values()}
+    assert "IQ2_XS" in kinds
+    first, second = (open_gguf(tmp_path / name / "model-iq2_xs.gguf") for name in ("nearest", "gptq"))
+    assert not np.array_equal(first.read("token_embd.weight"), second.read("token_embd.weight"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--format", "gguf", "--text", __file__], "--format gguf needs --type, such as q4_k_m"),
+        (["--format", "gguf", "--type", "q4_0"], "--format gguf rounds by what reaches each matrix: give --text"),
+        (["--format", "int4", "--type", "q4_0"], "--type does not go with --format int4"),
+        (["--format", "gguf", "--type", "q4_0", "--group-size", 32], "--group-size does not go with --format gguf"),
+        (["--format", "gguf", "--type", "q4_0", "--text", __file__, "-o", "m"], "a name that ends in .gguf"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(tmp_path, monkeypatch, options, says):
+    monkeypatch.chdir(tmp_path)
+    model = save(tmp_path / "model", "llama", **SIZES)
+    code, output = run("quantize", model, *options, *([] if "-o" in options else ["-o", "m.gguf"]))
+    assert (code, says in output) == (2, True), output
