@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -252,8 +252,7 @@ def _mapping(annotation: Any) -> Any:
 def _mappings(annotation: Any) -> Iterator[Any]:
     alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     for each in alternatives:
-        of_models = get_origin(each) is dict and get_origin(get_args(each)[1]) is not Literal
-        if of_models or (isinstance(each, type) and issubclass(each, BaseModel)):
+        if get_origin(each) is dict or (isinstance(each, type) and issubclass(each, BaseModel)):
             yield each
 
 
