@@ -53,6 +53,7 @@ class FilePlanner:
         *,
         output: Output | None = None,
         weighted: bool = False,
+        fitted: bool = False,
     ) -> FilePlan:
         """Return what the file of a model would be, to the byte.
 
@@ -65,6 +66,7 @@ class FilePlanner:
             output: container and shapes of the model as it would be pruned (`stages.shared.output.output_at`, or
                 `Output(choose_container(…), plan_layout(…), …)`), with the same vocabulary; None: as it is.
             weighted: the importance of inputs will be known.
+            fitted: matrices will be rounded by what reaches them.
 
         Raises:
             UserError: llama.cpp computes no such model, or the types do not go with it.
@@ -72,14 +74,22 @@ class FilePlanner:
         layout = lay_out(self.model if output is None else model_of_output(self.model, output), chosen)
         kinds, changed = kinds_of(layout, chosen, others, weighted=weighted)
         sizes = tensor_bytes(layout, kinds)
-        head = self._head_bytes(layout, chosen, kinds, self._bare_tokenizer) + self._tokenizer_bytes
+        head = self._head_bytes(layout, chosen, kinds, self._bare_tokenizer, fitted=fitted) + self._tokenizer_bytes
         # The tokenizer's share is the difference of two whole heads, so that their alignment is done here.
         size = gguf.GGUFWriter.ggml_pad(head, gguf.GGUF_DEFAULT_ALIGNMENT)
         size += sum(gguf.GGUFWriter.ggml_pad(each, gguf.GGUF_DEFAULT_ALIGNMENT) for each in sizes.values())
         return FilePlan(layout.architecture.name, kinds, sizes, size, (*layout.notes, *changed))
 
-    def _head_bytes(self, layout: Layout, chosen: GgufType, kinds: Mapping[str, Kind], tokenizer: FileTokenizer) -> int:
-        writer = fill_writer(None, layout, chosen, kinds, tokenizer, self.model.checkpoint.whole)
+    def _head_bytes(
+        self,
+        layout: Layout,
+        chosen: GgufType,
+        kinds: Mapping[str, Kind],
+        tokenizer: FileTokenizer,
+        *,
+        fitted: bool = False,
+    ) -> int:
+        writer = fill_writer(None, layout, chosen, kinds, tokenizer, self.model.checkpoint.whole, fitted=fitted)
         place = BytesIO()
         writer.fout, writer.state = [place], WriterState.EMPTY  # type: ignore[list-item]
         write_head(writer)

@@ -9,6 +9,7 @@ from torch import Tensor
 from ckpt_prune.common.graph_types import GGUF_ROWS
 from ckpt_prune.gguf.layout import CannotMapError, lay_out
 from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.gguf.writing import FITTED
 from ckpt_prune.model.model import Model
 
 _BLOCK = 32
@@ -51,16 +52,21 @@ def other_weights(file: Path, model: Model, kind: str) -> list[str]:
         expected = layout.tensors.get(name)
         if expected is not None and tuple(expected.shape) == tuple(info.shape):
             stored, whole = gguf_file.read(name).float(), expected.read().float()
-            if not _alike(stored, whole, info.kind):
+            if not _alike(stored, whole, info.kind, fitted=bool(gguf_file.values.get(FITTED))):
                 wrong.append(name)
     return wrong
 
 
-def _alike(stored: Tensor, whole: Tensor, kind: Kind) -> bool:
-    in_blocks = kind in _FARTHEST and whole.shape[-1] % _BLOCK == 0
+def _alike(stored: Tensor, whole: Tensor, kind: Kind, *, fitted: bool) -> bool:
+    """Return whether weights are near enough; of a fitted matrix whole rows alone tell, for blocks make up for others.
+
+    Types that hold weights as they are do not move any.
+    """
+    fitted = fitted and kind not in (Kind.F32, Kind.F16, Kind.BF16)
+    in_blocks = kind in _FARTHEST and whole.shape[-1] % _BLOCK == 0 and not fitted
     width = _BLOCK if in_blocks else whole.shape[-1]
     stored, whole = stored.reshape(-1, width), whole.reshape(-1, width)
     usual = whole.square().mean().sqrt() * width**0.5
     distance = torch.linalg.vector_norm(stored - whole, dim=1)
-    allowed = _FARTHEST.get(kind, _OTHERS) * torch.linalg.vector_norm(whole, dim=1) + _NOISE * usual
-    return bool((distance <= allowed).all())
+    share = _OTHERS if fitted else _FARTHEST.get(kind, _OTHERS)
+    return bool((distance <= share * torch.linalg.vector_norm(whole, dim=1) + _NOISE * usual).all())

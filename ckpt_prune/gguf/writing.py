@@ -23,6 +23,9 @@ from ckpt_prune.gguf.tokenizer import FileTokenizer
 from ckpt_prune.gguf.types import file_type, tensor_bytes
 from ckpt_prune.show.model_card import source_card
 
+FITTED = "ckpt_prune.fitted"
+"""Key of files whose matrices are rounded by what reaches them: single weights may be farther from the checkpoint's."""
+
 
 @dataclass(frozen=True)
 class _Rows:
@@ -59,7 +62,7 @@ def write_gguf(
         rounded: matrix → file with its rows, if they are rounded already.
     """
     sizes = tensor_bytes(layout, kinds)
-    writer = fill_writer(path, layout, chosen, kinds, tokenizer, source)
+    writer = fill_writer(path, layout, chosen, kinds, tokenizer, source, fitted=bool(rounded))
     total = sum(sizes.values())
     with disk_failures(path):
         if shutil.disk_usage(path.parent).free < total:
@@ -85,8 +88,13 @@ def fill_writer(
     kinds: Mapping[str, Kind],
     tokenizer: FileTokenizer,
     source: Path,
+    *,
+    fitted: bool = False,
 ) -> gguf.GGUFWriter:
-    """Return a writer that knows all that stands before the tensors; nothing is written yet. Args: `write_gguf`."""
+    """Return a writer that knows all that stands before the tensors; nothing is written yet.
+
+    Arguments are as in `write_gguf`; `fitted`: matrices are rounded by what reaches them, and the file says so.
+    """
     writer = gguf.GGUFWriter(path, layout.architecture.name)
     sizes = tensor_bytes(layout, kinds)
     for name, weight in layout.tensors.items():
@@ -96,6 +104,8 @@ def fill_writer(
         _add(writer, f"{layout.architecture.name}.{key}", value)
     for key, value in tokenizer.values.items():
         _add(writer, key, value)
+    if fitted:
+        _add(writer, FITTED, True)
     return writer
 
 

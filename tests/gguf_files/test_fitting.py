@@ -8,6 +8,8 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
+from ckpt_prune.common.graph_types import OtherTypes
+from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.fitting import _Matrices
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
@@ -69,7 +71,9 @@ def test_quantize_writes_a_file_that_loses_less_than_plain_rounding(tmp_path, ti
     code, output = run(*plain, "--samples", 2, "-o", tmp_path / "plain.gguf", "--json")
     assert code == 0, output
     lost = json.loads(output[output.index("{") :])
-    assert fitted["bytes"] == lost["bytes"]
+    types = OtherTypes("iq4_nl", matrices={"attn_v": "q8_0"})
+    planned = FilePlanner(open_model(str(model))).plan("q4_0", types, weighted=True, fitted=True)
+    assert fitted["bytes"] == planned.bytes == (tmp_path / "fit.gguf").stat().st_size
     assert fitted["validation"]["kl"] < lost["validation"]["kl"]
     kinds = {name: tensor.kind.name for name, tensor in open_gguf(tmp_path / "fit.gguf").tensors.items()}
     assert [kinds[f"blk.0.attn_{each}.weight"] for each in "vq"] == ["Q8_0", "Q4_0"]
