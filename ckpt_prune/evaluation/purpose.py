@@ -39,9 +39,14 @@ def check_same_kind(folder: Path, reference: Path | None) -> None:
         raise UserError(f"{' and '.join(is_for)}: what they give cannot be compared")
 
 
+def has_other_tokenizer(folder: Path, reference: Path | None) -> bool:
+    """Return whether a reference reads a text differently."""
+    return reference is not None and tokenizer_fingerprint(folder) != tokenizer_fingerprint(reference)
+
+
 def check_same_tokenizer(folder: Path, reference: Path | None) -> None:
     """Refuse a reference that reads a text differently."""
-    if reference is not None and tokenizer_fingerprint(folder) != tokenizer_fingerprint(reference):
+    if has_other_tokenizer(folder, reference):
         raise UserError(f"{folder} and {reference} have different tokenizers: their figures cannot be compared")
 
 

@@ -8,6 +8,8 @@ from ckpt_prune.job.report import Loss
 WORDS = ("worse than", "much worse than", "hardly of use beside")
 MORE_PERPLEXITY = (1.05, 1.25, 5.0)
 """Times the dense model's, from which on each of `WORDS` is said."""
+MORE_BITS = (1.02, 1.08, 1.5)
+"""The same of bits per byte: a fiftieth more is what 5 % more perplexity of a token is of a fair model."""
 LESS_AGREEMENT = (0.9, 0.75, 0.25)
 """Share of the tokens, images or texts with the same first choice, below which each is said."""
 SAME_KL = 0.02
@@ -42,6 +44,8 @@ def _levels(loss: Loss) -> list[int]:
         return [*levels, sum(loss.after < limit for limit in LESS_COSINE)]
     if loss.of.endswith("perplexity"):
         return [*levels, sum(loss.after >= limit * loss.before for limit in MORE_PERPLEXITY)]
+    if loss.of == "bits per byte":
+        return [*levels, sum(loss.after >= limit * loss.before for limit in MORE_BITS)]
     return [*levels, sum(loss.before - loss.after >= limit for limit in LESS_ACCURACY)]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.safe_text import to_one_line
 from ckpt_prune.common.short_repr import short_repr
+from ckpt_prune.evaluation.bits import BitsScore
 from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.display import Result as Result
 from ckpt_prune.evaluation.features import FeatureComparison
@@ -119,8 +120,10 @@ class ScoredResult(Result, Generic[S]):
     def _sentences(self) -> list[Table | str]:
         """Say what the figures do not: how far the two are apart, and which images were left out."""
         apart: list[Table | str] = []
-        if self.reference is not None:
+        if self.reference is not None and self.kl is not None:
             unit = "token" if self.skipped is None else "image"
+            if isinstance(self.score, BitsScore):
+                unit = "place where both have read the same text, over the tokens that both have"
             apart.append(f"KL divergence {self.kl:.4f} nats per {unit}, top-1 agreement {self.agreement:.1%}")
         if self.spread is not None:
             shares = self.spread.data()
@@ -173,20 +176,22 @@ class ComparisonResult(Result):
 class TextsResult(Result):
     """A model on several texts, each measured by itself, in the order given."""
 
-    results: tuple[tuple[Path, ScoredResult[PerplexityScore] | ComparisonResult], ...]
+    results: tuple[tuple[Path, ScoredResult[Any] | ComparisonResult], ...]
 
     @property
-    def together(self) -> ScoredResult[PerplexityScore] | None:
-        """The figures over the tokens of all texts; None if there is no perplexity of each."""
+    def together(self) -> ScoredResult[Any] | None:
+        """The figures over the tokens of all texts; None if they have no scores."""
         parts = [result for _, result in self.results if isinstance(result, ScoredResult)]
         if len(parts) < len(self.results):
             return None
         first, tokens = parts[0], [part.score.tokens for part in parts]
-        joined = _join_scores([part.score for part in parts])
+        join: Any = BitsScore.join if isinstance(first.score, BitsScore) else _join_scores
+        joined = join([part.score for part in parts])
         if first.reference is None:
             return ScoredResult(first.model, joined)
-        reference = _join_scores([part.reference for part in parts if part.reference is not None])
-        kl, agreement = (_mean([getattr(part, name) for part in parts], tokens) for name in ("kl", "agreement"))
+        reference = join([part.reference for part in parts if part.reference is not None])
+        apart = [[getattr(part, name) for part in parts] for name in ("kl", "agreement")]
+        kl, agreement = (None if None in values else _mean(values, tokens) for values in apart)
         spreads = [part.spread for part in parts if part.spread is not None]
         spread = Spread.join(spreads) if len(spreads) == len(parts) else None
         return ScoredResult(first.model, joined, first.against, reference, kl, agreement, spread=spread)

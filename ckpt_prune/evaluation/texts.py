@@ -1,6 +1,6 @@
 """Measuring a model of text: perplexity, masked tokens, predictions, embeddings or features, whichever it gives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,18 @@ from transformers import PreTrainedTokenizerBase
 from ckpt_prune.checkpoint.sentence_modules import MODULES, read_modules, read_ranked_tokens
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_windows
+from ckpt_prune.evaluation.bits import Piece, compare_bits, cut_pieces, fast_tokenizer
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.pair import Pair
-from ckpt_prune.evaluation.perplexity import PerplexityScore, TokenComparison, compare, perplexity
+from ckpt_prune.evaluation.perplexity import TokenComparison, compare, perplexity
 from ckpt_prune.evaluation.purpose import (
     LABELLED,
     check_folder,
     check_same_kind,
     check_same_tokenizer,
+    has_other_tokenizer,
     is_vision,
     reference_of_base,
 )
@@ -40,7 +42,7 @@ from ckpt_prune.measure.samples.text import (
 from ckpt_prune.model.purposes import WITHOUT_HEAD
 from ckpt_prune.options.data import EvaluationOptions
 
-TextResult = ScoredResult[PerplexityScore] | ComparisonResult
+TextResult = ScoredResult[Any] | ComparisonResult
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,6 @@ def measure_texts(pair: Pair, options: EvaluationOptions, given: Tensor | None =
         check_folder(path)
         if is_vision(path):
             raise UserError(f"{path} is a vision model: --text does not go with it; measure it with --images")
-    check_same_tokenizer(folder, pair.reference)
     check_same_kind(folder, pair.reference)
     purpose = purpose_of_folder(folder)
     base = reference_of_base(folder, pair.reference) if purpose in WITHOUT_HEAD else None
@@ -86,12 +87,47 @@ def measure_texts(pair: Pair, options: EvaluationOptions, given: Tensor | None =
     if base is not None and read_modules(folder):
         _check_sentences(pair, base, tokenizer)
         read, measure = _read_lines, _compare_sentences
+    if has_other_tokenizer(folder, pair.reference):
+        if generates:
+            return _measure_in_bits(pair, tokenizer, options, given)
+        if measure is not _compare_sentences:
+            check_same_tokenizer(folder, pair.reference)
     if given is not None:
         pieces = measure is _compare_sentences
         return measure(pair, tokenizer, _Lines(cut_texts(given, tokenizer), given.shape[1]) if pieces else given)
     readings = [read(text, tokenizer, options) for text in options.text]
     results = [measure(pair, tokenizer, reading) for reading in readings]
+    return _join(options, results)
+
+
+def _join(options: EvaluationOptions, results: Sequence[TextResult]) -> TextResult | TextsResult:
     return results[0] if len(results) == 1 else TextsResult(tuple(zip(options.text, results, strict=True)))
+
+
+def _measure_in_bits(
+    pair: Pair, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions, given: Tensor | None
+) -> TextResult | TextsResult:
+    """Measure two causal language models with other tokenizers than each other's, in bits per byte.
+
+    Args:
+        given: windows of the model's own tokens, whose texts are measured in place of those of `options`.
+    """
+    assert pair.reference is not None
+    others = load_tokenizer(pair.reference)
+    tokenizers = [fast_tokenizer(*each) for each in ((tokenizer, pair.folder), (others, pair.reference))]
+    models = pair.open_text_models()
+    if given is not None:
+        readings = [[Piece.of(text) for text in cut_texts(given, tokenizer) if text.strip()]]
+    else:
+        assert options.window is not None
+        texts = [read_text([text], tokenizer) for text in options.text]
+        readings = [cut_pieces(text, tokenizers, options.window, options.samples) for text in texts]
+    results = []
+    for pieces in readings:
+        both = compare_bits(models, tokenizers, pieces)
+        scores = both.score, pair.reference_name, both.reference_score
+        results.append(ScoredResult(pair.name, *scores, both.kl, both.top1_agreement))
+    return _join(options, results)
 
 
 def read_windows(text: Path, tokenizer: PreTrainedTokenizerBase, options: EvaluationOptions) -> Tensor:
@@ -173,6 +209,6 @@ def _compare_sentences(pair: Pair, tokenizer: PreTrainedTokenizerBase, lines: _L
     assert pair.reference is not None
     assert pair.reference_name is not None
     model = open_embedder(pair.load(), pair.folder, tokenizer)
-    reference = open_embedder(pair.load_reference(), pair.reference, tokenizer)
+    reference = open_embedder(pair.load_reference(), pair.reference, load_tokenizer(pair.reference))
     comparison = compare_sentences(model, reference, lines.texts, lines.window)
     return ComparisonResult(pair.name, pair.reference_name, comparison)

@@ -157,10 +157,6 @@ class RecipeOptions(SizeOptions, RecipeKeyOptions):
     recipe: AnyFolder = option(default=None, metavar="R", digest="content")
     """Name of a shipped recipe (`ckpt-prune recipe list`), a recipe file, a folder with one,
     or ORG/REPO/NAME.yaml[@REVISION] on the Hub. [default: best-uniform]"""
-    vocabulary: str | None = option(default=None, metavar="TOKENS[,TOKENS...]", group=SIZE)
-    """Tokens that stay; the others go from embedding, head and tokenizer, without a recipe nothing else does. auto: the
-    fewest that cost at most 0.2% of bits per byte on --text. Or a number or a share (24000, 50%), scripts (latin,
-    cyrillic), first:N of the merges or scores, text (all that --text uses), a file with one token a line."""
 
 
 class DiagnosticsOptions(Options):
@@ -265,6 +261,16 @@ def _check_pattern(text: str | None) -> str | None:
     return text
 
 
+class VocabularyOptions(Options):
+    """How many tokens stay."""
+
+    group = SIZE
+    vocabulary: str | None = option(default=None, metavar="TOKENS[,TOKENS...]")
+    """Tokens that stay; the others go from embedding, head and tokenizer, without a recipe nothing else does. auto: the
+    fewest that cost at most 0.2% of bits per byte on --text. Or a number or a share (24000, 50%), scripts (latin,
+    cyrillic), first:N of the merges or scores, text (all that --text uses), a file with one token a line."""
+
+
 class MaskOptions(Options):
     """How a recipe with a mask zeroes weights."""
 
@@ -292,6 +298,7 @@ class PruneOptions(
     QualityOptions,
     CalibrationOptions,
     MaskOptions,
+    VocabularyOptions,
     RecipeOrPlanOptions,
 ):
     """Options of `prune`."""

@@ -49,10 +49,12 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
     """
     device = resolve_device(options.device)
     plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
+    if plan is not None and options.vocabulary is not None:
+        raise UserError("a plan is of a model with all its tokens: --vocabulary does not go with it")
     if plan is not None:
         recipe, origin = plan.recipe, plan.origin
     else:
-        file, recipe = recipe_of(options, options.mask_changes)
+        file, recipe = recipe_of(options, options.mask_changes, options.vocabulary)
         origin = file.origin
     if has_data(options) and not any(keys.trains or keys.runs_model for keys in recipe.stages):
         given = "--text" if options.text else "--images" if options.images is not None else "--audio"
@@ -69,10 +71,12 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
 
 
 def recipe_of(
-    options: RecipeOptions, mask_changes: Mapping[str, tuple[str, str | None]] | None = None
+    options: RecipeOptions,
+    mask_changes: Mapping[str, tuple[str, str | None]] | None = None,
+    tokens: str | None = None,
 ) -> tuple[RecipeFile, Recipe]:
-    """Return a recipe's file, and the recipe with the changes that options make to it."""
-    vocabulary = vocabulary_changes(options.vocabulary)
+    """Return a recipe's file, and the recipe with the changes of the options; `tokens` are those of --vocabulary."""
+    vocabulary = vocabulary_changes(tokens)
     default = VOCABULARY_ALONE if vocabulary and options.ratio is None else DEFAULT_RECIPE
     file = locate_recipe(default if options.recipe is None else options.recipe)
     changes = (*vocabulary, *options.overrides)

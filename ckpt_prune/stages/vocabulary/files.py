@@ -86,7 +86,7 @@ def _json(path: Path) -> Any:
 def named_tokens(pieces: Pieces, config: Mapping[str, Any], files: Mapping[str, Path], rows: int) -> set[int]:
     """Return the rows of the embedding that configs and the post-processor name.
 
-    By number, or by the text of a token: the name of each special token, and all that `extra_special_tokens` lists.
+    By number, or by the text of a token: each special token and each further one that tokenizer_config.json names.
     """
     named = {*processor_ids(pieces.content.get("post_processor")), *walk_numbers(config)}
     for values in read_configs(files).values():

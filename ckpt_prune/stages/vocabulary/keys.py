@@ -98,6 +98,9 @@ class Vocabulary(StageKeys):
     def check_recipe(self, recipe: Recipe) -> None:
         if self.size is not None and self.cost is not None:
             raise ValueError("vocabulary.size and vocabulary.cost both say how many tokens stay: leave one out")
+        alone = all(stage is self or not stage.prunes for stage in recipe.stages)
+        if alone and recipe.ratio != Recipe.model_fields["ratio"].default:
+            raise ValueError("ratio says nothing of tokens: say vocabulary.size, or --vocabulary 50%")
 
     def needs_samples(self, recipe: Recipe) -> bool:
         return self.text or self.most_cost is not None

@@ -16,12 +16,16 @@ _VARINT, _BYTES, _WIDTHS = 0, 2, {1: 8, 5: 4}
 
 def filter_model(path: Path, kept: Set[str]) -> bytes:
     """Return a .model with the pieces that are in `kept`; UserError if the file is no SentencePiece model."""
-    data = path.read_bytes()
     try:
-        fields = list(_fields(data))
-        pieces = [_text(body) for number, _, body in fields if number == _PIECE]
-    except (ValueError, IndexError) as error:
+        return filter_pieces(path.read_bytes(), kept)
+    except (ValueError, IndexError, StopIteration) as error:
         raise UserError(f"{path} is not a SentencePiece model; download it again, or take it away") from error
+
+
+def filter_pieces(data: bytes, kept: Set[str]) -> bytes:
+    """Return the bytes of a .model with the pieces that are in `kept`. ValueError or IndexError for other bytes."""
+    fields = list(_fields(data))
+    pieces = [_text(body) for number, _, body in fields if number == _PIECE]
     places = {old: new for new, old in enumerate(at for at, piece in enumerate(pieces) if piece in kept)}
     written = bytearray()
     at = 0

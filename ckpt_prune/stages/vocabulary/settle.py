@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from ckpt_prune.checkpoint.side_files import side_files_of
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.evaluation.bits import Piece, PieceReader
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.measure.samples.text import read_file, tokenizer_of
 from ckpt_prune.model.model import Model
@@ -21,7 +22,7 @@ from ckpt_prune.options.data import SampleOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.stages.vocabulary.choice import Removal, expected_uses, removal_order
 from ckpt_prune.stages.vocabulary.files import named_tokens, read_pieces
-from ckpt_prune.stages.vocabulary.held_out import WINDOWS, BitCounter, SplitText, count_tokens, cut_chunks
+from ckpt_prune.stages.vocabulary.held_out import WINDOWS, SplitText, count_tokens, spread_pieces
 from ckpt_prune.stages.vocabulary.keys import Vocabulary
 from ckpt_prune.stages.vocabulary.pieces import Pieces, rebuild
 from ckpt_prune.stages.vocabulary.records import TextCost, VocabularyRecord, pack_rows
@@ -163,42 +164,40 @@ class VocabularyChoice:
 
     # ---- what it costs ---------------------------------------------------------------------------------------
 
-    @cached_property
-    def _counter(self) -> BitCounter | None:
-        """What measures bits; None if the model predicts no text, or there is none."""
-        family = self.model.family
-        if not self.texts or not (family.causal and family.gives_logits):
-            return None
-        device = resolve_device(getattr(self._options, "device", "auto"))
-        dtype = resolve_compute_dtype(self._options.compute_dtype, device, self.model.dtype)
-        encoded = self.tokenizer.encode("a").ids
-        plain = self.tokenizer.encode("a", add_special_tokens=False).ids
-        first = encoded[0] if encoded[:1] != plain[:1] else None
-        chunks = [chunk for own in self._chunks for chunk in own]
-        return BitCounter(StreamedModel(self.model, device, dtype), chunks, first)
+    @property
+    def _predicts(self) -> bool:
+        """Whether bits can be measured: there is text, and the model predicts it."""
+        return bool(self.texts) and self.model.family.causal and self.model.family.gives_logits
 
     @cached_property
-    def _chunks(self) -> list[Any]:
+    def _streamed(self) -> StreamedModel:
+        device = resolve_device(getattr(self._options, "device", "auto"))
+        dtype = resolve_compute_dtype(self._options.compute_dtype, device, self.model.dtype)
+        return StreamedModel(self.model, device, dtype)
+
+    @cached_property
+    def _pieces(self) -> list[list[Piece]]:
         each = max(1, WINDOWS // len(self.texts))
         counts = [counter.total() for counter in self._held]
-        return [cut_chunks(text.held, count, each) for text, count in zip(self.texts, counts, strict=True)]
+        return [spread_pieces(text.held, count, each) for text, count in zip(self.texts, counts, strict=True)]
+
+    def _read(self, tokenizer: Tokenizer, **rows: Any) -> tuple[list[float], int]:
+        """Return the bits of each piece of held-out text, and the tokens of all that count."""
+        pieces = [piece for own in self._pieces for piece in own]
+        return PieceReader(self._streamed, tokenizer, pieces, **rows).count()
 
     @cached_property
     def _dense_bits(self) -> tuple[list[float], int]:
-        assert self._counter is not None
-        return self._counter.count(self.tokenizer)
+        return self._read(self.tokenizer)
 
     def _bits(self, kept: Sequence[int]) -> tuple[list[float], int]:
+        """Return the same with some rows alone: the model reads the same rows, and its head has no others."""
         key = hash(tuple(kept))
         if key not in self._measured:
-            self._measured[key] = self._measure(kept)
+            back = {new: old for old, new in number_rows(kept, self.pieces.added.values(), self.rows).items()}
+            kept_rows = torch.tensor(kept)
+            self._measured[key] = self._read(self.smaller_tokenizer(kept), numbers=back, kept=kept_rows)
         return self._measured[key]
-
-    def _measure(self, kept: Sequence[int]) -> tuple[list[float], int]:
-        assert self._counter is not None
-        numbers = number_rows(kept, self.pieces.added.values(), self.rows)
-        back = {new: old for old, new in numbers.items()}
-        return self._counter.count(self.smaller_tokenizer(kept), back, torch.tensor(kept))
 
     def smaller_tokenizer(self, kept: Sequence[int]) -> Tokenizer:
         return make_tokenizer(rebuild(self.pieces, number_rows(kept, self.pieces.added.values(), self.rows)))
@@ -264,7 +263,7 @@ class VocabularyChoice:
         return self._choose_by_cost(keys.most_cost, say)
 
     def _choose_by_cost(self, allowed: float, say: Callable[[str], None]) -> tuple[list[int], float | None]:
-        if self._counter is None:
+        if not self._predicts:
             return self.kept_without(self._within(allowed)), None
         slope = self._measure_slope()
         target = allowed / slope
@@ -306,19 +305,19 @@ class VocabularyChoice:
             return []
         smaller, costs = self.smaller_tokenizer(kept), []
         before = after = None
-        if self._counter is not None:
+        if self._predicts:
             before, after = self._dense_bits[0], self._bits(kept)[0]
         at = 0
-        for text, held, chunks in zip(self.texts, self._held, self._chunks, strict=True):
-            part, figures = slice(at, at + len(chunks)), dict[str, Any]()
-            at += len(chunks)
+        for text, held, own in zip(self.texts, self._held, self._pieces, strict=True):
+            part, figures = slice(at, at + len(own)), dict[str, Any]()
+            at += len(own)
             tokens = count_tokens(smaller, text.held).total()
             if before is not None and after is not None:
-                size = max(1, sum(chunk.bytes for chunk in chunks))
+                size = max(1, sum(piece.bytes for piece in own))
                 figures = {
                     "bits_before": sum(before[part]) / size,
                     "bits_after": sum(after[part]) / size,
-                    "windows": len(chunks),
+                    "windows": len(own),
                 }
             if slope is not None:
                 figures["predicted"] = slope * (tokens / held.total() - 1)

@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.stages.vocabulary.records import VocabularyRecord
+from ckpt_prune.stages.vocabulary.sentencepiece_file import filter_pieces, pieces_of
 from tests.cli.running import ok, run
-from tests.stages.vocabulary.tokenizers_of_tests import byte_fallback, byte_level, page, save_llama
+from tests.interrupting import interrupt_at
+from tests.stages.vocabulary.tokenizers_of_tests import byte_fallback, byte_level, page, save_llama, wordpiece
 
 TEXT = ("--text", "page.txt")
 
@@ -130,3 +134,78 @@ def test_it_comes_before_spaces_and_counts_in_a_size(place, tmp_path):
         ok("prune", "dense", "--vocabulary", "auto", "--target-params", "90%", *TEXT, "--json", "-o", str(alone))
     )
     assert 0.8 * params < done["after"]["parameters"] <= 0.9 * params
+
+
+def test_on_text_whose_tokens_all_stay_nothing_is_lost_and_bits_per_byte_say_so(place, tmp_path):
+    out, part = tmp_path / "out", tmp_path / "part.txt"
+    part.write_text(page()[:6000], encoding="utf-8")
+    ok("prune", "untied", "--vocabulary", "text", "--text", str(part), "-o", str(out))
+    assert record_of(out).texts[0].growth == 0
+    line = ("evaluate", str(out), "--against", "untied", "--text", str(part), "--window", "64", "--samples", "6")
+    result = json.loads(ok(*line, "--json"))
+    assert result["kl"] < 1e-6
+    assert result["top1_agreement"] == 1
+    # The head has fewer tokens to share its probability among.
+    assert 0.8 * result["against"]["bits_per_byte"] < result["bits_per_byte"] < result["against"]["bits_per_byte"]
+    assert result["tokens"] == result["against"]["tokens"]
+    assert "bits per byte" in ok(*line)
+
+
+def test_a_masked_language_model_loses_rows_of_its_head_and_bias_too(place, tmp_path):
+    tokenizer = wordpiece()
+    config = transformers.BertConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(config)
+    torch.nn.init.normal_(model.cls.predictions.bias)
+    model.save_pretrained(tmp_path / "bert")
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token="[MASK]", **names).save_pretrained(tmp_path / "bert")
+    lines = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    (tmp_path / "bert" / "vocab.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    bert, out = str(tmp_path / "bert"), tmp_path / "out"
+    ok("prune", bert, "--vocabulary", "latin,320", *TEXT, "-o", str(out))
+    record = record_of(out)
+    kept = record.kept_rows
+    assert (record.kind, len(kept), record.texts[0].bits_before) == ("WordPiece", 320, None)
+    biases = [load_file(Path(folder) / "model.safetensors")["cls.predictions.bias"] for folder in (bert, out)]
+    assert torch.equal(biases[1], biases[0][kept])
+    written = (out / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    assert written == [lines[index] for index in kept]
+    assert "hard texts are decoded as by the dense tokenizer" in ok("verify", str(out), "--against", bert)
+
+
+def test_a_sentencepiece_model_beside_loses_the_same_pieces():
+    pieces = ["<unk>", "<s>", "</s>", "▁a", "▁b", "c"]
+
+    def field(number: int, kind: int, body: bytes) -> bytes:
+        return bytes([number << 3 | kind]) + (bytes([len(body)]) if kind == 2 else b"") + body
+
+    def piece(text: str) -> bytes:
+        return field(1, 2, field(1, 2, text.encode()) + field(2, 5, b"\0\0\x80\xbf"))
+
+    def trainer(size: int, last: int) -> bytes:
+        return field(2, 2, field(4, 0, bytes([size])) + b"\xd0\x02" + bytes([last]) + field(3, 2, b"keep"))
+
+    def model(texts: list[str], last: int) -> bytes:
+        return b"".join(map(piece, texts)) + trainer(len(texts), last) + field(3, 2, b"normal")
+
+    kept = [0, 1, 2, 4]
+    cut = filter_pieces(model(pieces, 5), {pieces[at] for at in kept} | {"c"})
+    assert cut == model([*(pieces[at] for at in kept), "c"], 4)
+    assert pieces_of(cut) == ["<unk>", "<s>", "</s>", "▁b", "c"]
+
+
+def test_an_interrupted_run_is_continued_to_the_same_bytes(place, tmp_path):
+    line = ("prune", "dense", "--vocabulary", "384", *TEXT)
+    ok(*line, "-o", str(tmp_path / "whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, CheckpointWriter, "commit", 2)
+        run(*line, "-o", str(tmp_path / "out"))
+    ok(*line, "--resume", "-o", str(tmp_path / "out"))
+    names = ("model.safetensors", "tokenizer.json", "config.json")
+    assert [(tmp_path / "out" / name).read_bytes() for name in names] == [
+        (tmp_path / "whole" / name).read_bytes() for name in names
+    ]
