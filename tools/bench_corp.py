@@ -23,9 +23,9 @@ from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import (
-    choose_windows,
     cut_windows,
     load_tokenizer,
+    mix_windows,
     read_text,
     tokenise_text,
 )
@@ -225,7 +225,7 @@ def print_opt(data: Path) -> None:
     tokenizer = load_tokenizer(folder)
     calib = tokenise_text(tokenizer, read_text([text / "calib_first90.txt"]))
     held_out = cut_windows(tokenise_text(tokenizer, read_text([text / "eval_last10.txt"])), window=64, limit=512)
-    windows = choose_windows(calib, samples=512, window=64, seed=0)
+    windows = mix_windows([calib], samples=512, window=64, seed=0)[0]
     score = perplexity(load_model(folder, device="cpu"), held_out).perplexity
     print(f"opt-shakespeare-char-0.8m: 512 calibration and 512 evaluation windows of 64 tokens: dense {score:.3f}\n")
     print("| pruned | ratio | bare | compensated |")
@@ -289,7 +289,7 @@ def print_seconds(data: Path) -> None:
     files = find_images(data / "imagenet-1per-class", split="calib")
     cases: list[tuple[Path, Samples, tuple[str, ...]]] = [
         (vit, ImageSamples(files, load_processor(vit), tokens=model.image_tokens), tuple(TARGETS)),
-        (opt_folder, TokenWindows(choose_windows(stream, samples=512, window=64, seed=0)), ("MLP", "joint")),
+        (opt_folder, TokenWindows(mix_windows([stream], samples=512, window=64, seed=0)[0]), ("MLP", "joint")),
     ]
     print("| model | samples | pruned | calibration | ranking | compensation | whole run |")
     print("|---|---|---|---|---|---|---|")

@@ -22,9 +22,9 @@ from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import (
-    choose_windows,
     cut_windows,
     load_tokenizer,
+    mix_windows,
     read_text,
     tokenise_text,
 )
@@ -70,11 +70,11 @@ def windows_of(subject: Subject, samples: int, evaluated: int, choose: str) -> t
     else:
         texts = [standard_library.read_corpus(held_out=False), standard_library.read_corpus(held_out=True)]
     calibration, held_out = (tokenise_text(tokenizer, text, bos="never") for text in texts)
-    chosen = choose_windows(calibration, samples=samples, window=subject.window, seed=0, choose=choose)
+    chosen = mix_windows([calibration], samples=samples, window=subject.window, seed=0, choose=choose)[0]
     if subject.calibration:
         return chosen, cut_windows(held_out, window=subject.window, limit=evaluated)
     # As in the demo: held-out modules differ much in difficulty.
-    return chosen, choose_windows(held_out, samples=evaluated, window=subject.window, seed=0)
+    return chosen, mix_windows([held_out], samples=evaluated, window=subject.window, seed=0)[0]
 
 
 def run_subject(subject: Subject, args: argparse.Namespace, done: set[str]) -> None:

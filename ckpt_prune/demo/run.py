@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
-from ckpt_prune.measure.samples.text import choose_windows, cut_windows, load_tokenizer, tokenise_text
+from ckpt_prune.measure.samples.text import cut_windows, load_tokenizer, mix_windows, tokenise_text
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.run_job import run_job
@@ -62,13 +62,13 @@ def run(out: Path, device: torch.device, recipes: Sequence[str] = RECIPES) -> li
     folder = model_folder()
     model = Model.open(folder)
     tokenizer = load_tokenizer(folder)
-    calibration = choose_windows(
-        tokenise_text(tokenizer, calibration_text), samples=CALIBRATION_WINDOWS, window=WINDOW, seed=0
-    )
+    calibration = mix_windows(
+        [tokenise_text(tokenizer, calibration_text)], samples=CALIBRATION_WINDOWS, window=WINDOW, seed=0
+    )[0]
     # Held-out modules differ much in difficulty: windows from all over them, not the first few modules.
-    held_out = choose_windows(
-        tokenise_text(tokenizer, held_out_text), samples=EVALUATION_WINDOWS, window=WINDOW, seed=0
-    )
+    held_out = mix_windows(
+        [tokenise_text(tokenizer, held_out_text)], samples=EVALUATION_WINDOWS, window=WINDOW, seed=0
+    )[0]
 
     def measure_perplexity(path: Path) -> float:
         loaded = load_model(path, device=device)

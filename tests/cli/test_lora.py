@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.image_processor import load_processor
-from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_text, tokenise_text
+from ckpt_prune.measure.samples.text import load_tokenizer, mix_windows, read_text, tokenise_text
 from ckpt_prune.stages.recovery import run_afterwards
 from ckpt_prune.stages.recovery.training import SampleSplit
 from tests.cli.running import TEXT, changed, edit_weights, ok, read_refusal, run
@@ -30,7 +30,7 @@ LORA = ("--method", "lora", *changed(TEXT, "--samples", "32"), "--epochs", "3", 
 def held_out_loss(folder: str) -> float:
     """Compute the mean loss per token of a folder, loaded as anybody loads it, on the windows that are held out."""
     stream = tokenise_text(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
-    windows = choose_windows(stream, samples=32, window=16, seed=0, choose="random")
+    windows = mix_windows([stream], samples=32, window=16, seed=0, choose="random")[0]
     windows = windows[SampleSplit.of(len(windows), 0.1).measured]
     with torch.no_grad():
         logits = ckpt_prune.load(folder, dtype=torch.float32)(windows).logits

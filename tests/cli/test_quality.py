@@ -10,7 +10,7 @@ import torch
 from ckpt_prune.evaluation import pair, texts
 from ckpt_prune.evaluation.sentences import open_embedder
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, tokenise_text
+from ckpt_prune.measure.samples.text import load_tokenizer, mix_windows, tokenise_text
 from ckpt_prune.runner import fewer_bits
 from tests.cli.running import TEXT, ok, read_json, read_refusal, run
 from tests.images import write_images, write_vit
@@ -44,7 +44,7 @@ def test_a_pruned_model_is_measured_on_windows_that_it_was_not_calibrated_on(pla
     output = ok(*PRUNE, "-o", "out")
     (windows,) = read
     stream = tokenise_text(load_tokenizer(Path("dense")), Path("calib.txt").read_text())
-    used, whole = (choose_windows(stream, samples=count, window=16, seed=0).tolist() for count in (8, 999))
+    used, whole = (mix_windows([stream], samples=count, window=16, seed=0)[0].tolist() for count in (8, 999))
     assert len(windows) == 2
     assert all(window in whole and window not in used for window in windows.tolist())
     loss = read_json("out/ckpt_prune.json")["loss"]

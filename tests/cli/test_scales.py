@@ -13,7 +13,7 @@ import ckpt_prune
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples import choose as choosing
-from ckpt_prune.measure.samples.text import choose_windows, load_tokenizer, read_file, read_text, tokenise_text
+from ckpt_prune.measure.samples.text import load_tokenizer, mix_windows, read_file, read_text, tokenise_text
 from ckpt_prune.stages.recovery.training import SampleSplit
 from tests.cli.running import TEXT, changed, ok, read_refusal, run
 from tests.cli.test_recover import find_changed, linears, report_of, tensors
@@ -38,8 +38,8 @@ def told_divergence(folder: str, skip: int = 0, samples: int = 32) -> float:
         samples: others.
     """
     stream = tokenise_text(load_tokenizer(Path(folder)), read_text([Path("calib.txt")]), bos="auto")
-    windows = choose_windows(stream, samples=skip + samples, window=16, seed=0, choose="random")
-    pruned_on = choose_windows(stream, samples=skip, window=16, seed=0, choose="random") if skip else windows[:0]
+    windows = mix_windows([stream], samples=skip + samples, window=16, seed=0, choose="random")[0]
+    pruned_on = mix_windows([stream], samples=skip, window=16, seed=0, choose="random")[0] if skip else windows[:0]
     windows = windows[~(windows[:, None] == pruned_on).all(-1).any(1)]
     assert len(windows) == samples
     windows = windows[SampleSplit.of(len(windows), 0.1).measured]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ckpt_prune.measure.samples.text import (
-    choose_windows,
     cut_windows,
     fingerprint_windows,
     load_tokenizer,
@@ -220,7 +219,7 @@ class TestWindows:
     STREAM = torch.arange(1000)
 
     def test_calibration_windows_are_whole_disjoint_windows_in_stream_order(self):
-        windows = choose_windows(self.STREAM, samples=20, window=30, seed=1)
+        windows = mix_windows([self.STREAM], samples=20, window=30, seed=1)[0]
         starts = windows[:, 0]
         assert windows.shape == (20, 30)
         assert torch.equal(windows, starts[:, None] + torch.arange(30))
@@ -229,7 +228,7 @@ class TestWindows:
         assert windows.max() < 990, "the tail of ten tokens is dropped"
 
     def test_the_seed_decides(self):
-        first, again, other = (choose_windows(self.STREAM, samples=5, window=30, seed=seed) for seed in (3, 3, 4))
+        first, again, other = (mix_windows([self.STREAM], samples=5, window=30, seed=seed)[0] for seed in (3, 3, 4))
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
@@ -242,7 +241,7 @@ class TestWindows:
         "cut",
         [
             lambda s, **frame: cut_windows(s, window=10, **frame),
-            lambda s, **frame: choose_windows(s, samples=3, window=10, seed=0, **frame),
+            lambda s, **frame: mix_windows([s], samples=3, window=10, seed=0, **frame)[0],
         ],
     )
     def test_a_window_has_room_for_its_frame(self, cut):
@@ -258,7 +257,7 @@ class TestWindows:
 
     def test_fewer_windows_than_samples_are_all_used(self):
         for choose in ("random", "first"):
-            windows = choose_windows(torch.arange(31), samples=5, window=10, seed=0, choose=choose)
+            windows = mix_windows([torch.arange(31)], samples=5, window=10, seed=0, choose=choose)[0]
             assert torch.equal(windows, torch.arange(30).view(3, 10))
 
     def test_several_streams_give_equal_shares_mixed_evenly(self):
@@ -276,7 +275,7 @@ class TestWindows:
     def test_senseless_numbers(self):
         assert refusal(cut_windows, self.STREAM, window=1) == "window must be at least 2 tokens, not 1"
         assert refusal(cut_windows, self.STREAM, window=9, limit=0) == "the limit of windows must be at least 1, not 0"
-        assert refusal(choose_windows, self.STREAM, samples=0, window=9, seed=0) == "samples must be at least 1, not 0"
+        assert refusal(mix_windows, [self.STREAM], samples=0, window=9, seed=0) == "samples must be at least 1, not 0"
 
 
 def test_fingerprint_is_of_ids_and_shape():

@@ -192,33 +192,6 @@ def _adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return tokenizer.bos_token_id is not None and _encode(tokenizer, "a", special=True)[:1] == [tokenizer.bos_token_id]
 
 
-def choose_windows(
-    stream: Tensor,
-    *,
-    samples: int,
-    window: int,
-    seed: int,
-    choose: Literal["random", "first"] = "random",
-    frame: int = 0,
-    skip: int = 0,
-) -> Tensor:
-    """Choose non-overlapping windows of a stream (tokens,) without replacement, kept in stream order.
-
-    Args:
-        stream: int64 token ids.
-        samples: windows to choose; all if there are fewer.
-        window: tokens in a window, the frame included.
-        seed: the same seed, stream and window choose the same windows on every machine.
-        choose: "random" spreads them over the whole stream, "first" takes those at its start.
-        frame: tokens that `add_frame` will add to a window.
-        skip: pass over the windows that so many samples would be, and choose others.
-
-    Returns:
-        int64 token ids, (at most samples, window - frame).
-    """
-    return mix_windows([stream], samples=samples, window=window, seed=seed, choose=choose, frame=frame, skip=skip)[0]
-
-
 def mix_windows(
     streams: Sequence[Tensor],
     *,
@@ -229,13 +202,22 @@ def mix_windows(
     frame: int = 0,
     skip: int = 0,
 ) -> tuple[Tensor, list[int]]:
-    """Choose windows of several streams, as `choose_windows` does from one, in equal shares.
+    """Choose non-overlapping windows of streams (tokens,) without replacement, in equal shares, kept in stream order.
 
     If a stream has fewer windows than its share, the others give more. The streams' windows are mixed evenly, so that
     every fold has all of them.
 
+    Args:
+        streams: int64 token ids.
+        samples: windows to choose; all if there are fewer.
+        window: tokens in a window, the frame included.
+        seed: the same seed, streams and window choose the same windows on every machine.
+        choose: "random" spreads them over the whole streams, "first" takes those at their start.
+        frame: tokens that `add_frame` will add to a window.
+        skip: pass over the windows that so many samples would be, and choose others.
+
     Returns:
-        The windows, and how many are of each stream.
+        int64 token ids, (at most samples, window - frame), and how many windows are of each stream.
     """
     if samples < 1:
         raise UserError(f"samples must be at least 1, not {samples}")
