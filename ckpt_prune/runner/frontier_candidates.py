@@ -158,7 +158,7 @@ class Maker:
 
     def widths(self) -> list[int]:
         """Return the columns that an MLP may keep, from many to few: multiples that leave finer types their rows."""
-        units = self.dense.model.units("mlp")
+        units = max(self.dense.model.unit_counts("mlp"))
         multiple = 256 if units % 256 == 0 and units >= 1024 else 32
         step = max(multiple, round(units / STEPS / multiple) * multiple)
         return list(range(units - step, units // 3, -step))
@@ -191,7 +191,7 @@ class Maker:
 
     def prune_options(self, width: int) -> dict[str, Any]:
         """Return the options of `prune` that make a model with so many columns."""
-        units = self.dense.model.units("mlp")
+        units = max(self.dense.model.unit_counts("mlp"))
         return {
             "model": self.options.model,
             "recipe": "ridge",
