@@ -17,7 +17,6 @@ from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
 from tests.benchmarking import targets
 from tests.forked import wait_gone
-from tests.pairs import every
 
 
 def participant(model: str = "tiny") -> Participant:
@@ -98,7 +97,7 @@ def test_a_process_that_is_gone_when_it_is_spoken_to():
             worker.time("work")
 
 
-@pytest.mark.parametrize("error", every(2, [None, UserError("no"), KeyboardInterrupt()]))
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
 def test_none_is_left(error, monkeypatch):
     monkeypatch.setattr(processes, "_PATIENCE", 0.2)
     pids = []

@@ -8,7 +8,6 @@ import pytest
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import listing, ok, read_refusal
 from tests.images import CLASSES, write_csv, write_images, write_vit
-from tests.pairs import every
 
 HELD_OUT = ("--evaluate", "calib.txt", "--window", "16", "--evaluate-samples", "4")
 TRAIN = ("--text", "calib.txt", "--samples", "4")
@@ -44,17 +43,14 @@ def test_calibration_samples(place):
     assert first["errors"] != second["errors"]
 
 
-@pytest.mark.parametrize("labelled", every(2, [True, False]))
-def test_images(tmp_path, monkeypatch, labelled):
-    """Classes of images; without labels the divergence alone."""
+def test_images(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with quiet_transformers():
         write_vit(tmp_path / "vit")
     names = [f"{index:02}.png" for index in range(12)]
     write_images(tmp_path / "images", names)
-    if labelled:
-        rows = [f"{name},{CLASSES[index % len(CLASSES)]}" for index, name in enumerate(names)]
-        write_csv(tmp_path / "images" / "labels.csv", "file,label", *rows)
+    rows = [f"{name},{CLASSES[index % len(CLASSES)]}" for index, name in enumerate(names)]
+    write_csv(tmp_path / "images" / "labels.csv", "file,label", *rows)
     data = ("--images", "images", "--samples", "8")
     how = ("--recipe", "corp-mlp", *data, "--evaluate", "images", "--sweep", "spaces.mlp.ratio=0.25,0.75")
     table, sweep = swept("vit", *how)
@@ -64,11 +60,8 @@ def test_images(tmp_path, monkeypatch, labelled):
     last = sweep["points"][1]
     assert last["kl"] == pytest.approx(alone["kl"], rel=1e-9)
     assert last["top1"] == alone["top1"]
-    assert (last["top1"] is None) is not labelled
-    score = f"{alone['top1']:.1%}" if labelled else "-"
-    assert table[2].split()[-2:] == [f"{alone['kl']:.4f}", score]
-    dense = f"top-1 (dense: {alone['against']['top1']:.1%})" if labelled else "top-1 (no labels)"
-    assert sweep["measured"] == f"{dense} and KL on 12 images"
+    assert table[2].split()[-2:] == [f"{alone['kl']:.4f}", f"{alone['top1']:.1%}"]
+    assert sweep["measured"] == f"top-1 (dense: {alone['against']['top1']:.1%}) and KL on 12 images"
 
 
 def test_all_values_are_checked_before_the_first_is_pruned(place, monkeypatch):

@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.joint_axes import JOB, WIDTHS, divergence_on_the_second_fold
-from tests.cli.running import ok, read_json, read_refusal, resume_job, run
+from tests.cli.running import ok, read_json, read_refusal, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import stock
-from tests.interrupting import interrupt_at
 
 RECIPE = f"{WIDTHS}hidden: {{kind: shared, drop: auto, multiple_of: 2}}\n"
 FLAT = 4
@@ -106,16 +104,6 @@ def test_a_given_number_beside_spaces(here) -> None:
     assert {(len(site["kept"]), site["units"]) for site in sites if site["space"] == "mlp"} == {(12, 24)}
     dry = ok("prune", "flat", *JOB, *uniform, "--dry-run", "-o", "dry")
     assert "residual stream: 12 of 16 dimensions stay (ratio 0.25); kept per block: heads 1/2" in dry
-
-
-@pytest.mark.thorough
-def test_an_interrupted_choice_goes_on(here) -> None:
-    job = ["prune", "dense", *JOB, "--target-params", "80%"]
-    ok(*job, "-o", "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, Journal, "record", 5)
-        assert run(*job, "-o", "out").exit_code == 130
-    resume_job(job)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_a_warning_of_few_tokens_stands_beside_the_errors_and_in_the_card(place,
     assert "warning: " not in ruled
 
 
-@pytest.mark.parametrize("recipe", every(2, ["rcpu", "flap", "flap-global", "magnitude", "ridge-folds", "vbp"]))
+@pytest.mark.parametrize("recipe", ["rcpu", "flap-global", "ridge-folds"])
 def test_json_alone_is_on_standard_output(place, recipe):
     result = run("prune", "dense", "--recipe", recipe, *TEXT, "-o", "out", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -213,9 +213,8 @@ def test_an_existing_output_stays_unless_told(place):
 KEEPS = "out.partial keeps what is done: the same command with --resume continues\n"
 
 
-@pytest.mark.parametrize("recipe", every(3, ["rcpu", "flap", "ridge-folds"]))
-def test_ctrl_c_and_resume(place, recipe):
-    job = ["prune", "dense", "--recipe", recipe, *HALF, *TEXT]
+def test_ctrl_c_and_resume(place):
+    job = [*SEQUENTIAL]
     ok(*job, "-o", "whole")
     for commit in (1, 2, 3):
         interrupt_job(job, commit)
@@ -228,7 +227,7 @@ def test_ctrl_c_and_resume(place, recipe):
         resume_job(job)
 
 
-@pytest.mark.parametrize("error", every(2, [RuntimeError("bug"), torch.OutOfMemoryError("too large")]))
+@pytest.mark.parametrize("error", [RuntimeError("bug"), torch.OutOfMemoryError("too large")])
 def test_a_crash_keeps_the_blocks_that_are_done(place, error):
     """An error of the code is one line that says how to see its traceback, and so is memory that runs out."""
     job = ["prune", "dense", "--recipe", "rcpu", *HALF, *TEXT]

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import ckpt_prune
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples import choose as choosing
 from ckpt_prune.measure.samples.text import load_tokenizer, mix_windows, read_file, read_text, tokenise_text
 from ckpt_prune.stages.recovery.training import SampleSplit
 from tests.cli.running import TEXT, changed, ok, read_refusal, run
 from tests.cli.test_recover import find_changed, linears, report_of, tensors
-from tests.families import contents
-from tests.interrupting import interrupt_at, stop_before
 from tests.oracles.scales import divergence
-from tests.pairs import every
-from tests.reports import without_stages
 
 SCALES = ("--dense", "dense", "--method", "scales", *changed(TEXT, "--samples", "32"), "--epochs", "3", "--batch", "4")
 SCALES += ("--lr", "0.05", "--held-out", "0.1")
@@ -94,18 +88,6 @@ def test_where_there_is_nothing_to_fit_weights_stay(place: Path):
     card = Path("out/README.md").read_text()
     assert "Fitting scales was tried, and no epoch was better on 3 held-out samples" in card
     assert "and recovered" not in card
-
-
-@pytest.mark.parametrize("stopped", ["block 1", "scales"])
-def test_a_killed_run_is_resumed_to_the_same_bytes(place: Path, monkeypatch: pytest.MonkeyPatch, stopped: str):
-    words = ("recover", "pruned", *changed(SCALES, "--epochs", "1"), "-o")
-    ok(*words, "whole")
-    with monkeypatch.context() as patch:
-        stop_before(patch, stopped)
-        assert run(*words, "out").exit_code == 130
-    ok(*words, "out", "--resume")
-    assert contents(Path("out")) == contents(Path("whole"))
-    assert not Path("out.partial").exists()
 
 
 # ---- as a step of a recipe ---------------------------------------------------------------------------------------
@@ -210,25 +192,6 @@ def test_a_dry_run_says_that_scales_are_fitted(place: Path):
     output = ok("prune", "dense", "--recipe", "ridge", *TEXT, *STEP, "-o", "out", "--dry-run")
     assert "to be recovered by scales: 2 of 2 blocks, 3 epochs on 8 samples\n" in output
     assert not Path("out").exists()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "more"), every(2, [("denoise-rotator-wanda-50", ("--set", "rotation.steps=2")), ("magnitude-50", ())])
-)
-def test_a_run_that_is_interrupted_goes_on(place: Path, recipe: str, more: tuple[str, ...]):
-    """Also where rotations are learned behind masked blocks, which have their scales by then."""
-    job = ["prune", "dense", "--recipe", recipe, *more, *TEXT, *STEP, "--set", "recovery.held_out=0"]
-    ok(*job, "-o", "whole")
-    for call in (1, 2):
-        with pytest.MonkeyPatch.context() as patch:
-            interrupt_at(patch, CheckpointWriter, "rewrite", call)
-            assert run(*job, "-o", "out").exit_code == 130
-        stderr = run(*job, "-o", "out", "--resume").stderr
-        assert "2 of 2 blocks masked\n" in stderr
-        assert ("scaled (1)" in stderr) == (call == 2)
-        assert find_changed("out", "whole") == set()
-        assert without_stages(report_of("out")) == without_stages(report_of("whole"))
-        shutil.rmtree("out")
 
 
 def test_a_plan_is_applied_with_its_scales(place: Path):

@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.verification.verify import verify
 from tests.cli.running import TEXT, edit_weights, ok, read_json, run
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
-from tests.pairs import dealt, every
+from tests.pairs import dealt, one_of
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 RECIPES = {
@@ -62,7 +62,7 @@ def logits(folder: str) -> torch.Tensor:
     return values
 
 
-@pytest.mark.parametrize(("model", "recipe"), every(2, dealt(["copy", "head-alone"], list(RECIPES), 2)))
+@pytest.mark.parametrize(("model", "recipe"), one_of(2, dealt(["copy", "head-alone"], list(RECIPES), 2)))
 def test_a_stored_copy_changes_nothing(here, model, recipe) -> None:
     assert torch.equal(logits(model), logits("plain"))
     for source in ("plain", model):
@@ -75,7 +75,7 @@ def test_a_stored_copy_changes_nothing(here, model, recipe) -> None:
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("recipe", every(3, RECIPES))
+@pytest.mark.parametrize("recipe", one_of(3, RECIPES))
 def test_a_head_that_differs_is_what_the_class_takes(here, recipe) -> None:
     """The same model with its flag off gives the same outputs."""
     ok("prune", "differs", "--recipe", recipe, *RECIPES[recipe], *TEXT, "-o", "out")
@@ -96,7 +96,7 @@ DAMAGES = {
 ABSORBING = {"ridge": RECIPES["ridge"], "cayley-rotator-shared-wanda-50": ("--set", "rotation.steps=2")}
 
 
-@pytest.mark.parametrize("recipe", every(2, ABSORBING))
+@pytest.mark.parametrize("recipe", one_of(2, ABSORBING))
 def test_a_wrong_head_fails_verify_though_the_digests_are_right(here, recipe) -> None:
     """A head, final norm or embedding that is wrong fails `verify`, though the report has its digest."""
     ok("prune", "differs", "--recipe", recipe, *ABSORBING[recipe], *TEXT, "-o", "out")

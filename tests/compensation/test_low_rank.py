@@ -17,7 +17,6 @@ from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.logits import LogitMoments
 from tests.compensation.test_logit import FORMS, Attention, attention, in_folds
 from tests.oracles import logits as oracle
-from tests.pairs import every
 
 forms = pytest.mark.parametrize("form", FORMS)
 
@@ -34,7 +33,7 @@ def penalised_error(samples: oracle.Samples, left_factor: Tensor, right_factor: 
 
 
 @forms
-@pytest.mark.parametrize(("d", "size"), every(4, [(3, 1), (3, 2), (4, 2), (5, 3)]))
+@pytest.mark.parametrize(("d", "size"), [(3, 1), (4, 2)])
 @pytest.mark.parametrize("value", [0.0, 0.1])
 def test_it_is_the_least_of_many_starts(d, size, value, form):
     a = attention(d=d, size=size, samples=6, tokens=7, heads=2, seed=d + size)

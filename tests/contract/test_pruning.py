@@ -3,22 +3,18 @@
 import pytest
 
 import ckpt_prune
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import METHODS
 from ckpt_prune.model.spaces import expert_space, first_expert_spaces
 from ckpt_prune.runner.plan import prepare_plan
-from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.verification.verify import verify
 from tests.encoders import DEFAULTS
 from tests.families import contents
-from tests.interrupting import interrupt_at
-from tests.pairs import every, first_of_each
+from tests.pairs import first_of_each
 
 from .dense import Dense, spaces_recipe
-from .models import ALIKE, LED, LONG, ODD_HEAD, Case, first_cases, unlike_cases
+from .models import ALIKE, LED, LONG, ODD_HEAD, Case, first_cases
 from .whole import TARGETS, Target, Whole, assert_same_outputs, outputs
 
 KEPT, COMPUTED = 1e-5, 5e-4
@@ -153,26 +149,10 @@ def test_stand_ins_compute_the_same_function(dense: Dense, case: Case, tmp_path)
         assert_same_outputs(outputs(ckpt_prune.load(tmp_path / stand_in), other), expected, KEPT)
 
 
-@pytest.mark.parametrize("case", every(8, LONG), ids=str)
+@pytest.mark.parametrize("case", LONG[::8], ids=str)
 def test_nothing_dropped_is_the_source_byte_for_byte(dense: Dense, case: Case, tmp_path) -> None:
     recipe = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
     spaces = {space: settings.model_copy(update={"ratio": 0.0}) for space, settings in recipe.spaces.items()}
     dense.prune(case, recipe.model_copy(update={"spaces": spaces}), tmp_path / "out")
     before, after = contents(dense.folder(case)), contents(tmp_path / "out")
     assert before["model.safetensors"] == after["model.safetensors"]
-
-
-@pytest.mark.parametrize("case", every(4, unlike_cases()), ids=str)
-def test_an_interrupted_run_is_resumed_to_the_same_bytes(dense: Dense, case: Case, tmp_path) -> None:
-    recipe = spaces_recipe(case, dict.fromkeys(case.ratios, "none"))
-    job = dense.request(case, recipe)
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", 2)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(job, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    run_job(job, tmp_path / "out", resume=True)
-    run_job(job, tmp_path / "once")
-    assert contents(tmp_path / "out") == contents(tmp_path / "once")
-    for check in verify(tmp_path / "out", dense.folder(case)):
-        assert check.passed or check.name == "sparsity", check

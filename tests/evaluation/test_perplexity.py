@@ -12,7 +12,6 @@ from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import cut_windows, load_tokenizer, read_text, tokenise_text
 from tests.evaluation.tiny import CONTEXT, VOCAB, random_windows, tiny_llama
 from tests.oracles import perplexity as oracle
-from tests.pairs import every
 from tests.shared_data import shared_data
 
 WINDOWS = random_windows(3, 7)
@@ -98,13 +97,10 @@ def test_a_hopeless_model_scores_infinity_not_an_overflow():
 # shared/data it finds what that found: 10.07 on 64 windows, and 4.5493 on all 491.
 @pytest.mark.parametrize(
     ("name", "text", "window", "limit", "expected"),
-    every(
-        2,
-        [
-            ("llama-stories260k", "text-tinystories/eval_bos.txt", 512, 20, 3.5808),
-            ("llama-pystdlib-3m", "text-pystdlib/eval.txt", 256, 24, 5.3852),
-        ],
-    ),
+    [
+        ("llama-stories260k", "text-tinystories/eval_bos.txt", 512, 20, 3.5808),
+        ("llama-pystdlib-3m", "text-pystdlib/eval.txt", 256, 24, 5.3852),
+    ],
 )
 def test_trained_models(name, text, window, limit, expected):
     folder, file = shared_data(name, text)

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.common.check import run_check
 from tests.faults.campaign import Case, faults_of
 from tests.faults.jobs import JOBS
@@ -16,6 +17,7 @@ pytestmark = posix
 
 QUICK = ("sequential", "calibrate-again", "again", "plan")
 """Jobs that touch files in every way there is: journal, shards, side files, swap, what is kept of an old folder."""
+RESUMABLE = [name for name, job in JOBS.items() if job.resumable and not job.graph]
 KINDS = [*SIGNALS, *ERRORS, *TORN, FULL]
 
 
@@ -27,6 +29,13 @@ def test_a_fault_where_files_change(machine: Machine, job: str, what: str) -> No
     places = [at for at, operation in enumerate(seen, 1) if operation.what in kinds and what in faults_of(operation)]
     share = (KINDS.index(what) + 1) / (len(KINDS) + 1)
     assert Case(job, Fault(places[int(share * len(places))], what)).run(machine) == []
+
+
+@pytest.mark.parametrize("job", every(4, RESUMABLE))
+def test_a_job_that_is_killed_half_way_goes_on_to_the_same_bytes(machine: Machine, job: str) -> None:
+    """Every command that can be resumed, at the record in the middle of its journal."""
+    records = places_of(machine, job, "rename", f"{JOURNAL}.tmp")
+    assert Case(job, Fault(records[len(records) // 2], "SIGKILL")).run(machine) == []
 
 
 @pytest.mark.parametrize("how", DISTURBED)

@@ -19,7 +19,7 @@ from ckpt_prune.measure.streams import hidden_stream as streams
 from tests.faults.jobs import JOBS
 from tests.faults.trial import Machine, Ran, files_of
 from tests.forked import posix
-from tests.pairs import choose_cases, every
+from tests.pairs import choose_cases, one_of
 
 pytestmark = posix
 
@@ -40,7 +40,7 @@ def place(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     os.umask(before)
 
 
-@pytest.mark.parametrize("name", every(8, WRITES))
+@pytest.mark.parametrize("name", one_of(8, WRITES))
 def test_files_say_nothing_of_this_machine_and_come_again_byte_for_byte(
     machine: Machine, place: Path, name: str
 ) -> None:

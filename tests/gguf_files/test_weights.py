@@ -7,7 +7,7 @@ from ckpt_prune.gguf.reading import open_gguf, type_of_file
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.model.containers.opening import open_model
 from tests.gguf_files.tiny import WINDOWED, proving, save
-from tests.pairs import cross_cases
+from tests.pairs import dealt
 
 TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"]
 FAMILIES = {"llama": {}, "phi3": {}, "gemma3_text": WINDOWED, "starcoder2": {}}
@@ -23,7 +23,7 @@ def wrong(file, model):
     return other_weights(file, model, type_of_file(file))
 
 
-@pytest.mark.parametrize(("kind", "model_type"), cross_cases(TYPES, FAMILIES))
+@pytest.mark.parametrize(("kind", "model_type"), dealt(TYPES, FAMILIES))
 def test_what_is_written_is_the_checkpoints(tmp_path, kind, model_type):
     assert wrong(*save_as_gguf(tmp_path, kind, model_type)) == []
 

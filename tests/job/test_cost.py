@@ -15,7 +15,7 @@ from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
 from ckpt_prune.stages.reading import load_recipe
 from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, model_of, one_group, prune, recipe, stock
-from tests.pairs import every
+from tests.pairs import one_of
 
 LLAMA_7B = {
     "model_type": "llama",
@@ -55,7 +55,7 @@ def test_llama_7b_from_its_config_alone(tmp_path, ratio, billions, heads, column
 @pytest.mark.parametrize(
     ("variant", "method"),
     # qwen3 has no slot for a bias on down_proj.
-    every(5, [(v, m) for v in VARIANTS for m in ("none", "bias") if m == "none" or not v.startswith("qwen3")]),
+    one_of(5, [(v, m) for v in VARIANTS for m in ("none", "bias") if m == "none" or not v.startswith("qwen3")]),
 )
 def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, variant, method):
     """Attention is eager, so that the counter sees its two products."""
@@ -75,7 +75,7 @@ def test_parameters_bytes_and_flops_are_those_of_the_real_model(tmp_path, varian
         assert cost.flops == counter.get_total_flops() - rotary_flops(counter)
 
 
-@pytest.mark.parametrize("variant", every(4, [name for name, variant in VARIANTS.items() if variant.kv_heads == 2]))
+@pytest.mark.parametrize("variant", one_of(4, [name for name, variant in VARIANTS.items() if variant.kv_heads == 2]))
 @pytest.mark.parametrize("spaces", [("queries",), ("queries", "heads"), ("queries", "heads", "values")], ids="-".join)
 def test_what_query_heads_and_values_save_is_counted(tmp_path, variant, spaces):
     """One of two in every group; beside groups what goes with both goes once. Keys stay cached as wide."""

@@ -14,7 +14,7 @@ from tests.contract.models import Case
 from tests.encoders import CONTEXT, FOR_CORP, VARIANTS, calibrate, job_on, make, recipe, samples, stock
 from tests.evaluation.tiny import random_windows
 from tests.families import prune
-from tests.pairs import dealt, every
+from tests.pairs import dealt, one_of
 
 WHAT = {
     "qk": ({"qk": 0.5}, "any"),
@@ -56,7 +56,7 @@ def check(cost, model, variant):
 
 
 # Costs are counted by kind of model and by space: each variant twice, and so each kind with all of them.
-@pytest.mark.parametrize(("variant", "what"), every(6, dealt(VARIANTS, list(WHAT), 2)))
+@pytest.mark.parametrize(("variant", "what"), one_of(6, dealt(VARIANTS, list(WHAT), 2)))
 def test_parameters_bytes_and_flops_are_those_of_the_real_model(dense, variant, what, tmp_path):
     folder, statistics = dense(variant)
     ratios, container = WHAT[what]

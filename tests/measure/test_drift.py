@@ -13,7 +13,7 @@ from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.drift import observe_drift
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from tests.oracles import drift, laco
-from tests.pairs import every
+from tests.pairs import one_of
 from tests.stages.recovery.twins import BLOCKS, Twins, written_once
 
 FOLDS = 2
@@ -50,7 +50,7 @@ def streams_of(pair: Twins, pruned, **options):
     return stream_of(pair, before, **options), stream_of(pair, after, **options), before, after
 
 
-@pytest.mark.parametrize("variant", every(4, VARIANTS))
+@pytest.mark.parametrize("variant", one_of(4, VARIANTS))
 def test_whole_sites_on_a_pruned_prefix(twins, variant, monkeypatch):
     """At every block, its own linears still dense; two samples a batch, one in the last of a fold."""
     pair, sites = twins(variant), drift.SITES[VARIANTS[variant]]
@@ -71,7 +71,7 @@ def test_whole_sites_on_a_pruned_prefix(twins, variant, monkeypatch):
         laco.put(pruned, block, laco.copy_weights(altered, block))
 
 
-@pytest.mark.parametrize("variant", every(4, VARIANTS))
+@pytest.mark.parametrize("variant", one_of(4, VARIANTS))
 def test_the_mlp_is_measured_on_its_own_blocks_pruned_attention(twins, variant):
     """In the first block: nothing before it is pruned, so all drift is that of the attention."""
     pair, site = twins(variant), drift.SITES[VARIANTS[variant]]["mlp"]
@@ -88,7 +88,7 @@ def test_the_mlp_is_measured_on_its_own_blocks_pruned_attention(twins, variant):
     drift.assert_measured(drift_folds["mlp"], drift.target(pair.dense(), pruned, 0, site, pair.data))
 
 
-@pytest.mark.parametrize("variant", every(4, VARIANTS))
+@pytest.mark.parametrize("variant", one_of(4, VARIANTS))
 def test_an_unpruned_prefix_does_not_drift(twins, variant):
     pair = twins(variant)
     dense, stream, before, _ = streams_of(pair, pair.dense())

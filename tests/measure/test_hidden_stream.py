@@ -8,7 +8,7 @@ import torch
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from tests.oracles import laco
 from tests.oracles.perplexity import perplexity
-from tests.pairs import every
+from tests.pairs import one_of
 from tests.stages.recovery.twins import BLOCKS, SAMPLES, settings, written_once
 
 EXACT = {"rtol": 1e-6, "atol": 1e-7}
@@ -20,7 +20,7 @@ def twins(tmp_path_factory):
     return written_once(tmp_path_factory)
 
 
-@pytest.mark.parametrize("variant", every(5, VARIANTS))
+@pytest.mark.parametrize("variant", one_of(5, VARIANTS))
 def test_a_block_runs_on_as_many_samples_as_was_said(twins, variant):
     """In any order, and some twice: what blocks are passed besides depends on the number alone."""
     pair = twins(variant)
@@ -52,7 +52,7 @@ def test_samples_in_several_batches(twins, monkeypatch):
     torch.testing.assert_close(stream.states, laco.states(model, BLOCKS - 1, pair.data).detach(), **EXACT)
 
 
-@pytest.mark.parametrize("variant", every(5, VARIANTS))
+@pytest.mark.parametrize("variant", one_of(5, VARIANTS))
 def test_gradients_go_through_a_block(twins, variant):
     """Recorded and carried states are no tensors of inference mode; gradients through them are the whole model's."""
     pair = twins(variant)

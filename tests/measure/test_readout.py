@@ -20,7 +20,7 @@ from ckpt_prune.model.model import Model
 from tests import encoders, families
 from tests.encoders import BLOCKS, HIDDEN
 from tests.oracles import effects as oracle
-from tests.pairs import every
+from tests.pairs import one_of
 from tests.stages.whole import data_of, stock
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def whole(model: PreTrainedModel, layers: str, batch: dict[str, Tensor], states:
     return outputs
 
 
-@pytest.mark.parametrize("variant", every(4, VARIANTS))
+@pytest.mark.parametrize("variant", one_of(4, VARIANTS))
 def test_outputs_are_those_of_the_whole_model(tmp_path, variant):
     """Every logits there are, in order; of a model without a head its last hidden states, after the final norm."""
     checkpoint, model = make_model(tmp_path / "model", variant)

@@ -20,7 +20,7 @@ from ckpt_prune.model.model import Model
 from tests import families
 from tests.families import BLOCKS, windows
 from tests.oracles import taylor as oracle
-from tests.pairs import every
+from tests.pairs import one_of
 from tests.stages.whole import Sources, data_of, sources_of_all, stock
 
 VARIANTS = ["llama-gqa-tied", "llama-biases", "qwen3", "opt", "opt-350m-like"]
@@ -73,7 +73,7 @@ def sites(source: Model) -> dict[str, list[tuple[str, int, list[slice]]]]:
     return lines
 
 
-@pytest.mark.parametrize("variant", every(4, VARIANTS))
+@pytest.mark.parametrize("variant", one_of(4, VARIANTS))
 def test_they_are_those_of_the_whole_model(dense, variant):
     source = Model.open(dense.folder(variant))
     model = stock(dense.folder(variant), variant).double()

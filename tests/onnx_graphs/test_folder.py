@@ -28,7 +28,7 @@ from ckpt_prune.onnx.records import Manifest, read_manifest
 from ckpt_prune.options.graphs import GraphSettings
 from tests.families import contents
 from tests.graphs import Exported, traced_before
-from tests.pairs import choose_cases, every
+from tests.pairs import choose_cases
 
 from .exports import Graph, make_exports, pixels
 
@@ -348,7 +348,7 @@ def test_a_model_that_changes_while_its_graph_is_proved_is_an_error(vit, passed)
 
 
 @pytest.mark.parametrize("where", ["tracing", "proof"])
-@pytest.mark.parametrize("error", every(2, [KeyboardInterrupt(), UserError("bad"), MemoryError(), RuntimeError("bug")]))
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
 def test_an_end_in_the_middle_leaves_nothing(vit, overwrite, monkeypatch, where, error):
     if where == "tracing":
         monkeypatch.setattr(exporting, "trace_model", raising(error))

@@ -40,7 +40,6 @@ from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
 from tests.graphs import LAYERS, Exported
 from tests.images import write_csv, write_image, write_processor
 from tests.oracles.perplexity import perplexity
-from tests.pairs import every
 
 DECODER, ENCODER = "llama-gqa-tied", "bert-mlm"
 GENERATION = Task("text-generation", "text", cached=True)
@@ -206,7 +205,7 @@ class Watch:
 
 @pytest.mark.parametrize(
     ("variant", "samples"),
-    every(2, [(DECODER, ProofSamples(WINDOWS[2:3])), (DECODER, NOISE), (ENCODER, NOISE), ("deit-teacher", NOISE)]),
+    [(DECODER, ProofSamples(WINDOWS[2:3])), (ENCODER, NOISE)],
 )
 def test_the_model_and_the_graph_are_not_held_at_once(
     exported: Exported, monkeypatch: pytest.MonkeyPatch, variant: str, samples: ProofSamples
@@ -314,17 +313,14 @@ def test_features_are_compared_with_those_of_the_base_model(exported: Exported) 
     assert metric.onnxruntime == pytest.approx(1.0, abs=1e-6)
 
 
-@pytest.mark.parametrize(("variant", "samples"), every(2, [("vit", NOISE), ("opt", TEXT)]))
-def test_half_precision_passes_its_own_tolerance_and_not_that_of_single(
-    exported: Exported, variant: str, samples: ProofSamples
-) -> None:
-    model, graph = exported(variant, dtype="fp16")
-    validation = validate(graph, model, samples)
+def test_half_precision_passes_its_own_tolerance_and_not_that_of_single(exported: Exported) -> None:
+    model, graph = exported("vit", dtype="fp16")
+    validation = validate(graph, model, NOISE)
     assert validation.passed
     assert (validation.dtype, validation.tolerance) == ("fp16", 2e-2)
     shares = [case.max_abs / case.largest for case in validation.cases]
     assert max(shares) < 1e-2  # room for deeper models
-    strict = validate(graph, model, samples, tolerance=1e-4)
+    strict = validate(graph, model, NOISE, tolerance=1e-4)
     assert not strict.passed
     assert len(failed_cases(strict)) == len(validation.cases)
     for case in failed_cases(strict):
@@ -485,29 +481,6 @@ def edit_weight(graph: Path, name: str, change: Callable[[np.ndarray], None], *,
 BIAS = "cls.predictions.decoder.bias"
 
 
-def test_a_changed_byte_is_found_and_its_weight_named(copy: Callable[..., tuple[Path, Path]]) -> None:
-    model, graph = copy(ENCODER, embedded=0)
-    data = bytearray((graph / "model.onnx_data").read_bytes())
-    info = next(
-        initializer
-        for initializer in onnx.load(graph / "model.onnx", load_external_data=False).graph.initializer
-        if initializer.name == "bert.embeddings.position_embeddings.weight"
-    )
-    place = {entry.key: entry.value for entry in info.external_data}
-    data[int(place.get("offset", 0)) + 5] ^= 1  # in the mantissa's middle: too small to see in any output
-    (graph / "model.onnx_data").write_bytes(data)
-    validation = validate(graph, model, TEXT)
-    assert not validation.passed
-    assert checks(validation)["files"] is False
-    assert detail(validation, "files") == (
-        "model.onnx_data changed since it was written: 1 of "
-        f"{len(read_manifest(graph).graph.tensors)} weights differ or cannot be read: "
-        "bert.embeddings.position_embeddings.weight"
-    )
-    assert checks(validation)["load"] is True
-    assert validation.files["model.onnx_data"] == hashlib.sha256(data).hexdigest()
-
-
 def test_a_weight_changed_with_its_digests_shows_in_the_outputs_and_where(
     copy: Callable[..., tuple[Path, Path]],
 ) -> None:
@@ -575,29 +548,6 @@ def test_a_model_that_is_no_number_itself_is_not_blamed_on_the_graph(
     assert {case.note for case in validation.cases} == {
         "PyTorch's own output is no finite number there: the model is damaged, or overflows in float32"
     }
-
-
-@pytest.mark.parametrize("keep", [0.0, 0.5, 0.999])
-@pytest.mark.parametrize("file", ["model.onnx", "model.onnx_data"])
-def test_a_truncated_file_fails_and_nothing_is_run(
-    copy: Callable[..., tuple[Path, Path]], file: str, keep: float
-) -> None:
-    model, graph = copy(ENCODER, embedded=0)
-    data = (graph / file).read_bytes()
-    (graph / file).write_bytes(data[: int(keep * len(data))])
-    validation = validate(graph, model, TEXT)
-    assert not validation.passed
-    assert checks(validation)["files"] is False
-    assert checks(validation)["load"] is False
-    assert detail(validation, "files").startswith(f"{file} changed since it was written: ")
-    if file == "model.onnx_data":
-        assert "weights differ or cannot be read" in detail(validation, "files")
-    elif keep:
-        assert "cannot be read" in detail(validation, "files")
-        assert checks(validation)["checker"] is False
-    assert checks(validation)["outputs"] is None
-    assert validation.cases == validation.metrics == []
-    assert detail(validation, "outputs") == detail(validation, "metric") == "not run: it does not load"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])

@@ -11,7 +11,6 @@ from ckpt_prune.scoring import obs
 from ckpt_prune.scoring.obs import Removal, remove_greedily
 from ckpt_prune.scoring.selection import select
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
-from tests.pairs import every
 
 
 def layer(d_out: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -47,7 +46,7 @@ def assert_greedy(removal: Removal, weight: Tensor, gram: Tensor, per_unit: int,
 @pytest.mark.parametrize("damp", [0.0, 0.05])
 @pytest.mark.parametrize("d_out", [1, 5, 40])
 @pytest.mark.parametrize(("panel", "rows"), [(128, 1024), (7, 5), (1, 1)])
-@pytest.mark.parametrize(("d", "per_unit"), every(4, [(18, 1), (18, 3), (20, 5), (12, 6)]))
+@pytest.mark.parametrize(("d", "per_unit"), [(18, 1), (20, 5)])
 def test_every_step_is_the_cheapest_removal_after_refitting(monkeypatch, d, per_unit, panel, rows, d_out, damp):
     small_blocks(monkeypatch, panel, rows)
     weight, gram = layer(d_out, d, seed=d + d_out)

@@ -18,7 +18,7 @@ from ckpt_prune.stages.report import read_report_or_plan
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families
 from tests.families import BLOCKS, one_group
-from tests.pairs import dealt, every
+from tests.pairs import dealt, every, one_of
 from tests.stages.recovering import (
     SAMPLES,
     assert_recovered,
@@ -63,7 +63,7 @@ def narrower(variant: str) -> FullRecipe:
     return FullRecipe.model_validate({"version": 1, "name": "test", "container": "any", "spaces": spaces})
 
 
-@pytest.mark.parametrize(("variant", "way"), every(9, dealt(VARIANTS, ["masked", "narrower"])))
+@pytest.mark.parametrize(("variant", "way"), one_of(9, dealt(VARIANTS, ["masked", "narrower"])))
 def test_every_variant(dense, tmp_path, variant, way):
     """Masked or narrower, in turns: every family in both, as a family has several variants side by side."""
     folder = dense.folder(variant)
@@ -142,7 +142,7 @@ def test_padding_stays_zero(dense, tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "dtype"),
-    every(4, dealt(["mistral", "opt", "vit"], [torch.bfloat16, torch.float16])),
+    one_of(4, dealt(["mistral", "opt", "vit"], [torch.bfloat16, torch.float16])),
 )
 def test_half_precision(dense, tmp_path, variant, dtype):
     folder = dense.folder(variant, dtype=dtype)
@@ -185,7 +185,7 @@ def turned(dense, tmp_path_factory) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize(("variant", "kind"), every(4, TURNED))
+@pytest.mark.parametrize(("variant", "kind"), one_of(4, TURNED))
 def test_the_dense_stream_is_in_the_basis_of_the_rotated_model(dense, turned, tmp_path, variant, kind):
     """Rotated and unpruned: nothing to recover, at any depth, though not a weight of the two is the same."""
     folder, unpruned = dense.folder(variant), turned(variant, kind, 0.0)
@@ -202,7 +202,7 @@ def test_the_dense_stream_is_in_the_basis_of_the_rotated_model(dense, turned, tm
         assert float((there - plain).square().mean()) > 0.1 * energy
 
 
-@pytest.mark.parametrize(("variant", "kind"), every(4, TURNED))
+@pytest.mark.parametrize(("variant", "kind"), one_of(4, TURNED))
 def test_rotated_and_masked(dense, turned, tmp_path, variant, kind):
     """Against the whole model that is rotated and not masked."""
     pruned, data = turned(variant, kind, 0.5), training_data(variant)
@@ -245,16 +245,7 @@ def slice_columns(folder: Path, out: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("variant", "how"),
-    every(
-        2,
-        [
-            ("vit", zero_half),
-            ("opt", zero_half),
-            ("qwen3", slice_columns),
-            ("llama", zero_half),
-            ("bert-old-names", zero_half),
-        ],
-    ),
+    [("vit", zero_half), ("qwen3", slice_columns), ("bert-old-names", zero_half)],
 )
 def test_what_another_tool_pruned(dense, tmp_path, variant, how):
     """No ckpt_prune.json: it is recovered all the same, and what is written speaks of what is known."""

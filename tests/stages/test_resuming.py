@@ -25,7 +25,7 @@ from ckpt_prune.stages.spaces.pruner import Pruner
 from tests.families import BLOCKS, contents, job_on, prune, recipe, windows
 from tests.forked import posix, run_forked
 from tests.interrupting import interrupt_at
-from tests.pairs import every
+from tests.pairs import one_of
 
 DENSE = recipe("ridge", lam=0.1)
 BEST = load_recipe("best", ratio=0.3)
@@ -61,7 +61,7 @@ def stop_before_entry(settled: Prepared, out: Path, record: int, **options: Any)
 
 
 @pytest.mark.parametrize(
-    ("name", "record"), every(8, [(name, n + 1) for name, most in RECORDS.items() for n in range(most)])
+    ("name", "record"), one_of(8, [(name, n + 1) for name, most in RECORDS.items() for n in range(most)])
 )
 def test_nothing_is_done_twice_and_the_bytes_are_those_of_one_run(sources, tmp_path, whole, name, record, monkeypatch):
     out = tmp_path / "out"

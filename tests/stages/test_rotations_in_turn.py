@@ -10,14 +10,13 @@ from torch import Tensor
 import ckpt_prune
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.mask.masker import Masker
 from ckpt_prune.stages.rotation import learner as learning
 from ckpt_prune.stages.rotation.descent import LearnedRotations
 from ckpt_prune.stages.rotation.importance import Term
-from tests import encoders, families
-from tests.families import BLOCKS, prune
-from tests.pairs import cross_cases
-from tests.stages.test_rotations import kill, random_rotations
+from tests import families
+from tests.families import BLOCKS
+from tests.pairs import dealt
+from tests.stages.test_rotations import random_rotations
 from tests.stages.whole import data_of, prune_by_mask, tensors_of
 
 NORMS = {
@@ -37,7 +36,7 @@ def in_turn(kind: str = "per-layer", method: str = "wanda", **rotation: Any) -> 
     )
 
 
-@pytest.mark.parametrize(("variant", "method"), cross_cases(list(NORMS), ["wanda", "magnitude"]))
+@pytest.mark.parametrize(("variant", "method"), dealt(list(NORMS), ["wanda", "magnitude"]))
 def test_inputs_are_those_behind_the_masked_blocks(dense, tmp_path, monkeypatch, variant, method):
     """Every block's inputs are those of the dense block on what the output's blocks before it give, turned back."""
     random_rotations(monkeypatch)
@@ -98,16 +97,3 @@ def test_what_is_masked_before_shows(dense, tmp_path):
     assert one[0]["entropy_before"] == pytest.approx(two[0]["entropy_before"], rel=1e-6)
     for ours, theirs in zip(one[1:], two[1:], strict=True):
         assert ours["entropy_before"] != pytest.approx(theirs["entropy_before"], rel=1e-6)
-
-
-@pytest.mark.parametrize("place", ["learning", "masking"])
-def test_a_resumed_run_is_byte_identical(dense, tmp_path, monkeypatch, place):
-    folder, data = dense.folder("opt"), data_of("opt")
-    prune_by_mask(folder, tmp_path / "through", in_turn(), data)
-    owner, name = (Masker, "block") if place == "masking" else (learning, "learn_rotations")
-    with monkeypatch.context() as patch:
-        kill(patch, owner, name, 1)
-        with pytest.raises(KeyboardInterrupt):
-            prune(encoders.job_on(folder, in_turn(), None, data), tmp_path / "out")
-    prune(encoders.job_on(folder, in_turn(), None, data), tmp_path / "out", resume=True)
-    assert families.contents(tmp_path / "out") == families.contents(tmp_path / "through")

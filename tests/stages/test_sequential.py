@@ -14,7 +14,7 @@ from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
 from tests.families import BLOCKS, SIZES, job_on, one_group, prune, recipe, stock, windows
 from tests.oracles.streams import inputs_of
-from tests.pairs import cross_cases
+from tests.pairs import dealt
 from tests.stages.spaces.oracle import CONSUMERS
 
 
@@ -91,7 +91,7 @@ def mix_blocks(
 
 @pytest.mark.parametrize(
     ("variant", "true_sequential"),
-    cross_cases(["llama", "llama-gqa-tied", "qwen2", "seed_oss-biases-mha"], [False, True]),
+    dealt(["llama", "llama-gqa-tied", "qwen2", "seed_oss-biases-mha"], [False, True]),
 )
 def test_sequential_moments_are_of_the_pruned_prefix(sources, variant, true_sequential, tmp_path, monkeypatch):
     seen = {}

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ckpt_prune
-from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from tests.cli.running import (
     TEXT,
@@ -18,14 +17,11 @@ from tests.cli.running import (
     ok,
     read_json,
     read_refusal,
-    resume_job,
     run,
     without_quality,
 )
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
 from tests.families import logits, stock, windows
-from tests.interrupting import interrupt_at
-from tests.pairs import every
 
 SLICE = ("--set", "hidden.multiple_of=2")
 PER_BLOCK = ("prune", "tied", "--recipe", "slicegpt", *SLICE, *TEXT)
@@ -109,17 +105,12 @@ def test_one_basis_and_one_table(here) -> None:
     assert "12 hidden dimensions and tied has 16" in message.replace(str(here), "").replace("/", "")
 
 
-@pytest.mark.parametrize("ratio", every(2, ["0.25", "0"]))
-def test_a_tied_head_reads_what_an_untied_one_does_inside_the_basis(here, ratio: str) -> None:
-    """With nothing sliced nothing changes; else the tied head lacks what gains mix into the basis from outside it."""
+def test_a_tied_head_reads_what_an_untied_one_does_inside_the_basis(here) -> None:
+    """The tied head lacks what gains mix into the basis from outside it."""
     for tied in ("keep", "untie"):
-        ok(*SHARED, "--ratio", ratio, "--set", f"hidden.tied={tied}", "-o", tied)
+        ok(*SHARED, "--ratio", "0.25", "--set", f"hidden.tied={tied}", "-o", tied)
     ids = windows()
-    kept, untied, dense = (logits(stock(Path(name)).double(), ids) for name in ("keep", "untie", "tied"))
-    if ratio == "0":
-        assert torch.allclose(kept, dense, atol=1e-4)
-        assert torch.allclose(untied, dense, atol=1e-4)
-        return
+    kept, untied = (logits(stock(Path(name)).double(), ids) for name in ("keep", "untie"))
     # By hand: the untied model's final states, through gains and projections of the dense model.
     model, wide = (stock(Path(name)).double().requires_grad_(False) for name in ("untie", "tied"))
     table, gain = wide.model.embed_tokens.weight, wide.model.norm.weight
@@ -169,15 +160,6 @@ def test_a_dry_run_says_the_width_and_what_is_measured(here) -> None:
     report = json.loads(ok(*PER_BLOCK, "--dry-run", "--json", "-o", "out"))
     ok(*PER_BLOCK, "-o", "out")
     assert report["after"] == read_json("out/ckpt_prune.json")["after"]
-
-
-@pytest.mark.parametrize(("job", "units"), every(4, [(PER_BLOCK, 2), (PER_BLOCK, 1), (SHARED, 1), (PER_BLOCK, 4)]))
-def test_an_interrupted_run_goes_on(here, job: tuple[str, ...], units: int) -> None:
-    ok(*job, "-o", "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, Journal, "record", units + 1)
-        assert run(*job, "-o", "out").exit_code == 130
-    resume_job(list(job))
 
 
 def test_what_is_not_the_dense_models_is_found(here) -> None:

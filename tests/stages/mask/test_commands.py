@@ -30,7 +30,7 @@ from tests.cli.running import (
 )
 from tests.evaluation.tiny import random_windows
 from tests.images import write_images, write_vit
-from tests.pairs import choose_cases, every
+from tests.pairs import choose_cases, one_of
 
 MASKS = [f"{method}-{pattern}" for method, pattern in product(("magnitude", "wanda", "sparsegpt"), ("50", "2-4"))]
 SHARED = [f"cayley-rotator-shared-{mask}" for mask in MASKS]
@@ -240,7 +240,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("recipe", every(2, OPTIONS))
+@pytest.mark.parametrize("recipe", one_of(2, OPTIONS))
 def test_options_do_what_the_recipe_of_that_name_does(here, recipe):
     ok(*PRUNE, recipe, *TEXT, *few(recipe))
     name, *options = OPTIONS[recipe]

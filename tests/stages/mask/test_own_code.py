@@ -19,7 +19,7 @@ from ckpt_prune.options.commands import CalibrateOptions
 from tests import encoders
 from tests.cli.running import TEXT, interrupt_job, ok, read_json, read_refusal, resume_job, run
 from tests.images import write_images, write_vit
-from tests.pairs import dealt, every
+from tests.pairs import dealt
 
 BUDGET = """\
 version: 1
@@ -97,7 +97,7 @@ def inputs(folder: str, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return sums
 
 
-@pytest.mark.parametrize("family", every(2, ["llama", "opt", "vit"]))
+@pytest.mark.parametrize("family", ["llama", "vit"])
 def test_zeros_are_those_that_the_whole_model_says(here, family):
     """Wanda's score by inputs of the loaded output; statistics and what is measured at once give the same bytes."""
     ok("calibrate", family, *DATA[family], "--compute-dtype", "float32", "-o", "stats")

@@ -8,7 +8,6 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.cli.running import ok, run
-from tests.pairs import every
 
 from .test_commands import LINEARS, PRUNE, TEXT
 
@@ -32,17 +31,16 @@ def zeros() -> dict[str, float]:
     return {name: float((tensors[name] == 0).double().mean()) for name in LINEARS}
 
 
-@pytest.mark.parametrize("allocation", every(3, ["owl", "alpha", "divergence"]))
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-def test_every_block_has_its_own_share(here, method, allocation):
-    output = ok(*PRUNE, f"{method}-50", *TEXT, "--set", f"mask.allocation={allocation}")
+def test_every_block_has_its_own_share(here, method):
+    output = ok(*PRUNE, f"{method}-50", *TEXT, "--set", "mask.allocation=owl")
     mask = report()["mask"]
     ratios = mask["shares"]["ratios"]
-    assert mask["allocation"] == allocation
+    assert mask["allocation"] == "owl"
     assert sum(ratios) / 2 == pytest.approx(0.5, abs=1e-5)
-    assert ratios[0] != ratios[1] or allocation == "divergence"  # it may find that even shares lose least
+    assert ratios[0] != ratios[1]
     assert all(figure >= 0 for figure in mask["shares"]["figures"])
-    line = f"  Zeros are shared out over blocks by {allocation}: {min(ratios):.1%} to {max(ratios):.1%} zeros."
+    line = f"  Zeros are shared out over blocks by owl: {min(ratios):.1%} to {max(ratios):.1%} zeros."
     assert line in output.splitlines()
     for name, share in zeros().items():
         # Rows of 16 are rounded down.

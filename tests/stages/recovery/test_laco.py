@@ -13,7 +13,6 @@ from ckpt_prune.stages.recovery.laco import Recoverer, check_same_start
 from ckpt_prune.stages.recovery.records import RecoveredLayer
 from tests.oracles import laco, similarity
 from tests.oracles.perplexity import perplexity
-from tests.pairs import every
 
 from .twins import BLOCKS, SAMPLES, WINDOW, Twins, Weights, settings
 
@@ -59,17 +58,7 @@ def same_layers(ours: list[RecoveredLayer], theirs: list[RecoveredLayer]) -> boo
 
 @pytest.mark.parametrize(
     ("variant", "changes"),
-    every(
-        2,
-        [
-            ("llama-biases", {}),
-            ("opt", {"accumulate": 2, "schedule": "constant"}),
-            ("qwen3", {"only": "mlp"}),
-            ("vit", {"only": "attention", "batch": 4}),
-            ("llama-biases", {"norms": True, "teacher": "pruned"}),
-            ("opt", {"held_out": 0, "schedule": "constant"}),
-        ],
-    ),
+    [("llama-biases", {}), ("qwen3", {"only": "mlp"}), ("llama-biases", {"norms": True, "teacher": "pruned"})],
 )
 def test_a_walk_is_algorithm_1(twins, variant, changes):
     """Every block's weights and reported figures: mean squared error and CKA of the real models' hidden states."""

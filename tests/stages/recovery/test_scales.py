@@ -20,7 +20,7 @@ from ckpt_prune.stages.recovery.scales import (
 from ckpt_prune.stages.recovery.training import SampleSplit, Trained
 from tests.encoders import Pixels
 from tests.oracles import scales as oracle
-from tests.pairs import every
+from tests.pairs import one_of
 
 from .twins import BLOCKS, SAMPLES, Twins, Weights, settings, written_once
 
@@ -81,7 +81,7 @@ class Pair:
         return float(oracle.divergence(theirs, ours, logits=self.twins.variant not in HEADLESS))
 
 
-@pytest.mark.parametrize("variant", every(4, VARIANTS))
+@pytest.mark.parametrize("variant", one_of(4, VARIANTS))
 def test_gradients_are_those_of_the_whole_model(twins_of, variant):
     """With scales that are not one, and a batch in two parts."""
     pair = Pair.of(twins_of(variant))
@@ -122,7 +122,7 @@ def whole_batch(twins: Twins, rows: Tensor) -> dict[str, Tensor]:
     return {name: values[rows] for name, values in every.items()}
 
 
-@pytest.mark.parametrize("variant", every(2, ["llama-gqa-tied", "bert-model", "deit-teacher"]))
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "deit-teacher"])
 def test_what_is_told_is_the_divergence_of_the_scaled_model(twins_of, variant):
     pair = Pair.of(twins_of(variant))
     fitted = pair.fit()

@@ -15,7 +15,7 @@ from ckpt_prune.stages.rotation.descent import (
 from ckpt_prune.stages.rotation.importance import Term, objective
 from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.orthogonal import RETRACTIONS
-from tests.pairs import cross_cases
+from tests.pairs import dealt
 from tests.problems import BACKBONES, make_block, orthogonal
 
 WHOLE = {"hidden": 10, "kv_heads": 2, "head_dim": 3}
@@ -80,7 +80,7 @@ def test_never_worse_than_no_rotation_and_says_what_it_returns(seed, backbone, m
             assert defect(rotation) < 1e-12
 
 
-@pytest.mark.parametrize(("backbone", "method"), cross_cases(list(BACKBONES), list(RETRACTIONS)))
+@pytest.mark.parametrize(("backbone", "method"), dealt(list(BACKBONES), list(RETRACTIONS)))
 def test_lowers_the_entropy(backbone, method):
     terms = make_block().terms(backbone)
     seen = []

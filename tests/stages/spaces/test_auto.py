@@ -22,7 +22,7 @@ from tests import encoders
 from tests.families import BLOCKS, prune
 from tests.oracles import choice, closed_forms, drift, effects, whole_best
 from tests.oracles.choice import Tokens
-from tests.pairs import every
+from tests.pairs import one_of
 from tests.stages.spaces.test_drift_source import samples_of, until
 from tests.stages.whole import data_of, stock, whole
 
@@ -147,7 +147,7 @@ DRIFTING: dict[str, tuple[str, dict[str, Any], int]] = {
 BUDGET = {"allocation": "least-error", "weigh_by": "energy", "widths": "per_layer"}
 
 
-@pytest.mark.parametrize("case", every(9, DRIFTING))
+@pytest.mark.parametrize("case", one_of(9, DRIFTING))
 def test_consumers_are_refitted_to_the_dense_residual_stream(dense, case, tmp_path):
     """Every site on whole models of which all that comes before it is pruned."""
     variant, compensation, folds = DRIFTING[case]

@@ -32,7 +32,7 @@ from tests.contract.open_experts import open_up
 from tests.contract.whole import TARGETS, outputs, record_states
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
-from tests.pairs import choose_cases, cross_cases, every
+from tests.pairs import choose_cases, dealt, one_of
 
 ONE = Case("qwen3_moe", "Qwen3MoeForCausalLM", settings='{"num_experts_per_tok": 1}')
 """Every token goes to one of four experts."""
@@ -103,10 +103,9 @@ def test_an_expert_without_tokens_takes_those_of_its_layer(lonely: Dense, target
     np.testing.assert_allclose(refitted.numpy(), weight, atol=1e-4 * float(np.abs(weight).max()))
 
 
-@pytest.mark.parametrize("name", every(2, ["best", "best-uniform"]))
-def test_what_chooses_by_effect_keeps_experts_alike(lonely: Dense, name: str, tmp_path: Path) -> None:
+def test_what_chooses_by_effect_keeps_experts_alike(lonely: Dense, tmp_path: Path) -> None:
     """On folds, to the dense model's stream, from predicted errors."""
-    recipe = load_recipe(name, ratio=0.3).at_its_size
+    recipe = load_recipe("best-uniform", ratio=0.3).at_its_size
     lonely.prune(ONE, recipe, tmp_path / "out", ONE.samples())
     report = json.loads((tmp_path / "out" / "ckpt_prune.json").read_text())
     assert set(report["recipe"]["spaces"]) == {"heads", "mlp"}
@@ -116,9 +115,8 @@ def test_what_chooses_by_effect_keeps_experts_alike(lonely: Dense, name: str, tm
             widths.setdefault(site["block"], set()).add(len(site["kept"]))
             assert site["share"] is None or 0 <= site["share"] <= 1
     assert all(len(sizes) == 1 for sizes in widths.values())
-    if name == "best-uniform":
-        (width,) = set.union(*widths.values())
-        assert width < 22
+    (width,) = set.union(*widths.values())
+    assert width < 22
     for check in verify(tmp_path / "out", lonely.folder(ONE)):
         assert check.passed or check.name == "sparsity", check
 
@@ -174,7 +172,7 @@ def smaller(case: Case, kept: Mapping[int, list[int]]) -> Any:
 
 @pytest.mark.parametrize(
     ("case", "score"),
-    every(4, list(zip(WHOLE, itertools.cycle(EXPERT_SCORES), strict=False))),
+    one_of(4, list(zip(WHOLE, itertools.cycle(EXPERT_SCORES), strict=False))),
     ids=str,
 )
 def test_whole_experts_go_with_their_rows_of_the_router(dense: Dense, case: Case, score: str, tmp_path: Path) -> None:
@@ -331,7 +329,7 @@ def route_tokens(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # A third of the experts of four in a group is no whole number: it is rounded to one of four.
-@pytest.mark.parametrize(("case", "score"), cross_cases([BY_BEST, BY_TWO_BEST], ["frequency", "reap"]), ids=str)
+@pytest.mark.parametrize(("case", "score"), dealt([BY_BEST, BY_TWO_BEST], ["frequency", "reap"]), ids=str)
 def test_tokens_that_lose_nothing_stay_with_their_experts(case: Case, score: str, tmp_path: Path) -> None:
     moved = stayed = 0
     for seed in range(2):
@@ -475,7 +473,7 @@ WIDTHS = [("qwen3_moe", way) for way in WAYS] + [("deepseek_v3", "ratio"), ("dee
 
 
 # Of 40 columns a ratio of 0.3 leaves 28, which torch multiplies in no 16-bit type.
-@pytest.mark.parametrize(("model_type", "way"), every(3, WIDTHS))
+@pytest.mark.parametrize(("model_type", "way"), one_of(3, WIDTHS))
 def test_experts_run_by_the_default_of_transformers(model_type: str, way: str, tmp_path: Path) -> None:
     dense, case = Dense(tmp_path), next(candidate for candidate in WHOLE if candidate.model_type == model_type)
     case = replace(case, settings=json.dumps(WIDE))

@@ -35,7 +35,7 @@ from tests.encoders import (
 )
 from tests.families import prune
 from tests.oracles import logits
-from tests.pairs import dealt, every, pairwise
+from tests.pairs import dealt, one_of, pairwise
 from tests.stored import Sources
 
 CHOSEN = ["vit", "vit-no-qkv-bias", "deit-teacher", "dinov2-model", "dinov2-swiglu-classifier", "opt", "opt-350m-like"]
@@ -82,7 +82,7 @@ def logits_of(model, variant, data, block) -> list[np.ndarray]:
 
 
 # Every class in both containers, where the scale is kept in another way, with two widths of three in turn.
-@pytest.mark.parametrize(("place", "ratio"), every(7, dealt(itertools.product(CHOSEN, CONTAINERS), list(KEPT))))
+@pytest.mark.parametrize(("place", "ratio"), one_of(7, dealt(itertools.product(CHOSEN, CONTAINERS), list(KEPT))))
 def test_logits_are_those_of_the_dense_kronecker_solve(dense, place, ratio, tmp_path):
     """Q_S (I + M) K_Sᵀ of every layer, each on its own pruned prefix, and what the model makes of them."""
     variant, container = place
@@ -176,7 +176,7 @@ def test_lambda_by_folds_is_the_best_on_held_out_samples(dense, tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "container"),
-    every(4, dealt(["vit", "vit-no-qkv-bias", "dinov2-swiglu", "opt", "bert-mlm"], CONTAINERS)),
+    one_of(4, dealt(["vit", "vit-no-qkv-bias", "dinov2-swiglu", "opt", "bert-mlm"], CONTAINERS)),
 )
 def test_dropped_dimensions_that_the_kept_ones_hold_are_no_loss(variant, container, tmp_path):
     """Rows 1 and 3 of every head are mixtures of rows 0 and 2, in queries and keys alike, biases too."""
@@ -224,7 +224,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 # In either container the logits, and what follows from the attention, are held above.
-@pytest.mark.parametrize(("variant", "container"), every(5, dealt(CHOSEN, CONTAINERS)))
+@pytest.mark.parametrize(("variant", "container"), one_of(5, dealt(CHOSEN, CONTAINERS)))
 def test_attention_keeps_the_scale_of_the_original_head(dense, variant, container, tmp_path):
     """The block's own attention weights, from rows of the dense projections, scaled by 4^-½ and not by 2^-½."""
     full_recipe = recipe({"qk": 0.5}, methods="none", container=container)
@@ -257,7 +257,7 @@ def test_attention_keeps_the_scale_of_the_original_head(dense, variant, containe
 
 @pytest.mark.parametrize(
     ("variant", "method", "container"),
-    every(
+    one_of(
         3,
         pairwise(["vit", "dinov2-swiglu", "opt", "bert-old-names", "opt-no-prefix"], list(LOGIT_METHODS), CONTAINERS),
     ),
