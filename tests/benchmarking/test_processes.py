@@ -200,8 +200,3 @@ class Runner:
         return {"forward": [float(sum(mark.isalpha() for mark in self.log))]}
 
 
-def turns(names: str, **options: float) -> tuple[str, list[list[float]]]:
-    """The order of runs with a stroke after every round, and the counted timings of each."""
-    log: list[str] = []
-    timings = take_turns([Runner(name, log) for name in names], WORK, tick=lambda: log.append("|"), **options)
-    return "".join(log), [[timing["forward"][0] for timing in of_model] for of_model in timings]

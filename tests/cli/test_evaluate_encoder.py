@@ -159,21 +159,9 @@ def test_features_of_text(encoders):
     assert lines[2:] == ["", "last hidden states against those of bert-model", "", verdict]
 
 
-def pixels(paths) -> Pixels:
-    from PIL import Image
-
-    from ckpt_prune.measure.samples.image_processor import load_processor
-
-    processor = load_processor(Path("dinov2-model"))
-    values = []
-    for path in paths:
-        with Image.open(path) as image:
-            values.append(processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0])
-    return Pixels(torch.stack(values), 10)
 
 
 class TestFeaturesOfImages:
-    PAIR = ("dinov2-model-2", "--against", "dinov2-model", "--images", "flat")
 
     def test_images_of_another_size(self, encoders):
         for name in ("vit-model", "vit-model-2"):
@@ -222,5 +210,3 @@ class TestRefusals:
         )
 
 
-class TestFrame:
-    PAIRS = (("<s> $A </s>", 1, 1), ("<s> $A", 1, 0), ("$A </s>", 0, 1), (None, 0, 0), ("$A", 0, 0))

@@ -20,11 +20,6 @@ from tests.cli.running import TEXT, edit_weights, listing, ok, poison, read_json
 from tests.cli.test_prune import COSTS
 from tests.graphs import traced_before
 
-GRAPH = [
-    *("README.md", "ckpt_prune_onnx.json", "config.json", "genai_config.json", "generation_config.json", "model.onnx"),
-    "tokenizer.json",
-]
-GRAPH += ["tokenizer_config.json"]
 INSIDE = """\
 onnx: files           ok
 onnx: checker         ok

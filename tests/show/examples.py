@@ -33,10 +33,6 @@ def site(block: int, space: str = "mlp", **changes: Any) -> Json:
     } | changes
 
 
-def bare(block: int, space: str = "mlp", **changes: Any) -> Json:
-    """A site nothing was measured at."""
-    keys = ("block", "space", "consumer", "units", "kept")
-    return {k: v for k, v in site(block, space).items() if k in keys} | {"method": "none"} | changes
 
 
 def report(sites: list[Json], **changes: Any) -> Json:

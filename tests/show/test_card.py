@@ -120,13 +120,6 @@ def test_what_another_tool_pruned_has_no_recipe():
 # ---- how a recipe differs from the shipped one -------------------------------------------------------------------
 
 
-def recipe_words(used, asked=None, name="magnitude") -> str:
-    json_report = report([site(0)]) | {
-        "recipe": used.model_dump(mode="json", by_alias=True),
-        "recipe_digest": used.digest,
-        "asked": asked,
-    }
-    return card(json_report).partition(f"{load_recipe(name).summary}")[2].partition("\n")[0].strip()
 
 
 def magnitude(*changes: str, **amount):
