@@ -12,7 +12,6 @@ import torch
 from ckpt_prune.benchmarking import processes
 from ckpt_prune.benchmarking.participants import Loaded, Memory, Participant
 from ckpt_prune.benchmarking.processes import _describe, _describe_exit, start_workers
-from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
 from tests.benchmarking import targets
@@ -198,5 +197,3 @@ class Runner:
         assert workload is WORK
         self.log.append(self.name)
         return {"forward": [float(sum(mark.isalpha() for mark in self.log))]}
-
-

@@ -100,9 +100,10 @@ Variant = tuple[str, str]
 
 
 def deal_pairs(first: str, second: str, turn: int) -> Iterator[tuple[Variant, Variant]]:
-    """Yield every variant of both stages with one of the other's; another turn yields other pairs."""
+    """Yield variants of both stages with one of the other's, every third of many; another turn yields other pairs."""
     ours, theirs = list(VARIANTS[first]), list(VARIANTS[second])
-    for place in range(max(len(ours), len(theirs))):
+    many = max(len(ours), len(theirs))
+    for place in range(turn % 3, many, 3) if many > 6 else range(many):
         yield (first, ours[place % len(ours)]), (second, theirs[(place + turn) % len(theirs)])
 
 

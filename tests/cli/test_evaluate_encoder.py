@@ -13,7 +13,7 @@ from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.whole_model import load_model, quiet_transformers
 from ckpt_prune.measure.samples.samples import TokenWindows
 from tests.cli.running import edit_weights, ok, read_refusal
-from tests.encoders import CONTEXT, Pixels, make
+from tests.encoders import CONTEXT, make
 from tests.evaluation.tiny import BOS, EOS, tiny_tokenizer
 from tests.images import write_images, write_processor
 
@@ -159,10 +159,7 @@ def test_features_of_text(encoders):
     assert lines[2:] == ["", "last hidden states against those of bert-model", "", verdict]
 
 
-
-
 class TestFeaturesOfImages:
-
     def test_images_of_another_size(self, encoders):
         for name in ("vit-model", "vit-model-2"):
             write_processor(Path(name))
@@ -208,5 +205,3 @@ class TestRefusals:
         assert read_refusal("evaluate", "bert-mlm", *DATA) == (
             "bert-mlm: its tokenizer has no mask token, so nothing can be masked"
         )
-
-

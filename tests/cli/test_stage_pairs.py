@@ -65,7 +65,7 @@ def test_a_pair_of_stages_works(models, tmp_path, monkeypatch, pair):
 
 @pytest.mark.parametrize("stages", list(itertools.combinations(VARIANTS, 2)), ids=" and ".join)
 def test_every_pair_works_or_is_refused(models, tmp_path, monkeypatch, stages):
-    """Every variant of two stages with one of the other's, of models in turn."""
+    """Variants of two stages with one of the other's, of models in turn."""
     monkeypatch.chdir(tmp_path)
     turn = list(VARIANTS).index(stages[0]) + list(VARIANTS).index(stages[1])
     for number, pair in enumerate(deal_pairs(*stages, turn)):

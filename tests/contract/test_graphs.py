@@ -28,7 +28,7 @@ EXACT = 1e-5
 """Share of the largest output that float32 leaves."""
 
 
-ELSEWHERE = {"llama", "mistral", "opt", "vit"}
+ELSEWHERE = {"bert", "dinov2", "llama", "mistral", "opt", "vit"}
 """Graphs of theirs are held in `tests/onnx_graphs`, of stock blocks and of outputs, in float32."""
 WAYS = {"qwen3": {"opset": 23}, "seed_oss": {"optimize": "cpu"}}
 """Ways to export, dealt to families; `tests/onnx_graphs` has the others."""

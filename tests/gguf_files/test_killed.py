@@ -39,7 +39,7 @@ def kill_in_proof(arguments: list[str], folder: Path, number: int) -> int:
     return child.ended().returncode
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
 def test_an_output_has_no_name_while_its_file_is_proven(tmp_path, monkeypatch, name):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     work, temporary = tmp_path / "work", tmp_path / "temporary"

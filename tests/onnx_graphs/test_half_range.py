@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.onnx.half_range import LARGEST, HalfRange, measure_half_range
-from tests.cli.running import ok, run
+from tests.cli.running import run
 from tests.stored import Sources
 
 
@@ -40,6 +40,7 @@ def test_only_values_that_are_held_in_float16_count(fill: float, scale: float, f
     assert (found.fits, found.place) == (fits, "0")
     if fits:
         assert found.largest == 60_000
+        assert found.describe() == "values in float16 reach 60,000 of 65,504, in 0"
 
 
 def test_a_product_is_found_by_its_sum_and_its_module() -> None:
@@ -80,23 +81,17 @@ def scale_inner(folder: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", ["fp16", pytest.param("q4f16", marks=pytest.mark.thorough)])
-def test_an_export_in_float16_of_a_model_that_overflows_is_refused(
-    sources: Sources, tmp_path: Path, dtype: str
-) -> None:
-    """onnxruntime's CPU gives finite outputs all the same; in float32 the model is exported."""
+def test_an_export_in_float16_of_a_model_that_overflows_is_refused(sources: Sources, tmp_path: Path) -> None:
+    """onnxruntime's CPU gives finite outputs all the same."""
     model = Path(shutil.copytree(sources.folder("llama"), tmp_path / "model"))
     words = ["export", str(model), "--task", "feature-extraction", "--samples", "2"]
-    ok(*words, "--dtype", "fp16", "-o", str(tmp_path / "before"))
-    assert "values in float16 reach" in (tmp_path / "before" / "validation.json").read_text()
     scale_inner(model)
     half = load_model(model, device="cpu", dtype=torch.float16)
     assert not half(torch.arange(8)[None]).logits.isfinite().all()
-    refused = run(*words, "--dtype", dtype, "-o", str(tmp_path / "out"))
+    refused = run(*words, "--dtype", "fp16", "-o", str(tmp_path / "out"))
     assert refused.exit_code == 1
     found = re.search(r"range FAILED: layers\.1\.mlp\.up_proj has values of ([\d,]+), and float16 ends", refused.output)
     assert found, refused.output
     assert float(found[1].replace(",", "")) > LARGEST
     assert "Take fp32, int8 or int4" in refused.output
     assert not (tmp_path / "out").exists()
-    ok(*words, "--dtype", "fp32", "-o", str(tmp_path / "single"))

@@ -33,8 +33,6 @@ def site(block: int, space: str = "mlp", **changes: Any) -> Json:
     } | changes
 
 
-
-
 def report(sites: list[Json], **changes: Any) -> Json:
     return {
         "version": 1,

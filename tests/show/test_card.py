@@ -120,8 +120,6 @@ def test_what_another_tool_pruned_has_no_recipe():
 # ---- how a recipe differs from the shipped one -------------------------------------------------------------------
 
 
-
-
 def magnitude(*changes: str, **amount):
     return load_recipe("magnitude", changes, **amount)
 
