@@ -1,6 +1,5 @@
 """`tools/gpu.py` without a GPU: what it plans, leaves out and isolates, and what it makes of outputs that differ."""
 
-import json
 import math
 from pathlib import Path
 
@@ -105,62 +104,6 @@ def test_every_step_is_planned_once_after_what_it_needs(steps):
     assert len(outputs) == len(set(outputs))
 
 
-def test_both_devices_get_the_same_work(steps):
-    for name in ("embedded: best", "embedded: recover", "vit-tiny-imagenet: corp", "llama-pycode-16m: calibrate"):
-        cpu, cuda = (next(task for task in steps if task.label == f"{name}, {device}") for device in ("cpu", "cuda"))
-        differ = {key for key, value in cpu.arguments.items() if cuda.arguments[key] != value}
-        assert differ == {"device", "out"} | ({"statistics"} if "corp" in name else set())
-        compared = next(task for task in steps if task.name == f"{name} compared")
-        assert compared.after == (cpu.label, cuda.label)
-        assert compared.arguments["cpu"] == cpu.arguments["out"]
-        assert compared.arguments["cuda"] == cuda.arguments["out"]
-
-
-def test_steps_that_are_asked_for_bring_what_they_need(steps):
-    assert [task.label for task in gpu.choose_steps("vit-tiny-imagenet: corp, cuda", steps)] == [
-        "vit-tiny-imagenet: calibrate, cuda",
-        "vit-tiny-imagenet: corp, cuda",
-    ]
-    assert gpu.choose_steps(None, steps) == steps
-
-
-def test_without_a_gpu_or_data_the_rest_is_skipped_for_that_reason(tmp_path):
-    all_steps = gpu.plan(tmp_path, data=None, gpu=False, small=True)
-    assert {task.skip for task in all_steps if task.device == "cuda"} <= {gpu.NO_GPU, gpu.NO_DATA}
-    runnable = [task for task in all_steps if task.skip is None]
-    assert {task.name.split(":")[0] for task in runnable} == {
-        "texts",
-        "embedded",
-        "7B layer at a tenth of the width",
-        "70B layer at a tenth of the width",
-    }
-    assert all(task.arguments["cuda"] is None for task in runnable if task.name.endswith("compared"))
-
-
-def test_the_record_holds_every_step_and_its_failure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        gpu, "plan", lambda work, **options: [step("works"), step("fails"), Step("needs one", "", skip=gpu.NO_GPU)]
-    )
-    monkeypatch.setattr(Workers, "do", lambda self, task, seconds: attempt(task))
-    out = tmp_path / "gpu.json"
-    monkeypatch.setattr("sys.argv", ["gpu.py", "--out", str(out), "--limit", "100"])
-    with pytest.raises(SystemExit) as stopped:
-        gpu.main()
-    assert stopped.value.code == 1
-    record = json.loads(out.read_text())
-    assert record["environment"]["torch"] == torch.__version__
-    assert [(entry["name"], entry["status"]) for entry in record["steps"]] == [
-        ("environment", "ok"),
-        ("works", "ok"),
-        ("fails", "failed"),
-        ("needs one", "skipped"),
-    ]
-    printed = capsys.readouterr().out
-    assert "ValueError: a first line" in printed
-    assert f"1 more steps skipped: {gpu.NO_GPU}" in printed
-    assert f"2 ok, 1 failed, 1 skipped, 0 left out; all of it is in {out}" in printed
-
-
 def save(folder: Path, **tensors: torch.Tensor) -> Path:
     folder.mkdir()
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -180,14 +123,3 @@ def test_differences_are_relative_to_the_largest_entry_and_name_what_cannot_be_c
     }
     c = save(tmp_path / "c", same=torch.full((3,), float("nan")))
     assert str(gpu_models.differences(a, c)["relative"]) == "nan"
-
-
-def test_the_stages_of_a_layer_make_up_for_what_is_dropped():
-    size = {"outputs": 16, "inputs": 48, "device": "cpu"}
-    assert gpu_blocks.moments(**size)["tokens"] == 96
-    assert gpu_blocks.obs(**size, per_unit=4)["rising"]
-    for method in ("ridge", "rotation"):
-        errors = gpu_blocks.refit(**size, method=method)
-        assert 0 < errors["error"] < errors["uncompensated"] < 1
-    assert gpu_blocks.choice(**size)["chosen"] in gpu_blocks.CANDIDATES
-    assert [gpu_blocks.mask(**size, method=method_name)["kept"] for method_name in ("wanda", "sparsegpt")] == [0.5, 0.5]

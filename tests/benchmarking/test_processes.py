@@ -12,7 +12,6 @@ import torch
 from ckpt_prune.benchmarking import processes
 from ckpt_prune.benchmarking.participants import Loaded, Memory, Participant
 from ckpt_prune.benchmarking.processes import _describe, _describe_exit, start_workers
-from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
 from tests.benchmarking import targets
 from tests.forked import wait_gone
@@ -182,18 +181,3 @@ def test_threads_sleep_while_they_wait_from_the_first_import_on(monkeypatch, pol
     with start_workers([participant()], targets.telling_how_it_waits) as (worker,):
         assert worker.wait_until_loaded().device == waits
     assert os.environ.get("OMP_WAIT_POLICY") == policy
-
-
-WORK = Workload("image", 1, 0, 0, False, False, 0, (3, 8, 8))
-
-
-class Runner:
-    """Takes as many seconds as there were runs so far, of all that share its log."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def time(self, workload: Workload) -> dict[str, list[float]]:
-        assert workload is WORK
-        self.log.append(self.name)
-        return {"forward": [float(sum(mark.isalpha() for mark in self.log))]}

@@ -18,8 +18,8 @@ from ckpt_prune.common.errors import UserError
 from tests.forked import posix, run_forked
 from tests.interrupting import interrupt_at
 
-from .folders import as_bytes, writing
-from .test_writer import contents, layout_of, leave_unfinished, old_output, refusal, two_files, write_all
+from .folders import writing
+from .test_writer import contents, layout_of, leave_unfinished, refusal, two_files, write_all
 
 BLOCKS, SHAPE = range(4), (64, 33)
 
@@ -81,18 +81,6 @@ def test_killed_runs_resume_to_identical_bytes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
-def test_torn_bytes_of_an_uncommitted_unit_are_written_anew(tmp_path: Path) -> None:
-    files = two_files()
-    write_all(tmp_path / "whole", files)
-    leave_unfinished(tmp_path / "out", files, commit=False)
-    torn = tmp_path / "out.partial" / next(iter(files))
-    data = bytearray(torn.read_bytes())
-    data[-20:] = b"\xaa" * 20
-    torn.write_bytes(data)
-    write_all(tmp_path / "out", files, resume=True)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
 def double_first(out: Path, **options: bool) -> None:
     """Write two files and double all that is in the first one."""
     files = two_files()
@@ -125,54 +113,6 @@ def test_what_is_half_rewritten_is_rewritten_from_what_was_there(
         place.write_bytes(data[:-8] + b"\xaa" * 8)
     double_first(tmp_path / "out", resume=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def test_resume_keeps_done_units_and_their_bytes(tmp_path: Path) -> None:
-    files = two_files()
-    leave_unfinished(tmp_path / "out", files)
-    first = next(iter(files))
-    with writing(tmp_path / "out", layout_of(files), job="job", sharded=True, resume=True) as writer:
-        assert writer.done == {first}
-        stored = writer.read(files[first])
-        assert [as_bytes(tensor) for tensor in stored.values()] == [
-            as_bytes(tensor) for tensor in files[first].values()
-        ]
-        with pytest.raises(ValueError, match="is already written"):
-            writer.write("model.embed.weight", torch.ones(7, 5))
-        assert not (tmp_path / "out.partial" / "stray.txt").exists()
-
-
-def test_resume_without_anything_to_resume_just_starts(tmp_path: Path) -> None:
-    write_all(tmp_path / "out", two_files(), resume=True)
-    assert (tmp_path / "out" / "config.json").exists()
-
-
-def test_killed_before_the_journal_or_while_files_are_made(tmp_path: Path) -> None:
-    files = two_files()
-    write_all(tmp_path / "whole", files)
-    (tmp_path / "out.partial").mkdir()
-    write_all(tmp_path / "out", files, resume=True)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-    leave_unfinished(tmp_path / "again", files)
-    (tmp_path / "again.partial" / list(files)[1]).write_bytes(b"half a header")
-    with writing(tmp_path / "again", layout_of(files), job="job", sharded=True, resume=True) as writer:
-        for name, tensor in list(files.values())[1].items():
-            writer.write(name, tensor)
-        writer.write_text("config.json", (tmp_path / "whole" / "config.json").read_text())
-        writer.finish()
-    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
-
-
-def test_resuming_a_run_begun_with_overwrite_replaces_the_old_output(tmp_path: Path) -> None:
-    files = two_files()
-    write_all(tmp_path / "whole", files)
-    out = tmp_path / "out"
-    old_output(out, {"model.safetensors": {"w": torch.ones(1)}})
-    leave_unfinished(out, files, commit=False, overwrite=True)
-    write_all(out, files, resume=True)
-    assert contents(out) == contents(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
 CRASHES = [RuntimeError("bug"), torch.OutOfMemoryError("out of memory"), MemoryError()]

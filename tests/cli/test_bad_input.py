@@ -302,24 +302,6 @@ def test_a_token_that_the_model_has_no_row_for(place, command):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--window 4096x", "--window: 4096x is not a whole number"),
-        ("--samples 0.5", "--samples: 0.5 is not a whole number"),
-        ("--ratio abc", "--ratio: abc is not a number"),
-        ("--state-memory nan", "--state-memory: nan is not a finite number"),
-        ("--max-corrupt 2", "--max-corrupt: 2 is more than 1, the most that it can be"),
-        ("--choose firs", "--choose: firs is not one of random, first: did you mean 'first'?"),
-        ("--bos yes", "--bos: yes is not one of auto, always, never"),
-        ("--device tpu", "--device tpu: "),
-    ],
-)
-def test_a_value_of_the_wrong_kind_is_told_in_plain_words(place, given, message):
-    error = read_refusal("prune", "dense", "--text", "calib.txt", "-o", "out", *given.split())
-    assert error == message or (message.endswith(": ") and error.startswith(message))
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (

@@ -13,7 +13,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.scoring.costs import DropOrder
 from tests import families
-from tests.cli.running import TEXT, changed, drop_time_line, listing, ok, read_json, read_refusal, without_quality
+from tests.cli.running import TEXT, drop_time_line, listing, ok, read_json, without_quality
 from tests.oracles import whole_best
 
 SIZE = ("--target-params", "70%")
@@ -117,21 +117,3 @@ def test_a_dry_run_tells_what_it_can_without_measuring(place):
     sized = ok(*dry, *SIZE).splitlines()
     assert sized[6].startswith("kept per block at one ratio everywhere: heads 1/2, mlp 15/24 (70% of the parameters); ")
     assert listing() == before
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (("--target-params", "2%"), "2% of the parameters: out of reach of recipe best-uniform, whose spaces leave "),
-        (("--ratio", "0.99"), "ratio 0.99 would drop all 24 units of a space: at least one must stay"),
-        (("--text", "none.txt"), "none.txt: no such text file"),
-        (changed(TEXT, "--samples", "1"), "method auto needs at least two folds: give at least two samples"),
-        (("--set", "spaces.qk.ratio=0.5"), "--set: spaces.qk.score is missing"),
-        (("--images", "."), "dense reads text: give --text FILE"),
-        (("--statistics", "stats"), "stats holds no statistics.json: "),
-    ],
-)
-def test_a_dry_run_still_refuses_what_is_wrong(place, option, message):
-    shutil.rmtree("stats")
-    Path("stats").mkdir()
-    assert read_refusal("prune", "dense", "-o", "out", "--dry-run", *option).startswith(message)

@@ -205,22 +205,6 @@ def test_a_graph_that_loses_more_than_is_allowed_is_not_written(decoder):
     assert listing() == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--max-loss", "1%"), "--max-loss goes with --dtype int8, int4 or q4f16"),
-        (("--rounding", "gptq"), "--rounding goes with --dtype int8, int4 or q4f16"),
-        (("--dtype", "int4", "--max-loss-dense", "1%"), "--max-loss-dense goes with --dense MODEL"),
-        (
-            ("--dtype", "int8", "--provider", "cuda"),
-            "--dtype int8: onnxruntime rounds inputs on the CPU alone; for CUDA take int4 or q4f16",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(decoder, untraced, options, message):
-    assert read_refusal("export", "decoder", "-o", "out", *options) == message
-
-
 def test_a_block_size_that_does_not_divide_is_refused(decoder):
     before = listing()
     message = read_refusal("export", "decoder", "-o", "out", *ROUNDED[2:], "--block-size", "64")

@@ -21,22 +21,6 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("words", "option"),
-    [
-        (("prune", "dense", "--recipe", "ridge", "--recipe", "rcpu", "-o", "out"), "--recipe"),
-        (("prune", "dense", "--ratio", "0.2", "--ratio=0.5", "-o", "out"), "--ratio"),
-        (("evaluate", "dense", "--images", "a", "--images", "b"), "--images"),
-        (("export", "dense", "-o", "out", "--output", "other"), "-o or --output"),
-        (("recipe", "push", "a.yaml", "b", "--public", "--json"), None),  # no option is twice
-        (("quantize", "dense", "--format", "int8", "--format", "int4", "-o", "out"), "--format"),
-    ],
-)
-def test_an_option_of_one_value_refuses_a_second(place, words, option):
-    message = f"{option} is given more than once, and takes one value"
-    assert (read_refusal(*words) == message) == (option is not None)
-
-
 def test_contradictions_are_refused_and_repeated_flags_are_not(place):
     assert read_refusal("plan", "dense", "--diagnostics", "--statistics", "stats", "--no-diagnostics") == (
         "--diagnostics and --no-diagnostics contradict each other: give one of them"
@@ -167,7 +151,6 @@ def full(place: Path) -> Path:
     [
         (("prune", "dense", *MAGNITUDE, "-o", "out"), "out"),
         (("quantize", "dense", "--format", "int8", "-o", "out"), "out"),
-        pytest.param(("export", "dense", "--no-validate", "-o", "graph"), "graph", marks=pytest.mark.thorough),
         (("recover", "pruned", "--dense", "dense", *TEXT, "--epochs", "1", "-o", "out"), None),
     ],
 )

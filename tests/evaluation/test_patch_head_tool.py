@@ -13,7 +13,6 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.image_files import ImageFiles
 from ckpt_prune.measure.samples.image_processor import load_processor
@@ -166,37 +165,3 @@ def test_depth(here):
     result = run_tool("patches", "base", *ARGS)
     assert result["rmse"] == pytest.approx(math.sqrt(sum(errors) / len(errors)), rel=1e-5)
     assert result["pixels"] == len(errors)
-
-
-def test_refusals(here):
-    save_file({"weight": torch.ones(3, 16)}, "head.safetensors")
-    save_file({"weight": torch.ones(3, 32)}, "wide.safetensors")
-    save_file({"weight": torch.ones(3, 16), "bias": torch.ones(2)}, "biased.safetensors")
-    save_file({"weight": torch.ones(3, 16), "bn.weight": torch.ones(16)}, "half.safetensors")
-    save_file({"conv.weight": torch.ones(3, 16)}, "odd.safetensors")
-    save_file({"weight": torch.ones(2, 16)}, "two.safetensors")
-    for folder in ("few", "small", "coloured"):
-        Path(folder).mkdir()
-    Image.new("L", (16, 16)).save("small/0.png")
-    Image.new("RGB", (SIDE, SIDE)).save("coloured/0.png")
-    head, maps = ("--head", "head.safetensors"), ("--label-maps", "maps")
-    for args, message in {
-        ("--head", "no.safetensors", *maps): "no.safetensors: no such head",
-        ("--head", "wide.safetensors", *maps): "the head reads 32 numbers of a patch, the model gives "
-        "16: heads on several blocks, or with the class token beside every patch, are not read",
-        ("--head", "biased.safetensors", *maps): "biased.safetensors: bias is 2, not 3 for a weight of 3 x 16",
-        ("--head", "half.safetensors", *maps): "half.safetensors: bn.weight without bn.running_mean and bn.running_var",
-        ("--head", "odd.safetensors", *maps): "odd.safetensors: tensor conv.weight is not of a linear "
-        "head on patches: weight (outputs, d), and perhaps bias and bn.running_mean, bn.running_var, bn.weight, "
-        "bn.bias",
-        ("--head", "two.safetensors", *maps): "maps/0.png: label 2, and the head has 2 classes (0 to 1; "
-        "255 is ignored)",
-        (*head, "--label-maps", "none"): "none: no such folder of label maps",
-        (*head, "--label-maps", "few"): "few/0.png: no such label map, which pictures/0.png needs",
-        (*head, "--label-maps", "small"): "small/0.png is 16 x 16 pixels, its image pictures/0.png is 32 x 32",
-        (*head, "--label-maps", "coloured"): "coloured/0.png is a picture of mode RGB: a label map has one "
-        "number a pixel",
-    }.items():
-        with pytest.raises(UserError) as error:
-            run_tool("patches", "base", "--images", "pictures", *args)
-        assert str(error.value) == message

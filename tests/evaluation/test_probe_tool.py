@@ -106,12 +106,3 @@ def test_both_models(kind):
         "difference": base.top1 - other.top1,
         "against": {"model": "other", **other.data()},
     }
-
-
-@pytest.mark.usefixtures("here")
-def test_folders_of_classes_are_halved():
-    for n, label in enumerate("abababab"):
-        write_images(Path("foldered", label), [f"{n}.png"])
-    result = CliRunner().invoke(main, ["classes", "base", "--images", "foldered", "--probe", "knn"])
-    record = json.loads(result.stdout)
-    assert (record["train"], record["test"]) == (4, 4)

@@ -122,9 +122,8 @@ def test_an_output_has_no_name_before_its_gguf_file_is_written(machine: Machine,
     break_export(machine, "gguf-recipe", "out.partial/.model-f32.gguf", what)
 
 
-@pytest.mark.parametrize("what", ["SIGKILL", "ENOSPC"])
-def test_an_output_has_no_name_before_its_graph_is_written(machine: Machine, what: str) -> None:
-    break_export(machine, "graph", "out.partial/onnx", what)
+def test_an_output_has_no_name_before_its_graph_is_written(machine: Machine) -> None:
+    break_export(machine, "graph", "out.partial/onnx", "SIGKILL")
 
 
 def break_export(machine: Machine, job: str, place: str, what: str) -> None:
