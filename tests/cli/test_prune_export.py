@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt_prune.checkpoint import writer as writing
-from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
@@ -242,15 +241,6 @@ def test_another_recipe_is_not_resumed(again, monkeypatch):
         assert read_refusal(*PRUNE, *EXPORT, *other, "-o", "out", "--resume") == exists
     edit_weights("dense", poison("model.norm.weight", 0.5))
     assert read_refusal(*PRUNE, *EXPORT, "-o", "out", "--resume") == exists
-
-
-def test_an_export_that_was_killed_is_resumed(again, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Staging, "discard", Staging.release)
-        patch.setattr(exporting, "trace_model", stop_with(SystemExit()))
-        run(*PRUNE, *EXPORT, "-o", "out")
-    assert Path("out.partial/onnx.partial").is_dir()
-    ok(*PRUNE, *EXPORT, "-o", "out", "--resume")
 
 
 def test_the_command_that_is_named_has_the_recipes_settings(place, monkeypatch):

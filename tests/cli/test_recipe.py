@@ -230,16 +230,15 @@ def test_every_option_that_is_named_exists():
     assert unknown == OTHERS
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["recipe", "list"], ["prune", "--help"], ["prune", "m", "--recipe", "rigde", "-o", "o"]]
-)
-def test_what_needs_no_model_loads_no_torch(tmp_path, arguments):
+def test_what_needs_no_model_loads_no_torch(tmp_path):
+    commands = [["--help"], ["recipe", "list"], ["prune", "--help"], ["prune", "m", "--recipe", "rigde", "-o", "o"]]
     code = f"""import sys
 from ckpt_prune.cli.main import main
-try:
-    main({arguments!r})
-except SystemExit:
-    pass
+for words in {commands}:
+    try:
+        main(words)
+    except SystemExit:
+        pass
 print(sorted(sys.modules.keys() & {{"torch", "transformers", "numpy", "onnx"}}))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "[]"

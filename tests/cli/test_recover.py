@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.show.section import format_figure
 from tests.cli.running import (
@@ -24,17 +23,14 @@ from tests.cli.running import (
     read_json,
     read_refusal,
     run,
-    same_files,
 )
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer
-from tests.interrupting import interrupt_at
 from tests.pairs import dealt
 from tests.reports import without_stages
 
 BARE = ("recover", "pruned", "--dense", "dense")
 RECOVER = (*BARE, *changed(TEXT, "--samples", "32"), "--epochs", "2")
 """Of a model of two blocks of hidden size 16, half of which is gone; 32 windows of 16, three of them held out."""
-ABOUT = "recovering 2 of 2 blocks on 32 windows of 16 tokens, 3 of them held out, up to 2 epochs at lr 0.0128\n"
 STATES = 32 * 16 * 16
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -250,31 +246,6 @@ def test_hidden_states_that_are_not_finite(place, model, block):
 
 
 # ---- memory, repetition and interruption -----------------------------------------------------------------------
-
-
-def test_ctrl_c_and_resume(place):
-    ok(*RECOVER, "--perplexity-after", "all", "-o", "whole")
-    job = (*RECOVER, "--perplexity-after", "all", "-o", "out")
-    before = {Path(name).parts[0] for name in listing()}
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, CheckpointWriter, "commit", 2)
-        result = run(*job)
-    kept = "keeps what is done: the same command with --resume continues"
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "", f"{ABOUT}out.partial {kept}\nInterrupted.\n")
-    assert {Path(name).parts[0] for name in listing()} - before == {"out.partial"}
-    partial = Path("out.partial").absolute()
-    assert (
-        read_refusal(*job)
-        == f"{partial} is left from an unfinished run; --resume continues it, --overwrite starts afresh"
-    )
-    for other in (["--lr", "0.5"], ["--epochs", "3"], ["--seed", "1"], ["--only", "mlp"], ["--samples", "6"]):
-        assert read_refusal(*changed(job, *other), "--resume") == (
-            f"{partial} was begun by a different job; --resume needs the same one, --overwrite starts afresh"
-        )
-    assert read_refusal(*job, "--resume", "--overwrite") == "--resume and --overwrite exclude each other; give one"
-    ok(*job, "--resume")
-    assert same_files("out", "whole")
-    assert not partial.exists()
 
 
 def test_a_disk_without_room_for_states(place, monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 
 from ckpt_prune.checkpoint.journal import JOURNAL, Journal
 from ckpt_prune.checkpoint.shard import read_header
-from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
 from ckpt_prune.common.errors import DiskError
 from ckpt_prune.job.store import BlockStore
@@ -190,17 +189,6 @@ def test_two_calibrations_of_one_folder(place):
     busy = f"{Path('.more.partial').absolute()} is being written by another run; wait for it or stop it"
     assert messages[1] == f"Error: {busy}\n"
     assert same_files("more", "stats")
-
-
-def test_what_a_killed_calibration_left_is_cleared(place, monkeypatch):
-    before = set(listing())
-    with monkeypatch.context() as patch:
-        patch.setattr(Staging, "discard", Staging.release)
-        interrupt_at(patch, HiddenStream, "observe", 2)
-        assert run("calibrate", "dense", *TEXT, "-o", "more").exit_code == 130
-    assert f".more.partial/{JOURNAL}" in listing()
-    ok("calibrate", "dense", *TEXT, "-o", "more")
-    assert {Path(name).parts[0] for name in set(listing()) - before} == {"more"}
 
 
 # ---- what was written is what was computed -------------------------------------------------------------------------

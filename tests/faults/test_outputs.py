@@ -78,7 +78,7 @@ OFTEN = {("drift", "batches"), ("masks", "memory")}
 def test_threads_batches_and_memory_choose_the_same_units(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, how: str
 ) -> None:
-    job, here = JOBS[name], machine.place(name)
+    job, here, reference = JOBS[name], machine.place(name), machine.reference(name)
     more = ("--state-memory", "0") if how == "memory" else ()
     if how == "batches":
         monkeypatch.setattr(streams, "TOKENS_PER_BATCH", 16)
@@ -92,9 +92,9 @@ def test_threads_batches_and_memory_choose_the_same_units(
         assert ran.code == 0, ran.err
         files = files_of(here)
         if how == "memory":
-            assert files == machine.reference(name).after
+            assert files == reference.after
         else:
-            near(json.loads(files[f"out/{REPORT}"]), json.loads(machine.reference(name).after[f"out/{REPORT}"]))
+            near(json.loads(files[f"out/{REPORT}"]), json.loads(reference.after[f"out/{REPORT}"]))
     finally:
         shutil.rmtree(here)
 

@@ -1,8 +1,6 @@
 """An interrupted run goes on with all that it has done: what it measured, learned, pruned."""
 
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from ckpt_prune.stages.spaces.effects import gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects
 from ckpt_prune.stages.spaces.pruner import Pruner
 from tests.families import BLOCKS, contents, job_on, prune, recipe, windows
-from tests.forked import posix, run_forked
 from tests.interrupting import interrupt_at
 from tests.pairs import one_of
 
@@ -191,25 +188,3 @@ def test_overwriting_keeps_what_its_user_put_there(sources, tmp_path):
     prune(job(sources, "dense"), out, overwrite=True, announce=messages.append)
     assert contents(out) == before | {"notes.txt": b"mine", "graph/ckpt_prune_onnx.json": b"{}"}
     assert messages == [f"{out / 'graph'} was exported from the output that is replaced: export it again"]
-
-
-# ---- kills that nobody can catch -----------------------------------------------------------------------------------
-
-
-@posix
-def test_a_killed_process_leaves_its_measurements(sources, tmp_path, whole, monkeypatch):
-    out, messages, record = tmp_path / "out", [], Journal.record
-
-    def record_and_die(self, unit, *args, **kwargs):
-        record(self, unit, *args, **kwargs)
-        if unit == "statistics":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "record", record_and_die)
-        assert run_forked(lambda: prune(job(sources, "dense"), out), tmp_path).returncode == -signal.SIGKILL
-    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    prune(job(sources, "dense"), out, resume=True, announce=messages.append)
-    assert messages == [f"resuming {out}.partial: statistics"]
-    assert contents(out) == whole["dense"]
-    assert list(tmp_path.iterdir()) == [out]
