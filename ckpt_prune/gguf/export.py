@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.staging import disk_failures, staged_file
 from ckpt_prune.common.dense_source import DenseSource
@@ -32,6 +34,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import Proof
 
+CPU = torch.device("cpu")
 _LARGE = 2**32
 """Bytes in float32, from which on a line says that the proof takes so many."""
 
@@ -98,6 +101,7 @@ def export_gguf(
     imatrix: Path | None = None,
     live: LiveSamples | None = None,
     feedback: bool = False,
+    device: torch.device = CPU,
     overwrite: bool = False,
     trust: bool = False,
 ) -> ExportedGguf:
@@ -115,6 +119,7 @@ def export_gguf(
         imatrix: a file with the same, as llama.cpp's tool writes it.
         live: samples that the model is run on, block behind rounded block, to round by what reaches each matrix.
         feedback: with these also try error feedback.
+        device: where blocks run on them.
         overwrite: replace another GGUF file.
         trust: accept a checkpoint that asks for code of its own.
 
@@ -157,7 +162,7 @@ def export_gguf(
                 write_gguf(place, layout, chosen, kinds, tokenizer, folder, importance)
             else:
                 with _empty_folder(place, "rounded") as rows:
-                    fitter = Fitter(source, live, layout, chosen, kinds, rows, feedback=feedback)
+                    fitter = Fitter(source, live, layout, chosen, kinds, rows, feedback=feedback, device=device)
                     write_gguf(place, layout, chosen, kinds, tokenizer, folder, importance, fitter.rounded)
                 notes(fitter.describe())
             if proof:

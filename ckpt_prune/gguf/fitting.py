@@ -145,7 +145,7 @@ class Fitter:
         kinds: type of every tensor.
         folder: for the bytes; it is there.
         feedback: also try error feedback; else the importance of inputs alone counts, which needs no Grams.
-        device: where blocks run.
+        device: where blocks run; matrices are rounded on a CPU.
     """
 
     def __init__(
@@ -158,8 +158,10 @@ class Fitter:
         folder: Path,
         *,
         feedback: bool,
+        device: torch.device,
     ) -> None:
-        self.model, self._live, self._folder, self._feedback = model, live, folder, feedback
+        self.model, self._live, self._folder = model, live, folder
+        self._feedback, self._device = feedback, device
         self._kinds = {name: kind for name, kind in kinds.items() if kind not in _UNROUNDED}
         self._names = [name for name in layout.tensors if name in self._kinds]
         self._matrices = _Matrices(model, chosen)
@@ -170,7 +172,7 @@ class Fitter:
     def rounded(self) -> dict[str, Path]:
         """Matrix → file of numpy with its rows as the file has them. Made when it is asked for first."""
         model, live = self.model, self._live
-        view = ModelView(model, torch.device("cpu"), container=container_of(model) if model.has_remote_code else None)
+        view = ModelView(model, self._device, container=container_of(model) if model.has_remote_code else None)
         folds = min(FOLDS, len(live.samples)) if self._feedback else 1
         if self._feedback and folds < 2:
             raise UserError("error feedback needs at least 2 samples, of which one is held out: give more text")
@@ -190,7 +192,7 @@ class Fitter:
                     own = {model.tensor(block, module) for module in readers[first]}
                     for name in [name for name, place in places.items() if place.sources <= own]:
                         place = places.pop(name)
-                        folds_of = [self._place(each, place) for each in select_input_moments(moments[first])]
+                        folds_of = [self._place(each.to("cpu"), place) for each in select_input_moments(moments[first])]
                         files[name] = self._round(name, folds_of, DAMP)
                         values = gguf.dequantize(np.load(files[name]), self._kinds[name])
                         place.put_back(tensors, torch.from_numpy(values))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_prune.checkpoint.model_folder import resolve_model
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.results import Result
 from ckpt_prune.gguf import require_gguf
@@ -69,7 +70,10 @@ def _quantize_gguf(options: QuantizeOptions) -> "ExportedGguf":
     from ckpt_prune.gguf.writing import check_gguf_place
 
     check_gguf_place(options.output, overwrite=options.overwrite)
-    live = read_live(options, open_model(options.model), resolve_device(options.device), Notices())
+    if process_group().size > 1:
+        raise UserError("--format gguf rounds in one process: start it without torchrun")
+    device = resolve_device(options.device)
+    live = read_live(options, open_model(options.model), device, Notices())
     proving = ProofOptions(
         text=options.evaluate or options.text, window=options.window, samples=options.evaluate_samples or None
     )
@@ -83,6 +87,7 @@ def _quantize_gguf(options: QuantizeOptions) -> "ExportedGguf":
         dense=find_dense_source(resolve_model(options.model)),
         live=live,
         feedback=True,
+        device=device,
         overwrite=options.overwrite,
     )
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GgufType
@@ -34,6 +36,7 @@ class GgufFile:
         dense: the unpruned model, to compare with; None if it is a base model with an adapter.
         trust: run code that the checkpoint brings.
         live: samples to round by; None if weights are rounded already, or none were given.
+        device: where blocks run on them.
     """
 
     key: ClassVar[str] = "gguf"
@@ -44,6 +47,7 @@ class GgufFile:
     dense: DenseSource | None
     trust: bool
     live: LiveSamples | None
+    device: torch.device
 
     @classmethod
     def of(cls, recipe: Export, job: Job) -> "GgufFile":
@@ -69,7 +73,7 @@ class GgufFile:
             read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
             dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
         proving = ProofOptions(text=job.proving.text, window=job.proving.window)
-        return cls(recipe, kind, proving, dense, job.trust, live)
+        return cls(recipe, kind, proving, dense, job.trust, live, job.device)
 
     def bytes(self, parameters: int) -> int:
         others = self.recipe.other_types
@@ -91,6 +95,7 @@ class GgufFile:
             dense=self.dense,
             live=self.live,
             feedback=self.recipe.rounding == "gptq",
+            device=self.device,
             overwrite=True,
             trust=self.trust,
         )
