@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +21,6 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch._dynamo import config as dynamo_config
 from torch.export import Dim
-from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
 from transformers import Cache, DynamicCache
 from transformers.exporters import utils as exporter_utils
 from transformers.exporters.configs import OnnxConfig
@@ -43,7 +41,6 @@ DEFAULT_OPSET = 20
 
 _BATCH, _SEQUENCE, _PAST, _TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
 _CACHE = re.compile(r"(?:(?:input|output)\.)?(?:past_key_values|cache)\.layers\.(\d+)\.(key|value)s")
-_get_operators = onnxscript_apis.get_torchlib_ops
 _TEXTS, _TOKENS, _PAST_TOKENS = 2, 3, 4
 """Sizes of the example. None is 1, which the tracer would take for a constant, and no two are equal."""
 
@@ -232,12 +229,11 @@ def _without_stack_traces() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _faster() -> Iterator[None]:
-    """Trace in two thirds of the time: remember no operators by their shapes, parse all once, import no other models.
+    """Trace in three quarters of the time: remember no operators by their shapes, and import no other models.
 
     Sizes are symbols, so that hardly two calls are alike, and to look for a call takes longer than to work it out.
     """
-    parsed_once = patch.object(onnxscript_apis, "get_torchlib_ops", _parse_operators)
-    with dynamo_config.patch(fake_tensor_cache_enabled=False), parsed_once, _without_other_models():
+    with dynamo_config.patch(fake_tensor_cache_enabled=False), _without_other_models():
         yield
 
 
@@ -257,11 +253,6 @@ def _without_other_models() -> Iterator[None]:
 
     with patch.object(exporter_utils, "import_dotted_path", find_imported):
         yield
-
-
-@cache
-def _parse_operators() -> Any:
-    return _get_operators()
 
 
 def _rename_ports(graph: onnx_ir.Graph, task: Task) -> None:
