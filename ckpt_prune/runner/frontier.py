@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
@@ -126,18 +126,30 @@ def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:
 
 
 def _candidates(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
-    """Yield what is to be measured next, by what was measured so far."""
+    """Yield what is to be measured next, by what was measured so far; at last the best one, rounded with more care."""
+    yield from _sized(search, found) if search.limit is not None else _within_loss(search, found)
+    best = _best(search, found)
+    if best is not None:
+        name = f"{best.candidate.name}, by error feedback"
+        yield replace(best.candidate, name=name, kl=None, feedback=True)
+
+
+def _sized(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
+    """Yield what keeps to a size."""
+    assert search.limit is not None
+    yield from search.maker.singles_within(search.limit)
+    predicted = math.inf
+    with suppress(BudgetError):
+        choice = search.maker.budget.at_bytes(search.limit)
+        predicted = choice.kl
+        yield Candidate.of_types("bits by budget", choice)
+    if predicted > PRUNE_FROM:
+        yield from _pruned(search, found)
+
+
+def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
+    """Yield llama.cpp's own mixtures, types by budget as large as each, and the smallest file within the loss."""
     budget = search.maker.budget
-    if search.limit is not None:
-        yield from search.maker.singles_within(search.limit)
-        predicted = math.inf
-        with suppress(BudgetError):
-            choice = budget.at_bytes(search.limit)
-            predicted = choice.kl
-            yield Candidate.of_types("bits by budget", choice)
-        if predicted > PRUNE_FROM:
-            yield from _pruned(search, found)
-        return
     assert search.loss is not None
     for name in LADDER:
         mixture = search.maker.mixture(name)

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.budget.choices import BudgetError
@@ -20,6 +21,7 @@ from ckpt_prune.gguf.importance import importance_of_statistics
 from ckpt_prune.gguf.losses import predict_type_losses
 from ckpt_prune.gguf.score import FileScore, Reference, score_file
 from ckpt_prune.gguf.types import NO_OTHERS
+from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.measure.statistics.folder import Statistics
@@ -55,6 +57,7 @@ class Candidate:
         kl: what it is predicted to lose, nats a token; None if that is not known.
         width: columns that each MLP keeps; None: all.
         types: in words.
+        feedback: matrices are also rounded by error feedback, behind those that are rounded.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Candidate:
     kl: float | None
     width: int | None = None
     types: str = ""
+    feedback: bool = False
 
     @classmethod
     def of_types(cls, name: str, choice: TypeChoice) -> "Candidate":
@@ -156,9 +160,18 @@ class Maker:
             if fitting:
                 yield min(fitting, key=lambda each: each.kl or 0)
 
+    @property
+    def _columns(self) -> int:
+        return self.dense.model.unit_counts("mlp")[0]
+
     def widths(self) -> list[int]:
-        """Return the columns that an MLP may keep, from many to few: multiples that leave finer types their rows."""
-        units = max(self.dense.model.unit_counts("mlp"))
+        """Return the columns that an MLP may keep, from many to few: multiples that leave finer types their rows.
+
+        There are none where MLPs differ.
+        """
+        if len(set(self.dense.model.unit_counts("mlp"))) != 1:
+            return []
+        units = self._columns
         multiple = 256 if units % 256 == 0 and units >= 1024 else 32
         step = max(multiple, round(units / STEPS / multiple) * multiple)
         return list(range(units - step, units // 3, -step))
@@ -191,11 +204,10 @@ class Maker:
 
     def prune_options(self, width: int) -> dict[str, Any]:
         """Return the options of `prune` that make a model with so many columns."""
-        units = max(self.dense.model.unit_counts("mlp"))
         return {
             "model": self.options.model,
             "recipe": "ridge",
-            "overrides": ("spaces.heads.ratio=0", f"spaces.mlp.ratio={1 - width / units:.6g}"),
+            "overrides": ("spaces.heads.ratio=0", f"spaces.mlp.ratio={1 - width / self._columns:.6g}"),
             "text": self.options.text,
             "samples": self.options.samples or len(self.samples),
             "window": self.samples.tokens,
@@ -213,6 +225,12 @@ class Maker:
         place, sized = self.place(candidate), self._sized(candidate.width)
         if not place.is_file():
             with show_progress(False):
+                how: dict[str, Any] = {"statistics": sized.statistics}
+                if candidate.feedback:
+                    how = {
+                        "live": LiveSamples(self.samples, 1, **_dtype_of(self.options, sized.model)),
+                        "feedback": True,
+                    }
                 export_gguf(
                     str(sized.model.checkpoint.path),
                     place,
@@ -220,8 +238,8 @@ class Maker:
                     kind=candidate.chosen,
                     others=candidate.others,
                     proof=False,
-                    statistics=sized.statistics,
                     trust=self.options.trust_remote_code,
+                    **how,
                 )
         return place
 
@@ -238,12 +256,15 @@ class Maker:
         return measured
 
 
+def _dtype_of(options: FrontierOptions, model: Model) -> dict[str, torch.dtype]:
+    device = resolve_device(options.device)
+    return {"compute_dtype": resolve_compute_dtype(options.compute_dtype, device, model.dtype)}
+
+
 def _measure(options: FrontierOptions, model: Model, samples: Samples, staging: Staging, name: str) -> Sized:
     """Measure a model: the importance of inputs, and what each type of each matrix loses."""
     place, entry = staging.scratch / f"{name}-statistics", f"{name}: losses"
-    device = resolve_device(options.device)
-    dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
-    how: dict[str, Any] = {"device": device, "compute_dtype": dtype}
+    how: dict[str, Any] = {"device": resolve_device(options.device), **_dtype_of(options, model)}
     if not place.is_dir():
         measure_statistics(
             model, samples, place, seed=options.seed, folds=1, collect=("moments", "linears"), **how

@@ -164,12 +164,15 @@ def commands_of(options: FrontierOptions, candidate: Candidate, maker: Maker) ->
             ["prune", model, "--recipe", given["recipe"], *sets, *data, "--evaluate-samples", "0", "-o", "pruned"]
         )
         model = "pruned"
-    found.append(["calibrate", model, *data, "--collect", "moments,linears", "-o", "statistics"])
     types = [word for pair in candidate.others.matrices.items() for word in ("--tensor-type", "=".join(pair))]
     types += ["--embedding-type", candidate.others.embedding] if candidate.others.embedding else []
     types += ["--output-type", candidate.others.output] if candidate.others.output else []
-    export = ["export", model, "--format", "gguf", "--dtype", candidate.chosen, *types]
-    found.append([*export, "--statistics", "statistics", "-o", FILE])
+    if candidate.feedback:
+        found.append(["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", FILE])
+    else:
+        found.append(["calibrate", model, *data, "--collect", "moments,linears", "-o", "statistics"])
+        export = ["export", model, "--format", "gguf", "--dtype", candidate.chosen, *types]
+        found.append([*export, "--statistics", "statistics", "-o", FILE])
     return [shlex.join(["ckpt-prune", *words]) for words in found]
 
 

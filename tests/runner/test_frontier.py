@@ -1,6 +1,7 @@
 """`frontier`, as people call it: what it finds, how it goes on, and what it refuses."""
 
 import json
+import math
 import shlex
 
 import pytest
@@ -53,7 +54,8 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
     monkeypatch.chdir(place)
     for line in found["commands"]:
         words = shlex.split(line)[1:]
-        code, output = run(*words, *(["--no-validate"] if words[0] == "export" else []))
+        unproven = {"export": ["--no-validate"], "quantize": ["--evaluate-samples", "0"]}
+        code, output = run(*words, *unproven.get(words[0], []))
         assert code == 0, output
     assert (place / "model.gguf").read_bytes() == file.read_bytes()
 
@@ -87,3 +89,24 @@ def test_a_size_that_nothing_reaches_is_said(place):
     assert code == 1
     assert "nothing usable within 0.0 MB; ask for " in output
     assert not (place / "none" / "model.gguf").exists()
+
+
+def test_the_smallest_file_within_a_loss_is_found(place, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.runner.frontier.LADDER", ("q8_0",))
+    code, output = run(*command(place, "loss", "--max-loss", "10%"))
+    assert code == 0, output
+    found = read(place, "loss")
+    within = [each for each in found["candidates"] if each["kl"] <= math.log1p(0.1)]
+    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    assert best["bytes"] == min(each["bytes"] for each in within)
+    assert best["bytes"] < next(each["bytes"] for each in found["candidates"] if each["name"] == "q8_0")
+
+
+def test_a_model_with_fewer_columns_is_tried_where_bits_alone_lose_much(place, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.runner.frontier.PRUNE_FROM", 0.0)
+    code, output = run(*command(place, "pruned", "--target-bytes", "300KB"))
+    assert code in (0, 1), output
+    found = read(place, "pruned")["candidates"]
+    pruned = [each for each in found if each["pruned"]]
+    assert pruned[0]["pruned"] == {"mlp": 64}
+    assert all(each["bytes"] <= 300_000 for each in pruned)

@@ -209,8 +209,7 @@ class Readout:
         Raises:
             ValueError: the model has no linear head.
         """
-        head = self._model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
+        if self.head is None:
             raise ValueError("the model has no linear head")
         seen: list[Tensor] = []
 
@@ -218,7 +217,7 @@ class Readout:
             seen.append(inputs[0])
             raise _HeadReachedError
 
-        handle = head.register_forward_pre_hook(see)
+        handle = self.head.register_forward_pre_hook(see)
         try:
             with suppress(_HeadReachedError):  # the product with the vocabulary is not needed
                 self._outputs(batch, states)

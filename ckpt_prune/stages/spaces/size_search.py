@@ -218,9 +218,11 @@ def out_of_reach(prepared: Prepared, what: str, least: float) -> str:
     dense, parts = dense_size(prepared.whole, size.kind), ""
     if size.kind in ("params", "bytes"):
         parts = f" (parameters: {part_words(count_by_part(prepared.whole.model))})"
+    in_file = size.kind == "bytes" and any(name.startswith("llama.cpp") for name in prepared.recipe.runs_on or ())
+    hint = "; for a GGUF file of that size: `ckpt-prune frontier MODEL --target-bytes …`" if in_file else ""
     return (
         f"{size.words}: out of reach of recipe {prepared.recipe.name}, {what} {size_words(size.kind, least)} at the "
-        f"least, {ceil(1000 * least / dense) / 10:g}% of {size_words(size.kind, dense)}{parts}{size.share_meant}"
+        f"least, {ceil(1000 * least / dense) / 10:g}% of {size_words(size.kind, dense)}{parts}{size.share_meant}{hint}"
     )
 
 
