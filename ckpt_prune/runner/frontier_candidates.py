@@ -36,11 +36,11 @@ from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
 
 MIXTURES: tuple[GgufType, ...] = (
-    *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_0", "q4_k_m", "q4_k_s", "q4_0", "iq4_nl", "iq4_xs", "q3_k_m", "q3_k_s"),
-    *("iq3_s", "iq3_xxs", "q2_k", "iq2_s"),
+    *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_nl", "iq4_xs"),
+    *("q3_k_m", "q3_k_s", "iq3_s", "iq3_xxs", "q2_k", "iq2_s"),
 )
 """llama.cpp's own mixtures that are in question."""
-UNIFORM: tuple[Literal["q8_0", "q5_0", "iq4_nl"], ...] = ("q8_0", "q5_0", "iq4_nl")
+UNIFORM: tuple[Literal["q8_0", "q5_0", "q4_1", "iq4_nl"], ...] = ("q8_0", "q5_0", "q4_1", "iq4_nl")
 """Types that all matrices have at once, the embedding included."""
 STEPS = 6
 """The columns of an MLP go in steps of about this share."""
