@@ -228,7 +228,7 @@ class Maker:
                 how: dict[str, Any] = {"statistics": sized.statistics}
                 if candidate.feedback:
                     how = {
-                        "live": LiveSamples(self.samples, 1, **_dtype_of(self.options, sized.model)),
+                        "live": LiveSamples(self.samples, 1, _dtype_of(self.options, sized.model)),
                         "feedback": True,
                     }
                 export_gguf(
@@ -256,15 +256,15 @@ class Maker:
         return measured
 
 
-def _dtype_of(options: FrontierOptions, model: Model) -> dict[str, torch.dtype]:
+def _dtype_of(options: FrontierOptions, model: Model) -> torch.dtype:
     device = resolve_device(options.device)
-    return {"compute_dtype": resolve_compute_dtype(options.compute_dtype, device, model.dtype)}
+    return resolve_compute_dtype(options.compute_dtype, device, model.dtype)
 
 
 def _measure(options: FrontierOptions, model: Model, samples: Samples, staging: Staging, name: str) -> Sized:
     """Measure a model: the importance of inputs, and what each type of each matrix loses."""
     place, entry = staging.scratch / f"{name}-statistics", f"{name}: losses"
-    how: dict[str, Any] = {"device": resolve_device(options.device), **_dtype_of(options, model)}
+    how: dict[str, Any] = {"device": resolve_device(options.device), "compute_dtype": _dtype_of(options, model)}
     if not place.is_dir():
         measure_statistics(
             model, samples, place, seed=options.seed, folds=1, collect=("moments", "linears"), **how
