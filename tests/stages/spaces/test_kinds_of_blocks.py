@@ -57,9 +57,16 @@ def test_every_block_is_asked(dense: Path) -> None:
     assert {*model.weights(PLAIN)} == attention < {*model.checkpoint.tensors}
 
 
-@pytest.mark.parametrize("size", [{"ratio": 0.25}, {"target_params": "80%"}])
-def test_it_is_estimated_sized_pruned_and_reported(dense: Path, tmp_path: Path, size: dict[str, object]) -> None:
-    given = {"recipe": "ridge", "text": dense.parent / "calib.txt", "samples": 8, "window": CONTEXT, **size}
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"recipe": "ridge", "ratio": 0.25},
+        {"recipe": "ridge", "target_params": "80%"},
+        {"recipe": "best", "ratio": 0.25, "container": "any"},
+    ],
+)
+def test_it_is_estimated_sized_pruned_and_reported(dense: Path, tmp_path: Path, job: dict[str, object]) -> None:
+    given = {"text": dense.parent / "calib.txt", "samples": 8, "window": CONTEXT, **job}
     given |= {"progress": False, "evaluate_samples": 0}
     estimate = ckpt_prune.prune(dense, dry_run=True, **given).estimate
     assert estimate is not None
@@ -68,9 +75,9 @@ def test_it_is_estimated_sized_pruned_and_reported(dense: Path, tmp_path: Path, 
     report = result.report
     assert {site.block for site in report.sites if site.space == "mlp"} == {0, 2}
     assert {site.block for site in report.sites if site.space == "heads"} == {0, 1, 2}
-    if "target_params" in size:
+    if "target_params" in job:
         assert report.after.parameters <= 0.8 * report.before.parameters
-    output = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    output = ckpt_prune.load(tmp_path / "out")
     assert output(torch.ones(1, 4, dtype=torch.long)).logits.isfinite().all()
     before = open_model(dense).read_block(PLAIN)
     after = open_model(tmp_path / "out").read_block(PLAIN)
