@@ -20,6 +20,7 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
+from ckpt_prune.compensation.methods import derive_strength
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.rounding import encode
 from ckpt_prune.job.job import LiveSamples
@@ -33,7 +34,7 @@ from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.rounding.codes import CODES
 from ckpt_prune.rounding.feedback import importance_of, output_error, round_with_feedback
-from ckpt_prune.sparsity.damping import DAMP
+from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 
 FOLDS = 4
 """Folds of the samples, of which the last one decides between two ways to round."""
@@ -193,7 +194,7 @@ class Fitter:
                     for name in [name for name, place in places.items() if place.sources <= own]:
                         place = places.pop(name)
                         folds_of = [self._place(each.to("cpu"), place) for each in select_input_moments(moments[first])]
-                        files[name] = self._round(name, folds_of, DAMP)
+                        files[name] = self._round(name, folds_of)
                         values = gguf.dequantize(np.load(files[name]), self._kinds[name])
                         place.put_back(tensors, torch.from_numpy(values))
             source.advance(block, tensors)
@@ -223,9 +224,9 @@ class Fitter:
         del readout
         place = self._matrices.place(name)
         self._matrices.now.update(checkpoint.read(place.sources))
-        yield name, self._round(name, [self._place(each, place) for each in sums], _HEAD_DAMP)
+        yield name, self._round(name, [self._place(each, place) for each in sums], least_damp=_HEAD_DAMP)
 
-    def _round(self, name: str, folds: Sequence[Moments], damp: float) -> Path:
+    def _round(self, name: str, folds: Sequence[Moments], *, least_damp: float = DAMP) -> Path:
         """Round a matrix in the way that loses less on the last fold; return the file of its bytes."""
         weight, kind = self._matrices.read(name).float(), self._kinds[name]
         seen = sum_folds(folds[:-1] or folds)
@@ -234,6 +235,7 @@ class Fitter:
         way = "importance"
         held_out = folds[-1].gram
         if self._feedback and kind in CODES and seen.gram is not None and held_out is not None:
+            damp = max(least_damp, min(MOST_DAMP, derive_strength(weight.shape[1], seen.count)))
             by_feedback = round_with_feedback(weight, seen.gram, kind, damp)
             errors = [output_error(weight, rows, kind, held_out) for rows in (by_feedback, best)]
             if errors[0] < errors[1]:
