@@ -19,8 +19,8 @@ from ckpt_prune.model.model import Model
 
 TYPES = (Kind.Q8_0, Kind.Q6_K, Kind.Q5_K, Kind.Q4_K, Kind.IQ4_XS, Kind.Q3_K, Kind.IQ3_S, Kind.IQ3_XXS, Kind.Q2_K)
 """Types with blocks of 256 that are in question, besides those of 32."""
-SMALL_TYPES = (Kind.Q8_0, Kind.Q5_1, Kind.Q5_0, Kind.Q4_1, Kind.IQ4_NL)
-"""Types for rows that do not divide by 256: q4_0 is as large as iq4_nl."""
+SMALL_TYPES = (Kind.Q8_0, Kind.Q5_1, Kind.Q5_0, Kind.Q4_1, Kind.IQ4_NL, Kind.Q4_0)
+"""Types for rows that do not divide by 256; q4_0 is as large as iq4_nl, and there to tell what mixtures of it lose."""
 
 
 def types_for(columns: int) -> Sequence[Kind]:

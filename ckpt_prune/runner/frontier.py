@@ -22,6 +22,7 @@ from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.staging import Staging, check_output
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.score import read_reference
@@ -73,6 +74,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     require_runtime()
     check_rounding([Kind.IQ4_NL], weighted=True)
     model = open_model(options.model, Opening(options.trust_remote_code))
+    FilePlanner(model).plan("q8_0")  # refuses what llama.cpp does not compute, or tokenizers that it has not
     limit, loss = _read_target(options, model)
     check_output(
         model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite,
