@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import ckpt_prune
+from ckpt_prune.checkpoint.adapters import base_of_adapter
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.cli.main import main
 from ckpt_prune.model.containers.opening import open_model
@@ -73,6 +74,16 @@ def test_convert_writes_what_peft_merges(llama, tmp_path):
     with torch.no_grad():
         assert torch.allclose(logits(tmp_path / "out", ids), merged(ids).logits, atol=1e-5)
     assert not torch.allclose(logits(tmp_path / "out", ids), logits(base, ids), atol=1e-2)
+
+
+def test_a_base_lies_where_one_stands_or_else_where_the_adapter_says_from_its_own_folder(adapter, tmp_path):
+    for folder in (tmp_path / "base", adapter / "base"):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    change(adapter, base_model_name_or_path="base")
+    assert base_of_adapter(adapter) == "base"
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert base_of_adapter(adapter) == str(adapter / "base")
 
 
 def test_a_prune_of_an_adapter_is_that_of_the_merged_model(llama, tmp_path):
