@@ -10,17 +10,24 @@ class DenseSource:
 
     Attributes:
         name: as a report has it, without folders.
-        folder: None if it was not found.
+        folder: None if it was not found, or reads text by other tokens.
         verdict: what the report of the pruned model says of it beside this one; None if it says nothing.
+        other_tokens: whether it reads text by other tokens, so that nothing is compared with it token by token.
     """
 
     name: str
     folder: Path | None
     verdict: str | None = None
+    other_tokens: bool = False
 
     @property
     def lacking(self) -> str:
         """A line that says what was left out because the model was not found, and what was found when it was there."""
+        if self.other_tokens:
+            return (
+                f"not compared with the dense model: {self.name} has another tokenizer; `evaluate --against` compares "
+                "them in bits per byte"
+            )
         earlier = "" if self.verdict is None else f". When the model was made, {self.verdict}"
         return (
             f"not compared with the dense model: {self.name} lies neither beside the model, nor here, nor in the Hub's "

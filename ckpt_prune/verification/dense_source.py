@@ -7,6 +7,7 @@ from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.evaluation.purpose import has_other_tokenizer
 from ckpt_prune.model.descriptions import OUTSIDE_KEY
 from ckpt_prune.stages.quantize.records import find_record
 from ckpt_prune.stages.report import Report, find_report
@@ -23,7 +24,10 @@ def find_dense_source(folder: Path) -> DenseSource | None:
         return None
     name = report.source.name
     found = (place for place in _places(folder, name) if _is_dense(folder, report, place))
-    return DenseSource(name, next(found, None), None if report.loss is None else report.loss.verdict)
+    place = next(found, None)
+    if place is not None and has_other_tokenizer(folder, place):
+        return DenseSource(name, None, other_tokens=True)
+    return DenseSource(name, place, None if report.loss is None else report.loss.verdict)
 
 
 def is_source(folder: Path, model: Path) -> bool:

@@ -71,7 +71,8 @@ class GgufFile:
         check_rounding(kinds, weighted=live is not None)
         if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
             read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
-            dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
+            other = bool(source.checkpoint.rewritten)  # fewer tokens: nothing is compared token by token
+            dense = DenseSource(source.checkpoint.name, None if other else source.checkpoint.path, other_tokens=other)
         proving = ProofOptions(text=job.proving.text, window=job.proving.window)
         return cls(recipe, kind, proving, dense, job.trust, live, job.device)
 

@@ -6,7 +6,7 @@ counted for their parts from then on.
 """
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf, log2
@@ -17,32 +17,44 @@ _COUNTED = 4
 """Tokens are told apart by whether they were seen never, once … so often; beyond that a count speaks for itself."""
 
 
-def expected_uses(pieces: Pieces, halves: Sequence[Mapping[int, int]]) -> dict[int, float]:
-    """Return how often each token is expected in another text as long as both halves together.
+def expected_uses(pieces: Pieces, parts: Sequence[Mapping[int, int]]) -> dict[int, float]:
+    """Return how often each token is expected in another text as long as all parts of this one together.
 
-    Tokens seen r ≤ 4 times in one half, of one script and of one octave of ranks, were seen so often in the other half
-    on average: that is what r is worth there (deleted estimation, Jelinek and Mercer 1985). So tokens that a text lacks
-    count if others like them turn up, which is so in its own script and not in others. Without halves all that is known
-    of a token is its rank: it counts as 1 / rank (Zipf).
+    A token seen r > 4 times is expected r times. Of rarer ones, those of one script and one octave of ranks that all
+    parts but one have r times are looked up in the one that is left out: their mean there is what r is worth (deleted
+    estimation, Jelinek and Mercer 1985, each part left out in turn). So tokens that a text lacks count if others like
+    them turn up, which is so in its own script and not in others. Without parts all that is known of a token is its
+    rank: it counts as 1 / rank (Zipf).
     """
     ranks = pieces.ranks
-    if not halves:
+    if not parts:
         order = {index: place for place, index in enumerate(sorted(ranks, key=lambda each: (ranks[each], each)))}
         return {index: 1 / (1 + place) for index, place in order.items()}
     cells = {index: (pieces.script(pieces.names[index]), int(log2(max(2.0, ranks[index] + 2)))) for index in ranks}
+    counts: Counter[int] = Counter()
+    for part in parts:
+        counts.update(part)
+    # Of every token that is not seen at all, each part left out finds nothing.
     total: dict[tuple[object, int], float] = defaultdict(float)
-    members: dict[tuple[object, int], int] = defaultdict(int)
-    for ours, theirs in (halves, halves[::-1]):
-        for index, cell in cells.items():
-            seen = min(ours.get(index, 0), _COUNTED + 1)
-            total[cell, seen] += theirs.get(index, 0)
-            members[cell, seen] += 1
-    uses: dict[int, float] = {}
+    members: Counter[tuple[object, int]] = Counter()
     for index, cell in cells.items():
-        counts = [half.get(index, 0) for half in halves]
-        worth = [float(count) if count > _COUNTED else total[cell, count] / members[cell, count] for count in counts]
-        uses[index] = sum(worth)
-    return uses
+        if not counts[index]:
+            members[cell, 0] += len(parts)
+            continue
+        for part in parts:
+            own = part.get(index, 0)
+            seen = counts[index] - own
+            if seen <= _COUNTED:
+                total[cell, seen] += own
+                members[cell, seen] += 1
+
+    def worth(index: int) -> float:
+        seen, cell = counts[index], cells[index]
+        if seen > _COUNTED or not members[cell, seen]:
+            return float(seen)
+        return len(parts) * total[cell, seen] / members[cell, seen]
+
+    return {index: worth(index) for index in cells}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tokenizers import Tokenizer
 
@@ -16,19 +17,19 @@ WINDOWS, WINDOW = 8, 512
 
 @dataclass(frozen=True)
 class SplitText:
-    """A text in the part that tokens are counted on, in two halves, and the part that is held out."""
+    """A text in the parts that tokens are counted on, and the part that is held out."""
 
     name: str
-    halves: tuple[str, str]
+    parts: tuple[str, ...]
     held: str
 
     @classmethod
     def of(cls, name: str, text: str) -> "SplitText":
-        places = [_line_end(text, len(text) * part // (2 * _HELD)) for part in (_HELD - 1, 2 * _HELD - 2)]
-        first, second = places
-        if not text[:first].strip() or not text[second:].strip():
+        places = [0, *(_line_end(text, len(text) * part // _HELD) for part in range(1, _HELD)), len(text)]
+        *parts, held = (text[begin:end] for begin, end in pairwise(places))
+        if not "".join(parts).strip() or not held.strip():
             raise UserError(f"{name}: too short to hold a part out; give more text")
-        return cls(name, (text[:first], text[first:second]), text[second:])
+        return cls(name, tuple(parts), held)
 
 
 def _line_end(text: str, place: int) -> int:
