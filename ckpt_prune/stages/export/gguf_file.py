@@ -69,10 +69,10 @@ class GgufFile:
         if recipe.rounding == "nearest" and not any(bits_of(each) < _FINE for each in kinds):
             live = None
         check_rounding(kinds, weighted=live is not None)
-        if source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
+        # With an adapter or fewer tokens the output's tokenizer is not in one folder yet.
+        if source.checkpoint.adapter is None and not source.checkpoint.rewritten:
             read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
-            other = bool(source.checkpoint.rewritten)  # fewer tokens: nothing is compared token by token
-            dense = DenseSource(source.checkpoint.name, None if other else source.checkpoint.path, other_tokens=other)
+            dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
         proving = ProofOptions(text=job.proving.text, window=job.proving.window)
         return cls(recipe, kind, proving, dense, job.trust, live, job.device)
 
