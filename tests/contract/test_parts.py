@@ -249,7 +249,10 @@ class InComposite(Whole):
         self._paths = module_paths(part.family)
         ratio = dict(case.ratios).__getitem__
         self.case: Any = SimpleNamespace(
-            units=part.units, spaced_blocks=part.spaced_blocks, ratio=ratio, config=part.config
+            units=lambda space: part.units(space, part.blocks - 1),
+            spaced_blocks=part.spaced_blocks,
+            ratio=ratio,
+            config=part.config,
         )
 
     def path(self, block: int, module: str) -> str:

@@ -102,7 +102,7 @@ class Whole:
         case: Any = SimpleNamespace(
             family=model.family,
             config=model.config,
-            units=model.units,
+            units=lambda space: model.units(space, model.blocks - 1),
             spaced_blocks=model.spaced_blocks,
             ratio=ratios.__getitem__,
             model=lambda: copy.deepcopy(stock),

@@ -48,7 +48,7 @@ class Graphs:
         words = ["ckpt-prune", "export", str(output), "-o", str(output / GRAPH_FOLDER)]
         for name, field in GraphSettings.model_fields.items():
             value, option = getattr(self.recipe, name), name.replace("_", "-")
-            if value in (field.default, ("fp32",)):
+            if value in (field.get_default(call_default_factory=True), ("fp32",)):
                 continue
             if isinstance(value, tuple):
                 words += [word for each in value for word in (f"--{option}", each)]

@@ -2,7 +2,7 @@
 
 A removed token becomes the tokens that it splits into (`Pieces.splits`): every time that it is used, the text grows by
 so many tokens less one. So tokens go in the order of that growth, least first, and what is used in their place is
-counted for their parts from then on.
+counted for their parts from then on. A character that becomes its bytes costs more than that (`_BYTE`).
 """
 
 import heapq
@@ -15,6 +15,11 @@ from ckpt_prune.stages.vocabulary.pieces import Pieces
 
 _COUNTED = 4
 """Tokens are told apart by whether they were seen never, once … so often; beyond that a count speaks for itself."""
+_BYTE = 4
+"""A byte in place of a character counts as so many tokens: a model has seldom seen one there, and predicts it badly.
+
+By tokens alone, a digit costs nothing as its byte. In Gemma 3 270M each one costs some 25 nats.
+"""
 
 
 def expected_uses(pieces: Pieces, parts: Sequence[Mapping[int, int]]) -> dict[int, float]:
@@ -63,7 +68,7 @@ class Removal:
 
     Attributes:
         order: ids.
-        growth: expected number of tokens more, once each and all before it are gone.
+        growth: expected number of tokens more, once each and all before it are gone; bytes count `_BYTE` times.
     """
 
     order: Sequence[int]
@@ -96,7 +101,8 @@ def removal_order(pieces: Pieces, kept: Iterable[int], uses: Mapping[int, float]
     def growth_of(index: int) -> float:
         # A token that no text becomes has no split: it goes first, and costs nothing.
         parts = splits.get(index, ())
-        return uses[index] * (sum(len(pieces.expand(part, kept)) for part in parts) - 1) if parts else 0.0
+        expanded = [each for part in parts for each in pieces.expand(part, kept)]
+        return uses[index] * (sum(_BYTE if each in pieces.byte_ids else 1 for each in expanded) - 1) if parts else 0.0
 
     heap = [
         (growth_of(index), -ranks.get(index, inf), index)

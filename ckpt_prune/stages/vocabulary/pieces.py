@@ -123,6 +123,11 @@ class Pieces:
         return token.removeprefix(self._prefix).removesuffix(self._suffix).strip(_SPACES)
 
     @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Ids of the tokens that stand for bytes where characters are no tokens; none if there is no such fallback."""
+        return frozenset(map(self.vocabulary.__getitem__, self._byte_tokens)) if self.falls_back else frozenset()
+
+    @cached_property
     def _byte_tokens(self) -> frozenset[str]:
         return frozenset(map(_byte, range(256)))
 

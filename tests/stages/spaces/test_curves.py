@@ -346,7 +346,7 @@ def test_wide_sites_are_not_ranked_beyond_what_is_tried(monkeypatch, dense, tmp_
     )
     short = calibrate(folder, tmp_path / "short", data, folds=2)
     units = Model.open(folder).units
-    assert set(counts) == {round(0.75 * units(space)) for space in ("heads", "mlp")}
+    assert set(counts) == {round(0.75 * units(space, 0)) for space in ("heads", "mlp")}
     assert short.index.predicted == plain.index.predicted
 
 

@@ -114,6 +114,20 @@ def test_without_a_token_the_text_grows_by_its_uses():
     assert removal.growth[-1] == expected
 
 
+def test_a_character_that_would_become_its_byte_stays_longer_than_a_merge_used_twice_as_often():
+    pieces = pieces_of("BPE")
+    joined = {part for pair in pieces.pairs for part in pair}
+    character = next(
+        index
+        for token, index in pieces.vocabulary.items()
+        if len(token.encode()) == 1 and token not in joined and {*pieces.splits.get(index, ())} <= pieces.byte_ids
+    )
+    merge = next(pieces.vocabulary[a + b] for a, b in reversed(pieces.pairs) if a + b not in joined)
+    uses = dict.fromkeys(pieces.vocabulary.values(), 0) | {character: 10, merge: 20}
+    order = removal_order(pieces, pieces.ids.values(), uses, pieces.close([])).order
+    assert order.index(merge) < order.index(character)
+
+
 def test_tokens_unlike_those_that_turn_up_are_expected_less():
     pieces = pieces_of("byte-level BPE")
     latin = {index for token, index in pieces.vocabulary.items() if pieces.script(token) == "latin"}
