@@ -22,6 +22,7 @@ ELSEWHERE = frozenset(
     {"numpy.py", "model.norm.weight", "weight_scale_inv"}  # a file of the working folder, tensors of a checkpoint
     | {"onnx.checker", "no_embed_class", "problem_type", "param_first", "param_mix", "raw_data"}  # of libraries
     | {"adapters.earlier", "adapters.seen"}  # of a report
+    | {"make.sh", "model.gguf"}  # of a frontier's folder
 )
 
 

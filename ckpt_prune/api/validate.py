@@ -51,7 +51,7 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
     with spread(options):
         manifest = read_manifest(place)
         model = proof.find_source(place, manifest) if options.against is None else resolve_model(options.against)
-        dense = proof.find_dense(options.dense, options.max_loss_dense)
+        dense = proof.find_dense(options.dense, options.max_loss_dense, model)
         _warn_of_other_data(place, options)
         rounded = any(entry.quantization is not None for entry in manifest.graphs)
         windows = WINDOWS if rounded or dense else FEW_WINDOWS

@@ -370,7 +370,14 @@ class ProvenGraphs:
         if proof or rounded:
             windows = WINDOWS if rounded else windows
             samples = choose_proof_samples(
-                source.path, task, given, trust=trust, split=split, rounded=rounded, windows=windows
+                source.path,
+                task,
+                given,
+                trust=trust,
+                split=split,
+                rounded=rounded,
+                windows=windows,
+                checkpoint=source,
             )
         return cls(settings, proof, samples, dense, provider, trust)
 

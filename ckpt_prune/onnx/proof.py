@@ -19,6 +19,7 @@ from ckpt_prune.common.check import run_check
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.formatting import format_distinctly
 from ckpt_prune.evaluation.batches import check_windows
+from ckpt_prune.evaluation.purpose import has_other_tokenizer
 from ckpt_prune.evaluation.whole_model import load_model, reads_causally
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.context import context_length
@@ -102,13 +103,19 @@ class Other:
     max_loss: float | None
 
 
-def find_dense(name: str | None, max_loss: float | None) -> Dense | None:
-    """Return the dense model that is named, downloaded if it is on the Hub."""
+def find_dense(name: str | None, max_loss: float | None, model: Path) -> Dense | None:
+    """Return the dense model that is named, downloaded if it is on the Hub. UserError if `model` has other tokens."""
     if name is None:
         if max_loss is not None:
             raise UserError("--max-loss-dense goes with --dense MODEL")
         return None
-    return Dense(resolve_model(name), max_loss)
+    folder = resolve_model(name)
+    if has_other_tokenizer(model, folder):
+        raise UserError(
+            f"--dense {name} has another tokenizer than {model}: "
+            f"`ckpt-prune evaluate {model} --against {name} --text FILE` compares them in bits per byte"
+        )
+    return Dense(folder, max_loss)
 
 
 def validate(

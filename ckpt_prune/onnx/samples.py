@@ -1,12 +1,15 @@
 """Data that an exported graph is compared with PyTorch on: text, images, or noise."""
 
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.datasets import standard_library
@@ -24,10 +27,14 @@ from ckpt_prune.measure.samples.text import (
     mix_windows,
     read_file,
     tokenise_text,
+    tokenizer_of,
 )
 from ckpt_prune.model.context import context_length
 from ckpt_prune.onnx.tasks import Task
 from ckpt_prune.options.data import ProofOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
 """By default: windows and their length, at most the context; images."""
@@ -65,6 +72,7 @@ def choose_proof_samples(
     split: ImageSplit = "eval",
     rounded: bool = False,
     windows: int = WINDOWS,
+    checkpoint: Checkpoint | None = None,
 ) -> ProofSamples:
     """Read the text or images of the options.
 
@@ -77,6 +85,7 @@ def choose_proof_samples(
         split: which rows of a labels.csv with a split to take images from.
         rounded: also take samples to measure on what rounding costs.
         windows: their number by default.
+        checkpoint: whose tokenizer reads the text, if it may have other tokens than `folder`; None: that of the folder.
     """
     if options.labels is not None and options.images is None:
         raise UserError("--labels goes with --images")
@@ -86,11 +95,19 @@ def choose_proof_samples(
         return _choose_images(folder, task, options, trust, split, rounded)
     if options.images is not None:
         raise UserError(f"{folder} reads text: --images does not go with it; give --text FILE")
-    return _choose_text(folder, task, options, trust, rounded, options.samples or max(windows, len(options.text)))
+    count = options.samples or max(windows, len(options.text))
+    load = partial(load_tokenizer, folder) if checkpoint is None else partial(tokenizer_of, checkpoint)
+    return _choose_text(folder, load, task, options, trust, rounded, count)
 
 
 def _choose_text(
-    folder: Path, task: Task, options: ProofOptions, trust: bool, rounded: bool, count: int
+    folder: Path,
+    load: Callable[[], "PreTrainedTokenizerBase"],
+    task: Task,
+    options: ProofOptions,
+    trust: bool,
+    rounded: bool,
+    count: int,
 ) -> ProofSamples:
     config = config_of(folder, trust=trust).get_text_config()
     context = context_length(config) or WINDOW
@@ -101,7 +118,7 @@ def _choose_text(
     generates = task.name == "text-generation"
     limit = count + ROUNDING_SAMPLES if rounded else count
     try:
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load()
         if options.text:
             texts = [read_file(file, tokenizer)[0] for file in options.text]
         else:

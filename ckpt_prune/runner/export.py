@@ -36,7 +36,7 @@ def _export_graphs(options: ExportOptions) -> Exported:
     source = open_checkpoint(options.model, Opening(options.trust_remote_code, packed=True))
     refuse_inside(options.output, [options.images, options.labels, *options.text])
     writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
-    dense = find_dense(options.dense, options.max_loss_dense)
+    dense = find_dense(options.dense, options.max_loss_dense, source.path)
     if options.proof and dense is None and (found := find_dense_source(source.path)) is not None:
         if found.folder is not None:
             dense = Dense(found.folder)
@@ -61,10 +61,11 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
     from ckpt_prune.gguf.writing import check_gguf_place
 
     check_gguf_place(options.output, overwrite=options.overwrite)
-    named = find_dense(options.dense, None)
+    folder = resolve_model(options.model)
+    named = find_dense(options.dense, None, folder)
     dense = None if named is None else DenseSource(model_name(named.folder), named.folder)
     if dense is None and options.proof:
-        dense = find_dense_source(resolve_model(options.model))
+        dense = find_dense_source(folder)
     return export_gguf(
         options.model,
         options.output,

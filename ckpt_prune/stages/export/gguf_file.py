@@ -10,6 +10,7 @@ import torch
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_BITS, GGUF_FILES, GgufType
+from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.gguf.export import ExportedGguf, export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
@@ -33,7 +34,7 @@ class GgufFile:
         recipe: what to write.
         kind: type of the matrices.
         proving: what to compare the file on.
-        dense: the unpruned model, to compare with; None if it is a base model with an adapter.
+        dense: the unpruned model, to compare with; None if it has more tokens, or is a base model with an adapter.
         trust: run code that the checkpoint brings.
         live: samples to round by; None if weights are rounded already, or none were given.
         device: where blocks run on them.
@@ -69,10 +70,12 @@ class GgufFile:
         if recipe.rounding == "nearest" and not any(bits_of(each) < _FINE for each in kinds):
             live = None
         check_rounding(kinds, weighted=live is not None)
-        # With an adapter or fewer tokens the output's tokenizer is not in one folder yet.
-        if source.checkpoint.adapter is None and not source.checkpoint.rewritten:
-            read_tokenizer(source.checkpoint.path, layout.values["vocab_size"])
-            dense = DenseSource(source.checkpoint.name, source.checkpoint.path)
+        place = source.checkpoint.path
+        if source.checkpoint.rewritten:  # fewer tokens: llama.cpp has their tokenizer if it has that of all
+            read_tokenizer(place, config_of(place, trust=job.trust).get_text_config().vocab_size)
+        elif source.checkpoint.adapter is None:  # else the output's tokenizer is not in one folder yet
+            read_tokenizer(place, layout.values["vocab_size"])
+            dense = DenseSource(source.checkpoint.name, place)
         proving = ProofOptions(text=job.proving.text, window=job.proving.window)
         return cls(recipe, kind, proving, dense, job.trust, live, job.device)
 

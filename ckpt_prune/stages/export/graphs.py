@@ -27,7 +27,8 @@ class Graphs:
     def of(cls, recipe: Export, job: Job) -> "Graphs":
         """Return the graphs of an output that is still to be made; its model reads what the output will."""
         source = job.model.checkpoint
-        dense = None if source.adapter is not None else Dense(source.path)
+        # A base model is no dense one, and nothing is compared token by token with one of more tokens.
+        dense = None if source.adapter is not None or source.rewritten else Dense(source.path)
         proven = ProvenGraphs.of(
             recipe, source, job.proving, proof=recipe.proof, dense=dense, trust=job.trust, split="calib"
         )

@@ -54,7 +54,7 @@ def divergence_at(points: Points, ratio: float) -> float:
 
 
 def least_divergence(curves: Sequence[Points], sizes: Sequence[int], ratio: float, spread: float) -> list[float]:
-    """Ratios of blocks whose predicted divergences have the least sum (`budget.least_error`).
+    """Ratios of blocks whose predicted divergences have the least sum (`budget.curves.least_error`).
 
     Args:
         ratio: of all weights together, which the result meets exactly.
