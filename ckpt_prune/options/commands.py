@@ -454,11 +454,12 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     target_bytes: str | None = option(default=None, metavar="SIZE", group=SIZE)
     """Bytes of the file to come down to: 75MB, or 30% of the tensors of MODEL."""
     max_loss: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0, lt=1, group=SIZE)
-    """How much worse the file may be, 0.02 or 2%: the share by which a perplexity grows that is off by the file's KL
-    divergence. The smallest file is looked for, and larger ones are measured besides. [default: 5%, without
+    """How much worse the file may be, 0.02 or 2%: about the share by which its perplexity may grow, measured as
+    e^KL - 1. The smallest file is looked for, and larger ones are measured besides. [default: 5%, without
     --target-bytes]"""
     held_out: Texts = option(metavar="FILE", group=MEASURE, digest="content")
-    """Text to measure on, another one than --text, or a named text: wikitext2. May be repeated."""
+    """Text to measure on, which must not be --text: what was fitted to a text looks too good on it. A named text, such
+    as wikitext2, is its test split here. May be repeated."""
     held_out_samples: int = option(default=16, ge=1, group=MEASURE)
     """Windows of --held-out."""
     samples: int | None = option(default=None, ge=1)

@@ -109,7 +109,7 @@ class GraphSettings(Strict):
 
     embedding_type: TensorType | None = option(default=None)
     """Type of a GGUF file's embedding, and of its head if it has one of its own. Rows of the k and i types but
-    iq4_nl are multiples of 256. [default: that of --dtype, but q8_0 for plain types of 4 and 5 bits; a mixture gives
+    iq4_nl are multiples of 256. [default: that of the file, but q8_0 for plain types of 4 and 5 bits; a mixture gives
     q6_k or q5_k to the head]"""
     output_type: TensorType | None = option(default=None)
     """Type of a GGUF file's head, if it has one of its own. [default: that of --embedding-type, if it is given]"""

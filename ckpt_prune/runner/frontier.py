@@ -20,10 +20,15 @@ from torch import Tensor
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.staging import Staging, check_output
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.gguf.choosing import TypeBudget
 from ckpt_prune.gguf.file_plan import FilePlanner
+from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
+from ckpt_prune.gguf.losses import types_for
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.score import read_reference
 from ckpt_prune.measure.samples.choose import choose_samples
@@ -34,7 +39,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import digested_options
 from ckpt_prune.recipe.sizes import parse_size
-from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
+from ckpt_prune.runner.frontier_candidates import MOST_COLUMNS, Candidate, Maker, Measured
 from ckpt_prune.runner.frontier_record import FRONTIER, USABLE, Frontier, make_frontier, write_frontier
 from ckpt_prune.runner.resuming import resumable
 
@@ -74,8 +79,11 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     require_runtime()
     check_rounding([Kind.IQ4_NL], weighted=True)
     model = open_model(options.model, Opening(options.trust_remote_code))
-    FilePlanner(model).plan("q8_0")  # refuses what llama.cpp does not compute, or tokenizers that it has not
+    planner = FilePlanner(model)
+    planner.plan("q8_0")  # refuses what llama.cpp does not compute, or tokenizers that it has not
     limit, loss = _read_target(options, model)
+    if limit is not None:
+        _check_reach(limit, planner)
     check_output(
         model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite,
         inputs=options.text, kind=FRONTIER,
@@ -119,6 +127,24 @@ def _read_target(options: FrontierOptions, model: Model) -> tuple[int | None, fl
         return None, math.log1p(USUAL_LOSS if options.max_loss is None else float(options.max_loss))
     dense = cost_of(model).bytes
     return parse_size("bytes", options.target_bytes).of(dense), None
+
+
+def _check_reach(limit: int, planner: FilePlanner) -> None:
+    """Refuse a size below that of the coarsest types with the fewest columns that are tried."""
+    losses = {
+        name: dict.fromkeys(types_for(weight.shape[-1]), 0.0)
+        for name, weight in lay_out(planner.model).tensors.items()
+        if len(weight.shape) == 2 and types_for(weight.shape[-1])
+    }
+    budget = TypeBudget(planner, losses)
+    columns = sum(min(budget.size(name, kind) for kind in losses[name]) for name in losses if ".ffn_" in name)
+    least = budget.least - columns * (MOST_COLUMNS - 1) // MOST_COLUMNS
+    if limit < least:
+        raise UserError(
+            f"--target-bytes: {human_bytes(limit)} are out of reach: the coarsest types make a file of "
+            f"{human_bytes(budget.least)} of {planner.model.checkpoint.name}, and with a third of its MLP columns "
+            f"{human_bytes(least)}; ask for more, or drop tokens first (ckpt-prune prune MODEL --vocabulary auto)"
+        )
 
 
 def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:

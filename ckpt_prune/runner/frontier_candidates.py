@@ -43,7 +43,9 @@ MIXTURES: tuple[GgufType, ...] = (
 UNIFORM: tuple[Literal["q8_0", "q5_0", "q4_1", "iq4_nl"], ...] = ("q8_0", "q5_0", "q4_1", "iq4_nl")
 """Types that all matrices have at once, the embedding included."""
 STEPS = 6
-"""The columns of an MLP go in steps of about this share."""
+"""The columns of an MLP go in steps of about one part of so many."""
+MOST_COLUMNS = 3
+"""An MLP keeps more than one part of so many of its columns."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Maker:
         units = self._columns
         multiple = 256 if units % 256 == 0 and units >= 1024 else 32
         step = max(multiple, round(units / STEPS / multiple) * multiple)
-        return list(range(units - step, units // 3, -step))
+        return list(range(units - step, units // MOST_COLUMNS, -step))
 
     def pruned(self, width: int, limit: int) -> Candidate | None:
         """Return a model whose MLPs keep so many columns, with types within the size; None if none are so small."""

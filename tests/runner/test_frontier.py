@@ -84,7 +84,16 @@ def test_an_interrupted_run_goes_on(place, monkeypatch):
     ]
 
 
-def test_a_size_that_nothing_reaches_is_said(place):
+def test_a_size_below_the_coarsest_types_and_fewest_columns_is_refused_at_once(place):
+    code, output = run(*command(place, "small", "--target-bytes", "80"))
+    assert code == 2
+    assert output.startswith("Error: --target-bytes: 80 B are out of reach: the coarsest types make a file of ")
+    assert not list(place.glob("small*"))
+
+
+def test_a_size_that_nothing_reaches_is_said(place, monkeypatch):
+    """Here between what a third of the columns would take and what is tried."""
+    monkeypatch.setattr("ckpt_prune.runner.frontier._check_reach", lambda *_: None)
     code, output = run(*command(place, "none", "--target-bytes", "40KB"))
     assert code == 1
     assert "nothing usable within 0.0 MB; ask for " in output
