@@ -130,6 +130,10 @@ def vocabulary_changes(value: str | None) -> tuple[str, ...]:
         elif part.startswith(_FIRST) and part.removeprefix(_FIRST).isdecimal():
             keys["first"] = part.removeprefix(_FIRST)
         elif number.isdecimal() or parse_percentage(part) is not None:
+            try:
+                _check_size(int(number) if number.isdecimal() else part)
+            except ValueError as error:
+                raise UserError(f"--vocabulary {value}: {error}") from None
             keys["size"] = number if number.isdecimal() else f'"{part}"'
         elif Path(part).is_file():
             keys["tokens"] = f'"{part}"'
