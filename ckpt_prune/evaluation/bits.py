@@ -244,7 +244,12 @@ def fast_tokenizer(tokenizer: Any, folder: object) -> Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{folder}: its tokenizer has no tokenizer.json, so its tokens have no places in a text")
-    copy = Tokenizer.from_str(backend.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    return copy
+    return uncut_tokenizer(backend.to_str())
+
+
+def uncut_tokenizer(content: str) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json's text, which adds nothing to short texts and cuts no long ones."""
+    tokenizer = Tokenizer.from_str(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.stages.vocabulary.pieces import Pieces, processor_ids, rebuild
+from ckpt_prune.stages.vocabulary.pieces import Pieces, map_processor, rebuild
 from ckpt_prune.stages.vocabulary.sentencepiece_file import filter_model
 
 TOKENIZER = "tokenizer.json"
@@ -33,41 +33,31 @@ def read_pieces(folder: Path, files: Mapping[str, Path]) -> Pieces:
     return Pieces.of(read_json_object(files[TOKENIZER]), files[TOKENIZER])
 
 
-def walk_numbers(values: Any, *, named: bool = False) -> Iterator[int]:
-    """Yield the tokens that a config names: whole numbers under keys of `_TOKEN_KEYS`, at any depth."""
-    if isinstance(values, bool):
-        return
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from walk_numbers(_second(key, value), named=named or _TOKEN_KEYS.fullmatch(str(key)) is not None)
-    elif isinstance(values, list):
-        for value in values:
-            yield from walk_numbers(value, named=named)
-    elif named and isinstance(values, int) and values >= 0:
-        yield values
+def map_tokens(values: Any, change: Callable[[int], int], *, named: bool = False) -> Any:
+    """Return a config with every token that it names changed: whole numbers under keys of `_TOKEN_KEYS`, at any depth.
 
-
-def _second(key: str, value: Any) -> Any:
-    """Return the tokens of pairs of a position and a token."""
-    return [each[1] for each in value] if key == "forced_decoder_ids" and isinstance(value, list) else value
-
-
-def renumber(values: Any, numbers: Mapping[int, int], *, named: bool = False) -> Any:
-    """Return a config with the new numbers of the tokens that it names."""
-    if isinstance(values, bool):
-        return values
+    Args:
+        change: takes the number of a token, and returns its new one.
+        named: the values stand under such a key.
+    """
     if isinstance(values, Mapping):
         changed = {}
         for key, value in values.items():
-            if key == "forced_decoder_ids" and isinstance(value, list):
-                changed[key] = [[place, numbers.get(token, token)] for place, token in value]
+            if key == "forced_decoder_ids" and isinstance(value, list):  # pairs of a position and a token
+                changed[key] = [[place, map_tokens(token, change, named=True)] for place, token in value]
             else:
                 is_named = named or _TOKEN_KEYS.fullmatch(str(key)) is not None
-                changed[key] = renumber(value, numbers, named=is_named)
+                changed[key] = map_tokens(value, change, named=is_named)
         return changed
     if isinstance(values, list):
-        return [renumber(value, numbers, named=named) for value in values]
-    return numbers.get(values, values) if named and isinstance(values, int) else values
+        return [map_tokens(value, change, named=named) for value in values]
+    is_token = named and isinstance(values, int) and not isinstance(values, bool) and values >= 0
+    return change(values) if is_token else values
+
+
+def renumber(values: Any, numbers: Mapping[int, int]) -> Any:
+    """Return a config with the new numbers of the tokens that it names."""
+    return map_tokens(values, lambda token: numbers.get(token, token))
 
 
 def read_configs(files: Mapping[str, Path]) -> dict[str, Any]:
@@ -88,9 +78,17 @@ def named_tokens(pieces: Pieces, config: Mapping[str, Any], files: Mapping[str, 
 
     By number, or by the text of a token: each special token and each further one that tokenizer_config.json names.
     """
-    named = {*processor_ids(pieces.content.get("post_processor")), *walk_numbers(config)}
+    named: set[int] = set()
+
+    def note(token: int) -> int:
+        named.add(token)
+        return token
+
+    map_processor(pieces.content.get("post_processor"), note)
+    map_tokens(config, note)
     for values in read_configs(files).values():
-        named |= {*walk_numbers(values), *(pieces.added[each] for each in walk_texts(values) if each in pieces.added)}
+        map_tokens(values, note)
+        named |= {pieces.added[each] for each in walk_texts(values) if each in pieces.added}
     return {index for index in named if index < rows}
 
 

@@ -4,7 +4,7 @@ Pure functions of the file's content. Four models are known: BPE over bytes, BPE
 Unigram, and WordPiece.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -333,7 +333,7 @@ def rebuild(pieces: Pieces, numbers: Mapping[int, int]) -> dict[str, Any]:
         **pieces.content,
         "model": model,
         "added_tokens": sorted(added, key=lambda each: each["id"]),
-        "post_processor": _renumber_processor(pieces.content.get("post_processor"), numbers),
+        "post_processor": map_processor(pieces.content.get("post_processor"), numbers.__getitem__),
         "padding": _renumber_padding(pieces.content.get("padding"), numbers),
     }
 
@@ -342,31 +342,19 @@ def _renumber_padding(padding: Any, numbers: Mapping[int, int]) -> Any:
     return padding | {"pad_id": numbers.get(padding["pad_id"], 0)} if isinstance(padding, dict) else padding
 
 
-def _renumber_processor(step: Any, numbers: Mapping[int, int]) -> Any:
-    """Renumber what a post-processor puts around a text."""
+def map_processor(step: Any, change: Callable[[int], int]) -> Any:
+    """Return a post-processor with the tokens changed that it puts around a text. Args: `files.map_tokens`."""
     if not isinstance(step, dict):
         return step
     if step.get("type") == "Sequence":
-        return step | {"processors": [_renumber_processor(each, numbers) for each in step["processors"]]}
+        return step | {"processors": [map_processor(each, change) for each in step["processors"]]}
     if step.get("type") == "TemplateProcessing":
         special = {
-            name: each | {"ids": [numbers[index] for index in each["ids"]]}
+            name: each | {"ids": [change(index) for index in each["ids"]]}
             for name, each in step["special_tokens"].items()
         }
         return step | {"special_tokens": special}
-    ends = {key: [token, numbers[index]] for key in ("sep", "cls") if key in step for token, index in [step[key]]}
-    return step | ends
-
-
-def processor_ids(step: Any) -> set[int]:
-    """Return the ids that a post-processor puts around a text."""
-    if not isinstance(step, dict):
-        return set()
-    if step.get("type") == "Sequence":
-        return {index for each in step["processors"] for index in processor_ids(each)}
-    if step.get("type") == "TemplateProcessing":
-        return {index for each in step["special_tokens"].values() for index in each["ids"]}
-    return {step[key][1] for key in ("sep", "cls") if key in step}
+    return step | {key: [step[key][0], change(step[key][1])] for key in ("sep", "cls") if key in step}
 
 
 def _names(value: Any, name: str) -> bool:

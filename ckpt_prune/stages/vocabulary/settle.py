@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from ckpt_prune.checkpoint.side_files import side_files_of
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.bits import Piece, PieceReader
+from ckpt_prune.evaluation.bits import Piece, PieceReader, uncut_tokenizer
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.measure.samples.text import read_file, tokenizer_of
 from ckpt_prune.model.model import Model
@@ -60,7 +60,7 @@ class VocabularyChoice:
     def __init__(self, model: Model, keys: Vocabulary, options: SampleOptions, limit: int | None = None) -> None:
         self.model, self.keys, self._options, self._limit = model, keys, options, limit
         self.rows = vocabulary_rows(model)
-        self._measured: dict[int, tuple[list[float], int]] = {}
+        self._measured: dict[tuple[int, ...], tuple[list[float], int]] = {}
         self._files = side_files_of(model.checkpoint).files
         self.pieces = read_pieces(model.checkpoint.path, self._files)
 
@@ -134,16 +134,21 @@ class VocabularyChoice:
             wanted |= read_list(Path(keys.tokens), pieces)
         return self._inside(pieces.close(wanted))
 
+    @property
+    def _only_named_stay(self) -> bool:
+        """Whether tokens that nothing names go in any case, and a size or a cost says which others do."""
+        return self.wanted is not None and (self.keys.size is not None or self.keys.most_cost is not None)
+
+    @cached_property
+    def _among(self) -> set[int]:
+        """The tokens of which some go."""
+        return self.forced.union(self.wanted or ()) if self._only_named_stay else self.all_tokens
+
     @cached_property
     def removal(self) -> Removal:
         """The order in which tokens go, among those that may."""
-        among, whole = self.all_tokens, self.forced
-        if self.wanted is not None and (self.keys.size is not None or self.keys.most_cost is not None):
-            among = self.wanted | self.forced
-        elif self.wanted is not None:
-            whole = self.wanted | self.forced
-        self._among = among
-        return removal_order(self.pieces, among, expected_uses(self.pieces, self._parts), whole)
+        whole = self.forced if self._only_named_stay else self.forced.union(self.wanted or ())
+        return removal_order(self.pieces, self._among, expected_uses(self.pieces, self._parts), whole)
 
     def kept_without(self, gone: int) -> list[int]:
         """Return the rows that stay once the first tokens of the order are gone, in a multiple as the keys want it."""
@@ -194,7 +199,7 @@ class VocabularyChoice:
 
     def _bits(self, kept: Sequence[int]) -> tuple[list[float], int]:
         """Return the same with some rows alone: the model reads the same rows, and its head has no others."""
-        key = hash(tuple(kept))
+        key = tuple(kept)
         if key not in self._measured:
             back = {new: old for old, new in number_rows(kept, self.pieces.added.values(), self.rows).items()}
             kept_rows = torch.tensor(kept)
@@ -204,9 +209,9 @@ class VocabularyChoice:
     def smaller_tokenizer(self, kept: Sequence[int]) -> Tokenizer:
         return make_tokenizer(rebuild(self.pieces, number_rows(kept, self.pieces.added.values(), self.rows)))
 
-    def growth(self, kept: Sequence[int]) -> int:
+    def growth(self, stay: set[int]) -> int:
         """Return how many tokens more the held-out texts take, by the splits of those that go."""
-        stay, pieces = set(kept), self.pieces
+        pieces = self.pieces
         counts = sum(self._held, Counter[int]())
         return sum(n * (len(pieces.expand(i, stay)) - 1) for i, n in counts.items() if i not in stay)
 
@@ -219,7 +224,7 @@ class VocabularyChoice:
     def _held_cost(self, gone: int) -> float:
         stay = self._among.difference(self.removal.order[:gone])
         held = sum(each.total() for each in self._held)
-        return self.growth(sorted(stay)) / held if held else 0.0
+        return self.growth(stay) / held if held else 0.0
 
     # ---- the choice ------------------------------------------------------------------------------------------
 
@@ -344,11 +349,8 @@ class VocabularyChoice:
 
 
 def make_tokenizer(content: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json's content, which adds nothing to short texts and cuts no long ones."""
-    tokenizer = Tokenizer.from_str(json.dumps(content))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    """Return the tokenizer of a tokenizer.json's content (`uncut_tokenizer`)."""
+    return uncut_tokenizer(json.dumps(content))
 
 
 def read_list(path: Path, pieces: Pieces) -> set[int]:
