@@ -30,7 +30,7 @@ ROUNDS = 64
 
 
 class BudgetError(UserError):
-    """Even the smallest widths, whose cost is `least`, cost more than the budget."""
+    """Even the cheapest choices, whose cost is `least`, cost more than the budget."""
 
     def __init__(self, budget: float, least: float):
         super().__init__(
@@ -42,7 +42,7 @@ class BudgetError(UserError):
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What a site may be, with costs, ascending, and errors, never rising, (n,) each.
+    """The choices of a site, by cost: costs rise and errors fall or stay, (n,) each.
 
     Attributes:
         labels: a sequence that says what each choice is, such as a width or a type, (n,).
@@ -199,7 +199,7 @@ def _exchange(choices: Sequence[Choices], at: list[int], budget: float) -> None:
         least = -1e-12 * sum(abs(float(c.errors[here])) for c, here, _ in sites)
         exchange = None
         for site, (c, here, _) in enumerate(sites):
-            # Where a site is its own partner no other site moves: it takes what is left of the budget by itself.
+            # A site that is its own partner takes what is left of the budget, and no other site moves.
             partner = movers != site
             dearest = np.searchsorted(c.costs, c.costs[here] + slack + partner * freed, side="right") - 1
             change = np.where(dearest < 0, np.inf, partner * risen + c.errors[dearest] - c.errors[here])

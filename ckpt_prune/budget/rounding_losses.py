@@ -1,4 +1,4 @@
-"""What rounding each matrix of a model is predicted to add to the divergence of its output, by type.
+"""Predict how much rounding each matrix of a model adds to the divergence of its output, by type.
 
 Let y = W x be the output of a matrix at a token, g the gradient there of the log-likelihood of labels drawn from the
 model's own predictions (`measure.statistics.fisher`), and D = Ŵ − W what rounding changes. To second order
@@ -10,7 +10,7 @@ all. Gradient and input are those of the same token: the few tokens with huge st
 all matrices add up.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,8 +105,8 @@ def _block_losses(
     for batch in pass_back(stream, module, block, entering, values, paths.values()):
         for name, path in paths.items():
             if path in batch.gradients:
-                rows, kinds, change = changes[name]
-                moved = _squares(batch, path, rows, change, len(kinds), gradients[batch.index])
+                rows, _, change = changes[name]
+                moved = _squares(batch, path, rows, change, gradients[batch.index])
                 sums[name] += moved * (module.get_submodule(path).weight.shape[0] / len(rows))
     scale = 0.5 / len(stream.samples)
     return {
@@ -120,19 +120,16 @@ def _changes(name: str, rows: Tensor, round_rows: RoundRows) -> tuple[list[str],
     return list(rounded), torch.stack([each.to(rows) - rows for each in rounded.values()])
 
 
-def _squares(
-    batch: BackwardBatch, path: str, rows: Tensor, change: Tensor, kinds: int, drawn: DrawnGradients
-) -> Tensor:
+def _squares(batch: BackwardBatch, path: str, rows: Tensor, change: Tensor, drawn: DrawnGradients) -> Tensor:
     """Return Σ (g_o δ_o)² over tokens and rows for every type, (types,) float64."""
     inputs, gradient = batch.inputs[path].float(), batch.gradients[path].float()[..., rows]
-    total = torch.zeros(kinds, dtype=torch.float64)
     if drawn.whole:  # a sample has one prediction, which the errors of all its tokens move together
         moved = torch.einsum("bto,bti,koi->bko", gradient, inputs, change)
         return drawn.weight * moved.square().sum((0, 2)).double().cpu()
-    flat = change.flatten(0, 1).T
+    total, flat = torch.zeros(len(change), dtype=torch.float64), change.flatten(0, 1).T
     inputs, gradient = inputs.flatten(0, -2), gradient.flatten(0, -2)
     for x, g in zip(torch.split(inputs, _TOKENS), torch.split(gradient, _TOKENS), strict=True):
-        moved = (x @ flat).view(len(x), kinds, -1).mul_(g[:, None])
+        moved = (x @ flat).view(len(x), len(change), -1).mul_(g[:, None])
         total += moved.square().sum((0, 2)).double().cpu()
     return drawn.weight * total
 
@@ -144,8 +141,8 @@ def _embedding_losses(
     stream: HiddenStream, model: Model, samples: Samples, gradients: Sequence[DrawnGradients], round_rows: RoundRows
 ) -> Losses:
     """Predict what rounding the rows of the tokens that were read does, by the gradients at the first block."""
-    name = f"{model.family.embedding}.weight"
-    if model.family.embedding is None or name not in model.checkpoint.tensors:
+    name = model.family.embedding_weight
+    if name not in model.checkpoint.tensors:
         return {}
     ids = samples.batch(slice(0, len(samples)))["input_ids"]
     used, places = torch.unique(ids, return_inverse=True)
@@ -169,7 +166,8 @@ def _head_losses(
     """Predict what rounding the head does: half the variance that its errors give the logits, under the predictions."""
     readout = stream.readout()
     linear = readout.head
-    name = next((each for each in _head_names(model) if each in model.checkpoint.tensors), None)
+    names = f"{model.family.head}.weight", model.family.embedding_weight
+    name = next((each for each in names if each in model.checkpoint.tensors), None)
     if linear is None or name is None:
         return {}
     spacing = max(1, len(samples) * samples.tokens // HEAD_TOKENS)
@@ -182,11 +180,10 @@ def _head_losses(
     x, p = torch.cat(inputs), torch.cat(chances)
     chosen, weights = _choose_classes(p.sum(0))
     kinds, change = _changes(name, linear.weight[chosen].float(), round_rows)
-    own = p[:, chosen]
+    own, likeliest, factor = p[:, chosen], weights == 1, sum(factors) / len(factors)
     found = {}
     for kind, each in zip(kinds, change, strict=True):
-        moved = (x @ each.T) * (sum(factors) / len(factors))
-        likeliest = weights == 1
+        moved = (x @ each.T) * factor
         mean = (own * moved)[:, likeliest].sum(1)
         square = (own * weights * moved.square()).sum(1)
         found[kind] = float((square - mean.square()).clamp_min(0).double().mean()) / 2
@@ -201,9 +198,3 @@ def _choose_classes(mass: Tensor) -> tuple[Tensor, Tensor]:
     share = len(others) / max(1, len(drawn))
     weights = torch.cat([torch.ones(len(first)), torch.full((len(drawn),), share)])
     return torch.cat([first, drawn]), weights.to(mass)
-
-
-def _head_names(model: Model) -> Iterator[str]:
-    """Yield the names that the weight of the head may have on disk."""
-    yield "lm_head.weight"
-    yield f"{model.family.embedding}.weight"

@@ -41,6 +41,13 @@ class OtherTypes:
     output: TensorType | None = None
     matrices: Mapping[str, TensorType] = field(default_factory=dict)
 
+    @property
+    def options(self) -> list[str]:
+        """The options of `export` and `quantize` that say so."""
+        words = ["--embedding-type", self.embedding] if self.embedding else []
+        words += ["--output-type", self.output] if self.output else []
+        return words + [word for pair in self.matrices.items() for word in ("--tensor-type", "=".join(pair))]
+
 
 GraphType = Literal["fp32", "fp16", "int8", "int4", "q4f16"]
 """32 or 16 bits; 8 or 4 bits computed in float32; 4 bits computed in float16."""

@@ -69,7 +69,7 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """Of what counts, in UTF-8."""
+        """Bytes in UTF-8 of the text that counts."""
         return len(self.text[self.start :].encode())
 
 

@@ -9,7 +9,7 @@ WORDS = ("worse than", "much worse than", "hardly of use beside")
 MORE_PERPLEXITY = (1.05, 1.25, 5.0)
 """Times the dense model's, from which on each of `WORDS` is said."""
 MORE_BITS = (1.02, 1.08, 1.5)
-"""The same of bits per byte: a fiftieth more is what 5 % more perplexity of a token is of a fair model."""
+"""Times the dense model's bits per byte, likewise: 2 % more bits is about 5 % more perplexity for a fair model."""
 LESS_AGREEMENT = (0.9, 0.75, 0.25)
 """Share of the tokens, images or texts with the same first choice, below which each is said."""
 SAME_KL = 0.02

@@ -20,7 +20,7 @@ from ckpt_prune.model.model import Model
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What a GGUF file would be.
+    """The types and sizes that a GGUF file would have.
 
     Attributes:
         architecture: of llama.cpp.

@@ -23,6 +23,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.compensation.methods import derive_strength
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.rounding import encode
+from ckpt_prune.gguf.types import head_of
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.measure.moment_sources import SequentialMoments
@@ -38,6 +39,8 @@ from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 
 FOLDS = 4
 """Folds of the samples, of which the last one decides between two ways to round."""
+_HEAD_DAMP = 0.1
+"""The embedding is also what tokens begin with: its own weights must stay nearer than outputs alone would say."""
 _UNROUNDED = (Kind.F32, Kind.F16, Kind.BF16)
 
 
@@ -52,7 +55,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a matrix of the file has its weights from: rows and columns are moved, and multiplied by a factor.
+    """The weights of the checkpoint that a matrix of the file is made of, moved and multiplied by a factor.
 
     Attributes:
         parts: its rows, by the tensors that they are from.
@@ -212,7 +215,7 @@ class Fitter:
 
     def _round_head(self, stream: HiddenStream) -> Iterator[tuple[str, Path]]:
         """Round the head, or the embedding that is also the head, by what the head reads behind the rounded blocks."""
-        name = "output.weight" if "output.weight" in self._matrices.layout.tensors else "token_embd.weight"
+        name = head_of(self._matrices.layout.tensors)
         if name not in self._kinds:
             return
         checkpoint = self.model.checkpoint
@@ -250,7 +253,3 @@ class Fitter:
         """Say in a line how matrices were rounded; `rounded` was asked for before."""
         counts = ", ".join(f"{count} by {way}" for way, count in sorted(self.ways.items()))
         return f"matrices are rounded by what reaches them behind the rounded blocks: {counts}"
-
-
-_HEAD_DAMP = 0.1
-"""The embedding is also what tokens begin with: its own weights must stay nearer than outputs alone would say."""

@@ -22,9 +22,8 @@ from ckpt_prune.gguf.rounding import Array, require_ggml
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
+from ckpt_prune.rounding.feedback import LEAST
 
-_LEAST = 1e-6
-"""An input that was always zero matters so much of the mean: other text may use it."""
 Importance = Mapping[str, Array]
 """Name of a matrix in the file → mean square of each of its inputs, (columns,) float32."""
 
@@ -60,7 +59,7 @@ def importance_of_statistics(statistics: Statistics, model: Model, kind: GgufTyp
         if len(weight.shape) == 2 and name.startswith("blk."):
             columns = weight.read().float().amax(0)
             if bool(columns.any()):
-                found[name] = columns.clamp_min(_LEAST * float(columns.mean())).numpy()
+                found[name] = columns.clamp_min(LEAST * float(columns.mean())).numpy()
     return found
 
 

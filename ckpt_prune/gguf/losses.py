@@ -1,4 +1,4 @@
-"""What each type of each matrix of a GGUF file is predicted to add to the divergence of the model's output."""
+"""Predict how much each type of each matrix of a GGUF file adds to the divergence of the model's output."""
 
 from collections.abc import Sequence
 from math import prod

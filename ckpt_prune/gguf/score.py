@@ -1,4 +1,4 @@
-"""What a GGUF file is worth: its predictions in llama.cpp beside those of a model in PyTorch, at every token."""
+"""The predictions of a GGUF file in llama.cpp beside those of a model in PyTorch, at every token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from ckpt_prune.evaluation.perplexity import PredictionSums
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.gguf.llama_cpp import Task, run_llama_cpp
 from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.gguf.types import head_of
 
 GENERATED = 64
 """Tokens that are generated, to be timed."""
@@ -22,7 +23,7 @@ _TOKENS = 128
 
 @dataclass(frozen=True)
 class Head:
-    """What makes logits of the states behind the last norm.
+    """The head of a model: it makes logits of the states behind the last norm.
 
     Attributes:
         weight: (vocabulary, hidden) float32.
@@ -152,10 +153,14 @@ def score_file(file: Path, reference: Reference, *, threads: int = 0, scratch: P
 
 def _head_of(file: Path) -> Head:
     opened = open_gguf(file)
-    name = "output.weight" if "output.weight" in opened.tensors else "token_embd.weight"
     architecture = opened.values["general.architecture"]
     bias = opened.read("output.bias") if "output.bias" in opened.tensors else None
-    return Head(opened.read(name), _factor(opened.values, architecture), _cap(opened.values, architecture), bias)
+    return Head(
+        opened.read(head_of(opened.tensors)),
+        _factor(opened.values, architecture),
+        _cap(opened.values, architecture),
+        bias,
+    )
 
 
 def _factor(values: Mapping[str, Any], architecture: str) -> float:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, get_args
 
 import gguf
@@ -19,6 +19,12 @@ from ckpt_prune.gguf.mixtures import FALLBACKS, LEAST, MIXTURES, Mixture, Place
 OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
 NO_OTHERS = OtherTypes()
+
+
+def head_of(names: Container[str]) -> str:
+    """Return the name of the matrix that makes the logits, which may be the embedding."""
+    embedding, head = OUTER
+    return head if head in names else embedding
 
 
 def type_of(dtype: torch.dtype) -> GgufType:
@@ -172,7 +178,7 @@ def zero_bytes(layout: Layout, kinds: Mapping[str, Kind]) -> int:
 
 def _choose_kind(layout: Layout, name: str, chosen: GgufType, *, weighted: bool) -> Kind:
     mixture = MIXTURES.get(chosen) or Mixture(Kind[chosen.upper()])
-    if name == ("output.weight" if "output.weight" in layout.tensors else "token_embd.weight"):
+    if name == head_of(layout.tensors):
         divides = layout.tensors[name].shape[-1] % gguf.GGML_QUANT_SIZES[mixture.base][0] == 0
         return mixture.head if divides else Kind.Q8_0
     if not name.startswith("blk."):

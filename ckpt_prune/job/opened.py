@@ -1,4 +1,4 @@
-"""What a job works on where that is not the model as it is stored."""
+"""The model that a job works on, if a stage puts another one in place of the stored model."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -24,7 +24,7 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
     """
     family, tokens = model.family, model.tokens
     shapes = model.shapes if shapes is None else shapes
-    head, embedding = f"{family.head}.weight", f"{family.on_disk(family.embedding or '')}.weight"
+    head, embedding = f"{family.head}.weight", family.embedding_weight
     sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if is_parameter(name)}
     tied = _tied(model)
     parameters = sum(size for name, size in sizes.items() if name not in tied)

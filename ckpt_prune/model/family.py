@@ -189,6 +189,11 @@ class Family(StrictModel):
             return path
         return f"{prefix if self.prefixed else ''}{path.removeprefix(prefix)}"
 
+    @property
+    def embedding_weight(self) -> str:
+        """On-disk name of the embedding; of no tensor if there is none."""
+        return f"{self.on_disk(self.embedding or '')}.weight"
+
     # ---- blocks -----------------------------------------------------------------------------------------------
 
     @property

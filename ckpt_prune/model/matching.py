@@ -69,7 +69,7 @@ def tied_by_description(checkpoint: Checkpoint, family: Family) -> dict[str, str
     is_tied = getattr(parse_config(checkpoint.config), TIE_KEY, False)
     if not is_tied or family.head is None or family.embedding is None:
         return {}
-    return {f"{family.head}.weight": f"{family.on_disk(family.embedding)}.weight"}
+    return {f"{family.head}.weight": family.embedding_weight}
 
 
 def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:

@@ -210,7 +210,7 @@ def estimate_evaluation(
         one = TokenWindows(torch.zeros(windows, tokens, dtype=torch.long))
         seconds += share * windows * (time_run(model, each.device, dtype, one, False) or 0.0)
         states += _count_states(model, windows, tokens, dtype)
-        unread = "" if model.tied else _embedding_name(model)
+        unread = "" if model.tied else model.family.embedding_weight
         others = [model.checkpoint.tensors[name] for name in model.outside() if name != unread]
         outside += sum(info.numel for info in others) * dtype.itemsize
         copied = max(copied, *(info.nbytes for info in others))
@@ -359,7 +359,7 @@ def _peak(model: Model, samples: int, tokens: int, dtype: torch.dtype, grams: in
     # The input of the mlp's last layer, and what norms, attention and mlp hand on.
     kept = samples * tokens * (widest + 4 * model.dimension("hidden")) * dtype.itemsize
     blocks += int(max(0, min(kept, remembered - states)))
-    embedding = model.checkpoint.tensors.get(_embedding_name(model))
+    embedding = model.checkpoint.tensors.get(model.family.embedding_weight)
     # It is gone before blocks run.
     entry = 0 if embedding is None else embedding.nbytes + embedding.numel * dtype.itemsize
     return base + max(entry, blocks + max(solve, min(grams, 1) * gram + _activations(model, samples * tokens, dtype)))
@@ -371,10 +371,6 @@ def _limit_remembered(preview: Prepared) -> float:
     if live is None or not preview.sequential or preview.job.device.type != "cpu":
         return 0
     return live.allocate.free if isinstance(live.allocate, StateMemory) else inf
-
-
-def _embedding_name(model: Model) -> str:
-    return f"{model.family.on_disk(model.family.embedding or '')}.weight"
 
 
 def _count_states(model: Model, samples: int, tokens: int, dtype: torch.dtype) -> int:

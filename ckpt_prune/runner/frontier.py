@@ -50,22 +50,21 @@ USUAL_LOSS = 0.05
 PRUNE_FROM = 0.1
 """Nats that fewer bits alone are predicted to lose, from which on models with fewer columns are tried, too."""
 CLOSE = 1.15
-"""Where a loss is asked for and a prediction was further off than this factor, types are chosen again."""
+"""For a loss, types are chosen again if the prediction was wrong by more than this factor."""
 LADDER: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k")
 """llama.cpp's own mixtures that are measured if no size is asked for."""
 
 
 @dataclass(frozen=True)
 class _Search:
-    """What is looked for, and what finds it.
+    """The target of a search.
 
     Attributes:
+        maker: of the candidates.
         limit: bytes of the file; None: any.
         loss: nats a token; None: any.
     """
 
-    options: FrontierOptions
-    model: Model
     maker: Maker
     limit: int | None
     loss: float | None
@@ -106,8 +105,8 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
 
             # 2. Measure the model once, and tell from that what each type of each matrix loses.
             reference = read_reference(model.checkpoint.whole, held_out, trust=options.trust_remote_code)
-            maker = Maker.of(options, model, samples, reference, staging)
-            search = _Search(options, model, maker, limit, loss)
+            maker = Maker.of(options, planner, samples, reference, staging)
+            search = _Search(maker, limit, loss)
 
             # 3. Make the candidates one at a time, and measure them.
             found: list[Measured] = []

@@ -130,10 +130,10 @@ class Maker:
 
     @classmethod
     def of(
-        cls, options: FrontierOptions, model: Model, samples: Samples, reference: Reference, staging: Staging
+        cls, options: FrontierOptions, planner: FilePlanner, samples: Samples, reference: Reference, staging: Staging
     ) -> "Maker":
         """Measure the dense model, unless an earlier run has."""
-        dense = _measure(options, model, samples, staging, "dense")
+        dense = _measure(options, planner, samples, staging, "dense")
         return cls(options, dense, samples, reference, staging)
 
     @property
@@ -201,7 +201,7 @@ class Maker:
                 options = check_options(PruneOptions, self.prune_options(width) | place)
                 prune_model(options, read_recipe(options))
             model = open_model(str(out), Opening(self.options.trust_remote_code))
-            self._pruned[width] = _measure(self.options, model, self.samples, self.staging, out.name)
+            self._pruned[width] = _measure(self.options, FilePlanner(model), self.samples, self.staging, out.name)
         return self._pruned[width]
 
     def prune_options(self, width: int) -> dict[str, Any]:
@@ -263,8 +263,9 @@ def _dtype_of(options: FrontierOptions, model: Model) -> torch.dtype:
     return resolve_compute_dtype(options.compute_dtype, device, model.dtype)
 
 
-def _measure(options: FrontierOptions, model: Model, samples: Samples, staging: Staging, name: str) -> Sized:
-    """Measure a model: the importance of inputs, and what each type of each matrix loses."""
+def _measure(options: FrontierOptions, planner: FilePlanner, samples: Samples, staging: Staging, name: str) -> Sized:
+    """Measure a planner's model: the importance of inputs, and what each type of each matrix loses."""
+    model = planner.model
     place, entry = staging.scratch / f"{name}-statistics", f"{name}: losses"
     how: dict[str, Any] = {"device": resolve_device(options.device), "compute_dtype": _dtype_of(options, model)}
     if not place.is_dir():
@@ -279,4 +280,4 @@ def _measure(options: FrontierOptions, model: Model, samples: Samples, staging: 
         losses = {matrix: {kind.name: value for kind, value in own.items()} for matrix, own in by_kind.items()}
         staging.journal.record(entry, note=losses)
     by_type = {matrix: {Kind[kind]: value for kind, value in own.items()} for matrix, own in losses.items()}
-    return Sized(model, place, TypeBudget(FilePlanner(model), by_type))
+    return Sized(model, place, TypeBudget(planner, by_type))

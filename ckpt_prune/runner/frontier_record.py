@@ -1,4 +1,4 @@
-"""What a frontier found: its record, a sentence that says what to do, a picture, and commands that make the file."""
+"""The result of `frontier`: its record, a sentence that says what to do, a picture, and commands that make the file."""
 
 import shlex
 from collections.abc import Sequence
@@ -164,9 +164,7 @@ def commands_of(options: FrontierOptions, candidate: Candidate, maker: Maker) ->
             ["prune", model, "--recipe", given["recipe"], *sets, *data, "--evaluate-samples", "0", "-o", "pruned"]
         )
         model = "pruned"
-    types = [word for pair in candidate.others.matrices.items() for word in ("--tensor-type", "=".join(pair))]
-    types += ["--embedding-type", candidate.others.embedding] if candidate.others.embedding else []
-    types += ["--output-type", candidate.others.output] if candidate.others.output else []
+    types = candidate.others.options
     if candidate.feedback:
         found.append(["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", FILE])
     else:

@@ -105,9 +105,6 @@ class GgufFile:
         )
 
     def command(self, output: Path) -> str:
-        file, others = output / GGUF_FILES[self.kind], self.recipe.other_types
+        file = output / GGUF_FILES[self.kind]
         words = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]
-        words += ["--embedding-type", others.embedding] if others.embedding else []
-        words += ["--output-type", others.output] if others.output else []
-        words += [word for pair in others.matrices.items() for word in ("--tensor-type", "=".join(pair))]
-        return shlex.join(words)
+        return shlex.join([*words, *self.recipe.other_types.options])
