@@ -32,7 +32,7 @@ from ckpt_prune.gguf.losses import types_for
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.score import read_reference
 from ckpt_prune.measure.samples.choose import choose_samples
-from ckpt_prune.measure.samples.text import cut_windows, fingerprint_windows, load_tokenizer, read_text, tokenise_text
+from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer, mix_windows, read_text, tokenise_text
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
@@ -148,8 +148,9 @@ def _check_reach(limit: int, planner: FilePlanner) -> None:
 
 def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:
     tokenizer = load_tokenizer(model.checkpoint.whole)
-    stream = tokenise_text(tokenizer, read_text(list(options.held_out), tokenizer), bos=options.bos)
-    return cut_windows(stream, window=options.window or WINDOW, limit=options.held_out_samples)
+    streams = [tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos) for text in options.held_out]
+    window = options.window or WINDOW
+    return mix_windows(streams, samples=options.held_out_samples, window=window, seed=options.seed, choose="first")[0]
 
 
 def _candidates(search: _Search, found: list[Measured]) -> Iterator[Candidate]:

@@ -5,10 +5,15 @@ import math
 import shlex
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
 from ckpt_prune.gguf import score
+from ckpt_prune.model.containers.opening import open_model
+from ckpt_prune.options.commands import FrontierOptions
+from ckpt_prune.options.option import check_options
+from ckpt_prune.runner.frontier import _read_held_out
 from tests.gguf_files.tiny import TEXT, save
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
@@ -82,6 +87,20 @@ def test_an_interrupted_run_goes_on(place, monkeypatch):
     assert [[each[name] for name in figures] for each in again["candidates"]] == [
         [each[name] for name in figures] for each in whole["candidates"]
     ]
+
+
+def test_every_text_that_is_held_out_gives_an_equal_share_of_the_windows(place):
+    (place / "other.txt").write_text(TEXT.upper())
+    texts = [place / "held_out.txt", place / "other.txt"]
+    model = open_model(str(place / "model"))
+
+    def windows(*held_out, samples):
+        given = {"model": place / "model", "output": place / "o", "text": place / "text.txt", "held_out": held_out}
+        options = check_options(FrontierOptions, given | {"held_out_samples": samples, "window": 48})
+        return _read_held_out(options, model)
+
+    both, alone = windows(*texts, samples=4), [windows(text, samples=2) for text in texts]
+    assert sorted(both.tolist()) == sorted(torch.cat(alone).tolist())
 
 
 def test_a_size_below_the_coarsest_types_and_fewest_columns_is_refused_at_once(place):
