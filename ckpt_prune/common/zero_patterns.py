@@ -49,6 +49,7 @@ def parse_pattern(text: str) -> GroupPattern | None:
     return GroupPattern(kept, of)
 
 
-def describe_mask(method: str, pattern: str) -> str:
-    """Describe a mask in a line: its method, and its pattern if it has one."""
-    return method if pattern == UNSTRUCTURED else f"{method} {pattern}"
+def describe_mask(method: str, pattern: str, only: str | None = None) -> str:
+    """Describe a mask in a line: its method, its pattern if it has one, and the part of the blocks that it is of."""
+    how = method if pattern == UNSTRUCTURED else f"{method} {pattern}"
+    return how if only is None else f"{how} of the {only}"

@@ -126,6 +126,10 @@ FAULTS = {
         ("0110", "2:4", lambda masked_output: masked_output.linear(UP).update({"weight": "model.gone.weight"})),
         "has no tensor 'model.gone.weight'",
     ),
+    "a weight of another part": (
+        ("0110", "2:4", lambda masked_output: masked_output.report["mask"].update({"only": "attention"})),
+        f"{UP.replace('up', 'down')} is not of the attention, which alone was masked; 10 of 14 masked weights do not",
+    ),
     "rows that are no groups": (
         ("01", "1:2", lambda masked_output: masked_output.report["mask"].update({"pattern": "3:5"})),
         "down_proj.weight has rows of 24 weights, which are no groups of 5; 14 of 14 masked weights",

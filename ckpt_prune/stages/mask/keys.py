@@ -9,6 +9,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.zero_patterns import UNSTRUCTURED, Compare, GroupPattern, parse_pattern
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.runtimes import Change
+from ckpt_prune.options.training import Part
 from ckpt_prune.recipe.names import Backbone
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
@@ -29,7 +30,7 @@ class Mask(StageKeys):
         "twice, the mask last",
         "low_rank": "low_rank factors linears of the dense model: mask does not go with it",
     }
-    later: ClassVar[Mapping[str, Any]] = {"allocation": "uniform", "threshold": None, "spread": None}
+    later: ClassVar[Mapping[str, Any]] = {"allocation": "uniform", "threshold": None, "spread": None, "only": None}
 
     method: Backbone = Field(
         description="magnitude: |W|; wanda: |W| times the norm of the input; sparsegpt: optimal brain surgeon, which "
@@ -39,6 +40,9 @@ class Mask(StageKeys):
         UNSTRUCTURED,
         description="unstructured: the recipe's ratio of the weights, anywhere; N:M: of every M consecutive weights "
         "of a row, N stay.",
+    )
+    only: Part | None = Field(
+        None, description="Mask these linear modules alone; ratio and pattern are of them. Default: all."
     )
     compare: Compare | None = Field(
         None,

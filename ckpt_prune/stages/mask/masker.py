@@ -17,6 +17,7 @@ from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.model.model import Model
+from ckpt_prune.options.training import Part
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.sparsity import sparsegpt
 from ckpt_prune.sparsity.damping import MOST_DAMP
@@ -68,7 +69,7 @@ class Masker:
         current = dict(tensors)
         fill_biases(self.model.family, block, self.biases, current)
         masked: list[MaskedLinear] = []
-        readers = self.model.inputs(block)
+        readers = masked_inputs(self.model, block, self.mask.only)
         for stage in source.group_keys(list(readers)):
             with phase("calibration"):
                 moments = source.moments(block, current, stage)
@@ -149,12 +150,24 @@ class Masker:
         return keep_share(scores, self.ratio, self.mask.compared)
 
 
+def masked_inputs(model: Model, block: int, only: Part | None) -> dict[str, list[str]]:
+    """Return the linear modules that a mask is of, by the first of those that read the same input (`Model.inputs`)."""
+    part = set(model.family.linears_of(only))
+    inputs = {first: [each for each in own if each in part] for first, own in model.inputs(block).items()}
+    return {first: own for first, own in inputs.items() if own}
+
+
+def masked_weights(model: Model, block: int, only: Part | None) -> list[str]:
+    """Return the on-disk weights of a block that a mask is of."""
+    return [model.tensor(block, module) for own in masked_inputs(model, block, only).values() for module in own]
+
+
 def check_widths(model: Model, mask: Mask) -> None:
     """Refuse a pattern that the weights of a block cannot have."""
     groups = mask.groups
     if groups is None:
         return
-    for name in chain.from_iterable(map(model.weights, range(model.blocks))):
+    for name in chain.from_iterable(masked_weights(model, block, mask.only) for block in range(model.blocks)):
         columns = model.checkpoint.tensors[name].shape[1]
         if columns % groups.of:
             raise UserError(

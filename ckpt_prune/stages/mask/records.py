@@ -6,6 +6,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord
+from ckpt_prune.options.training import Part
 
 
 class MaskShares(FixedRecord):
@@ -61,14 +62,16 @@ class MaskRecord(FixedRecord):
 
     Attributes:
         ratio: the share of zeros that the recipe asks for.
+        only: the part of every block whose linear modules were masked; None if all were.
         allocation, shares: how blocks came by shares of their own; None if all have one.
     """
 
-    optional = frozenset({"allocation", "shares"})
+    optional = frozenset({"only", "allocation", "shares"})
 
     method: str
     pattern: str
     ratio: Figure = None
+    only: Part | None = None
     allocation: str | None = None
     shares: MaskShares | None = None
 

@@ -32,7 +32,7 @@ from ckpt_prune.sparsity.allocation import (
 )
 from ckpt_prune.sparsity.masks import wanda
 from ckpt_prune.stages.mask.keys import Mask
-from ckpt_prune.stages.mask.masker import Masker
+from ckpt_prune.stages.mask.masker import Masker, masked_inputs, masked_weights
 from ckpt_prune.stages.mask.records import MaskShares
 
 STEPS = 200
@@ -112,13 +112,13 @@ def choose_shares(prepared: Prepared, mask: Mask) -> MaskShares:
     model = prepared.model
     if mask.allocation == "divergence":
         return _choose_by_divergence(prepared, mask)
-    sizes = [_size(model, block) for block in model.spaced_blocks]
+    sizes = [_size(model, block, mask) for block in model.spaced_blocks]
     ratio = prepared.recipe.ratio if mask.groups is None else mask.groups.ratio
     if mask.allocation == "owl":
         figures = _measure_outliers(prepared, mask)
         ratios = ratios_by_outliers(figures, ratio, mask.chosen_spread)
     else:
-        figures = _measure_exponents(model)
+        figures = _measure_exponents(model, mask)
         ratios = ratios_by_exponents(figures, sizes, ratio, mask.chosen_spread)
     if not all(torch.isfinite(torch.tensor(figures))):
         raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs give no finite figure")
@@ -147,8 +147,8 @@ def _of_every_block(model: Model, values: Sequence[Figure], without: Figure) -> 
     return [by_block.get(block, without) for block in range(model.blocks)]
 
 
-def _size(model: Model, block: int) -> int:
-    return sum(model.checkpoint.tensors[name].numel for name in model.weights(block))
+def _size(model: Model, block: int, mask: Mask) -> int:
+    return sum(model.checkpoint.tensors[name].numel for name in masked_weights(model, block, mask.only))
 
 
 # ---- by what blocks are -----------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _measure_outliers(prepared: Prepared, mask: Mask) -> list[float]:
     ratios = []
     for block in track(range(model.blocks), "outliers", total=model.blocks):
         tensors = model.read_block(block)
-        if inputs := model.inputs(block):
+        if inputs := masked_inputs(model, block, mask.only):
             moments = source.moments(block, tensors, list(inputs))
             scores = [
                 wanda(tensors[family.tensor(block, module)], sum_folds(select_input_moments(moments[first])))
@@ -178,11 +178,13 @@ def _measure_outliers(prepared: Prepared, mask: Mask) -> list[float]:
     return ratios
 
 
-def _measure_exponents(model: Model) -> list[float]:
+def _measure_exponents(model: Model, mask: Mask) -> list[float]:
     """Compute AlphaPruning's metric of every block: the mean over its linear modules."""
     means = []
     for block in track(model.spaced_blocks, "spectra", total=len(model.spaced_blocks)):
-        exponents = [hill_exponent(weight) for weight in model.checkpoint.read(model.weights(block)).values()]
+        exponents = [
+            hill_exponent(weight) for weight in model.checkpoint.read(masked_weights(model, block, mask.only)).values()
+        ]
         means.append(sum(exponents) / len(exponents))
     return means
 
@@ -225,7 +227,7 @@ def _choose_by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
             for _ in pass_back(stream, module, block, before, [each.values for each in drawn], ()):
                 pass
         end = before
-    sizes = [_size(model, block) for block in model.spaced_blocks]
+    sizes = [_size(model, block, mask) for block in model.spaced_blocks]
     if not all(bool(torch.isfinite(torch.tensor(own)).all()) for own in curves):
         raise UserError("mask.allocation divergence: a gradient or a masked block's output is not finite")
     if groups is not None:
@@ -242,7 +244,7 @@ def _observe(
 ) -> dict[str, SpaceMoments]:
     """Measure moments of the dense block's inputs."""
     stream.states = states
-    inputs = stream.factory.model.inputs(block)
+    inputs = masked_inputs(stream.factory.model, block, mask.only)
     return dict(stream.observe(block, tensors, dict.fromkeys(inputs, mask.method == "sparsegpt")))
 
 

@@ -28,7 +28,7 @@ def sections(report: Report) -> list[Section]:
     if not linears:
         return []
     zeros, size = sum(linear.zeros for linear in linears), sum(linear.size for linear in linears)
-    how = "" if mask is None else f"by {describe_mask(mask.method, mask.pattern)}"
+    how = "" if mask is None else f"by {describe_mask(mask.method, mask.pattern, mask.only)}"
     count = plural(len(linears), "linear weight")
     sentences = [f"Masked {how}: {zeros / size:.2%} zeros in {count} of {human_count(size)} parameters."]
     if mask is not None and mask.shares is not None and mask.shares.ratios:
@@ -73,7 +73,7 @@ def source_lines(report: Report) -> list[str]:
     """Say that a model which is changed further was masked."""
     if report.mask is None:
         return []
-    masked = describe_mask(report.mask.method, report.mask.pattern)
+    masked = describe_mask(report.mask.method, report.mask.pattern, report.mask.only)
     return [
         f"this model was masked before ({masked}): what is rewritten now loses those zeros, and another mask chooses "
         "anew; see `ckpt-prune inspect OUT --sparsity`"

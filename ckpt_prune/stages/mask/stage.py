@@ -13,7 +13,7 @@ from ckpt_prune.job.step import PruneStep
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.mask.keys import Mask
-from ckpt_prune.stages.mask.masker import Masker, check_widths
+from ckpt_prune.stages.mask.masker import Masker, check_widths, masked_weights
 from ckpt_prune.stages.mask.records import MaskRecord, MaskShares
 from ckpt_prune.stages.mask.shares import choose_shares
 from ckpt_prune.stages.rotation.run import rotations_in_turn
@@ -62,9 +62,10 @@ class MaskStage(Stage[Mask]):
             )
 
     def planned(self, prepared: Prepared) -> list[str]:
-        where = "of every linear weight in every block"
+        part = "linear weight" if self.keys.only is None else f"linear weight of the {self.keys.only}"
+        where = f"of every {part} in every block"
         if self.keys.allocation != "uniform":
-            where = f"of all linear weights, shared out over blocks by {self.keys.allocation}"
+            where = f"of all {part.replace('weight', 'weights')}, shared out over blocks by {self.keys.allocation}"
         how = describe_mask(self.keys.method, self.keys.pattern)
         return [f"to be masked by {how}: {prepared.recipe.ratio:.1%} {where}"]
 
@@ -81,7 +82,7 @@ class MaskStage(Stage[Mask]):
 
     def messages(self, prepared: Prepared) -> list[str]:
         model = prepared.model
-        left = [block for block in range(model.blocks) if not model.weights(block)]
+        left = [block for block in range(model.blocks) if not masked_weights(model, block, self.keys.only)]
         if not left:
             return []
         return [
@@ -140,6 +141,7 @@ class MaskStage(Stage[Mask]):
         mask = MaskRecord(
             method=self.keys.method,
             pattern=self.keys.pattern,
+            only=self.keys.only,
             ratio=prepared.recipe.ratio,
             allocation=None if shares is None else self.keys.allocation,
             shares=shares,

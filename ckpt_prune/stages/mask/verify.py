@@ -46,13 +46,20 @@ def _check_masks(checkpoint: Checkpoint, report: Report | None) -> Finding:
         zeros, weights = zeros + count, weights + tensor.numel()
         if fault := _find_fault(linear, tensor, count, _block_pattern(report, linear)):
             faults.append(f"{linear.weight} {fault}")
+        elif report.mask.only is not None and _is_of_attention(linear, family) != (report.mask.only == "attention"):
+            faults.append(f"{linear.weight} is not of the {report.mask.only}, which alone was masked")
     masked = plural(len(report.linears), "masked weight")
     if faults:
         return False, f"{faults[0]}; {len(faults)} of {masked} do not hold their mask"
     groups = _group_pattern(report)
     by_block = " with its block's N" if groups and report.mask.shares is not None else ""
     holds = f", {groups}{by_block} holds in every group" if groups else ""
-    return True, f"{masked}: {100 * zeros / max(1, weights):.1f} % zeros{holds}"
+    of = "" if report.mask.only is None else f" of the {report.mask.only}"
+    return True, f"{masked}{of}: {100 * zeros / max(1, weights):.1f} % zeros{holds}"
+
+
+def _is_of_attention(linear: MaskedLinear, family: Family) -> bool:
+    return linear.weight in {family.tensor(linear.block, module) for module in family.attention.modules}
 
 
 def _block_pattern(report: Report, linear: MaskedLinear) -> GroupPattern | None:

@@ -100,6 +100,8 @@ class Rotation(StageKeys):
         mask = recipe.get(Mask)
         if mask is None:
             raise ValueError("rotation comes before a mask: say mask (with ratio 0 nothing is zeroed)")
+        if mask.only is not None:
+            raise ValueError("rotation concentrates the importance of all linear weights: leave out mask.only")
         importance = self.importance_for(recipe)
         if self.damp != DAMP and importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {importance}'s: leave it out")

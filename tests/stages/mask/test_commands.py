@@ -326,6 +326,29 @@ def test_gains_that_the_head_cannot_take_in(here, kind):
     assert not Path("out").exists()
 
 
+def test_a_mask_of_one_part(here):
+    """Attention has half of 768 weights in each block; the mlp is what it was."""
+    line = "to be masked by wanda 2:4: 50.0% of every linear weight of the attention in every block\n"
+    args = (*PRUNE, "wanda-2-4", "--set", "mask.only=attention", *TEXT)
+    assert line in ok(*args, "--dry-run")
+    masked = "Masked by wanda 2:4 of the attention: 50.00% zeros in 8 linear weights of 1.54K parameters.\n"
+    assert masked in ok(*args)
+    assert zeros("out") == HALF_OF_ALL * 2 // 5
+    checked = ok("verify", "out", "--against", "dense")
+    assert "8 masked weights of the attention: 50.0 % zeros, 2:4 holds in every group" in checked
+    before, after = tensors("dense"), tensors("out")
+    assert all(torch.equal(before[name], after[name]) for name in LINEARS if ".mlp." in name)
+
+
+@pytest.mark.parametrize("allocation", ["owl", "alpha", "divergence"])
+def test_a_mask_of_one_part_with_shares_of_blocks(here, allocation):
+    ok(*PRUNE, "wanda-50", "--set", "mask.only=mlp", "--set", f"mask.allocation={allocation}", *TEXT)
+    mlp = sum(shape[0] * shape[1] for name, shape in LINEARS.items() if ".mlp." in name)
+    # Rows of 16 and 24 are rounded down.
+    assert mlp * (0.5 - 1 / 16) < zeros("out") <= mlp / 2
+    assert not any((tensors("out")[name] == 0).any() for name in LINEARS if "_attn" in name)
+
+
 def test_zeros_that_another_prune_loses(here):
     ok(*PRUNE, "wanda-2-4", *TEXT)
     assert "made from   dense by recipe wanda-2-4\n" in ok("inspect", "out")

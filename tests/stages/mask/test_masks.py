@@ -1,5 +1,7 @@
 """Masks: groups and errors against whole models masked by hand, and what is kept."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,6 +41,21 @@ def test_groups_equal_the_whole_model_masked_by_hand(dense, tmp_path, variant, r
     assert {linear["weight"]: linear["zeros"] for linear in report["linears"]} == {
         name: int((weight == 0).sum()) for name, weight in expected.items()
     }
+
+
+@pytest.mark.parametrize("only", ["attention", "mlp"])
+@pytest.mark.parametrize(("variant", "rule", "target"), [FOURS[0], FOURS[4]])
+def test_a_mask_of_one_part_equals_the_whole_model_masked_by_hand(dense, tmp_path, variant, rule, target, only):
+    """All other tensors keep their bits, and what is masked later reads what they make of it."""
+    folder, data = dense.folder(variant), data_of(variant)
+    recipe = make_recipe(rule, target, mask=RULES[rule][0] | {"only": only})
+    report = prune_by_mask(folder, tmp_path / "out", recipe, data)
+    model = whole(stock(folder, variant), variant)
+    part = replace(model, inputs=model.inputs[:2] if only == "attention" else model.inputs[2:])
+    expected = part.mask(data, RULES[rule][1], target)
+    assert_masked(tmp_path / "out", folder, expected, updated="sparsegpt" in rule)
+    assert {linear["weight"] for linear in report["linears"]} == expected.keys()
+    assert report["mask"]["only"] == only
 
 
 def test_a_ratio_of_zero_changes_no_bit(dense, tmp_path):
