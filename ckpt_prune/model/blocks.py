@@ -1,12 +1,10 @@
 """Paths of a family's blocks and linear modules in a transformers model, by transformers' own names."""
 
 from functools import cache
-from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import transformers
-from torch import Tensor, nn
 
 from ckpt_prune.model.descriptions import load_family, parse_family
 from ckpt_prune.model.family import Family
@@ -101,16 +99,6 @@ def block_facts(family: Family, dimension: Dimension) -> "Blocks":
     if any(space.ends == "values" for space in family.spaces.values()) and not family.logits:
         blocks["values"] = ValuePaths(value=where["value"], output=where["output"])
     return blocks
-
-
-def returns_tuple(family: Family, layer_class: type[nn.Module]) -> bool:
-    """Return whether a block returns its hidden states as the first of several things.
-
-    A family may do so in one version of transformers and not in the next: a class that says it returns a tensor does.
-    """
-    forwards = [vars(each)["forward"] for each in layer_class.__mro__ if "forward" in vars(each)]
-    annotations = [signature(forward).return_annotation for forward in forwards]
-    return family.tuples and Tensor not in annotations and "torch.Tensor" not in annotations
 
 
 def _lines(space: ConsumerSpace, paths: MappingProxyType[str, tuple[str, ...]], dimension: Dimension) -> dict[str, int]:

@@ -96,10 +96,6 @@ def _check_modules(family: Family, modules: Mapping[str, Any], names: Names, blo
     for key, path in (("embedding", family.embedding), *(("pooled", path) for path in family.pooled)):
         if path is not None and path not in modules:
             raise UserError(f"{key}: {family.architecture} has no module {path}")
-    missing = [path for path in family.entry if path not in modules]
-    # Some classes of this package's families lack one of the modules.
-    if missing and (family.outside is not None or len(missing) == len(family.entry)):
-        raise UserError(f"entry: {family.architecture} has no module {missing[0]}")
     if family.head is not None and not names.parameters(f"{family.head}.weight"):
         raise UserError(f"architectures.{family.architecture}.head: it has no {family.head}.weight")
     residual = family.residual

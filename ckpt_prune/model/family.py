@@ -83,9 +83,7 @@ class Family(StrictModel):
     registers: str | None = None
     layers: str
     block: str
-    entry: list[str] = Field(min_length=1)
     embedding: str | None = None
-    flat: bool = False
     usual: tuple[int, int] | None = None
     applied: dict[str, float] = Field(default_factory=dict)
     lookups: list[str]
@@ -107,7 +105,6 @@ class Family(StrictModel):
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
     positions_behind: str | None = None
-    tuples: bool = False
     sliding_window: str | None = None
     norm_offset: float = 0.0
     residual: Residual | None = None
@@ -372,7 +369,6 @@ class Family(StrictModel):
             "prefixed": False,
             "layers": self.layers.removeprefix(prefix),
             "block": self.block.removeprefix(prefix),
-            "entry": [path.removeprefix(prefix) for path in self.entry],
             "lookups": [path.removeprefix(prefix) for path in self.lookups],
             "embedding": self.embedding and self.embedding.removeprefix(prefix),
         }

@@ -31,7 +31,7 @@ def test_a_block_runs_on_as_many_samples_as_was_said(twins, variant):
         module = stream.factory.build_block(block, pair.block(block, tensors))
         for rows in ([7], [3, 0], [8, 1, 1, 5], list(range(SAMPLES))):
             with torch.no_grad():
-                outputs = stream.run(module, block, stream.states[rows])
+                outputs = stream.run(module, block, stream.states[rows], rows)
             torch.testing.assert_close(outputs, expected[rows], **EXACT)
         stream.advance(block, pair.block(block, tensors))
 
@@ -46,7 +46,7 @@ def test_samples_in_several_batches(twins, monkeypatch):
     expected = laco.states(model, 0, pair.data).detach()
     with torch.no_grad():
         for rows in (slice(5, 8), slice(0, 9), slice(8, 9), slice(2, 6)):
-            torch.testing.assert_close(stream.run(module, 0, stream.states[rows]), expected[rows], **EXACT)
+            torch.testing.assert_close(stream.run(module, 0, stream.states[rows], rows), expected[rows], **EXACT)
     for block in range(BLOCKS):
         stream.advance(block, pair.block(block, tensors))
     torch.testing.assert_close(stream.states, laco.states(model, BLOCKS - 1, pair.data).detach(), **EXACT)
@@ -63,9 +63,9 @@ def test_gradients_go_through_a_block(twins, variant):
     module = stream.factory.build_block(1, pair.block(1, tensors))
     name = pair.names(1, settings())[0]
     (parameter, *_) = (module.get_parameter(path) for path in stream.factory.find_paths(1, name))
-    stream.run(module, 1, stream.states[[4, 2]])
+    stream.run(module, 1, stream.states[[4, 2]], [4, 2])
     parameter.requires_grad_()
-    stream.run(module, 1, stream.states[[4, 2]]).square().sum().backward()
+    stream.run(module, 1, stream.states[[4, 2]], [4, 2]).square().sum().backward()
     for frozen in model.model.parameters():
         frozen.requires_grad_(False)
     (reference, *_) = laco.parameters(model, 1)[name]

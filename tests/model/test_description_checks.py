@@ -53,7 +53,6 @@ RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr
         ),
         (described_as(layers="model.blocks"), "layers: LlamaForCausalLM has no list model.blocks of 2 blocks"),
         (described_as(embedding="model.wte"), "embedding: LlamaForCausalLM has no module model.wte"),
-        (described_as(entry=["model.wte"]), "entry: LlamaForCausalLM has no module model.wte"),
         (
             described_as(dimensions=load_family("llama").dimensions | {"mlp": ["ffn_dim"]}),
             "dimensions.mlp: config.json has no number under ffn_dim",

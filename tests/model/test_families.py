@@ -6,14 +6,11 @@ from math import prod
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model import descriptions
-from ckpt_prune.model.blocks import returns_tuple
 from ckpt_prune.model.config_only import checkpoint_of_config, is_config_only
 from ckpt_prune.model.descriptions import families_with_experts, known_families, load_family, variants_of
 from ckpt_prune.model.settings import unknown_settings
@@ -239,25 +236,3 @@ def test_a_setting_that_no_description_knows_is_refused_by_name():
     )
     unguarded = load_family("llama").model_copy(update={"settings": None})
     unguarded.check_config(Later(norm_placement="after"))
-
-
-def in_several(self, hidden_states) -> tuple[torch.Tensor, None]:
-    return hidden_states, None
-
-
-def unsaid_keys(self, hidden_states):
-    return hidden_states, None
-
-
-def alone(self, hidden_states) -> torch.Tensor:
-    return hidden_states
-
-
-@pytest.mark.parametrize(("forward", "expected"), [(in_several, True), (unsaid_keys, True), (alone, False)])
-def test_a_class_that_says_it_returns_a_tensor_returns_no_tuple(forward, expected):
-    """GPT-J's blocks returned several things until transformers 5.24."""
-    stock = type("Block", (nn.Module,), {"forward": forward})
-    derived = type("Block", (stock,), {"forward": unsaid_keys})  # as remote code derives one
-    assert returns_tuple(load_family("gptj"), stock) is expected
-    assert returns_tuple(load_family("gptj"), derived) is expected
-    assert not returns_tuple(load_family("llama"), stock)

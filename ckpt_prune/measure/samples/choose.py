@@ -121,7 +121,7 @@ def _choose_images(
     processor = load_processor(model.checkpoint.path, trust_remote_code=trust)
     files = find_images(options.images, labels=options.labels, split="calib")
     chosen = _choose_files(files, options.images, "image", options, most, skip, say)
-    kind = PatchSamples if model.family.flat else ImageSamples
+    kind = PatchSamples if model.family.usual else ImageSamples
     samples = kind(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
     if samples.skipped:
         named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")

@@ -121,7 +121,7 @@ def pass_back(
         outputs.clear()  # not every expert sees something of every batch
         with torch.enable_grad():
             entering = entering_states[rows].to(stream.factory.device).requires_grad_(True)
-            leaving = stream.run(module, block, entering)
+            leaving = stream.run(module, block, entering, rows)
         detached = {path: output.detach() for path, output in outputs.items()}
         for index, gradient in enumerate(gradients):
             entered, *others = torch.autograd.grad(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.measure.streams.experts import SplitExperts, split_experts
-from ckpt_prune.model.blocks import block_facts, returns_tuple
+from ckpt_prune.model.blocks import block_facts
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import (
@@ -57,11 +57,6 @@ class BlockFactory:
         self._experts = self.family.expert_modules
         of_block = re.escape(self.family.block).replace(re.escape("{block}"), r"(\d+)")
         self._of_block = re.compile(rf"{of_block}(.+)\.(weight|bias)")
-
-    @property
-    def returns_tuple(self) -> bool:
-        """True if a block returns its hidden states as the first of several values."""
-        return returns_tuple(self.family, type(self._layers[0]))
 
     def build_block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
         """Build block `index` with the given on-disk tensors as its parameters, in `dtype` or the factory's.

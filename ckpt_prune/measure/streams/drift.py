@@ -214,7 +214,7 @@ class Residual:
         entering = self._stream.states[rows] if states is None else states
         self._entered = entering.to(self._stream.factory.device)
         with suppress(AllSeenError):
-            self.left = self._stream.run(self.block, self._index, self._entered)
+            self.left = self._stream.run(self.block, self._index, self._entered, rows)
 
     @property
     def _is_post_norm(self) -> bool:

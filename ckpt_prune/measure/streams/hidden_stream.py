@@ -1,6 +1,6 @@
 """Hidden states of all samples, carried through a model one block at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,9 +17,10 @@ from ckpt_prune.measure.samples.samples import SampleRange, Samples, move_batch
 from ckpt_prune.measure.streams.block_memory import AllSeenError, BlockMemory, Structure, find_structure
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.experts import SplitExperts, saw_too_few
-from ckpt_prune.measure.streams.modules import ReadTensors, load_module
 from ckpt_prune.measure.streams.observers import OBSERVERS, Observer, watch_inputs
+from ckpt_prune.measure.streams.outside import ReadTensors, load_outside, make_recorders
 from ckpt_prune.measure.streams.readout import Readout
+from ckpt_prune.measure.streams.recorders import HandedArguments, Rows, sample_axis
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import ALONE, Group
@@ -46,11 +47,6 @@ def refuse_data() -> Iterator[None]:
             f"the model refuses its calibration data: {one_line(error).rstrip('.')}; the tokenizer or {PROCESSOR} in "
             "its folder may belong to another model"
         ) from error
-
-
-def _by_sample(states: Tensor, count: int, *, flat: bool) -> Tensor:
-    """Return states (count, T, hidden), also of blocks that read the tokens of all samples in one sequence."""
-    return states.view(count, -1, *states.shape[1:]) if flat else states
 
 
 def split_folds(samples: int, folds: int) -> list[slice]:
@@ -112,7 +108,7 @@ class HiddenStream:
             for fold, run in enumerate(split_folds(len(samples), folds))
             for start in range(max(run.start, share.start), min(run.stop, share.stop), per_batch)
         ]
-        self._arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+        self._handed = HandedArguments(len(self.samples), allocate, factory.family.model_type)
         self._enter(set(sizes), allocate)
 
     # no_grad and not inference_mode throughout: what is recorded here also goes through blocks that are being trained.
@@ -120,51 +116,35 @@ class HiddenStream:
     def _enter(self, sizes: set[int], allocate: Allocate) -> None:
         """Run what comes before the blocks, and record what blocks are passed."""
         family, factory = self.factory.family, self.factory
-        model = factory.skeleton
-        entry = [load_module(factory, model, path, self._tensors, self._read) for path in family.entry]
-        layers: Any = model.get_submodule(family.layers)
-        captured: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        states: list[Tensor] = []
-        several = factory.returns_tuple
+        head = f"{family.head}.weight"
+        ties = factory.names.ties
+        model = load_outside(factory, self._tensors, self._read, {head} - ties.keys() - set(ties.values()))
+        recorders = make_recorders(factory, model)
 
-        def recorder(index: int) -> Callable[..., Any]:
-            def record(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-                captured.append((args, kwargs))
-                if index == 0:
-                    states.append(hidden_states)
-                if index == len(layers) - 1:
-                    raise _LastBlockReachedError
-                return (hidden_states, None) if several else hidden_states
+        def stop(_: Tensor) -> Tensor:
+            raise _LastBlockReachedError
 
-            return record
-
-        for index, layer in enumerate(layers):
-            layer.forward = recorder(index)
+        recorders.leave = stop
         batches = [rows for _, rows in self.batches]
         lengths = {rows.stop - rows.start for rows in batches}
         more = (slice(0, size) for size in sorted(sizes - lengths) if size <= len(self.samples))
+        # A cache would be among what is recorded, and go on filling at every batch.
+        options = {"use_cache": False} if family.modality == "text" else {}
         for position, rows in enumerate([*batches, *more]):
-            captured.clear()
-            states.clear()
-            batch = move_batch(self.samples.batch(rows), factory.device, factory.dtype)
-            # A cache would be among what is recorded, and go on filling at every batch.
-            options = {"use_cache": False} if family.modality == "text" else {}
+            inputs = move_batch(self.samples.batch(rows), factory.device, factory.dtype) | options
             with suppress(_LastBlockReachedError), refuse_data():
-                model(**batch, **options)
-            # Samples are full, so what blocks are passed beside hidden states depends on the batch's shape alone.
-            count = rows.stop - rows.start
-            self._arguments.setdefault(count, list(captured))
-            entering = _by_sample(states[0], count, flat=family.flat)
+                recorders.run(partial(model, **inputs))
+            self._handed.keep(rows, recorders.handed)
+            self._axis = sample_axis(recorders.entering.shape, self.samples.tokens)
+            entering = self._by_sample(recorders.entering, rows.stop - rows.start)
             if position == 0:
                 self.states = allocate((len(self.samples), *entering.shape[1:]), entering.dtype)
             if position < len(batches):
                 self.states[rows] = entering.cpu()
-        for layer in layers:
-            del layer.forward
-        # What comes before the blocks is not needed again.
-        for module in entry:
-            if module is not None:
-                module.to("meta")
+
+    def _by_sample(self, states: Tensor, count: int) -> Tensor:
+        """Return states of `count` samples with these along the first axis."""
+        return states.view(count, -1, *states.shape[1:]) if self._axis is None else states.movedim(self._axis, 0)
 
     def run_order(self) -> Iterator[tuple[int, slice]]:
         """Yield the batches one after the other, each of which is then run."""
@@ -172,17 +152,15 @@ class HiddenStream:
             self.memory.batch = number
             yield batch
 
-    def run(self, block: nn.Module, index: int, states: Tensor) -> Tensor:
+    def run(self, block: nn.Module, index: int, states: Tensor, rows: Rows) -> Tensor:
         """Run block `index`, as `factory` builds it, of any widths, on states (B, T, hidden), on any device.
 
-        B is the number of samples of a batch of the stream, or one of `sizes`. The result is on the block's device.
+        They are those of the samples `rows`, whose number B is that of a batch of the stream, or one of `sizes`. The
+        result is on the block's device.
         """
-        arguments, options = self._arguments[len(states)][index]
-        flat = self.factory.family.flat
-        entering = states.to(self.factory.device)
-        output = block(entering.flatten(0, 1) if flat else entering, *arguments, **options)
-        result: Tensor = output[0] if isinstance(output, tuple) else output
-        return _by_sample(result, len(states), flat=flat)
+        count, entering = len(states), states.to(self.factory.device)
+        placed = entering.flatten(0, 1) if self._axis is None else entering.movedim(0, self._axis)
+        return self._by_sample(self._handed.call(block, index, placed, rows, count), count)
 
     @torch.no_grad()
     def observe(
@@ -236,7 +214,7 @@ class HiddenStream:
                 for observer in observers.values():
                     observer.fold = fold
                 with suppress(AllSeenError):
-                    output = self.run(block, index, self.states[rows])
+                    output = self.run(block, index, self.states[rows], rows)
                     if advance:
                         self.states[rows] = output.cpu()
         return pool_moments(self.group, {key: observer.finish() for key, observer in observers.items()})
@@ -247,7 +225,8 @@ class HiddenStream:
         def probe() -> Structure:
             twin = self.factory.build_block(index, tensors)
             linears = [path for path, module in twin.named_modules() if isinstance(module, nn.Linear)]
-            return find_structure(twin, linears, lambda: self.run(twin, index, self.states[self.batches[0][1]]))
+            _, rows = self.batches[0]
+            return find_structure(twin, linears, lambda: self.run(twin, index, self.states[rows], rows))
 
         return self.memory.structure(block, probe)
 
@@ -339,7 +318,7 @@ class HiddenStream:
         `leaving` takes the block's output; it may be `entering`.
         """
         for _, rows in self.run_order():
-            leaving[rows] = self.run(block, index, entering[rows]).cpu()
+            leaving[rows] = self.run(block, index, entering[rows], rows).cpu()
 
     def readout(self) -> Readout:
         """Return what makes the model's outputs of hidden states after the last block."""

@@ -1,9 +1,7 @@
 """A model's outputs for given hidden states behind its last block, and how far two such outputs are apart."""
 
-import copy
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +13,10 @@ from torch.nn import functional
 
 from ckpt_prune.measure.samples.samples import Samples, move_batch, split_batches
 from ckpt_prune.measure.streams.blocks import BlockFactory
-from ckpt_prune.measure.streams.modules import ReadTensors, give_buffers
+from ckpt_prune.measure.streams.outside import ReadTensors, load_outside, make_recorders
+from ckpt_prune.measure.streams.recorders import sample_axis
 from ckpt_prune.measure.streams.sliced_head import LabelDraw, SlicedHead
-from ckpt_prune.model.skeleton import base_model_of, is_stored_buffer, missing_pooler
+from ckpt_prune.model.skeleton import base_model_of
 
 CHUNK = 2**20
 """Logits that are compared at once: 4 MiB in each of a few float32 tensors, which stay in a cache."""
@@ -80,18 +79,13 @@ class Readout:
     def __init__(self, factory: BlockFactory, tensors: Iterable[str], read: ReadTensors) -> None:
         self.factory = factory
         self.logits = factory.family.gives_logits
-        layers: Any = factory.skeleton.get_submodule(factory.family.layers)
-        # Blocks do not run here: what is inside them is not copied.
-        hollow = {id(layer): _hollow_out(layer) for layer in layers}
-        self._model: Any = copy.deepcopy(factory.skeleton, dict(hollow)).to("meta")
+        # What tokens look up, the last block's states take the place of: it needs room only if a head shares it.
+        embedding, ties = f"{factory.family.embedding}.weight", factory.names.ties
+        self._model: Any = load_outside(factory, tensors, read, {embedding} - ties.keys() - set(ties.values()))
         if factory.family.modality == "text":
             allow_several_texts(self._model)
-        self._states: Tensor | None = None
         self._sliced: bool | None = None
-        self._fill(tensors, read)
-        give_buffers(factory, self._model, self._is_outside)
-        for index, layer in enumerate(hollow.values()):
-            layer.forward = self._stand_in(last=index == len(layers) - 1)
+        self._recorders = make_recorders(factory, self._model)
 
     def gradients(
         self, batch: Mapping[str, Tensor], states: Tensor, generator: torch.Generator
@@ -195,10 +189,20 @@ class Readout:
         factory = self.factory
         inputs = move_batch(batch, factory.device, factory.dtype)
         options = {"use_cache": False} if factory.family.modality == "text" else {}
-        leaving, flat = self._place(states), factory.family.flat
-        self._states = leaving.flatten(0, 1) if flat else leaving
-        result = (self._model if self.logits else base_model_of(self._model))(**inputs, **options)
-        self._states = None
+        leaving, model = self._place(states), self._model if self.logits else base_model_of(self._model)
+        flat = False
+
+        def leave(entering: Tensor) -> Tensor:
+            nonlocal flat
+            axis = sample_axis(entering.shape, states.shape[1])
+            flat = axis is None
+            return leaving.flatten(0, 1) if axis is None else leaving.movedim(0, axis)
+
+        self._recorders.leave = leave
+        try:
+            result = self._recorders.run(lambda: model(**inputs, **options))
+        finally:
+            self._recorders.leave = lambda entering: entering
         outputs = select_outputs(result, logits=self.logits)
         return [output.view(len(states), -1, *output.shape[1:]) for output in outputs] if flat else outputs
 
@@ -241,52 +245,6 @@ class Readout:
         if self.logits and self.factory.family.binary:
             return as_two_classes(output)
         return as_two_classes(output.squeeze(-1)) if self.logits and output.shape[-1] == 1 else output
-
-    def _is_outside(self, name: str) -> bool:
-        """Return True if a module or parameter of the model is outside its blocks."""
-        layers = self.factory.family.layers
-        return name != layers and not name.startswith(f"{layers}.")
-
-    def _fill(self, tensors: Iterable[str], read: ReadTensors) -> None:
-        factory, model = self.factory, self._model
-        parameters = {name: factory.find_parameters(name) for name in tensors if not is_stored_buffer(name)}
-        parameters = {name: own for name, own in parameters.items() if own and self._is_outside(own[0])}
-        # What tokens look up, the last block's states take the place of: it needs room only if a head shares it.
-        embedding, ties = f"{factory.family.embedding}.weight", factory.names.ties
-        unread = {embedding} - ties.keys() - set(ties.values())
-        for name, own in parameters.items():  # one by one: each takes its room twice while it is cast
-            if unread.issuperset(own):
-                zero = torch.zeros((), device=factory.device, dtype=factory.dtype)
-                parts: Sequence[Tensor] = [zero.expand(model.get_parameter(embedding).shape)]
-            else:
-                parts = read([name])[name].chunk(len(own))
-            for parameter, part in zip(own, parts, strict=True):
-                place, _, attribute = parameter.rpartition(".")
-                value = nn.Parameter(part.to(factory.device, factory.dtype), requires_grad=False)
-                model.get_submodule(place).register_parameter(attribute, value)
-        # As stock loading ties them: a head that is stored under either name, or under both and differs, is respected.
-        missing = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_meta}
-        model.tie_weights(missing_keys=missing, recompute_mapping=False)
-        if missing_pooler(model, missing):
-            model.pooler = None
-        for name, parameter in model.named_parameters():
-            if parameter.is_meta and self._is_outside(name):
-                raise ValueError(f"no tensor for {name}")
-
-    def _stand_in(self, *, last: bool) -> Callable[..., Any]:
-        """Return what runs in place of a block's own forward."""
-        several = self.factory.returns_tuple
-        # The model holds this function: if that held this readout, both and the embedding would stay when they are done
-        # with, until Python's collector comes by.
-        reading = weakref.ref(self)
-
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            readout = reading()
-            assert readout is not None
-            states = readout._states if last else hidden_states
-            return (states, None) if several else states
-
-        return forward
 
 
 def select_outputs(result: Any, *, logits: bool) -> list[Tensor]:
@@ -338,13 +296,6 @@ def measure_divergences(
         for index, (readout, _) in enumerate(others):
             sums[index] += reference.divergence(expected, readout.outputs(batch, of_batch[index + 1]))
     return [total / len(samples) for total in sums]
-
-
-def _hollow_out(layer: nn.Module) -> Any:
-    """Return a module without the modules, parameters and buffers that it has."""
-    shell = copy.copy(layer)
-    shell._modules, shell._parameters, shell._buffers = {}, {}, {}
-    return shell
 
 
 def as_two_classes(logits: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class SlicedStream:
     def _read_input(self, block: nn.Module, index: int, norm: nn.Module, rows: slice) -> Tensor:
         inputs: list[Tensor] = []
         handle = norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-        self.stream.run(block, index, self.stream.states[rows])
+        self.stream.run(block, index, self.stream.states[rows], rows)
         handle.remove()
         return inputs[0].reshape(-1, inputs[0].shape[-1])
 
@@ -114,7 +114,7 @@ class SlicedStream:
 
         handle = None if basis is None else norm.register_forward_pre_hook(project)
         for _, rows in stream.batches:
-            output = stream.run(block, index, stream.states[rows])
+            output = stream.run(block, index, stream.states[rows], rows)
             if removed:
                 # The block has added to what its norm was passed before the projection.
                 output = output - removed.pop().reshape(output.shape)

@@ -260,6 +260,6 @@ def _divergence(
     """Return ½ E[Σ_t (g_t·δ_t)²] of a masked block."""
     module, found = stream.factory.build_block(block, masked), 0.0
     for _, rows in stream.batches:
-        lacks = (stream.run(module, block, before[rows]) - end[rows].to(stream.factory.device)).float()
+        lacks = (stream.run(module, block, before[rows], rows) - end[rows].to(stream.factory.device)).float()
         found += sum(own.measure_shift(own.values[rows].to(lacks), lacks) for own in drawn)
     return found / 2 / len(end)

@@ -212,7 +212,7 @@ class BlockObjective(Objective[Tensors]):
         factory = self._stream.factory
         low = factory.dtype != self._dtype
         with torch.autocast(factory.device.type, factory.dtype if low else None, enabled=low):
-            output = self._stream.run(self._module, self._index, self._stream.states[rows])
+            output = self._stream.run(self._module, self._index, self._stream.states[rows], rows)
         return (output.to(self._dtype) - self._targets[rows].to(factory.device, self._dtype)).square().sum()
 
     @contextmanager

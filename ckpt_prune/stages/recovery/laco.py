@@ -131,7 +131,7 @@ class Recoverer:
         for states in self._branches.values():
             for start in range(0, len(states), self._part):
                 part = states[start : start + self._part]
-                part.copy_(self._run(as_pruned, index, part))
+                part.copy_(self._run(as_pruned, index, part, self._own_measured[start : start + self._part]))
 
     def advance(self, index: int, written: Mapping[str, Tensor]) -> None:
         """Move the pruned model through a block as it was written, and the dense one through the next."""
@@ -214,8 +214,8 @@ class Recoverer:
         return rows_within(self.split.measured, self._share)
 
     @torch.no_grad()
-    def _run(self, block: nn.Module, index: int, states: Tensor) -> Tensor:
-        return self.pruned.run(block, index, states).cpu() if len(states) else states
+    def _run(self, block: nn.Module, index: int, states: Tensor, rows: Tensor) -> Tensor:
+        return self.pruned.run(block, index, states, rows).cpu() if len(states) else states
 
     def _likeness(self, block: nn.Module, index: int, entering: Tensor | None = None) -> tuple[float, float]:
         """Compare measured samples' states behind a block with the dense ones: mean squared error and linear CKA.
@@ -229,7 +229,7 @@ class Recoverer:
             first, last = (min(max(at - before, 0), len(self._own_measured)) for at in (start, start + self._part))
             rows = self._own_measured[first:last]
             states = self.pruned.states[rows] if entering is None else entering[first:last]
-            ours = self._run(block, index, states)
+            ours = self._run(block, index, states, rows)
             mine, theirs = (group.join(each, 0) for each in (ours, self.dense.states[rows]))
             if group.first:
                 similarity.add(mine.to(device), theirs.to(device))

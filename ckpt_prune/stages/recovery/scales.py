@@ -151,7 +151,7 @@ class ScaleObjective(Objective[Scales]):
             states = list(self._forward(part))
             gradient = self._at_the_end(part, states.pop(), len(rows))
             for block in range(self._pruned.blocks - 1, -1, -1):
-                gradient = self._back(block, states.pop(), gradient)
+                gradient = self._back(block, part, states.pop(), gradient)
 
     def keep(self) -> Scales:
         return {name: factors.detach().clone() for name, factors in self.scales.items()}
@@ -164,7 +164,7 @@ class ScaleObjective(Objective[Scales]):
         with torch.no_grad():
             for block in range(self._pruned.blocks):
                 module = stream.factory.build_block(block, apply_scales(self._pruned.read(block), self.scales))
-                states = stream.run(module, block, states).cpu()
+                states = stream.run(module, block, states, rows).cpu()
                 yield states
 
     def _outputs(self, rows: Tensor, end: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -189,7 +189,7 @@ class ScaleObjective(Objective[Scales]):
         ]
         return torch.cat(gradients).div_(count)
 
-    def _back(self, block: int, given: Tensor, gradient: Tensor) -> Tensor:
+    def _back(self, block: int, rows: Tensor, given: Tensor, gradient: Tensor) -> Tensor:
         """Add to the gradients of a block's scales, and return the gradient at what enters it."""
         stream, factory = self._pruned.stream, self._pruned.stream.factory
         tensors = self._pruned.read(block)
@@ -201,7 +201,7 @@ class ScaleObjective(Objective[Scales]):
         flat = [part.requires_grad_() for parts in weights.values() for part in parts]
         with torch.enable_grad():
             entering = given.to(factory.device).requires_grad_(True)
-            leaving = stream.run(module, block, entering)
+            leaving = stream.run(module, block, entering, rows)
         entered, *slopes = torch.autograd.grad(
             leaving, [entering, *flat], gradient.to(leaving), allow_unused=True, materialize_grads=True
         )

@@ -23,7 +23,7 @@ from ckpt_prune.common.progress import Meter, meter
 from ckpt_prune.measure.moment_sources import MomentSource
 from ckpt_prune.measure.moments.inputs import sum_folds
 from ckpt_prune.measure.moments.kinds import SpaceMoments, select_input_moments
-from ckpt_prune.measure.streams.modules import ReadTensors
+from ckpt_prune.measure.streams.outside import ReadTensors
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model, TensorSpec
 from ckpt_prune.recipe.names import Backbone, RotationKind

@@ -49,7 +49,8 @@ class Site:
         """Relative squared error on samples held out, one at a time, with the block built anew."""
         block = self.stream.factory.build_block(BLOCK, tensors)
         with torch.no_grad():
-            outputs = torch.cat([self.stream.run(block, BLOCK, self.stream.states[row, None]) for row in self.held_out])
+            states = self.stream.states
+            outputs = torch.cat([self.stream.run(block, BLOCK, states[[row]], [row]) for row in self.held_out.tolist()])
         target = self.targets[self.split.measured].double()
         return float((outputs.double() - target).square().sum() / target.square().sum())
 
@@ -249,7 +250,7 @@ def test_gradients_that_overflow_at_zeros_change_nothing_elsewhere(twins):
         block = at.stream.factory.build_block(BLOCK, at.tensors)
         weight = block.get_parameter("mlp.down_proj.weight").requires_grad_()
         rows = at.split.train[:3]
-        loss = (at.stream.run(block, BLOCK, at.stream.states[rows]) - at.targets[rows]).square().sum()
+        loss = (at.stream.run(block, BLOCK, at.stream.states[rows], rows) - at.targets[rows]).square().sum()
         (gradient,) = torch.autograd.grad(loss / at.targets.square().sum(), weight)
         assert bool(gradient[:, 3].isfinite().all()) == (scale == 1)
         assert gradient[:, :3].isfinite().all()

@@ -158,10 +158,10 @@ def runs(
     counts: dict[str, float] = {}
     run = HiddenStream.run
 
-    def counting(self: HiddenStream, block: Any, index: int, states: Any) -> Any:
+    def counting(self: HiddenStream, block: Any, index: int, states: Any, rows: Any) -> Any:
         name = "dense" if self is source.dense else "pruned"
         counts[f"{name} begun"] = counts.get(f"{name} begun", 0) + 1
-        output = run(self, block, index, states)
+        output = run(self, block, index, states, rows)
         counts[name] = counts.get(name, 0) + 1
         return output
 

@@ -1,0 +1,101 @@
+"""Everything of a model outside its blocks: embeddings, norms, heads, and buffers that no checkpoint stores."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.measure.streams.blocks import BlockFactory
+from ckpt_prune.measure.streams.recorders import Recorders
+from ckpt_prune.model.skeleton import is_stored_buffer, missing_pooler, parameters_on_meta
+
+ReadTensors = Callable[[list[str]], dict[str, Tensor]]
+"""Reads on-disk tensors by name."""
+
+
+def load_outside(factory: BlockFactory, tensors: Iterable[str], read: ReadTensors, unread: Set[str]) -> nn.Module:
+    """Return the model with everything outside its blocks loaded. The blocks have no memory, and must not run.
+
+    Args:
+        factory: of the model's blocks; its skeleton is copied, not changed.
+        tensors: on-disk names of the checkpoint.
+        read: reads on-disk tensors by name; asked for those outside the blocks only.
+        unread: parameters of the model whose values are of no use: they take the room of one number.
+
+    Raises:
+        ValueError: a parameter outside the blocks has no tensor.
+    """
+    layers: Any = factory.skeleton.get_submodule(factory.family.layers)
+    # The blocks' own modules are shared with the skeleton, not copied.
+    shells = {id(layer): copy.copy(layer) for layer in layers}
+    model: Any = copy.deepcopy(factory.skeleton, dict(shells)).to("meta")
+    parameters = {name: factory.find_parameters(name) for name in tensors if not is_stored_buffer(name)}
+    parameters = {name: own for name, own in parameters.items() if own and is_outside(factory, own[0])}
+    for name, own in parameters.items():  # one by one: each takes its room twice while it is cast
+        if unread >= set(own):
+            zero = torch.zeros((), device=factory.device, dtype=factory.dtype)
+            parts = [zero.expand(model.get_parameter(each).shape) for each in own]
+        else:
+            parts = list(read([name])[name].chunk(len(own)))
+        for parameter, part in zip(own, parts, strict=True):
+            place, _, attribute = parameter.rpartition(".")
+            value = nn.Parameter(part.to(factory.device, factory.dtype), requires_grad=False)
+            model.get_submodule(place).register_parameter(attribute, value)
+    # As stock loading ties them: a head that is stored under either name, or under both and differs, is respected.
+    named = model.named_parameters(remove_duplicate=False)
+    missing = {name for name, parameter in named if parameter.is_meta and is_outside(factory, name)}
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    if missing_pooler(model, missing):
+        model.pooler = None
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and is_outside(factory, name):
+            raise ValueError(f"no tensor for {name}")
+    _give_buffers(factory, model)
+    return model  # type: ignore[no-any-return]
+
+
+def make_recorders(factory: BlockFactory, model: nn.Module) -> Recorders:
+    """Put recorders in place of the blocks of a model that `load_outside` returned."""
+    layers: Any = model.get_submodule(factory.family.layers)
+    outside = [module for path, module in model.named_modules() if path and is_outside(factory, path)]
+    return Recorders(layers, outside, factory.family.model_type)
+
+
+def is_outside(factory: BlockFactory, path: str) -> bool:
+    """Return whether a module or parameter of the model is outside its blocks."""
+    layers = factory.family.layers
+    return path != layers and not path.startswith(f"{layers}.")
+
+
+def _give_buffers(factory: BlockFactory, model: nn.Module) -> None:
+    """Make the buffers that no checkpoint stores, of modules outside the blocks. The model is changed in place.
+
+    Modules compute them themselves, off the meta device.
+    """
+    for path, module in list(model.named_modules()):
+        if not is_outside(factory, path) or not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            continue
+        real = _make_again(factory, module, path)
+        if next(module.parameters(), None) is None:
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, real)
+        else:
+            for name, values in real.named_buffers(recurse=False):
+                module.register_buffer(name, values.to(factory.device), persistent=False)
+
+
+def _make_again(factory: BlockFactory, module: nn.Module, path: str) -> nn.Module:
+    """Return a module whose buffers are real."""
+    build: Any = type(module)
+    if next(iter(inspect.signature(build).parameters), None) == "config":
+        with factory.device, parameters_on_meta():
+            made: nn.Module = build(getattr(module, "config", factory.config))
+            return made.eval()  # in training DINOv3's positions are drawn at random
+    # Only the model knows what it is made of (an embedding that is scaled).
+    model_class: Any = type(factory.skeleton)
+    with parameters_on_meta():
+        made = model_class(factory.config).get_submodule(path)
+        return made.eval()

@@ -1,0 +1,250 @@
+"""Recorders in place of a model's blocks: what it hands each of them, and how it goes on with what they return.
+
+A block needs no code of its own to be run alone. What the stock model passes it beside hidden states (masks, positions,
+inputs made for every block) is kept while the model runs with recorders, and passed again when the block runs.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.measure.streams.state_memory import Allocate
+
+Rows = slice | Tensor | list[int]
+"""Numbers of samples."""
+RESULTS = (0, 2, 3)
+"""How many things a block may return, the first of them hidden states; 0 if it returns these alone."""
+
+
+class Handed(NamedTuple):
+    """What a block was passed beside hidden states."""
+
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class _OtherResultsError(Exception):
+    """Raised if the model does not go on with the hidden states that a recorder returned."""
+
+
+class Recorders:
+    """Stand-ins for all blocks of a model, which hand on the hidden states that they are passed.
+
+    Args:
+        layers: the blocks, whose `forward` is replaced.
+        outside: modules outside the blocks. The first of them to run behind the last block tells what it was passed.
+        name: of the model, for messages.
+
+    Attributes:
+        results: how many things the model takes a block to return (`RESULTS`); None before a model has run.
+        handed: what each block was passed in the last run.
+        entering: the hidden states that the first block was passed in it.
+        leave: turns the hidden states that the last block was passed into those that it returns.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], outside: Iterable[nn.Module], name: str) -> None:
+        self.results: int | None = None
+        self.handed: list[Handed] = []
+        self.leave: Callable[[Tensor], Tensor] = lambda states: states
+        self._name, self._count, self._states = name, len(layers), torch.empty(0)
+        self._outside = list(outside)
+        for index, layer in enumerate(layers):
+            layer.forward = self._recorder(index)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Call the model, and return what it returns.
+
+        UserError if blocks do not run one after the other, once each, on what the one before them returned.
+        """
+        try:
+            return self._find_results(call) if self.results is None else self._call(call)
+        finally:
+            self._states = torch.empty(0)
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        self.handed.clear()
+        return call()
+
+    def _find_results(self, call: Callable[[], Any]) -> Any:
+        for results in RESULTS:
+            self.results = results
+            try:
+                return self._check_end(call) if self._count == 1 else self._call(call)
+            except _OtherResultsError:
+                self.results = None
+            except torch.OutOfMemoryError:
+                raise
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+                self.results = None
+                if len(self.handed) in (0, self._count) and self._count > 1:  # it comes of no block's results
+                    raise
+        raise UserError(
+            f"blocks of {self._name} cannot run one by one: something changes the hidden states between them, or they "
+            "return more than the model names"
+        )
+
+    def _recorder(self, index: int) -> Callable[..., Any]:
+        # The model holds this function: if that held all of this, what it holds would stay when it is done with, until
+        # Python's collector comes by.
+        recorders = weakref.ref(self)
+
+        def record(hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
+            own = recorders()
+            assert own is not None
+            return own._take(index, hidden_states, Handed(arguments, options))
+
+        return record
+
+    def _take(self, index: int, states: Tensor, handed: Handed) -> Any:
+        """Keep what a block was passed, and return what it would."""
+        due = len(self.handed)
+        if index != due:
+            raise UserError(
+                f"blocks of {self._name} cannot run one by one: block {index} runs where block {due} is due"
+            )
+        if index == 0:
+            self.entering = states
+        elif states is not self._states:
+            raise _OtherResultsError
+        self.handed.append(handed)
+        self._states = states if index < self._count - 1 else self.leave(states)
+        return (self._states, *[None] * (self.results - 1)) if self.results else self._states
+
+    def _check_end(self, call: Callable[[], Any]) -> Any:
+        """Call a model of one block: what is behind it must be passed its hidden states, not the first sample's."""
+        begun = False
+
+        def check(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            nonlocal begun
+            given = arguments[0] if arguments else None
+            if self.handed and not begun and isinstance(given, Tensor):
+                begun = True
+                if given.dim() != self._states.dim():
+                    raise _OtherResultsError
+
+        hooks = [module.register_forward_pre_hook(check) for module in self._outside]
+        try:
+            return self._call(call)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class HandedArguments:
+    """What blocks were passed beside hidden states, of all samples.
+
+    Most of it depends on the number of samples in a batch alone, as samples are full. A tensor that differs from sample
+    to sample, along its first axis, is kept for every one of them.
+
+    Args:
+        samples: how many there are.
+        allocate: makes the tensors that are kept of every sample.
+        name: of the model, for messages.
+    """
+
+    def __init__(self, samples: int, allocate: Allocate, name: str) -> None:
+        self._samples, self._allocate, self._name = samples, allocate, name
+        self._of_size: dict[int, list[Handed]] = {}
+        self._of_samples: dict[tuple[int, int], Tensor] = {}
+
+    def keep(self, rows: slice, handed: Sequence[Handed]) -> None:
+        """Keep what blocks were passed with the samples `rows`."""
+        count = rows.stop - rows.start
+        first = self._of_size.setdefault(count, list(handed))
+        alike: dict[tuple[int, int], bool] = {}
+        for block, (kept, own) in enumerate(zip(first, handed, strict=True)):
+            for number, (before, value) in enumerate(zip(_leaves(kept), _leaves(own), strict=True)):
+                if not isinstance(value, Tensor):
+                    continue
+                pair = id(before), id(value)  # blocks share most of what they are passed
+                if (block, number) not in self._of_samples:
+                    if pair not in alike:
+                        alike[pair] = _is_of_size(before, value, count)
+                    if alike[pair]:
+                        continue
+                    if value.dim() == 0 or len(value) != count:
+                        raise UserError(
+                            f"blocks of {self._name} cannot run one by one: what they are passed depends on all "
+                            "samples of a batch together"
+                        )
+                    kept_values = self._allocate((self._samples, *value.shape[1:]), value.dtype)
+                    kept_values[: rows.start] = next(iter(self._leaf(block, number)))[:1].cpu()
+                    self._of_samples[block, number] = kept_values
+                self._of_samples[block, number][rows] = value.cpu()
+
+    def _leaf(self, block: int, number: int) -> Iterator[Tensor]:
+        for handed in self._of_size.values():
+            yield list(_leaves(handed[block]))[number]
+
+    def _of(self, block: int, count: int, rows: Rows, device: torch.device) -> Handed:
+        handed = self._of_size[count][block]
+        values = {number: own[rows] for (of, number), own in self._of_samples.items() if of == block}
+        if not values:
+            return handed
+        leaves = iter([values[n].to(device) if n in values else leaf for n, leaf in enumerate(_leaves(handed))])
+        return Handed(_replace(handed.arguments, leaves), _replace(handed.options, leaves))
+
+    def call(self, module: nn.Module, block: int, states: Tensor, rows: Rows, count: int) -> Tensor:
+        """Run a block on the hidden states of `count` samples `rows`, and return those that it makes.
+
+        `count` is a number that was asked for beforehand. UserError if the block reads what an earlier one has put into
+        a mapping that all are passed: others have changed that by then.
+        """
+        arguments, options = self._of(block, count, rows, states.device)
+        shared = [leaf for leaf in _leaves((arguments, options)) if isinstance(leaf, MutableMapping)]
+        try:
+            output = module(states, *arguments, **options)
+        except KeyError as error:
+            if not shared:
+                raise
+            raise UserError(
+                f"blocks of {self._name} cannot run one by one: block {block} reads more than hidden states of those "
+                "before it"
+            ) from error
+        finally:
+            for mapping in shared:
+                mapping.clear()
+        result: Tensor = output if isinstance(output, Tensor) else output[0]
+        return result
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what tuples, lists and dicts hold, in their order."""
+    if isinstance(value, dict | tuple | list) and value:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _replace(value: Any, leaves: Iterator[Any]) -> Any:
+    """Return the same tuples, lists and dicts around other leaves."""
+    if isinstance(value, dict) and value:
+        return {key: _replace(part, leaves) for key, part in value.items()}
+    if isinstance(value, tuple | list) and value:
+        return type(value)([_replace(part, leaves) for part in value])
+    return next(leaves)
+
+
+def _is_of_size(first: Tensor, value: Tensor, count: int) -> bool:
+    """Return whether a batch's tensor is that of the first batch of as many samples, and the same for each of them."""
+    if value is not first:
+        return first.shape == value.shape and torch.equal(first, value)
+    return value.dim() == 0 or len(value) != count or torch.equal(value, value[:1].expand_as(value))
+
+
+def sample_axis(shape: Sequence[int], tokens: int) -> int | None:
+    """Return the axis of samples of hidden states: in front of that of tokens; None if samples stand in one sequence.
+
+    Args:
+        shape: of hidden states, whose last axis is their dimensions.
+        tokens: of a sample.
+    """
+    if len(shape) == 2:
+        return None
+    place = max((axis for axis, size in enumerate(shape[:-1]) if size == tokens), default=1)
+    return place - 1 if place else 1
