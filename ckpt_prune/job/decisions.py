@@ -80,8 +80,11 @@ class Decisions:
 
 
 def keep_count(model: Model, recipe: Recipe, site: Site) -> int:
-    """Return how many units of a site stay under the recipe's ratio; for q and k, in every head."""
+    """Return how many units of a site stay, by the recipe's numbers or its ratio; for q and k, in every head."""
     space = site.space
+    keep = recipe.spaces[space].keep
+    if keep is not None:
+        return keep[site.block]
     rounding, multiple = rounding_of(model, recipe, space), multiple_of(model, recipe, space)
     return units_kept(model.units(space, site.block), recipe.ratio_of(space), rounding, multiple)
 

@@ -324,6 +324,7 @@ class Recipe(Strict):
         if self.weigh_by is not None and self.allocation != "least-error":
             raise ValueError("weigh_by is for allocation: least-error")
         ratios = [f"spaces.{space}.ratio" for space, settings in self.spaces.items() if settings.ratio is not None]
+        ratios += [f"spaces.{space}.keep" for space, settings in self.spaces.items() if settings.keep is not None]
         # A recipe that is written out has its default ratio, too.
         ratios += ["ratio"] if self.ratio != _default_ratio() else []
         if self.size is not None and ratios:
@@ -519,8 +520,9 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", by_alias=True, exclude={"goal", "time"})
         for space in values["spaces"].values():
             space["compensation"] = _without_absent(space["compensation"], "candidates", "shares", "centre_keys")
-            if space["optional"] is None:
-                del space["optional"]
+            for key in ("optional", "keep"):
+                if space[key] is None:
+                    del space[key]
         for kind in self.kinds:
             keys = values.get(kind.key)
             if kind.later and keys is not None:
@@ -534,6 +536,7 @@ class Recipe(Strict):
         values = json.loads(self.canonical_json())
         for settings in values["spaces"].values():
             del settings["ratio"]
+            settings.pop("keep", None)
         return json.dumps({key: value for key, value in values.items() if key not in ("ratio", "size")})
 
     def settings_of(self, space: SpaceName) -> SpaceSettings:
@@ -567,7 +570,7 @@ class Recipe(Strict):
     def _with_amount(self, amount: dict[str, Any]) -> Self:
         values = self.model_dump(by_alias=True) | amount
         for space in values["spaces"].values():
-            space["ratio"] = None
+            space |= {"ratio": None, "keep": None}
         return self.model_validate(values)
 
     @property

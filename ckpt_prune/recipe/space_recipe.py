@@ -137,6 +137,11 @@ class SpaceRecipe(Strict):
         "several scores the one whose units lose least."
     )
     ratio: Ratio | None = Field(None, ge=0, lt=1, description="Share of units to drop; the recipe's ratio by default.")
+    keep: list[int] | None = Field(
+        None,
+        min_length=1,
+        description="How many units stay of every block, a number for each, in place of a ratio.",
+    )
     rounding: Rounding | None = Field(
         None,
         description="Of units x ratio to units dropped. Default: floor for heads, dimensions and rotary pairs, "

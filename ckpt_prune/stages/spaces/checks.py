@@ -26,6 +26,7 @@ _MISSING: dict[Collect, str] = {
 
 def check_sites(prepared: Prepared) -> None:
     recipe, model = prepared.recipe, prepared.model
+    _check_counts(prepared)
     _check_gradients(prepared)
     _check_experts(prepared)
     if prepared.statistics is not None:
@@ -36,6 +37,24 @@ def check_sites(prepared: Prepared) -> None:
     if prepared.plan is not None:
         _check_plan(prepared, prepared.plan)
     check_enough_samples(prepared)
+
+
+def _check_counts(prepared: Prepared) -> None:
+    """Refuse numbers of units to keep that are not of this model."""
+    recipe, model = prepared.recipe, prepared.model
+    for space, own in recipe.spaces.items():
+        if own.keep is None or space not in model.family.spaces:
+            continue
+        if len(own.keep) != model.blocks:
+            raise UserError(f"spaces.{space}.keep has {len(own.keep)} numbers, and the model {model.blocks} blocks")
+        multiple = model.multiple(space)
+        for block in model.blocks_with(space):
+            kept, units = own.keep[block], model.units(space, block)
+            if not 1 <= kept <= units or (kept % multiple and kept < units):
+                steps = f" in multiples of {multiple}" if multiple > 1 else ""
+                raise UserError(
+                    f"spaces.{space}.keep: {kept} cannot stay of block {block}, which has {units}: 1 to {units}{steps}"
+                )
 
 
 def check_measured(prepared: Prepared) -> None:

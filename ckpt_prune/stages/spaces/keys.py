@@ -48,6 +48,14 @@ class Spaces(StageKeys):
             if kind.unrankable is not None and (recipe.ranks_blocks or by_errors):
                 raise ValueError(kind.unrankable)
         for space, own in recipe.spaces.items():
+            if own.keep is not None and (own.ratio is not None or recipe.allocation != "uniform"):
+                other = "its ratio" if own.ratio is not None else f"allocation {recipe.allocation}"
+                raise ValueError(f"spaces.{space}: keep and {other} both say how much goes: leave one out")
+            if own.keep is not None and len(set(own.keep)) > 1 and recipe.widths == "uniform":
+                raise ValueError(
+                    f"spaces.{space}: keep gives blocks widths of their own, which no stock model can load: say "
+                    "widths: per_layer to accept remote code"
+                )
             if recipe.ranks_blocks and not kind_of(space).scores_columns(own.score):
                 raise ValueError(f"spaces.{space}: score {own.score} ranks units, and FLAP's rankings compare columns")
             if own.score == CHOSEN and recipe.allocation != "least-error":

@@ -150,7 +150,8 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
     for name, space in first_expert_spaces(recipe.spaces).items():
         multiple, counts = multiple_of(model, recipe, space), model.unit_counts(space)
         units = min(counts, default=0)  # the fewest are the coarsest
-        mismatch = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple) if units else None
+        by_ratio = units > 0 and recipe.spaces[space].keep is None
+        mismatch = gap(units, recipe.ratio_of(space), rounding_of(model, recipe, space), multiple) if by_ratio else None
         if mismatch is None:
             continue
         blocks = "each block" if max(counts) == units else "the narrowest block"
@@ -175,10 +176,10 @@ def multiples_line(prepared: Prepared) -> str | None:
     recipe, model = prepared.recipe, prepared.model
     if not recipe.runs_on or asked_size_of(prepared) is not None:
         return None
-    if all(settings.multiple_of == 1 for settings in recipe.spaces.values()):
+    if all(settings.multiple_of == 1 or settings.keep is not None for settings in recipe.spaces.values()):
         return None
     more = 0
-    for space in recipe.spaces:
+    for space in (name for name, settings in recipe.spaces.items() if settings.keep is None):
         ratio, rounding = recipe.ratio_of(space), rounding_of(model, recipe, space)
         asked = (units_kept(units, ratio, rounding, model.multiple(space)) for units in model.unit_counts(space))
         more += (sum(prepared.counts(space)) - sum(asked)) * model.unit_weights(space)

@@ -232,7 +232,7 @@ def _coarse(sites: Sequence[SiteRecord], recipe: Recipe) -> Iterator[str]:
     blocks = recipe.blocks(1 + max((site.block for site in sites), default=0))
     for space, own in recipe.spaces.items():
         site = next((site for site in sites if site.space == space and site.block in blocks), None)
-        if site is None:
+        if site is None or own.keep is not None:
             continue
         ratio, dropped = recipe.ratio_of(space), site.units - len(site.kept)
         if is_far(ratio, dropped / site.units):
