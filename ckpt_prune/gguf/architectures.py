@@ -141,3 +141,8 @@ DIFFERENT = (
                  differs=True),
 )  # fmt: skip
 """Architectures whose blocks may differ."""
+
+
+def takes_different_blocks(model_type: str, *, tied: bool) -> bool:
+    """Return whether llama.cpp has an architecture for a family whose blocks differ in width."""
+    return any(each.model_type == model_type and (tied or each.name != "openelm") for each in DIFFERENT)

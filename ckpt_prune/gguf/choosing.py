@@ -1,15 +1,16 @@
-"""Types of a file's matrices that lose least at a size of the file, or are smallest at a loss."""
+"""Types of a file's matrices, and columns of its MLPs, that lose least at a size, or are smallest at a loss."""
 
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 
 import gguf
 from gguf import GGMLQuantizationType as Kind
 
-from ckpt_prune.budget.choices import Choices, save, spend
+from ckpt_prune.budget.choices import BudgetError, Choices, save, spend
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.file_plan import FilePlan, FilePlanner
 from ckpt_prune.gguf.mixtures import MIXTURES
@@ -17,6 +18,11 @@ from ckpt_prune.gguf.types import OUTER, bits_of
 
 Losses = Mapping[str, Mapping[Kind, float]]
 """Name of a matrix in the file → type → divergence that it adds, in nats a token."""
+ColumnLosses = Mapping[int, Mapping[int, float]]
+"""Block → columns that its MLP may keep → divergence that it adds that the others go, in nats a token."""
+_Choice = tuple[tuple[int | None, int, dict[str, Kind]], float, float]
+"""Block and its columns, if it is an MLP, and types by name; their bytes; what they add."""
+_WHOLE = Fraction(1)
 _NAMES: dict[Kind, GgufType] = {
     mixture.base: name  # type: ignore[misc]
     for name, mixture in MIXTURES.items()
@@ -35,12 +41,14 @@ class TypeChoice:
         others: types of its matrices, each of which is named.
         bytes: of the file.
         kl: what it is predicted to lose, in nats a token.
+        columns: block → columns that its MLP keeps, if any MLP loses some.
     """
 
     chosen: GgufType
     others: OtherTypes
     bytes: int
     kl: float
+    columns: Mapping[int, int] = field(default_factory=dict)
 
     def words(self) -> str:
         """Say which types matrices of each kind have, and of how many blocks."""
@@ -56,15 +64,22 @@ class TypeChoice:
 
 @dataclass(frozen=True)
 class TypeBudget:
-    """The choices of types that a file's matrices have.
+    """The choices of types that a file's matrices have, and of the columns that its MLPs keep.
+
+    A matrix of an MLP that keeps a share of its columns takes that share of its bytes, and rounding it adds that share
+    of what it adds to the whole matrix.
 
     Attributes:
         planner: of the model's files.
         losses: of every matrix whose type is chosen.
+        columns: of blocks whose MLPs may keep fewer columns than they have, the full number among them.
+        alike: all blocks keep as many.
     """
 
     planner: FilePlanner
     losses: Losses
+    columns: ColumnLosses = field(default_factory=dict)
+    alike: bool = False
 
     @cached_property
     def _plan(self) -> FilePlan:
@@ -78,10 +93,11 @@ class TypeBudget:
             for name, kind in plan.kinds.items()
         }
 
-    def size(self, name: str, kind: Kind) -> int:
-        """Return the bytes that a matrix of a type takes in the file, aligned."""
+    def size(self, name: str, kind: Kind, share: Fraction = _WHOLE) -> int:
+        """Return the bytes that a share of a matrix of a type takes in the file, aligned."""
         elements, size = gguf.GGML_QUANT_SIZES[kind]
-        return int(gguf.GGUFWriter.ggml_pad(self._elements[name] // elements * size, gguf.GGUF_DEFAULT_ALIGNMENT))
+        there = int(self._elements[name] * share)
+        return int(gguf.GGUFWriter.ggml_pad(there // elements * size, gguf.GGUF_DEFAULT_ALIGNMENT))
 
     @cached_property
     def _outside(self) -> int:
@@ -89,53 +105,122 @@ class TypeBudget:
         return self._plan.bytes - sum(self.size(name, self._plan.kinds[name]) for name in self.losses)
 
     @cached_property
-    def _choices(self) -> dict[str, Choices]:
-        return {
-            name: Choices.of((kind, self.size(name, kind), loss) for kind, loss in by_kind.items())
-            for name, by_kind in self.losses.items()
-        }
+    def _variants(self) -> list[list[Choices]]:
+        """Return the choices of all sites: several times if all blocks keep as many columns, once for each number.
+
+        A label is the columns of a block, if that is an MLP's, and the types of its matrices by name.
+        """
+        if not self.alike or not self.columns:
+            return [self._choices(self.columns)]
+        widths = sorted(set.intersection(*(set(by_width) for by_width in self.columns.values())))
+        return [self._choices({b: {width: own[width]} for b, own in self.columns.items()}) for width in widths]
+
+    def _choices(self, columns: ColumnLosses) -> list[Choices]:
+        inside = {block: [name for name in self.losses if name.startswith(f"blk.{block}.ffn_")] for block in columns}
+        of_mlps = {name for names in inside.values() for name in names}
+        sites = [Choices.of(self._combine([name], _WHOLE)) for name in self.losses if name not in of_mlps]
+        for block, names in inside.items():
+            several: list[_Choice] = []
+            for width, lost in columns[block].items():
+                of_width = self._combine(names, Fraction(width, max(self.columns[block])), lost)
+                several += [((block, width, kinds), cost, error) for (_, _, kinds), cost, error in of_width]
+            sites.append(Choices.of(several))
+        return sites
+
+    def _combine(self, names: Sequence[str], share: Fraction, lost: float = 0.0) -> list["_Choice"]:
+        """Return types of several matrices, without those that others beat at their cost."""
+        found: list[_Choice] = [((None, 0, {}), 0.0, lost)]
+        for name in names:
+            own = [
+                (kind, self.size(name, kind, share), float(share) * loss) for kind, loss in self.losses[name].items()
+            ]
+            both = Choices.of(
+                ((None, 0, kinds | {name: kind}), cost + size, error + loss)
+                for (_, _, kinds), cost, error in found
+                for kind, size, loss in own
+            )
+            found = list(zip(both.labels, both.costs.tolist(), both.errors.tolist(), strict=True))
+        return found
+
+    def scaled(self, columns: float, types: float) -> "TypeBudget":
+        """Return the budget whose losses by fewer columns, and by types, are these factors times as large."""
+        return replace(
+            self,
+            losses={name: {kind: types * loss for kind, loss in own.items()} for name, own in self.losses.items()},
+            columns={
+                block: {kept: columns * loss for kept, loss in own.items()} for block, own in self.columns.items()
+            },
+        )
 
     @property
     def least(self) -> int:
         """The bytes of the smallest file."""
-        return self._outside + int(sum(each.costs[0] for each in self._choices.values()))
+        return self._outside + int(min(sum(each.costs[0] for each in sites) for sites in self._variants))
 
     def at_bytes(self, limit: int) -> TypeChoice:
-        """Return the types of the least predicted loss in a file of at most `limit` bytes; BudgetError if none fits."""
-        return self._choose(spend(list(self._choices.values()), limit - self._outside))
+        """Return what is predicted to lose least in a file of at most `limit` bytes; BudgetError if nothing fits."""
+        return min(self._solve(spend, limit - self._outside), key=lambda choice: choice.kl)
 
     def at_loss(self, limit: float) -> TypeChoice:
-        """Return the types of the smallest file that is predicted to lose at most `limit`; BudgetError if none does."""
-        return self._choose(save(list(self._choices.values()), limit))
+        """Return the smallest file that is predicted to lose at most `limit`; BudgetError if none does."""
+        return min(self._solve(save, limit), key=lambda choice: choice.bytes)
 
-    def _choose(self, at: list[int]) -> TypeChoice:
-        pairs = zip(self._choices.items(), at, strict=True)
-        return self.of({name: choices.labels[index] for (name, choices), index in pairs})
+    def _solve(self, solve: Callable[[Sequence[Choices], float], list[int]], limit: float) -> list[TypeChoice]:
+        found, failed = [], None
+        for sites in self._variants:
+            try:
+                at = solve(sites, limit)
+            except BudgetError as error:
+                failed = error
+                continue
+            kinds: dict[str, Kind] = {}
+            widths: dict[int, int] = {}
+            for choices, index in zip(sites, at, strict=True):
+                block, width, own = choices.labels[index]
+                kinds |= own
+                if block is not None:
+                    widths[block] = width
+            found.append(self.of(kinds, widths))
+        if failed is not None and not found:
+            raise failed
+        return found
 
-    def of(self, kinds: Mapping[str, Kind]) -> TypeChoice:
-        """Return a choice of these types, one for each matrix."""
+    def of(self, kinds: Mapping[str, Kind], widths: Mapping[int, int] | None = None) -> TypeChoice:
+        """Return a choice of these types, one for each matrix, and of the columns that the MLPs of blocks keep."""
+        shares = self._shares(widths or {})
         sizes: Counter[Kind] = Counter()
         for name, kind in kinds.items():
             if name not in OUTER:
-                sizes[kind] += self._elements[name]
+                sizes[kind] += int(self._elements[name] * shares.get(name, 1))
         chosen = _NAMES[max(sizes or Counter(kinds.values()), key=lambda kind: sizes[kind])]
         embedding, head = (kinds[name].name.lower() if name in kinds else None for name in OUTER)
         others = OtherTypes(embedding, head, _patterns(kinds))  # type: ignore[arg-type]
-        size = self._outside + sum(self.size(name, kind) for name, kind in kinds.items())
-        return TypeChoice(chosen, others, size, self.predict(kinds))
+        size = self._outside + sum(self.size(name, kind, shares.get(name, _WHOLE)) for name, kind in kinds.items())
+        by_columns = sum(self.columns[block][width] for block, width in (widths or {}).items())
+        fewer = {block: width for block, width in (widths or {}).items() if width < max(self.columns[block])}
+        kept = {block: (widths or {})[block] for block in self.columns} if fewer else {}
+        return TypeChoice(chosen, others, size, self.predict(kinds, shares) + by_columns, kept)
 
-    def predict(self, kinds: Mapping[str, Kind]) -> float:
+    def _shares(self, widths: Mapping[int, int]) -> dict[str, Fraction]:
+        """Return the share that stays of matrices of MLPs with so many columns."""
+        return {
+            name: Fraction(width, max(self.columns[block]))
+            for block, width in widths.items()
+            for name in self.losses
+            if name.startswith(f"blk.{block}.ffn_")
+        }
+
+    def predict(self, kinds: Mapping[str, Kind], shares: Mapping[str, Fraction] | None = None) -> float:
         """Return what types are predicted to lose; a type that was not tried counts as the nearest finer one."""
-        return sum(_nearest(by_kind, kinds[name]) for name, by_kind in self.losses.items())
+        share_of = shares or {}
+        return sum(
+            float(share_of.get(name, 1)) * _nearest(by_kind, kinds[name]) for name, by_kind in self.losses.items()
+        )
 
     def of_mixture(self, chosen: GgufType) -> tuple[FilePlan, float]:
         """Return the file of one of llama.cpp's own mixtures, and what it is predicted to lose."""
         plan = self.planner.plan(chosen, weighted=True)
         return plan, self.predict(plan.kinds)
-
-    @property
-    def elements(self) -> int:
-        return sum(self._elements[name] for name in self.losses)
 
 
 def _nearest(by_kind: Mapping[Kind, float], kind: Kind) -> float:

@@ -22,7 +22,7 @@ from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
 from ckpt_prune.compensation.methods import derive_strength
 from ckpt_prune.gguf.layout import Layout, lay_out
-from ckpt_prune.gguf.rounding import encode
+from ckpt_prune.gguf.rounding import Array, encode
 from ckpt_prune.gguf.types import head_of
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.job.model_view import ModelView
@@ -39,6 +39,8 @@ from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 
 FOLDS = 4
 """Folds of the samples, of which the last one decides between two ways to round."""
+ROWS = 128
+"""Rows of a matrix that decide between them."""
 _HEAD_DAMP = 0.1
 """The embedding is also what tokens begin with: its own weights must stay nearer than outputs alone would say."""
 _UNROUNDED = (Kind.F32, Kind.F16, Kind.BF16)
@@ -234,19 +236,25 @@ class Fitter:
         weight, kind = self._matrices.read(name).float(), self._kinds[name]
         seen = sum_folds(folds[:-1] or folds)
         assert isinstance(seen, Moments)
-        best = np.concatenate(list(encode(name, weight, kind, importance_of(seen.square)))).reshape(len(weight), -1)
-        way = "importance"
-        held_out = folds[-1].gram
-        if self._feedback and kind in CODES and seen.gram is not None and held_out is not None:
+        importance, gram, held_out = importance_of(seen.square), seen.gram, folds[-1].gram
+
+        def by_importance(rows: Tensor) -> Array:
+            return np.concatenate(list(encode(name, rows, kind, importance))).reshape(len(rows), -1)
+
+        ways: dict[str, Callable[[Tensor], Array]] = {"importance": by_importance}
+        if self._feedback and kind in CODES and gram is not None and held_out is not None:
             damp = max(least_damp, min(MOST_DAMP, derive_strength(weight.shape[1], seen.count)))
-            by_feedback = round_with_feedback(weight, seen.gram, kind, damp)
-            errors = [output_error(weight, rows, kind, held_out) for rows in (by_feedback, best)]
-            if errors[0] < errors[1]:
-                best, way = by_feedback, "error feedback"
+            ways["error feedback"] = lambda rows: round_with_feedback(rows, gram, kind, damp)
+        way = "importance"
+        if len(ways) > 1 and held_out is not None:
+            # Every row is rounded by itself, so that a few tell which way is better.
+            some = weight[:: -(-len(weight) // ROWS)]
+            errors = {each: output_error(some, rounded(some), kind, held_out) for each, rounded in ways.items()}
+            way = min(errors, key=lambda each: errors[each])
         self.ways[way] += 1
         file = self._folder / f"{name}.npy"
         with disk_failures(file):
-            np.save(file, best)
+            np.save(file, ways[way](weight))
         return file
 
     def describe(self) -> str:

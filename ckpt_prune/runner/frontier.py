@@ -1,10 +1,11 @@
 """`frontier`: smaller, for this runtime, at this size: by what? Candidates are predicted, made and measured.
 
 1. The model is measured once: how much each input matters, and what each type of each matrix adds to the divergence.
-2. Candidates are listed by that: llama.cpp's own mixtures, one type everywhere, a type of its own for each matrix, and
-   the same after columns of the MLPs have gone.
-3. They are made one at a time, run in llama.cpp and held against the dense model. What is done stands in a journal, so
-   that an interrupted run goes on.
+2. Where types alone would lose much, it is also predicted what fewer columns of every MLP add. One budget over types
+   and columns names the candidate; llama.cpp's own mixtures and one type everywhere stand beside it.
+3. Candidates are made one at a time, run in llama.cpp and held against the dense model. Where columns went, the two
+   parts of the loss are measured apart, and the budget is solved once more by them. What is done stands in a journal,
+   so that an interrupted run goes on.
 4. The best one within the target is kept, with a picture and the commands that make it.
 """
 
@@ -13,7 +14,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
@@ -24,7 +25,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import Notices
-from ckpt_prune.gguf.choosing import TypeBudget
+from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
@@ -39,7 +40,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import digested_options
 from ckpt_prune.recipe.sizes import parse_size
-from ckpt_prune.runner.frontier_candidates import MOST_COLUMNS, Candidate, Maker, Measured
+from ckpt_prune.runner.frontier_candidates import HEAD, MOST_COLUMNS, Candidate, Maker, Measured
 from ckpt_prune.runner.frontier_record import FRONTIER, USABLE, Frontier, make_frontier, write_frontier
 from ckpt_prune.runner.resuming import resumable
 
@@ -48,9 +49,13 @@ SAMPLES, WINDOW = 32, 512
 USUAL_LOSS = 0.05
 """Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
 PRUNE_FROM = 0.1
-"""Nats that fewer bits alone are predicted to lose, from which on models with fewer columns are tried, too."""
+"""Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
 CLOSE = 1.15
-"""For a loss, types are chosen again if the prediction was wrong by more than this factor."""
+"""A budget is solved again if its prediction was wrong by more than this factor."""
+IN_QUESTION = 1.5
+"""Mixtures and single types are made if they are predicted to lose at most so many times what the budget does."""
+BETTER = 0.97
+"""What is solved again is made if it is predicted to lose less than this share of what was measured."""
 LADDER: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k")
 """llama.cpp's own mixtures that are measured if no size is asked for."""
 
@@ -107,6 +112,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
             reference = read_reference(model.checkpoint.whole, held_out, trust=options.trust_remote_code)
             maker = Maker.of(options, planner, samples, reference, staging)
             search = _Search(maker, limit, loss)
+            say(_foresee(search))
 
             # 3. Make the candidates one at a time, and measure them.
             found: list[Measured] = []
@@ -136,8 +142,10 @@ def _check_reach(limit: int, planner: FilePlanner) -> None:
         if len(weight.shape) == 2 and types_for(weight.shape[-1])
     }
     budget = TypeBudget(planner, losses)
-    columns = sum(min(budget.size(name, kind) for kind in losses[name]) for name in losses if ".ffn_" in name)
-    least = budget.least - columns * (MOST_COLUMNS - 1) // MOST_COLUMNS
+    model = planner.model
+    units = min(model.unit_counts("mlp"), default=0)
+    columns = {block: {1: 0.0, MOST_COLUMNS: 0.0} for block in model.blocks_with("mlp")} if units else {}
+    least = TypeBudget(planner, losses, columns).least
     if limit < least:
         raise UserError(
             f"--target-bytes: {human_bytes(limit)} are out of reach: the coarsest types make a file of "
@@ -153,26 +161,65 @@ def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:
     return mix_windows(streams, samples=options.held_out_samples, window=window, seed=options.seed, choose="first")[0]
 
 
+def _foresee(search: _Search) -> str:
+    """Say what the target is predicted to mean, before anything is made."""
+    try:
+        choice = _choose(search)
+    except BudgetError:
+        return "nothing within the target is predicted"
+    pruned = f", and {min(choice.columns.values())} columns at the least in an MLP" if choice.columns else ""
+    return (
+        f"predicted {_asked(search)}: {human_bytes(choice.bytes)}, a divergence (KL) of {choice.kl:.3f}, about "
+        f"{math.exp(choice.kl):.2f} times the perplexity{pruned}"
+    )
+
+
+def _choose(search: _Search) -> TypeChoice:
+    """Return types, and columns if types alone lose much, that are predicted to be best; BudgetError if none are."""
+    maker, limit = search.maker, search.limit
+    if limit is None:
+        return maker.budget.at_loss(float(search.loss or 0))
+    with suppress(BudgetError):
+        choice = maker.budget.at_bytes(limit)
+        if choice.kl <= PRUNE_FROM or len(maker.widths()) < 2:
+            return choice
+    return _within(maker.joint, limit)
+
+
+def _within(budget: TypeBudget, limit: int) -> TypeChoice:
+    """Return what loses least in a file of so many bytes, whose head may grow where columns go."""
+    choice = budget.at_bytes(limit)
+    return choice if not choice.columns or choice.bytes <= limit - HEAD else budget.at_bytes(limit - HEAD)
+
+
 def _candidates(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
-    """Yield what is to be measured next, by what was measured so far; at last the best one, rounded with more care."""
+    """Yield what is to be measured next, by what was measured so far."""
     yield from _sized(search, found) if search.limit is not None else _within_loss(search, found)
-    best = _best(search, found)
-    if best is not None:
-        name = f"{best.candidate.name}, by error feedback"
-        yield replace(best.candidate, name=name, kl=None, feedback=True)
 
 
 def _sized(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
     """Yield what keeps to a size."""
     assert search.limit is not None
-    yield from search.maker.singles_within(search.limit)
-    predicted = math.inf
-    with suppress(BudgetError):
-        choice = search.maker.budget.at_bytes(search.limit)
-        predicted = choice.kl
-        yield Candidate.of_types("bits by budget", choice)
-    if predicted > PRUNE_FROM:
-        yield from _pruned(search, found)
+    maker = search.maker
+    try:
+        choice = _choose(search)
+    except BudgetError:
+        yield from maker.singles_within(search.limit, math.inf)
+        return
+    yield from maker.singles_within(search.limit, IN_QUESTION * choice.kl)
+    yield Candidate.of_types("by budget", choice, feedback=True)
+    if not choice.columns:
+        return
+    # Fewer columns and rounding are each predicted too high or too low by a factor of their own.
+    budget, measured = maker.joint, found[-1].score.kl
+    by_columns = sum(budget.columns[block][kept] for block, kept in choice.columns.items())
+    pruned = maker.measured_columns(found[-1].candidate)
+    factors = pruned / by_columns, max(measured - pruned, 0.0) / (choice.kl - by_columns)
+    if max(*factors, *(1 / max(factor, 1e-3) for factor in factors)) <= CLOSE:
+        return
+    again = _within(budget.scaled(*factors), search.limit)
+    if again.kl < BETTER * measured and again.columns != choice.columns:
+        yield Candidate.of_types("by budget, corrected", again, feedback=True)
 
 
 def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
@@ -191,25 +238,11 @@ def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
             choice = budget.at_loss(asked)
         except BudgetError:
             return
-        yield Candidate.of_types("smallest within the loss", choice)
+        yield Candidate.of_types("smallest within the loss", choice, feedback=True)
         measured = found[-1].score.kl
         if search.loss / CLOSE <= measured <= search.loss:
             return
         asked *= search.loss / measured
-
-
-def _pruned(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
-    """Yield models with ever fewer columns, and types within the size, as long as that helps."""
-    assert search.limit is not None
-    best = min((each.score.kl for each in found if each.candidate.bytes <= search.limit), default=math.inf)
-    for width in search.maker.widths():
-        candidate = search.maker.pruned(width, search.limit)
-        if candidate is None:  # its coarsest types are still too large
-            continue
-        yield candidate
-        if found[-1].score.kl >= best:
-            return
-        best = found[-1].score.kl
 
 
 def _best(search: _Search, found: list[Measured]) -> Measured | None:

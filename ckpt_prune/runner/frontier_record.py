@@ -6,18 +6,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.graph_types import GGUF_FILES
 from ckpt_prune.options.commands import FrontierOptions
-from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
+from ckpt_prune.runner.frontier_candidates import PRUNED, Candidate, Maker, Measured
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
 
 RECORD, FILE, PAGE, CHART, COMMANDS = "frontier.json", "model.gguf", "frontier.html", "frontier.svg", "make.sh"
+RECIPE = "recipe.yaml"
+"""The recipe of the file, if columns go."""
 FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
 USABLE = 2.0
 """Times the dense model's perplexity from which on nothing is called usable."""
@@ -71,8 +76,10 @@ class Frontier:
             return f"nothing usable {self.asked}{beside}{more}"
         candidate = self.best.candidate
         first = "keep all weights"
-        if candidate.width is not None:
-            first = f"keep {candidate.width} columns of each MLP, refit"
+        if candidate.columns:
+            least, most = min(candidate.columns), max(candidate.columns)
+            some = f"{most}" if least == most else f"{least} to {most}"
+            first = f"keep {some} columns of each MLP, refit"
         size = f"{self.best.score.bytes / 1e6:.2f} MB"
         return f"{self.asked}: {first}, and take {candidate.types}: {size}, {self._figures}"
 
@@ -141,7 +148,7 @@ def _line(name: str, several: Sequence[Measured]) -> Line:
 
 def _row(measured: Measured) -> dict[str, Any]:
     candidate = measured.candidate
-    pruned = None if candidate.width is None else {"mlp": candidate.width}
+    pruned = {"mlp": list(candidate.columns)} if candidate.columns else None
     types = {"file": candidate.chosen} | {name: each for name, each in asdict(candidate.others).items() if each}
     return {
         "name": candidate.name,
@@ -156,21 +163,17 @@ def commands_of(options: FrontierOptions, candidate: Candidate, maker: Maker) ->
     """Return the commands that make a candidate without this one."""
     data = [word for text in options.text for word in ("--text", str(text))]
     data += ["--samples", str(len(maker.samples)), "--window", str(maker.samples.tokens), "--seed", str(options.seed)]
-    model, found = str(options.model), []
-    if candidate.width is not None:
-        given = maker.prune_options(candidate.width)
-        sets = [word for change in given["overrides"] for word in ("--set", change)]
-        found.append(
-            ["prune", model, "--recipe", given["recipe"], *sets, *data, "--evaluate-samples", "0", "-o", "pruned"]
-        )
-        model = "pruned"
-    types = candidate.others.options
-    if candidate.feedback:
-        found.append(["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", FILE])
+    model, types = str(options.model), candidate.others.options
+    if candidate.columns:  # the recipe says all
+        found = [["prune", model, "--recipe", RECIPE, *data, "--evaluate-samples", "0", "-o", PRUNED]]
+    elif candidate.feedback:
+        found = [["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", FILE]]
     else:
-        found.append(["calibrate", model, *data, "--collect", "moments,linears", "-o", "statistics"])
         export = ["export", model, "--format", "gguf", "--dtype", candidate.chosen, *types]
-        found.append([*export, "--statistics", "statistics", "-o", FILE])
+        found = [
+            ["calibrate", model, *data, "--collect", "moments,linears", "-o", "statistics"],
+            [*export, "--statistics", "statistics", "-o", FILE],
+        ]
     return [shlex.join(["ckpt-prune", *words]) for words in found]
 
 
@@ -202,8 +205,13 @@ def write_frontier(frontier: Frontier, folder: Path, maker: Maker) -> None:
     files = [PAGE, CHART] if frontier.found else [PAGE]
     if frontier.best is not None:
         files += [FILE, COMMANDS]
-        maker.make(frontier.best.candidate).rename(folder / FILE)
-        write_atomically(folder / COMMANDS, "\n".join(["#!/bin/sh", "set -e", *frontier.commands, ""]))
+        best, lines = frontier.best.candidate, ["#!/bin/sh", "set -e", *frontier.commands]
+        maker.make(best).rename(folder / FILE)
+        if best.columns:
+            files.append(RECIPE)
+            write_atomically(folder / RECIPE, yaml.safe_dump(maker.recipe(best, export=True), sort_keys=False))
+            lines.append(f"mv {PRUNED}/{GGUF_FILES[best.chosen]} {FILE}")
+        write_atomically(folder / COMMANDS, "\n".join([*lines, ""]))
     sentences = [frontier.sentence, f"Measured in llama.cpp on {frontier.data_words}; * marks what nothing beats."]
     section = Section("Smaller, by what?", sentences, tables=[frontier.table()], figures=frontier.figures())
     write_atomically(folder / PAGE, print_page(f"{frontier.model}: sizes and losses", [section]))

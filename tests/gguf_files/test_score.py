@@ -1,9 +1,12 @@
 """Choosing types of a file's matrices, and measuring files at every token in llama.cpp."""
 
+import itertools
 import re
 
+import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.evaluation.perplexity import perplexity
@@ -104,3 +107,57 @@ def test_the_smallest_file_within_a_loss_is_no_larger_than_one_that_loses_as_muc
 def test_every_matrix_is_named_once(budget):
     choice = budget.at_bytes((5 * budget.least) // 4)
     assert sum(map(int, re.findall(r" in (\d+)", choice.words()))) == 2 * 7
+
+
+# ---- types and columns together --------------------------------------------------------------------------------------
+
+ROUNDED = {
+    "blk.0.ffn_up.weight": {Kind.Q8_0: 0.01, Kind.Q4_0: 0.20},
+    "blk.0.ffn_down.weight": {Kind.Q8_0: 0.02, Kind.Q4_K: 0.09},
+    "blk.1.ffn_up.weight": {Kind.Q8_0: 0.01, Kind.Q4_0: 0.13},
+    "blk.1.attn_q.weight": {Kind.Q8_0: 0.01, Kind.Q4_0: 0.05},
+}
+COLUMNS = {0: {128: 0.11, 256: 0.0}, 1: {128: 0.30, 256: 0.0}}
+ELEMENTS = {name: 64 * (64 if "attn" in name else 256) for name in ROUNDED}
+
+
+def all_choices(base, *, alike):
+    """Yield bytes and loss of every combination, by the sizes of ggml's blocks."""
+    for widths in itertools.product((128, 256), repeat=2):
+        if alike and widths[0] != widths[1]:
+            continue
+        for kinds in itertools.product(*ROUNDED.values()):
+            size, lost = base, sum(COLUMNS[block][width] for block, width in enumerate(widths))
+            for (name, by_kind), kind in zip(ROUNDED.items(), kinds, strict=True):
+                share = widths[int(name.split(".")[1])] / 256 if "ffn" in name else 1
+                elements, bytes_of_block = gguf.GGML_QUANT_SIZES[kind]
+                size += -(-ELEMENTS[name] * share * bytes_of_block / elements // 32) * 32
+                lost += share * by_kind[kind]
+            yield int(size), lost
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("spent", [0.0, 0.1, 0.35, 0.6, 0.85])
+def test_types_and_columns_of_one_budget_lose_least_of_all_combinations(folder, alike, spent):
+    planner = FilePlanner(open_model(str(folder), Opening()))
+    budget = TypeBudget(planner, ROUNDED, COLUMNS, alike)
+    plan = planner.plan("q8_0", weighted=True)
+    base = plan.bytes - sum(plan.tensor_bytes[name] for name in ROUNDED)
+    every = list(all_choices(base, alike=alike))
+    assert budget.least == min(size for size, _ in every)
+    limit = int(budget.least + spent * (plan.bytes - budget.least))
+    choice = budget.at_bytes(limit)
+    assert choice.kl == pytest.approx(min(lost for size, lost in every if size <= limit))
+    assert (choice.bytes, pytest.approx(choice.kl)) in every
+    assert choice.columns.keys() in ({0, 1}, set())
+    smallest = budget.at_loss(choice.kl + 1e-9)
+    assert smallest.bytes == min(size for size, lost in every if lost <= choice.kl + 1e-9)
+
+
+def test_losses_of_columns_and_of_types_have_factors_of_their_own(folder):
+    planner = FilePlanner(open_model(str(folder), Opening()))
+    budget = TypeBudget(planner, ROUNDED, COLUMNS)
+    kinds = {name: min(by_kind, key=by_kind.get) for name, by_kind in ROUNDED.items()}
+    plain, scaled = (each.of(kinds, {0: 128, 1: 256}).kl for each in (budget, budget.scaled(2.0, 3.0)))
+    assert plain == pytest.approx(0.11 + 0.005 + 0.01 + 0.01 + 0.01)
+    assert scaled == pytest.approx(2 * 0.11 + 3 * 0.035)

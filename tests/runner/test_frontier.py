@@ -130,11 +130,18 @@ def test_the_smallest_file_within_a_loss_is_found(place, monkeypatch):
     assert best["bytes"] < next(each["bytes"] for each in found["candidates"] if each["name"] == "q8_0")
 
 
-def test_a_model_with_fewer_columns_is_tried_where_bits_alone_lose_much(place, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.runner.frontier.PRUNE_FROM", 0.0)
-    code, output = run(*command(place, "pruned", "--target-bytes", "300KB"))
+def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_file(place, monkeypatch):
+    """A size that no types reach with all columns; what is predicted is corrected once by what was measured."""
+    code, output = run(*command(place, "pruned", "--target-bytes", "243KB"))
     assert code in (0, 1), output
-    found = read(place, "pruned")["candidates"]
-    pruned = [each for each in found if each["pruned"]]
-    assert pruned[0]["pruned"] == {"mlp": 64}
-    assert all(each["bytes"] <= 300_000 for each in pruned)
+    found = read(place, "pruned")
+    assert found["candidates"]
+    assert all(each["bytes"] <= 243_000 for each in found["candidates"])
+    assert all(set(each["pruned"]["mlp"]) <= {64, 96} for each in found["candidates"])
+    monkeypatch.chdir(place / "pruned")
+    code, output = run(*shlex.split(found["commands"][0])[1:])
+    assert code == 0, output
+    name = found["candidates"][0]["types"]["file"]
+    assert (place / "pruned" / "pruned" / f"model-{name}.gguf").read_bytes() == (
+        place / "pruned" / "model.gguf"
+    ).read_bytes()
