@@ -34,8 +34,8 @@ class BudgetError(UserError):
 
     def __init__(self, budget: float, least: float):
         super().__init__(
-            f"a budget of {_exact(budget)} is out of reach: the smallest widths that are allowed take {_exact(least)}; "
-            "ask for that or more"
+            f"a budget of {_exact(budget)} is out of reach: the smallest choices that are allowed take "
+            f"{_exact(least)}; ask for that or more"
         )
         self.least = least
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
@@ -466,12 +466,17 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     """Windows of --text. [default: 32]"""
     window: int | None = option(default=None, ge=2)
     """Tokens per window, of --text and of --held-out. [default: the model's context length, at most 512]"""
+    # No options here: it is for models of text.
+    images: ClassVar[None] = None  # type: ignore[misc]
+    labels: ClassVar[None] = None  # type: ignore[misc]
+    audio: ClassVar[None] = None  # type: ignore[misc]
+    max_corrupt: ClassVar[float] = 0.0  # type: ignore[misc]
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
         if self.target_bytes is not None and self.max_loss is not None:
             raise ValueError("--target-bytes and --max-loss are two targets: give one of them")
-        if not self.text or self.images is not None or self.audio is not None:
+        if not self.text:
             raise ValueError("frontier is for models of text: give --text FILE to measure the model on")
         named = [parse_text_name(text, "test") or text for text in self.held_out]
         self.held_out = tuple(each.path if isinstance(each, NamedText) else each for each in named)

@@ -124,7 +124,7 @@ def test_an_impossible_budget_names_the_smallest_size(budget, text):
     with pytest.raises(UserError) as caught:
         least_error({"heads": Curve([0, 1, 2], 4000), "mlp": Curve(range(21), 2000, 16)}, budget)
     assert str(caught.value) == (
-        f"a budget of {text} is out of reach: the smallest widths that are allowed take 36,000; ask for that or more"
+        f"a budget of {text} is out of reach: the smallest choices that are allowed take 36,000; ask for that or more"
     )
 
 

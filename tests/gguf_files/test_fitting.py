@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import OtherTypes
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.fitting import _Matrices
@@ -116,3 +117,22 @@ def test_options_that_say_nothing_are_refused(tmp_path, monkeypatch, options, sa
     model = save(tmp_path / "model", "llama", **SIZES)
     code, output = run("quantize", model, *options, *([] if "-o" in options else ["-o", "m.gguf"]))
     assert (code, says in output) == (2, True), output
+
+
+def test_a_file_by_feedback_that_fails_names_the_command_that_makes_it(tmp_path, monkeypatch):
+    """A plain export would round it in another way."""
+    model = save(tmp_path / "model", "llama", **SIZES)
+    text = proving(model).text[0]
+    chosen = "{format: gguf, dtype: q4_0, rounding: gptq, types: {ffn_up: q8_0}}"
+    words = ["--recipe", "ridge", "--ratio", 0.3, "--text", text, "--samples", 4, "--window", 48]
+
+    def fail(*_, **__):
+        raise UserError("no room")
+
+    monkeypatch.setattr("ckpt_prune.stages.export.gguf_file.export_gguf", fail)
+    out = tmp_path / "out"
+    code, output = run("prune", model, *words, "--set", f"export={chosen}", "-o", out, "--evaluate-samples", 0)
+    assert code != 0
+    data = f"--text {text} --samples 4 --window 48 --seed 0"
+    kept = f"ckpt-prune quantize {out} --format gguf --type q4_0 --tensor-type ffn_up=q8_0 {data} -o "
+    assert f"{kept}{out / 'model-q4_0.gguf'}" in output

@@ -105,6 +105,12 @@ class GgufFile:
         )
 
     def command(self, output: Path) -> str:
-        file = output / GGUF_FILES[self.kind]
-        words = ["ckpt-prune", "export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", str(file)]
-        return shlex.join([*words, *self.recipe.other_types.options])
+        file, types = str(output / GGUF_FILES[self.kind]), self.recipe.other_types.options
+        if self.recipe.rounding == "nearest" or self.live is None:
+            words = ["export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", file, *types]
+            return shlex.join(["ckpt-prune", *words])
+        samples = self.live.samples
+        data = [word for text in self.proving.text for word in ("--text", str(text))]
+        data += ["--samples", str(len(samples)), "--window", str(samples.tokens), "--seed", str(self.live.seed)]
+        words = ["quantize", str(output), "--format", "gguf", "--type", self.kind, *types, *data, "-o", file]
+        return shlex.join(["ckpt-prune", *words])
