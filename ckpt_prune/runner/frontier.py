@@ -21,15 +21,12 @@ from torch import Tensor
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.staging import Staging, check_output
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import Notices
-from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
+from ckpt_prune.gguf.choosing import TypeChoice
 from ckpt_prune.gguf.file_plan import FilePlanner
-from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
-from ckpt_prune.gguf.losses import types_for
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.score import read_reference
 from ckpt_prune.measure.samples.choose import choose_samples
@@ -39,8 +36,10 @@ from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import digested_options
+from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import parse_size
-from ckpt_prune.runner.frontier_candidates import HEAD, MOST_COLUMNS, Candidate, Maker, Measured
+from ckpt_prune.runner.file_budgets import FileBudgets, check_reach, within
+from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
 from ckpt_prune.runner.frontier_record import FRONTIER, USABLE, Frontier, make_frontier, write_frontier
 from ckpt_prune.runner.resuming import resumable
 
@@ -48,8 +47,6 @@ SAMPLES, WINDOW = 32, 512
 """Windows that the model is measured on, and their tokens, by default."""
 USUAL_LOSS = 0.05
 """Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
-PRUNE_FROM = 0.1
-"""Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
 CLOSE = 1.15
 """A budget is solved again if its prediction was wrong by more than this factor."""
 IN_QUESTION = 1.5
@@ -87,7 +84,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     planner.plan("q8_0")  # refuses what llama.cpp does not compute, or tokenizers that it has not
     limit, loss = _read_target(options, model)
     if limit is not None:
-        _check_reach(limit, planner)
+        check_reach(limit, planner)
     check_output(
         model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite,
         inputs=options.text, kind=FRONTIER,
@@ -110,7 +107,11 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
 
             # 2. Measure the model once, and tell from that what each type of each matrix loses.
             reference = read_reference(model.checkpoint.whole, held_out, trust=options.trust_remote_code)
-            maker = Maker.of(options, planner, samples, reference, staging)
+            device = resolve_device(options.device)
+            dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
+            place, journal = staging.scratch, staging.journal
+            budgets = FileBudgets(planner, samples, options.seed, place, journal, device, dtype)
+            maker = Maker(options, budgets, reference, staging)
             search = _Search(maker, limit, loss)
             say(_foresee(search))
 
@@ -132,26 +133,6 @@ def _read_target(options: FrontierOptions, model: Model) -> tuple[int | None, fl
         return None, math.log1p(USUAL_LOSS if options.max_loss is None else float(options.max_loss))
     dense = cost_of(model).bytes
     return parse_size("bytes", options.target_bytes).of(dense), None
-
-
-def _check_reach(limit: int, planner: FilePlanner) -> None:
-    """Refuse a size below that of the coarsest types with the fewest columns that are tried."""
-    losses = {
-        name: dict.fromkeys(types_for(weight.shape[-1]), 0.0)
-        for name, weight in lay_out(planner.model).tensors.items()
-        if len(weight.shape) == 2 and types_for(weight.shape[-1])
-    }
-    budget = TypeBudget(planner, losses)
-    model = planner.model
-    units = min(model.unit_counts("mlp"), default=0)
-    columns = {block: {1: 0.0, MOST_COLUMNS: 0.0} for block in model.blocks_with("mlp")} if units else {}
-    least = TypeBudget(planner, losses, columns).least
-    if limit < least:
-        raise UserError(
-            f"--target-bytes: {human_bytes(limit)} are out of reach: the coarsest types make a file of "
-            f"{human_bytes(budget.least)} of {planner.model.checkpoint.name}, and with a third of its MLP columns "
-            f"{human_bytes(least)}; ask for more, or drop tokens first (ckpt-prune prune MODEL --vocabulary auto)"
-        )
 
 
 def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:
@@ -176,20 +157,9 @@ def _foresee(search: _Search) -> str:
 
 def _choose(search: _Search) -> TypeChoice:
     """Return types, and columns if types alone lose much, that are predicted to be best; BudgetError if none are."""
-    maker, limit = search.maker, search.limit
-    if limit is None:
-        return maker.budget.at_loss(float(search.loss or 0))
-    with suppress(BudgetError):
-        choice = maker.budget.at_bytes(limit)
-        if choice.kl <= PRUNE_FROM or len(maker.widths()) < 2:
-            return choice
-    return _within(maker.joint, limit)
-
-
-def _within(budget: TypeBudget, limit: int) -> TypeChoice:
-    """Return what loses least in a file of so many bytes, whose head may grow where columns go."""
-    choice = budget.at_bytes(limit)
-    return choice if not choice.columns or choice.bytes <= limit - HEAD else budget.at_bytes(limit - HEAD)
+    if search.limit is not None:
+        return search.maker.budgets.at_bytes(search.limit)
+    return search.maker.budget.at_loss(float(search.loss or 0))
 
 
 def _candidates(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
@@ -211,13 +181,13 @@ def _sized(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
     if not choice.columns:
         return
     # Fewer columns and rounding are each predicted too high or too low by a factor of their own.
-    budget, measured = maker.joint, found[-1].score.kl
+    budget, measured = maker.budgets.joint, found[-1].score.kl
     by_columns = sum(budget.columns[block][kept] for block, kept in choice.columns.items())
     pruned = maker.measured_columns(found[-1].candidate)
     factors = pruned / by_columns, max(measured - pruned, 0.0) / (choice.kl - by_columns)
     if max(*factors, *(1 / max(factor, 1e-3) for factor in factors)) <= CLOSE:
         return
-    again = _within(budget.scaled(*factors), search.limit)
+    again = within(budget.scaled(*factors), search.limit)
     if again.kl < BETTER * measured and again.columns != choice.columns:
         yield Candidate.of_types("by budget, corrected", again, feedback=True)
 

@@ -3,42 +3,31 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import yaml
-from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.common.progress import show_progress
-from ckpt_prune.gguf.architectures import takes_different_blocks
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.file_plan import FilePlanner
-from ckpt_prune.gguf.importance import importance_of_statistics
-from ckpt_prune.gguf.losses import predict_type_losses
 from ckpt_prune.gguf.score import FileScore, Reference, measure_divergence, read_reference, score_file
 from ckpt_prune.gguf.types import NO_OTHERS
 from ckpt_prune.job.job import LiveSamples
-from ckpt_prune.measure.samples.samples import SampleRange, Samples
-from ckpt_prune.measure.statistics.fisher import LIMITS
-from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.option import check_options
-from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
+from ckpt_prune.runner.file_budgets import FileBudgets, export_of, recipe_of
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
-from ckpt_prune.stages.spaces.effects.column_losses import PredictedColumns, predict_columns
-from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 
 MIXTURES: tuple[GgufType, ...] = (
     *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_nl", "iq4_xs"),
@@ -47,14 +36,8 @@ MIXTURES: tuple[GgufType, ...] = (
 """llama.cpp's own mixtures that are in question."""
 UNIFORM: tuple[Literal["q8_0", "q5_0", "q4_1", "iq4_nl"], ...] = ("q8_0", "q5_0", "q4_1", "iq4_nl")
 """Types that all matrices have at once, the embedding included."""
-MOST_COLUMNS = 3
-"""An MLP keeps more than one part of so many of its columns."""
-COLUMN_FOLDS = 4
-"""Folds of the samples that fewer columns are predicted on, of which the last is held out."""
 PRUNED = "pruned"
 """Folder of a model with fewer columns."""
-HEAD = 4096
-"""Bytes that the head of a file may grow by where blocks differ in width."""
 
 
 @dataclass(frozen=True)
@@ -113,41 +96,28 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Sized:
-    """A model whose files are made.
+class Maker:
+    """Makes candidates in a staging folder.
 
     Attributes:
-        model: dense or pruned.
-        statistics: of its inputs.
-        budget: of its types.
+        options: of the command.
+        budgets: of the dense model's file.
+        reference: its predictions.
+        staging: where files and pruned models are made, and what is done is noted.
     """
 
-    model: Model
-    statistics: Path
-    budget: TypeBudget
-
-
-@dataclass(frozen=True)
-class Maker:
-    """Makes candidates in a staging folder."""
-
     options: FrontierOptions
-    dense: Sized
-    samples: Samples
+    budgets: FileBudgets
     reference: Reference
     staging: Staging
 
-    @classmethod
-    def of(
-        cls, options: FrontierOptions, planner: FilePlanner, samples: Samples, reference: Reference, staging: Staging
-    ) -> "Maker":
-        """Measure the dense model, unless an earlier run has."""
-        dense = _measure(options, planner, samples, staging, "dense")
-        return cls(options, dense, samples, reference, staging)
+    @property
+    def samples(self) -> Samples:
+        return self.budgets.samples
 
     @property
     def budget(self) -> TypeBudget:
-        return self.dense.budget
+        return self.budgets.types
 
     @cached_property
     def _mixtures(self) -> list[Candidate]:
@@ -174,68 +144,6 @@ class Maker:
             if fitting:
                 yield min(fitting, key=lambda each: each.kl or 0)
 
-    @cached_property
-    def joint(self) -> TypeBudget:
-        """The budget of types and of columns together; of types alone where MLPs differ or have few columns.
-
-        Fewer columns are predicted when it is asked for first.
-        """
-        widths = self.widths()
-        if len(widths) < 2:
-            return self.budget
-        losses = {block: {width: own[width] for width in widths} for block, own in self._predicted.losses.items()}
-        return replace(self.budget, columns=losses, alike=not self._may_differ)
-
-    @property
-    def _may_differ(self) -> bool:
-        checkpoint = self.dense.model.checkpoint
-        tied = "output.weight" not in self.budget.planner.plan("q8_0").kinds
-        return takes_different_blocks(str(checkpoint.config["model_type"]), tied=tied)
-
-    def widths(self) -> list[int]:
-        """Return the columns that an MLP may keep, all of them at last: multiples that leave finer types their rows.
-
-        There are none where MLPs differ.
-        """
-        model = self.dense.model
-        counts = set(model.unit_counts("mlp"))
-        if len(counts) != 1 or len(model.blocks_with("mlp")) < model.blocks:
-            return []
-        units = counts.pop()
-        multiple = multiple_of_columns(units)
-        return [*range(-(-(units // MOST_COLUMNS + 1) // multiple) * multiple, units, multiple), units]
-
-    @cached_property
-    def _predicted(self) -> PredictedColumns:
-        notes, entry = self.staging.journal.notes, "columns"
-        if entry not in notes:
-            model, place = self.dense.model, self.staging.scratch / "grams"
-            how: dict[str, Any] = {
-                "device": resolve_device(self.options.device),
-                "compute_dtype": _dtype_of(self.options, model),
-            }
-            folds = min(COLUMN_FOLDS, len(self.samples))
-            if not place.is_dir():
-                measure_statistics(
-                    model,
-                    self.samples,
-                    place,
-                    seed=self.options.seed,
-                    folds=folds,
-                    collect=("moments", "gram", "fisher"),
-                    finish=lambda statistics: add_gradients(
-                        model, statistics, self.samples, spaces=["mlp"], distances=False, **how
-                    ),
-                    **how,
-                )
-            units = self.widths()[-1]
-            found = predict_columns(model, Statistics(place), multiple_of_columns(units), how["device"])
-            self.staging.journal.record(entry, note=asdict(found))
-            return found
-        note = notes[entry]
-        losses = {int(block): {int(kept): lost for kept, lost in own.items()} for block, own in note["losses"].items()}
-        return PredictedColumns(note["score"], losses)
-
     def measured_columns(self, candidate: Candidate) -> float:
         """Return what the fewer columns of a candidate lose by themselves, before anything is rounded."""
         entry = f"{candidate.name}: columns alone"
@@ -248,27 +156,10 @@ class Maker:
 
     def recipe(self, candidate: Candidate, *, export: bool) -> dict[str, Any]:
         """Return the recipe that prunes as a candidate, and with `export` also writes its file."""
-        recipe: dict[str, Any] = {
-            "version": 1,
-            "name": "frontier",
-            "target": "drift",
-            "widths": "uniform" if len(set(candidate.columns)) == 1 else "per_layer",
-            "container": "any",
-            "spaces": {
-                "mlp": {
-                    "score": self._predicted.score,
-                    "keep": list(candidate.columns),
-                    "compensation": {"method": "auto"},
-                }
-            },
-        }
-        if export:
-            others = candidate.others
-            asked = {"embedding_type": others.embedding, "output_type": others.output, "types": dict(others.matrices)}
-            types = {key: each for key, each in asked.items() if each}
-            rounding = {"rounding": "gptq"} if candidate.feedback else {}
-            recipe["export"] = {"format": "gguf", "dtype": candidate.chosen, **types, **rounding}
-        return recipe
+        columns = dict(enumerate(candidate.columns))
+        if not export:
+            return recipe_of(columns, self.budgets.score, None)
+        return recipe_of(columns, self.budgets.score, export_of(candidate.chosen, candidate.others))
 
     def prune_options(self) -> dict[str, Any]:
         """Return the options of `prune` that make a candidate by its recipe."""
@@ -286,7 +177,7 @@ class Maker:
     def _model(self, candidate: Candidate) -> Model:
         """Return the model of a candidate, pruned unless that is done."""
         if not candidate.columns:
-            return self.dense.model
+            return self.budgets.model
         digest = hashlib.sha256(json.dumps(candidate.columns).encode()).hexdigest()[:12]
         place = self.staging.scratch / f"mlp-{digest}"
         out, recipe = place / PRUNED, place / "recipe.yaml"  # a file says the name of the folder
@@ -307,9 +198,9 @@ class Maker:
         place, model = self.place(candidate), self._model(candidate)
         if not place.is_file():
             with show_progress(False):
-                how: dict[str, Any] = {"statistics": self.dense.statistics}
+                how: dict[str, Any] = {"statistics": self.budgets.statistics}
                 if candidate.feedback:
-                    how = {"live": LiveSamples(self.samples, 1, _dtype_of(self.options, model)), "feedback": True}
+                    how = {"live": LiveSamples(self.samples, 1, self.budgets.compute_dtype), "feedback": True}
                 export_gguf(
                     str(model.checkpoint.path),
                     place,
@@ -333,34 +224,3 @@ class Maker:
         measured = Measured(candidate, score_file(self.make(candidate), self.reference))
         self.staging.journal.record(candidate.name, note=measured.note())
         return measured
-
-
-def multiple_of_columns(units: int) -> int:
-    """Return what the columns that an MLP of so many keeps are multiples of."""
-    return 256 if units % 256 == 0 and units >= 1024 else 32
-
-
-def _dtype_of(options: FrontierOptions, model: Model) -> torch.dtype:
-    device = resolve_device(options.device)
-    return resolve_compute_dtype(options.compute_dtype, device, model.dtype)
-
-
-def _measure(options: FrontierOptions, planner: FilePlanner, samples: Samples, staging: Staging, name: str) -> Sized:
-    """Measure a planner's model: the importance of inputs, and what each type of each matrix loses."""
-    model = planner.model
-    place, entry = staging.scratch / f"{name}-statistics", f"{name}: losses"
-    how: dict[str, Any] = {"device": resolve_device(options.device), "compute_dtype": _dtype_of(options, model)}
-    if not place.is_dir():
-        measure_statistics(
-            model, samples, place, seed=options.seed, folds=1, collect=("moments", "linears"), **how
-        )  # fmt: skip
-        staging.journal.record(f"{name}: statistics")  # from here on Ctrl-C keeps what is done
-    losses: dict[str, dict[str, float]] | None = staging.journal.notes.get(entry)
-    if losses is None:
-        importance = importance_of_statistics(Statistics(place), model, "q8_0")
-        few = SampleRange(samples, 0, min(len(samples), LIMITS["text"]))
-        by_kind = predict_type_losses(model, few, importance, "q8_0", **how)
-        losses = {matrix: {kind.name: value for kind, value in own.items()} for matrix, own in by_kind.items()}
-        staging.journal.record(entry, note=losses)
-    by_type = {matrix: {Kind[kind]: value for kind, value in own.items()} for matrix, own in losses.items()}
-    return Sized(model, place, TypeBudget(planner, by_type))

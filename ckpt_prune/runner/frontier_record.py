@@ -189,7 +189,7 @@ def make_frontier(
     windows, length = maker.reference.windows.shape
     return Frontier(
         folder=options.output,
-        model=model_name(maker.dense.model.checkpoint.path),
+        model=model_name(maker.budgets.model.checkpoint.path),
         dense=maker.reference.perplexity,
         found=found,
         best=best,

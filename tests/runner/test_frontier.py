@@ -9,7 +9,6 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
-from ckpt_prune.gguf import score
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
@@ -66,21 +65,23 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
 
 
 def test_an_interrupted_run_goes_on(place, monkeypatch):
-    """What was measured is not measured again, and the result is that of a run that was not stopped."""
-    seen = []
+    """What was measured before the first file is not measured again, and the result is that of a run not stopped."""
 
-    def fail(file, reference, **how):
-        if len(seen) == 1:
-            raise KeyboardInterrupt
-        seen.append(file)
-        return score.score_file(file, reference, **how)
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    def fail(*_, **__):
+        raise AssertionError("measured again")
 
     with monkeypatch.context() as patched:
-        patched.setattr("ckpt_prune.runner.frontier_candidates.score_file", fail)
+        patched.setattr("ckpt_prune.runner.frontier_candidates.score_file", stop)
         code, output = run(*command(place, "stopped", "--target-bytes", "300KB"))
     assert code != 0
     assert "--resume continues" in output
-    code, output = run(*command(place, "stopped", "--target-bytes", "300KB", "--resume"))
+    with monkeypatch.context() as patched:
+        patched.setattr("ckpt_prune.runner.file_budgets.measure_statistics", fail)
+        patched.setattr("ckpt_prune.runner.file_budgets.predict_type_losses", fail)
+        code, output = run(*command(place, "stopped", "--target-bytes", "300KB", "--resume"))
     assert code == 0, output
     again, whole = read(place, "stopped"), read(place, "sized")
     figures = ("name", "bytes", "kl", "perplexity", "types")
@@ -112,7 +113,7 @@ def test_a_size_below_the_coarsest_types_and_fewest_columns_is_refused_at_once(p
 
 def test_a_size_that_nothing_reaches_is_said(place, monkeypatch):
     """Here between what a third of the columns would take and what is tried."""
-    monkeypatch.setattr("ckpt_prune.runner.frontier._check_reach", lambda *_: None)
+    monkeypatch.setattr("ckpt_prune.runner.frontier.check_reach", lambda *_: None)
     code, output = run(*command(place, "none", "--target-bytes", "40KB"))
     assert code == 1
     assert "nothing usable within 0.0 MB; ask for " in output

@@ -1,0 +1,219 @@
+"""What types of matrices and columns of MLPs cost in a GGUF file, and what they lose: measured once for a model.
+
+`frontier` makes what they say is best and measures it; `prune --target-bytes … --for llama.cpp` makes it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.graph_types import GgufType, OtherTypes
+from ckpt_prune.gguf.architectures import takes_different_blocks
+from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
+from ckpt_prune.gguf.file_plan import FilePlanner
+from ckpt_prune.gguf.importance import importance_of_statistics
+from ckpt_prune.gguf.layout import lay_out
+from ckpt_prune.gguf.losses import predict_type_losses, types_for
+from ckpt_prune.measure.samples.samples import SampleRange, Samples
+from ckpt_prune.measure.statistics.fisher import LIMITS
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.model.model import Model
+from ckpt_prune.stages.spaces.effects.column_losses import SPACE, PredictedColumns, predict_columns
+from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+
+MOST_COLUMNS = 3
+"""An MLP keeps more than one part of so many of its columns."""
+PRUNE_FROM = 0.1
+"""Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
+HEAD = 4096
+"""Bytes that the head of a file may grow by where blocks differ in width."""
+_FOLDS = 4
+"""Folds of the samples that fewer columns are predicted on, of which the last is held out."""
+_STATISTICS, _LOSSES, _COLUMNS = "statistics", "losses of types", "losses of columns"
+"""Entries of the journal."""
+
+
+@dataclass(frozen=True)
+class FileBudgets:
+    """The budgets of a model's file.
+
+    Attributes:
+        planner: of the model's files.
+        samples: of text, that the model is measured on.
+        seed: of their choice, for the record.
+        folder: for statistics.
+        journal: of what is done.
+        device: where blocks run.
+        compute_dtype: that they run in.
+    """
+
+    planner: FilePlanner
+    samples: Samples
+    seed: int
+    folder: Path
+    journal: Journal
+    device: torch.device
+    compute_dtype: torch.dtype
+
+    @property
+    def model(self) -> Model:
+        return self.planner.model
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"device": self.device, "compute_dtype": self.compute_dtype}
+
+    @cached_property
+    def statistics(self) -> Path:
+        """Statistics that tell how much each input of a matrix matters."""
+        place = self.folder / "statistics"
+        if not place.is_dir():
+            measure_statistics(
+                self.model, self.samples, place, seed=self.seed, folds=1, collect=("moments", "linears"), **self._how
+            )
+            self.journal.record(_STATISTICS)  # from here on Ctrl-C keeps what is done
+        return place
+
+    @cached_property
+    def types(self) -> TypeBudget:
+        """The budget of types, with all columns."""
+        notes = self.journal.notes
+        statistics = Statistics(self.statistics)
+        if _LOSSES not in notes:
+            importance = importance_of_statistics(statistics, self.model, "q8_0")
+            few = SampleRange(self.samples, 0, min(len(self.samples), LIMITS["text"]))
+            by_kind = predict_type_losses(self.model, few, importance, "q8_0", **self._how)
+            losses = {matrix: {kind.name: value for kind, value in own.items()} for matrix, own in by_kind.items()}
+            self.journal.record(_LOSSES, note=losses)
+        noted = notes[_LOSSES]
+        return TypeBudget(
+            self.planner, {name: {Kind[kind]: value for kind, value in own.items()} for name, own in noted.items()}
+        )
+
+    @cached_property
+    def joint(self) -> TypeBudget:
+        """The budget of types and of columns together; of types alone where MLPs differ or have few columns.
+
+        Fewer columns are predicted when it is asked for first.
+        """
+        widths = self.widths()
+        if len(widths) < 2:
+            return self.types
+        losses = {block: {width: own[width] for width in widths} for block, own in self._predicted.losses.items()}
+        return replace(self.types, columns=losses, alike=not self._may_differ)
+
+    @property
+    def score(self) -> str:
+        """The score by which columns go."""
+        return self._predicted.score
+
+    @property
+    def _may_differ(self) -> bool:
+        tied = "output.weight" not in lay_out(self.model).tensors
+        return takes_different_blocks(str(self.model.checkpoint.config["model_type"]), tied=tied)
+
+    def widths(self) -> list[int]:
+        """Return the columns that an MLP may keep, all of them at last: multiples that leave finer types their rows.
+
+        There are none where MLPs differ.
+        """
+        counts = set(self.model.unit_counts(SPACE))
+        if len(counts) != 1 or len(self.model.blocks_with(SPACE)) < self.model.blocks:
+            return []
+        units = counts.pop()
+        multiple = _multiple_of(units)
+        return [*range(-(-(units // MOST_COLUMNS + 1) // multiple) * multiple, units, multiple), units]
+
+    @cached_property
+    def _predicted(self) -> PredictedColumns:
+        notes, place = self.journal.notes, self.folder / "grams"
+        if _COLUMNS not in notes:
+            if not place.is_dir():
+                measure_statistics(
+                    self.model,
+                    self.samples,
+                    place,
+                    seed=self.seed,
+                    folds=min(_FOLDS, len(self.samples)),
+                    collect=("moments", "gram", "fisher"),
+                    finish=lambda statistics: add_gradients(
+                        self.model, statistics, self.samples, spaces=[SPACE], distances=False, **self._how
+                    ),
+                    **self._how,
+                )
+            found = predict_columns(self.model, Statistics(place), _multiple_of(self.widths()[-1]), self.device)
+            self.journal.record(_COLUMNS, note=asdict(found))
+        note = notes[_COLUMNS]
+        losses = {int(block): {int(kept): lost for kept, lost in own.items()} for block, own in note["losses"].items()}
+        return PredictedColumns(note["score"], losses)
+
+    def at_bytes(self, limit: int) -> TypeChoice:
+        """Return types, and columns if types alone lose much, that lose least; BudgetError if none fit."""
+        try:
+            choice = self.types.at_bytes(limit)
+            if choice.kl <= PRUNE_FROM or len(self.widths()) < 2:
+                return choice
+        except BudgetError:
+            if len(self.widths()) < 2:
+                raise
+        return within(self.joint, limit)
+
+
+def within(budget: TypeBudget, limit: int) -> TypeChoice:
+    """Return what loses least in a file of so many bytes, whose head may grow where columns go."""
+    choice = budget.at_bytes(limit)
+    return choice if not choice.columns or choice.bytes <= limit - HEAD else budget.at_bytes(limit - HEAD)
+
+
+def recipe_of(columns: Mapping[int, int], score: str, export: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the recipe that leaves so many columns of each block's MLP, and ends in a file."""
+    keep = list(columns.values())
+    recipe: dict[str, Any] = {
+        "version": 1,
+        "name": "frontier",
+        "target": "drift",
+        "widths": "uniform" if len(set(keep)) == 1 else "per_layer",
+        "container": "any",
+        "spaces": {SPACE: {"score": score, "keep": keep, "compensation": {"method": "auto"}}},
+    }
+    return recipe if export is None else recipe | {"export": dict(export)}
+
+
+def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
+    """Return the key `export` of a recipe that writes a file of these types, by error feedback."""
+    asked = {"embedding_type": others.embedding, "output_type": others.output, "types": dict(others.matrices)}
+    types = {key: each for key, each in asked.items() if each}
+    return {"format": "gguf", "dtype": chosen, **types, "rounding": "gptq"}
+
+
+def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") -> None:
+    """Refuse a size below that of the coarsest types with the fewest columns that are tried."""
+    losses = {
+        name: dict.fromkeys(types_for(weight.shape[-1]), 0.0)
+        for name, weight in lay_out(planner.model).tensors.items()
+        if len(weight.shape) == 2 and types_for(weight.shape[-1])
+    }
+    budget, model = TypeBudget(planner, losses), planner.model
+    columns = {block: {1: 0.0, MOST_COLUMNS: 0.0} for block in model.blocks_with(SPACE)}
+    least = replace(budget, columns=columns).least
+    if limit < least:
+        raise UserError(
+            f"{flag}: {human_bytes(limit)} are out of reach: the coarsest types make a file of "
+            f"{human_bytes(budget.least)} of {model.checkpoint.name}, and with a third of its MLP columns "
+            f"{human_bytes(least)}; ask for more, or drop tokens first (ckpt-prune prune MODEL --vocabulary auto)"
+        )
+
+
+def _multiple_of(units: int) -> int:
+    """Return what the columns that an MLP of so many keeps are multiples of."""
+    return 256 if units % 256 == 0 and units >= 1024 else 32
