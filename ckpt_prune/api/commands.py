@@ -110,10 +110,10 @@ def frontier(options: FrontierOptions) -> "Frontier":
     """Find what makes MODEL as small as is asked for and loses least: types of its matrices, or fewer columns, too.
 
     MODEL is measured once on --text: how much each input matters, and what each type of each matrix does to the
-    predictions. From that the best types within the size follow. Their file is made, run in llama.cpp and held against
-    MODEL on --held-out, beside llama.cpp's own mixtures and one type everywhere. Where fewer bits alone lose much,
-    models with fewer columns in their MLPs are made and measured, too. OUT holds the best file, the commands that make
-    it, a picture and all figures. The exit code is 1 if nothing usable was found.
+    predictions; where fewer bits alone lose much, also what fewer columns of each MLP do. One budget of bytes over both
+    says which file to make. It is rounded by error feedback, run in llama.cpp and held against MODEL on --held-out,
+    beside the best of llama.cpp's own mixtures if that comes near. OUT holds the file, the commands or the recipe that
+    make it, a picture and all figures. The exit code is 1 if nothing usable was found.
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """

@@ -51,7 +51,7 @@ class TypeChoice:
     columns: Mapping[int, int] = field(default_factory=dict)
 
     def words(self) -> str:
-        """Say which types matrices of each kind have, and of how many blocks."""
+        """Say which types matrices of each kind have, of how many blocks, and how many columns stay."""
         by_matrix: dict[str, Counter[str]] = {}
         for pattern, kind in self.others.matrices.items():
             matrix, blocks = _read_pattern(pattern)
@@ -59,6 +59,9 @@ class TypeChoice:
         shown: dict[str, str | None] = {"embedding": self.others.embedding, "head": self.others.output}
         for matrix, kinds in by_matrix.items():
             shown[matrix] = ", ".join(f"{kind} in {count}" for kind, count in kinds.most_common())
+        if self.columns:
+            least, most = min(self.columns.values()), max(self.columns.values())
+            shown["columns of MLPs"] = f"{most}" if least == most else f"{least} to {most}"
         return "; ".join(f"{name} {kinds}" for name, kinds in shown.items() if kinds)
 
 
@@ -74,16 +77,18 @@ class TypeBudget:
         losses: of every matrix whose type is chosen.
         columns: of blocks whose MLPs may keep fewer columns than they have, the full number among them.
         alike: all blocks keep as many.
+        fitted: matrices will be rounded by what reaches them, which the file says.
     """
 
     planner: FilePlanner
     losses: Losses
     columns: ColumnLosses = field(default_factory=dict)
     alike: bool = False
+    fitted: bool = False
 
     @cached_property
     def _plan(self) -> FilePlan:
-        return self.planner.plan("q8_0", weighted=True)
+        return self.planner.plan("q8_0", weighted=True, fitted=self.fitted)
 
     @cached_property
     def _elements(self) -> dict[str, int]:

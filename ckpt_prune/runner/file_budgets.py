@@ -93,12 +93,11 @@ class FileBudgets:
             importance = importance_of_statistics(statistics, self.model, "q8_0")
             few = SampleRange(self.samples, 0, min(len(self.samples), LIMITS["text"]))
             by_kind = predict_type_losses(self.model, few, importance, "q8_0", **self._how)
-            losses = {matrix: {kind.name: value for kind, value in own.items()} for matrix, own in by_kind.items()}
-            self.journal.record(_LOSSES, note=losses)
-        noted = notes[_LOSSES]
-        return TypeBudget(
-            self.planner, {name: {Kind[kind]: value for kind, value in own.items()} for name, own in noted.items()}
-        )
+            named = {matrix: {kind.name: value for kind, value in own.items()} for matrix, own in by_kind.items()}
+            self.journal.record(_LOSSES, note=named)
+        noted: dict[str, dict[str, float]] = notes[_LOSSES]
+        losses = {name: {Kind[kind]: value for kind, value in own.items()} for name, own in noted.items()}
+        return TypeBudget(self.planner, losses, fitted=True)
 
     @cached_property
     def joint(self) -> TypeBudget:

@@ -2,7 +2,7 @@
 
 1. The model is measured once: how much each input matters, and what each type of each matrix adds to the divergence.
 2. Where types alone would lose much, it is also predicted what fewer columns of every MLP add. One budget over types
-   and columns names the candidate; llama.cpp's own mixtures and one type everywhere stand beside it.
+   and columns names the candidate; the best of llama.cpp's own mixtures stands beside it.
 3. Candidates are made one at a time, run in llama.cpp and held against the dense model. Where columns went, the two
    parts of the loss are measured apart, and the budget is solved once more by them. What is done stands in a journal,
    so that an interrupted run goes on.
@@ -50,7 +50,7 @@ USUAL_LOSS = 0.05
 CLOSE = 1.15
 """A budget is solved again if its prediction was wrong by more than this factor."""
 IN_QUESTION = 1.5
-"""Mixtures and single types are made if they are predicted to lose at most so many times what the budget does."""
+"""A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
 BETTER = 0.97
 """What is solved again is made if it is predicted to lose less than this share of what was measured."""
 LADDER: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k")
@@ -174,9 +174,9 @@ def _sized(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
     try:
         choice = _choose(search)
     except BudgetError:
-        yield from maker.singles_within(search.limit, math.inf)
+        yield from maker.mixture_within(search.limit, math.inf)
         return
-    yield from maker.singles_within(search.limit, IN_QUESTION * choice.kl)
+    yield from maker.mixture_within(search.limit, IN_QUESTION * choice.kl)
     yield Candidate.of_types("by budget", choice, feedback=True)
     if not choice.columns:
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -34,8 +34,6 @@ MIXTURES: tuple[GgufType, ...] = (
     *("q3_k_m", "q3_k_s", "iq3_s", "iq3_xxs", "q2_k", "iq2_s"),
 )
 """llama.cpp's own mixtures that are in question."""
-UNIFORM: tuple[Literal["q8_0", "q5_0", "q4_1", "iq4_nl"], ...] = ("q8_0", "q5_0", "q4_1", "iq4_nl")
-"""Types that all matrices have at once, the embedding included."""
 PRUNED = "pruned"
 """Folder of a model with fewer columns."""
 
@@ -128,21 +126,11 @@ class Maker:
         plan, kl = self.budget.of_mixture(name)
         return Candidate(name, name, NO_OTHERS, plan.bytes, kl, types=f"llama.cpp's {name}")
 
-    def singles_within(self, limit: int, loss: float) -> Iterator[Candidate]:
-        """Yield the best of llama.cpp's own mixtures within a size, and of one type everywhere.
-
-        What is predicted to lose more than `loss` nats is left out.
-        """
-        uniform = []
-        for kind in UNIFORM:
-            others = OtherTypes(embedding=kind, matrices={r"^blk\.": kind})
-            plan = self.budget.planner.plan(kind, others, weighted=True)
-            predicted = self.budget.predict(plan.kinds)
-            uniform.append(Candidate(f"{kind} everywhere", kind, others, plan.bytes, predicted, types=kind))
-        for several in (self._mixtures, uniform):
-            fitting = [each for each in several if each.bytes <= limit and (each.kl or 0) <= loss]
-            if fitting:
-                yield min(fitting, key=lambda each: each.kl or 0)
+    def mixture_within(self, limit: int, loss: float) -> Iterator[Candidate]:
+        """Yield the best of llama.cpp's own mixtures within a size, if it is predicted to lose at most `loss` nats."""
+        fitting = [each for each in self._mixtures if each.bytes <= limit and (each.kl or 0) <= loss]
+        if fitting:
+            yield min(fitting, key=lambda each: each.kl or 0)
 
     def measured_columns(self, candidate: Candidate) -> float:
         """Return what the fewer columns of a candidate lose by themselves, before anything is rounded."""

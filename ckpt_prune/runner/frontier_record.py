@@ -75,11 +75,7 @@ class Frontier:
             more = "" if self.reach is None else f"; ask for {human_bytes(self.reach)} or more"
             return f"nothing usable {self.asked}{beside}{more}"
         candidate = self.best.candidate
-        first = "keep all weights"
-        if candidate.columns:
-            least, most = min(candidate.columns), max(candidate.columns)
-            some = f"{most}" if least == most else f"{least} to {most}"
-            first = f"keep {some} columns of each MLP, refit"
+        first = "drop columns of MLPs and refit what stays" if candidate.columns else "keep all weights"
         size = f"{self.best.score.bytes / 1e6:.2f} MB"
         return f"{self.asked}: {first}, and take {candidate.types}: {size}, {self._figures}"
 

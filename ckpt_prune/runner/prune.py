@@ -23,6 +23,7 @@ from ckpt_prune.recipe.sizes import small_share_line
 from ckpt_prune.runner.checks import check_training
 from ckpt_prune.runner.estimate import Estimate, estimate_prune
 from ckpt_prune.runner.fewer_bits import fewer_bits_line
+from ckpt_prune.runner.file_target import choose_for_file, is_for_file
 from ckpt_prune.runner.follow import afterwork_of
 from ckpt_prune.runner.latency import time_output, with_latencies
 from ckpt_prune.runner.messages import extreme_line, messages, unmeasured_lines
@@ -117,6 +118,8 @@ def prune_model(options: PruneOptions, chosen: ChosenRecipe, tell: Tell | None =
     out, say, told = options.output, Notices(), tell or (lambda _pruned, _following: None)
 
     # 1. Read model and data, and decide all that needs no measuring. What cannot work is refused.
+    if is_for_file(options):
+        options, chosen = choose_for_file(options, chosen, say)
     job = _read(options, chosen, say)
     start = check_job(job, needs_data=not options.dry_run)
     preview = preview_job(job, start)

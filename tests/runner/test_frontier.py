@@ -7,6 +7,7 @@ import shlex
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from ckpt_prune.cli.main import main
 from ckpt_prune.model.containers.opening import open_model
@@ -146,3 +147,31 @@ def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_fi
     assert (place / "pruned" / "pruned" / f"model-{name}.gguf").read_bytes() == (
         place / "pruned" / "model.gguf"
     ).read_bytes()
+
+
+@pytest.mark.parametrize(("size", "widths"), [("300KB", {96}), ("243KB", {64, 96})])
+def test_prune_takes_a_size_for_llama_cpp_as_that_of_the_file(place, size, widths):
+    """Where types alone reach it, the weights beside the file are those of the model."""
+    out = place / f"file-{size}"
+    few = ["--samples", 4, "--window", 48, "--evaluate-samples", 0]
+    words = ["prune", place / "model", "--text", place / "text.txt", *few, "--target-bytes", size, "--for", "llama.cpp"]
+    code, output = run(*words, "-o", out)
+    assert code == 0, output
+    (file,) = out.glob("*.gguf")
+    limit = int(size.removesuffix("KB")) * 1000
+    assert 0.97 * limit < file.stat().st_size <= limit
+    report = json.loads((out / "ckpt_prune.json").read_text())
+    assert {len(site["kept"]) for site in report["sites"]} <= widths
+    if widths == {96}:
+        before, after = (load_file(each / "model.safetensors") for each in (place / "model", out))
+        assert before.keys() == after.keys()
+        assert all(before[name].equal(after[name]) for name in before)
+    assert all(each.name.endswith("KB") for each in place.glob("file-*"))  # nothing of what was measured stays
+
+
+def test_prune_needs_text_to_choose_types_by(place):
+    words = ["prune", place / "model", "--target-bytes", "300KB", "--for", "llama.cpp", "-o", place / "nothing"]
+    code, output = run(*words)
+    assert code == 2
+    reason = "types and columns are chosen by what they lose: give --text FILE to measure it on"
+    assert output == f"Error: --target-bytes for llama.cpp: {reason}\n"

@@ -1,0 +1,77 @@
+"""`prune --target-bytes … --for llama.cpp`: the size is that of a GGUF file, for which types and columns are chosen."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.gguf import require_gguf
+from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.model.cost import cost_of
+from ckpt_prune.options.commands import PruneOptions
+from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
+from ckpt_prune.recipe.sizes import parse_size
+from ckpt_prune.runner.read_recipe import ChosenRecipe
+from ckpt_prune.stages import FullRecipe
+
+RUNTIME = "llama.cpp"
+_CARD = 1024
+"""Bytes of a file for its name and for what the output's card says, which are not known before it is written."""
+
+
+def is_for_file(options: PruneOptions) -> bool:
+    """Return whether options name a size of a GGUF file, and nothing that says how to reach it."""
+    given = (options.recipe, options.plan, options.vocabulary, options.statistics, options.ratio)
+    return options.runs_on == RUNTIME and options.target_bytes is not None and not options.overrides and not any(given)
+
+
+def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -> tuple[PruneOptions, ChosenRecipe]:
+    """Measure a model and return the recipe that makes a file of the size, and options without the size.
+
+    Raises:
+        UserError: there is nothing to measure on, or the size is out of reach.
+    """
+    if options.dry_run or not options.text:
+        remedy = (
+            "leave out --dry-run, which measures nothing" if options.dry_run else "give --text FILE to measure it on"
+        )
+        raise UserError(f"--target-bytes for {RUNTIME}: types and columns are chosen by what they lose: {remedy}")
+    require_gguf()
+    from ckpt_prune.gguf.file_plan import FilePlanner
+    from ckpt_prune.runner.file_budgets import FileBudgets, check_reach, export_of, recipe_of
+
+    model = open_model(options.model, Opening.of(options))
+    planner = FilePlanner(model)
+    limit = parse_size("bytes", str(options.target_bytes)).of(cost_of(model).bytes)
+    check_reach(limit, planner)
+    samples = choose_samples(model, options, trust=options.trust_remote_code, say=say)
+    device = resolve_device(options.device)
+    dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
+    folder = Path(f"{options.output.absolute()}.measured")
+    try:
+        with disk_failures(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        budgets = FileBudgets(planner, samples, options.seed, folder, Journal(folder, "file"), device, dtype)
+        try:
+            choice = budgets.at_bytes(limit - _CARD)
+        except BudgetError as error:
+            raise UserError(f"--target-bytes: no types make a file of {human_bytes(limit)}: ask for more") from error
+        columns = choice.columns or dict(enumerate(model.unit_counts("mlp")))
+        score = budgets.score if choice.columns else "obs"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    recipe: dict[str, Any] = recipe_of(columns, score, export_of(choice.chosen, choice.others))
+    say(f"chosen for {human_bytes(choice.bytes)}: {choice.words()}; predicted divergence (KL) {choice.kl:.3f}")
+    written = FullRecipe.model_validate(recipe)
+    return (
+        options.model_copy(update={"target_bytes": None, "runs_on": None}),
+        replace(chosen, recipe=written, written=written),
+    )
