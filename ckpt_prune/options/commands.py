@@ -68,7 +68,7 @@ from ckpt_prune.options.option import (
     same_option,
     with_commas,
 )
-from ckpt_prune.options.training import LoraSettings, RecoverySettings
+from ckpt_prune.options.training import LoraSettings, RecoverySettings, SnowsSettings
 
 
 class HasPlan(Protocol):
@@ -336,6 +336,7 @@ class PruneOptions(
 class RecoverOptions(
     ResumeOptions,
     LoraSettings,
+    SnowsSettings,
     RecoverySettings,
     RecoveryMeasureOptions,
     QualityOptions,

@@ -10,7 +10,7 @@ from ckpt_prune.common.fields import Strict
 from ckpt_prune.options.option import TRAINING, Accepts, option
 
 Teacher = Literal["dense", "pruned"]
-Method = Literal["laco", "lora", "scales"]
+Method = Literal["laco", "lora", "scales", "snows"]
 Part = Literal["mlp", "attention"]
 """Which linear modules of a block, where a recipe does not mean all."""
 
@@ -18,15 +18,15 @@ _PAPER_RATE, _PAPER_HIDDEN = 5e-5, 4096
 """LaCo's learning rate (section 4.4), and the hidden size of the models that it was found on."""
 
 
-def _by_method(others: float, scales: float) -> Any:
+def _by_method(others: float, scales: float, snows: float) -> Any:
     """Make a default that depends on the method.
 
     Scales are few: more passes over few samples overfit them, and what they gain, a few per cent, is more than a few
-    held-out samples can tell.
+    held-out samples can tell. SNOWS has its authors' settings.
     """
 
     def default(given: Mapping[str, Any]) -> float:
-        return scales if given.get("method") == "scales" else others
+        return {"scales": scales, "snows": snows}.get(given["method"], others)
 
     return default
 
@@ -38,15 +38,16 @@ class RecoverySettings(Strict):
     group: ClassVar[str] = TRAINING
     method: Method = option(default="laco")
     """laco: train block by block towards the dense model's hidden states. scales: fit factors of what the linear
-    modules read and write, towards the dense model's predictions. lora: train adapters on the whole model, which is in
-    memory, on the next token or the images' classes, and merge them; zeros stay zeros (needs the extra lora)."""
-    epochs: Accepts[int | None, int] = option(default_factory=_by_method(10, 1), ge=1)
-    """Passes over the samples; for laco per block, at most. [default: 10; 1 for scales]"""
+    modules read and write, towards the dense model's predictions. snows: behind a mask, Newton steps on the weights
+    that stay, towards what the next operations make of the dense ones. lora: train adapters on the whole model, which
+    is in memory, on the next token or the images' classes, and merge them; zeros stay zeros (needs the extra lora)."""
+    epochs: Accepts[int | None, int] = option(default_factory=_by_method(10, 1, 1), ge=1)
+    """Passes over the samples; for laco per block, at most. [default: 10; 1 for scales and snows]"""
     lr: float | None = option(default=None, gt=0, le=1e6)
     """Learning rate of Adam. [default: the paper's 5e-5 at a hidden size of 4096, larger at smaller sizes in inverse
     proportion; for scales 3e-3, or 7.5e-3 times the root of the divergence if that is less]"""
-    batch: Accepts[int | None, int] = option(default_factory=_by_method(4, 1), ge=1)
-    """Samples per step of the optimizer. [default: 4; 1 for scales]"""
+    batch: Accepts[int | None, int] = option(default_factory=_by_method(4, 1, 128), ge=1)
+    """Samples per step of the optimizer. [default: 4; 1 for scales, 128 for snows]"""
     accumulate: int = option(default=1, ge=1)
     """Send a batch through the block in this many parts at most, which takes less memory; gradients add up."""
     schedule: Literal["cosine", "constant"] = option(default="cosine")
@@ -60,7 +61,7 @@ class RecoverySettings(Strict):
     teacher: Teacher = option(default="dense")
     """Which hidden states the dense block is given: the dense model's (the paper's Algorithm 1) or the pruned model's
     (its eq. 9)."""
-    held_out: Accepts[float | None, float] = option(default_factory=_by_method(0.1, 0.0), ge=0, lt=1)
+    held_out: Accepts[float | None, float] = option(default_factory=_by_method(0.1, 0.0, 0.1), ge=0, lt=1)
     """Share of the samples that is not trained on. It decides which epoch's weights are kept, if any. 0: keep those of
     the last epoch that is better than the start; no other learning rate is tried, and errors are those of training
     samples. [default: 0.1; 0 for scales]"""
@@ -78,11 +79,25 @@ class RecoverySettings(Strict):
 
     def of_all(self) -> dict[str, Any]:
         """Return as JSON the settings that matter if all blocks are trained at once."""
-        other_fields = {"method", "lr", "samples", "seed", "lora"}
+        other_fields = {"method", "lr", "samples", "seed", "lora", *SnowsSettings.model_fields}
         return self.model_dump(mode="json", exclude={*other_fields, "norms", "teacher"})
 
     def rate(self, hidden: int) -> float:
         return self.lr if self.lr is not None else _PAPER_RATE * _PAPER_HIDDEN / hidden
+
+
+class SnowsSettings(Strict):
+    """Newton steps on the weights that a mask leaves (SNOWS)."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    group: ClassVar[str] = TRAINING
+    operations: int = option(default=3, ge=0, le=64)
+    """How many operations behind a linear module count beside its own outputs (snows): attention, norm, activation and
+    linear modules, up to the end of the block. 0: least squares on its outputs."""
+    ridge: float = option(default=1e-4, ge=0, le=1e6)
+    """Added to the Hessian's diagonal (snows)."""
+    iterations: int = option(default=500, ge=1)
+    """Products with the Hessian for each step, at most (snows)."""
 
 
 class LoraSettings(Strict):

@@ -12,7 +12,7 @@ from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_sampl
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.commands import RecoverOptions
 from ckpt_prune.options.option import digested_options, select_options
-from ckpt_prune.options.training import LoraSettings, RecoverySettings
+from ckpt_prune.options.training import LoraSettings, RecoverySettings, SnowsSettings
 from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.quality import is_measured, measure_quality
@@ -64,7 +64,7 @@ def recover_model(options: RecoverOptions) -> Recovered:
 def _read(options: RecoverOptions, say: Notices) -> Job:
     """Open the models, check them and the place of the output, and choose the samples."""
     settings, lora = select_options(options, RecoverySettings), select_options(options, LoraSettings)
-    recipe = recover_recipe(settings, lora, options.seed)
+    recipe = recover_recipe(settings, lora, options.seed, select_options(options, SnowsSettings))
     method, out, trust = recipe.recovery.method, options.output, options.trust_remote_code
     if method == "lora":
         require_peft()
@@ -90,6 +90,6 @@ def _read(options: RecoverOptions, say: Notices) -> Job:
         classes = classes_of(pruned, samples, options)
     else:
         check_same_reader(pruned, dense, options.text, trust=trust)
-    after = asked_after(options.perplexity_after, pruned) if method == "laco" else frozenset[int]()
+    after = asked_after(options.perplexity_after, pruned) if method in ("laco", "snows") else frozenset[int]()
     training = RecoverySamples(samples, dtype, state_memory(options), after, seen, classes)
     return replace(job, training=training, earlier=known or ())

@@ -26,7 +26,7 @@ from ckpt_prune.options.commands import (
 )
 from ckpt_prune.options.data import QualityOptions, SampleOptions, has_data
 from ckpt_prune.options.option import flags_of
-from ckpt_prune.options.training import LoraSettings
+from ckpt_prune.options.training import LoraSettings, SnowsSettings
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.places import check_recipe
 from ckpt_prune.recipe.sizes import asked_size
@@ -117,8 +117,12 @@ def refuse_recover(options: RecoverOptions) -> None:
         for name, own in LoraSettings.model_fields.items():
             if getattr(options, name) != own.default:
                 raise UserError(f"{flags_of(name, own)[-1]} is for --method lora")
-        if options.dense is None:
-            raise UserError("recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)")
+    if options.method != "snows":
+        for name, field in SnowsSettings.model_fields.items():
+            if getattr(options, name) != field.default:
+                raise UserError(f"{flags_of(name, field)[-1]} is for --method snows")
+    if options.method != "lora" and options.dense is None:
+        raise UserError("recover needs --dense MODEL, the model that PRUNED was made from (--method lora does not)")
     if options.dense is not None and Path(options.dense).is_dir():
         refuse_overlap(Path(options.dense), options.output)
     _check_place(options.pruned, options.output, resume=options.resume, overwrite=options.overwrite)
@@ -212,14 +216,18 @@ def _check_pushed(repo: str, options: PruneOptions) -> None:
 
 def _check_whole(options: RecoverOptions) -> None:
     """Refuse what only LaCo can do."""
-    lora = options.method == "lora"
-    why = "lora trains the pruned model by itself, in one go"
-    if not lora:
-        why = "scales are of linear modules, fitted to all blocks at once"
+    lora, snows = options.method == "lora", options.method == "snows"
+    why = "scales are of linear modules, fitted to all blocks at once"
+    if lora:
+        why = "lora trains the pruned model by itself, in one go"
+    if snows:
+        why = "snows takes Newton steps on weights"
     for given, flag in (
         (lora and options.dense, "--dense"),
         (lora and options.part, "--part"),
-        (options.perplexity_after, "--perplexity-after"),
+        (not snows and options.perplexity_after, "--perplexity-after"),
+        (snows and options.lr is not None, "--lr"),
+        (snows and options.schedule != "cosine", f"--schedule {options.schedule}"),
         (options.norms, "--norms"),
         (options.teacher != "dense", f"--teacher {options.teacher}"),
     ):

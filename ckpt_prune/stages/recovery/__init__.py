@@ -1,1 +1,1 @@
-"""Training after pruning: LaCo block by block, scales of weights, LoRA."""
+"""Training after pruning: LaCo and SNOWS block by block, scales of weights, LoRA."""

@@ -6,19 +6,22 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from ckpt_prune.common.filenames import ADAPTER_FOLDER, ROTATIONS
-from ckpt_prune.options.training import LoraSettings, RecoverySettings
+from ckpt_prune.options.training import LoraSettings, RecoverySettings, SnowsSettings
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
 
 
-class Recovery(RecoverySettings, StageKeys):
-    """Recovery in a recipe: by LaCo of each block right after it is pruned, by scales of all at the end."""
+class Recovery(SnowsSettings, RecoverySettings, StageKeys):
+    """Recovery in a recipe: by LaCo or SNOWS of each block right after it is pruned, by scales of all at the end."""
 
     key = "recovery"
     goal = "recovery"
-    summary = "Train what stays: of each block right after it is pruned (LaCo), or scales of all at the end."
+    summary = "Train what stays: of each block right after it is pruned (LaCo, SNOWS), or scales of all at the end."
     prunes = False
     trains = True
-    later: ClassVar[Mapping[str, Any]] = {"method": "laco"}
+    later: ClassVar[Mapping[str, Any]] = {
+        "method": "laco",
+        **{key: own.default for key, own in SnowsSettings.model_fields.items()},
+    }
 
     samples: int | None = Field(
         None,
@@ -32,6 +35,12 @@ class Recovery(RecoverySettings, StageKeys):
         if self.method == "lora":
             raise ValueError("lora holds the whole model: recover the output with `ckpt-prune recover --method lora`")
         laco_keys = [key for key, odd in (("norms", self.norms), ("teacher", self.teacher != "dense")) if odd]
+        if self.method == "snows":
+            laco_keys += [key for key, odd in (("lr", self.lr), ("schedule", self.schedule != "cosine")) if odd]
+            if laco_keys:
+                raise ValueError(f"{laco_keys[0]} is for method laco: snows takes Newton steps on weights")
+        elif set_keys := [key for key, own in SnowsSettings.model_fields.items() if getattr(self, key) != own.default]:
+            raise ValueError(f"{set_keys[0]} is for method snows, not {self.method}")
         if self.method == "scales" and laco_keys:
             raise ValueError(
                 f"{laco_keys[0]} is for method laco: scales are of linear modules, towards the dense model"
@@ -44,6 +53,12 @@ class Recovery(RecoverySettings, StageKeys):
                 "depth drops whole blocks: recover the others by scales (recovery.method), or afterwards, with "
                 "`ckpt-prune recover`"
             )
+
+        if self.method == "snows" and not self.prunes and not recipe.has("mask"):
+            raise ValueError("recovery by snows fits the weights that a mask leaves, and the recipe has no mask")
+
+    def alone(self, recipe: Recipe) -> str | None:
+        return "recovers by snows" if self.method == "snows" else super().alone(recipe)
 
     def needs_samples(self, recipe: Recipe) -> bool:
         return True
@@ -84,7 +99,10 @@ class RecoverRecipe(Recipe):
     recovery: Afterwards
 
 
-def recover_recipe(settings: RecoverySettings, lora: LoraSettings | None = None, seed: int = 0) -> RecoverRecipe:
+def recover_recipe(
+    settings: RecoverySettings, lora: LoraSettings | None = None, seed: int = 0, snows: SnowsSettings | None = None
+) -> RecoverRecipe:
     """Return the recipe that recovers a model by some settings."""
     values = settings.model_dump() | {"seed": seed} | ({} if lora is None else {"lora": lora})
+    values |= {} if snows is None else snows.model_dump()
     return RecoverRecipe.model_validate({"version": 1, "name": "recover", "recovery": values})

@@ -119,7 +119,7 @@ class Recoverer:
             cka_after=cka_after,
             epochs=round(trained.epochs),
             best_epoch=trained.best_epoch,
-            rate=trained.rate if trained.best_epoch else None,
+            rate=(trained.rate or None) if trained.best_epoch else None,
             diverged=trained.diverged,
             recovered=trained.best_epoch > 0,
             curve=list(trained.curve),

@@ -13,10 +13,14 @@ from ckpt_prune.job.report import UsedRecipe
 from ckpt_prune.job.run import Run
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
+from ckpt_prune.options.training import SnowsSettings
 from ckpt_prune.stages.recovery.laco import Recoverer
 from ckpt_prune.stages.recovery.records import Earlier, Perplexity, RecoveryRecord
 from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.stages.shared.source_facts import source_of, stored_as
+
+_DESCENT = ("lr", "schedule", "norms", "teacher", "patience")
+"""Settings of gradient descent, which Newton steps have not."""
 
 
 def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) -> RecoveryRecord:
@@ -26,12 +30,15 @@ def recovery_of(recoverer: Recoverer, dense: Checkpoint, *, on_the_fly: bool) ->
         on_the_fly: whether each block was recovered right after it was pruned.
     """
     settings, samples = recoverer.settings, recoverer.pruned.samples
-    chosen = settings.model_dump(mode="json", exclude={"samples", "seed", "lora"})
+    by_snows = settings.method == "snows"
+    others = {"samples", "seed", "lora", *(_DESCENT if by_snows else SnowsSettings.model_fields)}
+    chosen = settings.model_dump(mode="json", exclude=others) | {"seed": recoverer.seed}
+    chosen |= {} if by_snows else {"lr": recoverer.rate}
     perplexities = recoverer.perplexities()
     return RecoveryRecord(
         dense=source_of(dense).model_copy(update={"card": None}),
         on_the_fly=on_the_fly,
-        settings=Record.model_validate(chosen | {"lr": recoverer.rate, "seed": recoverer.seed}),
+        settings=Record.model_validate(chosen),
         data=Record.model_validate(
             {
                 "modality": recoverer.pruned.factory.family.modality,

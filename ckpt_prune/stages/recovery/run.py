@@ -17,6 +17,7 @@ from ckpt_prune.stages.recovery.laco import Recoverer
 from ckpt_prune.stages.recovery.records import RecoveredLayer
 from ckpt_prune.stages.recovery.reports import recovery_of
 from ckpt_prune.stages.recovery.scale_blocks import scale_blocks
+from ckpt_prune.stages.recovery.snows import SnowsRecoverer
 from ckpt_prune.stages.recovery.target import pruned_view, target_of
 from ckpt_prune.stages.recovery.training import SampleSplit
 
@@ -65,9 +66,9 @@ def recover_step(recovery: Recovery, prepared: Prepared) -> RecoverStep | None:
     samples, dtype = training.samples, training.compute_dtype
     dense = dense_view.stream(samples, dtype, **how)
     pruned = pruned_view(prepared).stream(samples, dtype, sizes=split.sizes(recovery, group), **how)
-    return RecoverStep(
-        Recoverer(dense, dense_view.block, pruned, split, recovery, recovery.seed, training.after, training.allocate)
-    )
+    arguments = (dense, dense_view.block, pruned, split, recovery, recovery.seed, training.after, training.allocate)
+    by_snows = recovery.method == "snows"
+    return RecoverStep(SnowsRecoverer(*arguments, snows=recovery) if by_snows else Recoverer(*arguments))
 
 
 def finish_recovery(recovery: Recovery, prepared: Prepared, run: Run) -> None:

@@ -35,6 +35,7 @@ from ckpt_prune.stages.recovery.lora import (
     train_adapters,
 )
 from ckpt_prune.stages.recovery.run import recover_step
+from ckpt_prune.stages.recovery.snows import have_same_shapes
 from ckpt_prune.stages.recovery.target import DenseTarget
 from ckpt_prune.stages.recovery.train_once import train_once
 from ckpt_prune.stages.recovery.training import Progress, Trained
@@ -68,6 +69,8 @@ def check_afterwards(recovery: Afterwards, prepared: Prepared) -> None:
     assert dense is not None
     same_depth, _ = at_same_depth(pruned, dense, find_report(pruned.checkpoint.path))
     check_models(pruned, same_depth, "a model is recovered against the dense one it was made from")
+    if recovery.method == "snows" and not have_same_shapes(pruned, same_depth):
+        raise UserError("snows fits the weights that a mask leaves, in the dense model's shapes: recover by laco")
 
 
 def lay_out(recovery: Afterwards, prepared: Prepared) -> Prepared:

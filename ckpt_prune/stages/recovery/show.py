@@ -19,6 +19,7 @@ from ckpt_prune.show.section import (
 from ckpt_prune.stages.recovery.records import Adapters, Perplexity, RecoveredLayer, RecoveryRecord
 from ckpt_prune.stages.report import Report
 
+_SNOWS = "SNOWS: Preserving Deep Representations in One-Shot Pruning, arXiv 2411.18376"
 _LACO = "LaCo: Layer-wise Compensation for Pruned Large Language Models, ACL 2026 long.1342"
 
 
@@ -139,7 +140,14 @@ def _new_weights(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> 
     if not layers:
         return []
     count = f"{sum(layer.recovered for layer in layers)} of {len(layers)} blocks"
-    return [f"{count} have new weights, trained towards the hidden states of {recovery.dense.name}; zeros stay zero."]
+    how = f"trained towards the hidden states of {recovery.dense.name}"
+    if _is_by_snows(recovery):
+        how = f"fitted to what the weights of {recovery.dense.name} make of the same states"
+    return [f"{count} have new weights, {how}; zeros stay zero."]
+
+
+def _is_by_snows(recovery: RecoveryRecord) -> bool:
+    return recovery.settings.text("method") == "snows"
 
 
 def _training(recovery: RecoveryRecord) -> str:
@@ -149,10 +157,14 @@ def _training(recovery: RecoveryRecord) -> str:
     when = "each block right after it was pruned" if recovery.on_the_fly else "block by block after pruning"
     images = data.text("modality") == "image"
     samples = "images" if images else f"windows of {data.amount('window')} tokens"
+    how = f"up to {plural(settings.amount('epochs') or 0, 'epoch')} at a learning rate of {_rate(recovery):.3g}"
+    if _is_by_snows(recovery):
+        behind = plural(settings.amount("operations") or 0, "operation")
+        how = f"by a Newton step for each {settings.amount('batch')} of the others, with {behind} behind each module"
     return (
-        f"Recovered with {_LACO}: the {which}weights that pruning left{'' if where is None else f' of layers {where}'} "
-        f"were trained, {when}, on {data.amount('samples')} {samples}, {data.amount('held_out')} of them held out, up "
-        f"to {plural(settings.amount('epochs') or 0, 'epoch')} at a learning rate of {_rate(recovery):.3g}."
+        f"Recovered with {_SNOWS if _is_by_snows(recovery) else _LACO}: the {which}weights that pruning left"
+        f"{'' if where is None else f' of layers {where}'} were trained, {when}, on {data.amount('samples')} {samples},"
+        f" {data.amount('held_out')} of them held out, {how}."
     )
 
 
@@ -181,8 +193,10 @@ def _warnings(recovery: RecoveryRecord, layers: Sequence[RecoveredLayer]) -> lis
         warnings.append(f"The hidden states after block {broken[0]} are not finite: what follows cannot be recovered.")
     if idle:
         warnings.append(
-            f"No epoch was better than the old weights in {_blocks(idle)}, with lr {_rate(recovery):.3g} and less: use "
-            "more samples or epochs."
+            f"No Newton step was better than the old weights in {_blocks(idle)}: use more samples."
+            if _is_by_snows(recovery)
+            else f"No epoch was better than the old weights in {_blocks(idle)}, with lr {_rate(recovery):.3g} and "
+            "less: use more samples or epochs."
         )
     # Where nothing was recovered, both errors are of the same weights, in batches of other sizes.
     last = layers[-1] if any(layer.recovered for layer in layers) else None

@@ -46,6 +46,8 @@ class RecoveryStage(Stage[Recovery]):
 
     def check(self, prepared: Prepared) -> None:
         self.keys.blocks(prepared.model.blocks)
+        if self.keys.method == "snows" and prepared.model.family.experts is not None:
+            raise UserError("snows is not for experts, which read what their router sends them: recover by laco")
         if prepared.job.training is not None:
             check_trainable(len(prepared.job.training.samples))
 
@@ -57,7 +59,10 @@ class RecoveryStage(Stage[Recovery]):
     def planned(self, prepared: Prepared) -> list[str]:
         training = prepared.job.training
         assert training is not None
-        blocks, how = self.keys.blocks(prepared.model.blocks), " by scales" if self.keys.at_the_end else ""
+        blocks, how = (
+            self.keys.blocks(prepared.model.blocks),
+            "" if self.keys.method == "laco" else f" by {self.keys.method}",
+        )
         return [
             f"to be recovered{how}: {len(blocks)} of {prepared.model.blocks} blocks, "
             f"{plural(self.keys.epochs, 'epoch')} on {len(training.samples)} samples"
