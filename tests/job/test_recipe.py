@@ -89,7 +89,15 @@ def test_the_digest_is_of_every_key_of_recovery():
         **{"layers": "'0:1'", "held_out": 0.2, "patience": 9, "samples": 64, "seed": 1},
         **{"norms": True, "teacher": "pruned", "method": "scales"},
     }
-    assert set(changes) == set(Recovery.model_fields)
+    of_snows = {"operations": 2, "ridge": 0.1, "iterations": 9}
+    assert {*changes, *of_snows} == set(Recovery.model_fields)
+    assert (
+        len(
+            {load_recipe("wanda", ("recovery.method=snows",)).digest}
+            | {load_recipe("wanda", ("recovery.method=snows", f"recovery.{k}={v}")).digest for k, v in of_snows.items()}
+        )
+        == 4
+    )
     plain = "recovery={epochs: 10, batch: 4}"
     digests = {load_recipe("flap", (plain, f"recovery.{key}={value}")).digest for key, value in changes.items()}
     assert len(digests | {load_recipe("flap", (plain,)).digest}) == len(changes) + 1
