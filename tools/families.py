@@ -68,9 +68,8 @@ def page() -> str:
         refused = "; ".join(f"`{part}`: {why}" for part, why in composite.refused.items()) or "-"
         text += f"| `{composite.model_type}` | {_codes(composite.parts)} | {refused} |\n"
     text += "\n## Not supported\n\n| family | why |\n|---|---|\n"
-    mixtures = ", ".join(families_with_experts())
     for model_type, why in json.loads((ROOM / "unsupported.json").read_text(encoding="utf-8")).items():
-        text += f"| `{model_type}` | {why.replace('{mixtures}', mixtures)} |\n"
+        text += f"| `{model_type}` | {why} |\n"
     return text
 
 

@@ -1,12 +1,11 @@
 """`ckpt-prune inspect`."""
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_prune.api.commands import inspect
-from ckpt_prune.cli.command import Command, echo_json, table_of
+from ckpt_prune.cli.command import Command, table_of
 from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
 
@@ -16,17 +15,15 @@ if TYPE_CHECKING:
         ModelDescription,
         RemoteDescription,
         SparsityDescription,
-        UnknownDescription,
     )
+    from ckpt_prune.model.family_keys import Found
 
 
 def _show(description: "Description", _options: dict[str, Any]) -> None:
-    from ckpt_prune.inspection.answer import RemoteDescription, UnknownDescription
+    from ckpt_prune.inspection.answer import RemoteDescription
 
     if isinstance(description, RemoteDescription):
         _print_remote(description)
-    elif isinstance(description, UnknownDescription):
-        _print_unknown(description)
     else:
         _print(description)
 
@@ -70,27 +67,20 @@ def _print_remote(found: "RemoteDescription") -> None:
         _print_sparsity(found.sparsity)
 
 
-def _print_unknown(found: "UnknownDescription") -> None:
-    click.echo(f"model       {found.model}")
-    click.echo(f"family      {found.model_type} ({found.architecture}), which this version has no description of")
-    click.echo(f"like        {found.like}")
-    keys = [f"{key} {json.dumps(value)}" for key, value in found.keys.items()]
-    for what, names in (
-        (f"tensors that only {found.like} has", found.lacking),
-        (f"tensors that {found.like} has not", found.extra),
-        (f"config keys that {found.like} has not", keys),
-        ("code of transformers that differs", found.code),
-    ):
-        click.echo(f"{what}: {', '.join(names) or 'none'}")
-    if found.undecided:
-        click.echo(
-            f"for you to decide, by the two modeling files: {', '.join(found.undecided)} (state each, or name it in "
-            '"inherits" where it is the same)'
-        )
-    elif found.code:
-        click.echo("read that code before you trust the spaces")
-    click.echo(f"\na description to start from, for --family {found.model_type}.json:")
-    echo_json(found.draft)
+def _print_proofs(found: "Found") -> None:
+    words = {True: "same", False: "differs", None: "-"}
+    rows = [
+        {
+            "proven": name,
+            "units reordered together": words[proof.together],
+            "in one tensor alone": words[not proof.alone],
+            "fewer, and the same zeroed": words[proof.fewer],
+        }
+        for name, proof in found.proofs.items()
+    ]
+    click.echo(f"\noutputs of a small random model, transformers {found.transformers}:\n{table_of(rows)}")
+    for name, why in found.whole.items():
+        click.echo(f"{name}: whole, {why}")
 
 
 def _print(found: "ModelDescription") -> None:
@@ -126,6 +116,8 @@ def _print(found: "ModelDescription") -> None:
         for name, space in found.spaces.items()
     ]
     click.echo(f"\n{print_table(Table(columns, spaces))}")
+    if found.found is not None:
+        _print_proofs(found.found)
     if found.sparsity is not None:
         _print_sparsity(found.sparsity)
     if found.pruned:

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from ckpt_prune.common.fields import Frozen
+from ckpt_prune.model.family_keys import Found
 
 
 class SpaceDescription(Frozen):
@@ -132,6 +133,8 @@ class ModelDescription(_KnownDescription):
         pruned: sizes at the given ratios.
         messages: say if units are too coarse for these.
         recipe: whose spaces the ratios apply to.
+        found: how spaces of a family that was not known were proven; None if its description was given.
+        description: of a family from outside the package, as for `--family`.
     """
 
     blocks: int
@@ -152,6 +155,8 @@ class ModelDescription(_KnownDescription):
     pruned: list[SizeAtRatio]
     messages: list[str]
     recipe: str | None
+    found: Found | None = None
+    description: dict[str, Any] | None = None
 
 
 class RemoteDescription(_KnownDescription):
@@ -170,18 +175,4 @@ class RemoteDescription(_KnownDescription):
     note: str | None
 
 
-class UnknownDescription(_Answer):
-    """A model of an unknown family: the fields of `nearest_family.FamilyComparison`."""
-
-    model_type: str
-    architecture: str
-    like: str
-    lacking: list[str]
-    extra: list[str]
-    keys: dict[str, Any]
-    code: list[str]
-    undecided: list[str]
-    draft: dict[str, Any]
-
-
-Description = ModelDescription | RemoteDescription | UnknownDescription
+Description = ModelDescription | RemoteDescription

@@ -1,9 +1,8 @@
 """Describes a checkpoint from its config and the headers of its weights."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
@@ -18,7 +17,6 @@ from ckpt_prune.inspection.answer import (
     SpaceDescription,
     SparsityDescription,
     TensorZeros,
-    UnknownDescription,
     Zeros,
 )
 from ckpt_prune.job.job import Job
@@ -27,15 +25,14 @@ from ckpt_prune.model.composites import extract_part
 from ckpt_prune.model.config_only import checkpoint_of_config, config_of_folder, is_config_only
 from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.containers.choosing import choose_container
-from ckpt_prune.model.containers.opening import Opening, apply_description, open_checkpoint
+from ckpt_prune.model.containers.opening import Opening, apply_description, describe_unknown, open_checkpoint
 from ckpt_prune.model.containers.remote import remote_class
 from ckpt_prune.model.cost import cost_of, count_by_part
 from ckpt_prune.model.depth import check_shortened, shorten_model
-from ckpt_prune.model.descriptions import has_description
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
-from ckpt_prune.model.supported import check_model_type, declared_family
+from ckpt_prune.model.supported import declared_family
 from ckpt_prune.options.commands import InspectOptions
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.recipe import Recipe
@@ -65,13 +62,6 @@ def describe(
     if remote is not None and not ratios:
         return _remote(checkpoint, remote, zeros)
     return _model(checkpoint, weights, recipe, ratios, zeros)
-
-
-def describe_unknown(folder: Path, config: dict[str, Any]) -> UnknownDescription:
-    """Describe a model, by its config.json, of a family that has no description."""
-    from ckpt_prune.model.nearest_family import compare_with_families
-
-    return UnknownDescription(model=str(folder), **asdict(compare_with_families(config)))
 
 
 def _model(
@@ -108,6 +98,8 @@ def _model(
         tied_words=tied_words(model),
         made_from=MadeFrom(source=report.source.name, recipe=report.recipe.name) if report else None,
         pruned=pruned,
+        found=family.found,
+        description=json.loads(family.outside) if family.outside else None,
         messages=[line for each in recipes for line in coarse_lines(model, each)],
         recipe=recipe or "rcpu" if pruned else None,
         sparsity=zeros,
@@ -251,18 +243,14 @@ def inspect_model(options: InspectOptions) -> Description:
         raise UserError(f"{folder} has a config.json and no weights: --sparsity counts zeros in weights; leave it out")
     if config_only:
         config = apply_description(config_of_folder(folder), options.family)
-        if options.part is None and not has_description(config):
-            check_model_type(config)
-            return describe_unknown(folder, config)
+        if options.part is None:
+            config = describe_unknown(config)
         checkpoint = checkpoint_of_config(folder, config)
         if options.part is not None:
             checkpoint = extract_part(checkpoint, options.part)
     else:
         opening = Opening(trust=True, family=options.family, part=options.part, by_class=False)
         checkpoint = open_checkpoint(options.model, opening)
-        if not has_description(checkpoint.config):
-            check_model_type(checkpoint.config)
-            return describe_unknown(checkpoint.path, checkpoint.config)
     ratios = asked_ratios(options.ratios)
     return describe(
         checkpoint, weights=not config_only, recipe=options.recipe, ratios=ratios, sparsity=options.sparsity

@@ -132,7 +132,8 @@ def _check_linears(family: Family, shapes: Shapes) -> None:
     others = [] if family.experts is None else [family.experts.router]
     others += family.spaceless
     others += [space.gate for space in family.columns.values() if space.gate is not None]
-    if extra := sorted(weights - named.keys() - {family.tensor(0, module) for module in others}):
+    whole = {family.tensor(0, module, kind) for module in others for kind in ("weight", "itself")}
+    if extra := sorted(weights - named.keys() - whole):
         raise UserError(f"spaces: no space names {extra[0]}, which {family.architecture} has")
     attention = {family.tensor(0, module) for module in family.attention.modules}
     if wrong := sorted(attention - weights):
@@ -270,7 +271,8 @@ def _check_widths(
         values[key] = kept
         for factor in factors:
             values[key] *= others.get(factor, dimension(factor))
-    if not isinstance(getattr(type(parsed), "head_dim", None), property) and hasattr(parsed, "head_dim"):
+    states_head = hasattr(parsed, "head_dim") or "head_dim" in family.dimensions["head_dim"]
+    if not isinstance(getattr(type(parsed), "head_dim", None), property) and states_head:
         values["head_dim"] = dimension("head_dim")
     changes = {stored_key(key, config, parsed): value for key, value in values.items()}
     try:

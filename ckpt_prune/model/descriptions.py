@@ -63,7 +63,6 @@ def refuse_unsupported(model_type: str) -> None:
     """Refuse a family that spaces cannot describe, with the reason."""
     why = _read_unsupported().get(model_type)
     if why is not None:
-        why = why.replace("{mixtures}", ", ".join(families_with_experts()))
         raise UserError(f"{model_type} is not supported: {why}")
 
 
@@ -179,8 +178,8 @@ def load_family(model_type: str, variant: str | None = None) -> Family:
     refuse_unsupported(model_type)
     if model_type not in known_families():
         raise UserError(
-            f"model_type {model_type!r} is not one of the {len(known_families())} families that this version knows: "
-            "`ckpt-prune inspect MODEL` says which one it is like, and drafts a description of it for --family"
+            f"model_type {model_type!r} is not one of the {len(known_families())} families that this version knows, "
+            "and carries no description"
         )
     return _family(_description(model_type), variant)
 

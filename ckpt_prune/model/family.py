@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ckpt_prune.checkpoint.sentence_modules import ModulesUse
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.family_keys import Architecture, Attention, Experts, Multiple, Refusal, Residual, Rotary
+from ckpt_prune.model.family_keys import Architecture, Attention, Experts, Found, Multiple, Refusal, Residual, Rotary
 from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose, purpose_of_class, stock_classes
 from ckpt_prune.model.settings import unknown_settings
 from ckpt_prune.model.spaces import (
@@ -114,6 +114,7 @@ class Family(StrictModel):
     uneven: dict[str, bool] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
     settings: list[str] | None = None
+    found: Found | None = None
 
     # ---- the class in use -------------------------------------------------------------------------------------
 

@@ -145,3 +145,35 @@ class Architecture(StrictModel):
     pooled: list[str] = Field(default_factory=list)
     binary: bool = False
     probe: str | None = None
+
+
+class Proof(StrictModel):
+    """What a small random model showed of a space.
+
+    Attributes:
+        together: its units in another order, in all of its tensors, change no output.
+        alone: in any one of its tensors alone they do.
+        fewer: the class with fewer units computes what it computes with those zero; None for whole experts.
+    """
+
+    together: bool
+    alone: bool
+    fewer: bool | None
+
+    @property
+    def holds(self) -> bool:
+        return self.together and self.alone and self.fewer is not False
+
+
+class Found(StrictModel):
+    """How a description was found (`model.discovery`).
+
+    Attributes:
+        proofs: of each space.
+        whole: what stays whole → why.
+        transformers: its version.
+    """
+
+    proofs: dict[str, Proof]
+    whole: dict[str, str]
+    transformers: str

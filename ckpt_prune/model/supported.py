@@ -24,6 +24,7 @@ NO_MODEL_TYPE = (
     "config.json has no model_type, so the family of this checkpoint is unknown: give a folder that transformers has "
     "written, or add the key"
 )
+
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -41,17 +42,15 @@ def declared_family(config: dict[str, Any]) -> Family:
     return family.of(declared if family.has_class(declared) else family.architecture)
 
 
-def check_supported(
-    model: str, family: str | Path | None = None, part: str | None = None, *, unknown: bool = False
-) -> None:
-    """Refuse a folder of no known family by its config.json alone, before anything large is imported.
+def check_supported(model: str, family: str | Path | None = None, part: str | None = None) -> None:
+    """Refuse a folder that cannot be read by its config.json alone, before anything large is imported.
 
-    Other faults are found when the folder is read. A Hub id passes, as does a config that asks for code of its own.
+    Other faults are found when the folder is read. A Hub id passes, as do a config that asks for code of its own, and a
+    family without a description, whose class `discovery` looks at.
 
     Args:
         family: file of a description from outside the package.
         part: of a composite.
-        unknown: accept a family without a description.
     """
     outside = None if family is None else parse_json_object(read_description(family).encode())
     try:
@@ -68,7 +67,7 @@ def check_supported(
         return
     config = config if outside is None else attach_description(config, outside)
     check_model_type(config)
-    if has_description(config) or not unknown:
+    if has_description(config):
         family_for_config(config)
 
 
@@ -80,7 +79,7 @@ def attach_description(config: dict[str, Any], outside: Mapping[str, Any]) -> di
 
 
 def check_model_type(config: Mapping[str, Any]) -> None:
-    """Refuse a config that no description can be of: without `model_type`, of timm, a composite, or unknown experts."""
+    """Refuse a config that no description can be of: without `model_type`, of timm, or a composite."""
     model_type = config.get("model_type")
     if is_timm(config):
         raise UserError(
@@ -93,9 +92,8 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         raise UserError(load_composite(model_type).advice)
     refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
-    if experts and (model_type not in known_families() or load_family(model_type).experts is None):
-        expert_families = ", ".join(families_with_experts())
+    if experts and model_type in known_families() and load_family(model_type).experts is None:
         raise UserError(
-            f"model_type {model_type!r} is a mixture of experts ({experts} in config.json) that this version does not "
-            f"know: take one of {expert_families}"
+            f"config.json of type {model_type} has {experts}, and a {model_type} has no experts: take one of "
+            f"{', '.join(families_with_experts())}"
         )

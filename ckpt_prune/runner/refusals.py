@@ -63,7 +63,7 @@ def refuse_inspect(options: InspectOptions) -> None:
     asked_ratios(options.ratios)
     if options.recipe is not None:
         check_recipe(options.recipe)
-    check_supported(options.model, options.family, options.part, unknown=True)
+    check_supported(options.model, options.family, options.part)
 
 
 def refuse_plan(options: PlanOptions) -> None:

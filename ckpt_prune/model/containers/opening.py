@@ -7,14 +7,15 @@ from typing import Any
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import say_once
 from ckpt_prune.model.composites import composite_names, extract_part
 from ckpt_prune.model.containers.checking import check_stored
 from ckpt_prune.model.containers.remote import remote_class
-from ckpt_prune.model.descriptions import family_for_config, read_description
+from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, has_description, read_description
 from ckpt_prune.model.matching import is_described, match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
-from ckpt_prune.model.supported import attach_description
+from ckpt_prune.model.supported import attach_description, check_model_type
 from ckpt_prune.options.machine import OpeningOptions
 
 
@@ -57,6 +58,7 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
         config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
         checkpoint = replace(checkpoint, config=config)
     if how.part is None:
+        checkpoint = replace(checkpoint, config=describe_unknown(checkpoint.config))
         return checkpoint if how.by_class else replace(checkpoint, by_class=not is_described(checkpoint.config))
     check_stored(checkpoint, composite_names(checkpoint.config))
     return extract_part(checkpoint, how.part)
@@ -73,16 +75,34 @@ def open_fitted(model: str) -> Model:
     return Model(checkpoint, family, parse_config(checkpoint.config))
 
 
+def describe_unknown(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the description of its class that `discovery` finds, if it has none."""
+    if has_description(config):
+        return config
+    check_model_type(config)
+    from ckpt_prune.model.discovery.discover import discover
+
+    found = discover(config)
+    say_once(found.line())
+    described = config | {OUTSIDE_KEY: found.description}
+    _check(described, "its description, which was found on a small model, does not hold for this config.json")
+    return described
+
+
 def apply_description(config: dict[str, Any], family: Path | None) -> dict[str, Any]:
     """Return a config.json with the description in a file, checked, if the config is of that family."""
     if family is None:
         return config
     described = attach_description(config, parse_json_object(read_description(family).encode()))
     if described is not config:
-        from ckpt_prune.model.description_checks import check_description
-
-        try:
-            check_description(family_for_config(described), described)
-        except UserError as error:
-            raise UserError(f"--family {family}: {error}") from error
+        _check(described, f"--family {family}")
     return described
+
+
+def _check(described: dict[str, Any], what: str) -> None:
+    from ckpt_prune.model.description_checks import check_description
+
+    try:
+        check_description(family_for_config(described), described)
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error

@@ -1,0 +1,577 @@
+"""Writes a description of a class from what its twin shows."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.discovery.experts import find_experts, packed_modules
+from ckpt_prune.model.discovery.layouts import find_incidences
+from ckpt_prune.model.discovery.trace import (
+    BlockRun,
+    Trace,
+    is_linear,
+    join_units,
+    lines_of_units,
+    list_of_blocks,
+    record_blocks,
+    trace_block,
+)
+from ckpt_prune.model.discovery.twin import FIRST, Twin
+from ckpt_prune.model.skeleton import Names, RefusedConfigError, build_skeleton, parse_config
+
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "experts_per_token", "moe_k")
+_GROUPS = ("n_group", "topk_group")
+
+
+@dataclass
+class Draft:
+    """A description that is being made, and what stays whole, with the reason."""
+
+    description: dict[str, Any]
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+class Describer:
+    """Describes the class of a twin.
+
+    Args:
+        auto: the Auto class that loads it.
+        usual: the config that the twin was made small from.
+    """
+
+    def __init__(self, twin: Twin, auto: str, usual: Mapping[str, Any]) -> None:
+        self.twin, self.auto, self.usual = twin, auto, usual
+        self.names = Names(build_skeleton(parse_config(twin.config), twin.architecture))
+        layers = list_of_blocks(twin)
+        if layers is None:
+            raise UserError(f"{twin.architecture} has no list of blocks")
+        self.layers = layers
+        self.runs = record_blocks(twin, layers)
+        blocks: Any = twin.model.get_submodule(layers)
+        if [run.path for run in self.runs] != [f"{layers}.{index}" for index in range(len(blocks))]:
+            raise UserError(f"{twin.architecture} does not run its blocks once each, one after the other")
+        self.prefix = self._find_prefix()
+        self.dimensions: dict[str, list[str]] = {}
+        self.sizes: dict[str, int] = {}
+        self.derived: dict[str, list[str | int]] = {}
+        self.whole: dict[str, str] = {}
+        self.spaces: dict[str, dict[str, Any]] = {}
+
+    # ---- names ---------------------------------------------------------------------------------------------------
+
+    def _find_prefix(self) -> str:
+        own, others = (dict(self.runs[index].block.named_parameters()) for index in (0, 1))
+        parameter = next((name for name in own if name in others), None)
+        if parameter is None:
+            raise UserError(f"the first two blocks of {self.twin.architecture} have no tensor in common")
+        first, second = (self.names.saved_as(f"{self.layers}.{index}.{parameter}") for index in (0, 1))
+        for match in re.finditer(r"\.0\.", first):
+            prefix = f"{first[: match.start()]}.{{block}}."
+            if second == prefix.format(block=1) + first[match.end() :]:
+                return prefix
+        raise UserError(f"{self.twin.architecture} stores its blocks under names without a number")
+
+    def on_disk(self, run: BlockRun, path: str, kind: str = "weight") -> str:
+        """Return a linear module or tensor of a block as its files name it."""
+        index = run.path.rpartition(".")[2]
+        parameter = f"{run.path}.{path}.{kind}" if kind else f"{run.path}.{path}"
+        name = self.names.saved_as(parameter).removeprefix(self.prefix.format(block=index))
+        return name.removesuffix(f".{kind}") if kind else name
+
+    # ---- dimensions ----------------------------------------------------------------------------------------------
+
+    def key_of(self, size: int, pattern: str = r".*") -> str | None:
+        """Return the config key that states a size: of several, the one whose name fits."""
+        keys = [k for k, v in self.twin.config.items() if isinstance(v, int) and not isinstance(v, bool) and v == size]
+        keys = [
+            key
+            for key in keys
+            if not key.endswith("_token_id") and isinstance(getattr(self.twin.parsed, key, None), int)
+        ]
+        fitting = [key for key in keys if re.search(pattern, key)]
+        side = "decoder" if "decoder" in self.layers else "encoder"  # of two stacks, that of the blocks
+        return next((key for key in fitting if side in key), next(iter(fitting), None))
+
+    def add_dimension(self, name: str, size: int, keys: Sequence[str]) -> None:
+        self.dimensions[name], self.sizes[name] = [*keys], size
+
+    def named_sizes(self, first: Mapping[str, int]) -> dict[str, int]:
+        """Return dimensions that a layout may be said with: those of the space, then config keys by themselves."""
+        keys = {
+            key: value
+            for key, value in self.twin.config.items()
+            if isinstance(value, int)
+            and not isinstance(value, bool)
+            and value > 4
+            and re.search(r"head_dim|_rank|_size$|d_state|groups", key)
+        }
+        return {
+            **first,
+            **{key: value for key, value in keys.items() if key not in first and value not in first.values()},
+        }
+
+    # ---- the description -----------------------------------------------------------------------------------------
+
+    def describe(self) -> Draft:
+        """Return a description of what every block has."""
+        traces = [self._traces(run) for run in self._kinds()]
+        self.add_dimension(
+            "hidden",
+            self.runs[0].states.shape[-1],
+            _keys(self.key_of(self.runs[0].states.shape[-1], "hidden|d_model|embd|dim")),
+        )
+        depth = self.key_of(len(self.runs), "layer|depth|block")
+        if depth is None and getattr(self.twin.parsed, "num_hidden_layers", None) == len(self.runs):
+            depth = "num_hidden_layers"
+        self.add_dimension("layers", len(self.runs), _keys(depth))
+        if not self.dimensions["hidden"] or not self.dimensions["layers"]:
+            raise UserError("no config key states its hidden size or number of blocks")
+        attention = self._attention(traces)
+        experts = self._experts()
+        self._columns(traces)
+        if not self.spaces:
+            raise UserError(f"no space of {self.twin.architecture} is common to its blocks: {self._said()}")
+        model: Any = self.twin.model
+        embedding = _path(model, model.get_input_embeddings())
+        head = _path(model, model.get_output_embeddings())
+        used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
+        for key in used - self.dimensions.keys() - {"group"}:
+            self.add_dimension(key, self.twin.config[key], [key])
+        order = ("queries", "heads", "mlp", "shared", "experts")
+        description: dict[str, Any] = {
+            "model_type": self.twin.parsed.model_type,
+            "base": model.base_model_prefix,
+            "architectures": {self.twin.architecture: {"auto": self.auto} | ({"head": head} if head else {})},
+            "layers": self.layers,
+            "block": self.prefix,
+            "embedding": embedding,
+            "lookups": [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)],
+            "dimensions": self.dimensions,
+            "derived": self.derived,
+            "attention": attention,
+            "transposed": self._transposed(),
+            "spaces": {name: self.spaces[name] for name in order if name in self.spaces},
+            "absent": {name: why for name, why in self.whole.items() if name in order},
+            "rope": getattr(self.twin.parsed, "rope_parameters", None) is not None,
+            "bias_slots": {},
+            "residual": None,
+            "unrotatable": "its description was found on a random model, which does not say what its norms feed",
+            "unpaired": "its description was found on a random model, which does not say how pairs lie",
+        }
+        if experts is not None:
+            description["experts"] = experts
+            together = [s["units"] for n, s in self.spaces.items() if n == "shared" and s["units"] == "mlp"]
+            description |= {"together": together} if together else {}
+        named = {*_modules_of(self.spaces.values())}
+        description["spaceless"] = self._spaceless(named)
+        description["bias_slots"] = self._bias_slots(named)
+        description["heads_divide_hidden"] = self._heads_divide_hidden()
+        return Draft(description, self.whole)
+
+    def _said(self) -> str:
+        return "; ".join(f"{name}: {why}" for name, why in self.whole.items()) or "nothing ends in a linear module"
+
+    def _kinds(self) -> list[BlockRun]:
+        """Return the first block of every kind, told apart by names and shapes."""
+        kinds: dict[Any, BlockRun] = {}
+        for run in self.runs:
+            shapes = tuple((name, each.shape) for name, each in run.block.named_parameters())
+            kinds.setdefault(shapes, run)
+        return list(kinds.values())
+
+    def _traces(self, run: BlockRun) -> tuple[BlockRun, list[Trace]]:
+        return run, trace_block(run, packed_modules(run.block, FIRST.experts))
+
+    def _transposed(self) -> list[str]:
+        run = self.runs[0]
+        modules = run.block.named_modules()
+        return [
+            self.on_disk(run, path) for path, each in modules if is_linear(each) and not isinstance(each, nn.Linear)
+        ]
+
+    def _spaceless(self, named: set[str]) -> list[str]:
+        found: dict[str, None] = {}
+        for run in self._kinds():
+            for name, each in run.block.named_parameters():
+                if each.dim() >= 2:
+                    module = self.on_disk(run, name, "").removesuffix(".weight")
+                    if not {module, re.sub(r"\.\d+\.", ".{expert}.", module), f"{module}.{{expert}}"} & named:
+                        found[module] = None
+        return list(found)
+
+    # ---- attention -----------------------------------------------------------------------------------------------
+
+    def _attention(self, traces: Sequence[tuple[BlockRun, Sequence[Trace]]]) -> dict[str, Any]:
+        """Return the linear modules of attention, and add the spaces of heads if every block has them alike."""
+        mixing = [[each for each in own if each.mixes] for _, own in traces]
+        if any(len(own) != 1 for own in mixing) or len({(own[0].consumer, own[0].producers) for own in mixing}) != 1:
+            raise UserError(f"the blocks of {self.twin.architecture} mix tokens in several ways, or in none")
+        run, trace = traces[0][0], mixing[0][0]
+        roles = _roles(trace)
+        modules = {role: self.on_disk(run, path) for role, path in roles.items()}
+        attention: dict[str, Any] = modules | {"output": self.on_disk(run, trace.consumer)}
+        unit = join_units(trace)
+        count = int(unit.max()) + 1
+        shared = [path for path, depends in trace.rows.items() if bool(depends.all())]
+        is_latent = any(bool(trace.across[path].all()) for path in shared) and roles["query"] not in shared
+        heads = self.key_of(FIRST.heads, "head|^n_head") or self.key_of(FIRST.heads)
+        if heads is None:
+            raise UserError(f"no config key counts the heads of {self.twin.architecture}")
+        self.add_dimension("query_heads", FIRST.heads, [heads])
+        self.add_dimension("kv_heads", FIRST.heads, [heads])
+        self.add_dimension("head_dim", len(unit) // FIRST.heads, ["head_dim"])
+        if is_latent:
+            attention |= dict.fromkeys(("query", "key", "value"), self.on_disk(run, shared[0])) | {"latent": True}
+            self.add_dimension("logits", 0, ["qk_head_dim", "qk_nope_head_dim", "head_dim"])
+            why = "keys and values of all heads are made of one latent vector of a token"
+            self.whole |= dict.fromkeys(("queries", "heads"), why)
+            return attention
+        if shared:
+            self.whole["heads"] = "its queries or keys are normalised over all heads together"
+            return attention
+        if count in (1, len(unit)) or len(unit) % count or not 1 < count <= FIRST.heads:
+            self.whole["heads"] = "its heads depend on one another"
+            return attention
+        self._add_heads(run, trace, unit, count, heads, attention)
+        return attention
+
+    def _add_heads(
+        self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, heads: str, attention: dict[str, Any]
+    ) -> None:
+        queries = {path: ~trace.across[path] for path in trace.producers}
+        inner = join_units(trace, queries)
+        group = (int(inner.max()) + 1) // count
+        width = len(unit) // count // group
+        kv_key = self.key_of(count, "kv|key_value|group") if group > 1 else heads
+        if kv_key is None or count * group != FIRST.heads:
+            self.whole["heads"] = "no config key counts its groups of keys and values"
+            return
+        self.add_dimension("kv_heads", count, list(dict.fromkeys([kv_key, heads])))
+        self.add_dimension(
+            "head_dim", width, _keys(self.key_of(width, "head_dim|kv_channels|d_head|dim_head|head_size"))
+        )
+        named = self.named_sizes({"head_dim": width, "group": group, "kv_heads": count, "query_heads": FIRST.heads})
+        if group == 1:
+            named.pop("group")
+        rows = self._rows(run, trace, unit, count, named)
+        columns = find_incidences(self.on_disk(run, trace.consumer), unit, count, named)
+        tables = self._tables(run, trace, unit, count, named)
+        if rows is None or columns is None or len(columns) != 1 or tables is None:
+            self.whole["heads"] = "its heads lie in an order that a description cannot say"
+            return
+        effect = self._effect(run, trace)
+        self.spaces["heads"] = {
+            "ends": "columns",
+            "unit": "KV group" if group > 1 else "head",
+            "units": "kv_heads",
+            "rounding": "floor",
+            "rows": rows,
+            "columns": columns[0],
+            **({"tables": tables} if tables else {}),
+            "config": {heads: ["group"], kv_key: []} if group > 1 else {heads: []},
+            **effect,
+        }
+        if group == 1:
+            return
+        rows = self._rows(run, trace, inner, count * group, named, queries)
+        columns = find_incidences(self.on_disk(run, trace.consumer), inner, count * group, named)
+        tables = self._tables(run, trace, inner, count * group, named)
+        if rows is None or columns is None or len(columns) != 1 or tables is None:
+            return
+        self.spaces["queries"] = {
+            "ends": "columns",
+            "unit": "grouped query head",
+            "units": "group",
+            "per": "kv_heads",
+            "within": "heads",
+            "rounding": "nearest",
+            "rows": rows,
+            "columns": columns[0],
+            **({"tables": tables} if tables else {}),
+            "config": {heads: ["kv_heads"]},
+            **effect,
+        }
+
+    def _rows(
+        self,
+        run: BlockRun,
+        trace: Trace,
+        unit: torch.Tensor,
+        count: int,
+        named: Mapping[str, int],
+        only: Mapping[str, torch.Tensor] | None = None,
+    ) -> list[dict[str, Any]] | None:
+        rows: list[dict[str, Any]] = []
+        for path, depends in trace.rows.items():
+            counted = depends if only is None else depends & only[path]
+            if not bool(counted.any()):
+                continue
+            owner = lines_of_units(counted, unit)
+            found = None if owner is None else find_incidences(self.on_disk(run, path), owner, count, named)
+            if found is None:
+                return None
+            rows += found
+        return rows
+
+    def _tables(
+        self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, named: Mapping[str, int]
+    ) -> list[dict[str, Any]] | None:
+        """Return tensors of which each unit has its own part; None if one has it in a way that cannot be said."""
+        tables: list[dict[str, Any]] = []
+        for name, depends in trace.tables.items():
+            flat = depends.flatten(1)
+            if all(bool(flat[unit == each].any(0).all()) for each in range(count)):
+                continue  # every unit reads all of it
+            owner = lines_of_units(depends, unit) if depends.dim() == 2 else None
+            found = None if owner is None else find_incidences(self.on_disk(run, name, ""), owner, count, named)
+            if found is None:
+                return None
+            tables += found
+        return tables
+
+    def _effect(self, run: BlockRun, trace: Trace) -> dict[str, Any]:
+        """Return what a consumer's output passes before it is added to the stream, as far as it is known."""
+        if trace.effect == "multiplied":
+            keys = [
+                k for k, v in self.twin.config.items() if isinstance(v, float) and abs(v - trace.factor) < 1e-4 * abs(v)
+            ]
+            key = next((key for key in keys if "multiplier" in key or "scale" in key), None)
+            return {} if key is None else {"multiplier": key}
+        if trace.effect == "gated":
+            owner = trace.consumer.rpartition(".")[0].rpartition(".")[0]
+            for path, module in run.block.named_modules():
+                if path.startswith(owner) and isinstance(module, nn.Linear) and module.out_features == 1:
+                    return {"gate": self.on_disk(run, path)}
+        return {}
+
+    # ---- columns and experts -------------------------------------------------------------------------------------
+
+    def _columns(self, traces: Sequence[tuple[BlockRun, Sequence[Trace]]]) -> None:
+        has_experts = bool(packed_modules(self.runs[-1].block, FIRST.experts))
+        found: list[dict[str, tuple[BlockRun, Trace]]] = []
+        for run, own in traces:
+            found.append({each.consumer: (run, each) for each in own if not each.mixes})
+        common = (
+            [path for path in found[-1] if all(path in own for own in found)] if not has_experts else list(found[-1])
+        )
+        for path in common:
+            run, trace = found[-1][path]
+            name = "shared" if has_experts else "mlp"
+            why = self._add_columns(name, run, trace)
+            if why is not None:
+                self.whole.setdefault(name, why)
+
+    def _add_columns(self, name: str, run: BlockRun, trace: Trace) -> str | None:
+        if name in self.spaces:
+            return f"{trace.consumer} is a second one beside {self.spaces[name]['columns']['module']}"
+        unit = join_units(trace)
+        columns = count = len(unit)
+        if int(unit.max()) + 1 != count:
+            return f"columns of {trace.consumer} depend on one another"
+        each: list[str] = []
+        units, key = name, self.key_of(count, "intermediate|ffn|ff|inner|mlp|expert") or self.key_of(count)
+        if "mlp" in self.spaces and key in self.spaces["mlp"]["config"]:
+            units = "mlp"
+        elif name == "shared" and (key is None or count == FIRST.expert_mlp):
+            several = self.key_of(count // FIRST.expert_mlp, "shared") if count > FIRST.expert_mlp else None
+            key = self.key_of(FIRST.expert_mlp, "intermediate|ffn")
+            if count != FIRST.expert_mlp:
+                if several is None or count % FIRST.expert_mlp:
+                    return f"no config key states the columns of {trace.consumer}"
+                each, units = [several], "mlp"
+                unit, count = unit // self.twin.config[several], FIRST.expert_mlp
+            units = "mlp"
+        if key is None:
+            return f"no config key states the columns of {trace.consumer}"
+        self.add_dimension(units, count, [key])
+        if self.usual.get(key, 0) is None:
+            self._derive(units, key, run, trace)
+        named = {units: count, **({each[0]: self.twin.config[each[0]]} if each else {})}
+        rows = self._rows(run, trace, unit, count, named)
+        ends = find_incidences(self.on_disk(run, trace.consumer), unit, count, named)
+        tables = self._tables(run, trace, unit, count, named)
+        if rows is None or ends is None or len(ends) != 1 or tables is None:
+            return f"the columns of {trace.consumer} ({columns}) lie in an order that a description cannot say"
+        self.spaces[name] = {
+            "ends": "columns",
+            "unit": "column" + (" for each shared expert" if each else ""),
+            "units": units,
+            "rounding": "ceil",
+            "rows": rows,
+            "columns": ends[0],
+            **({"tables": tables} if tables else {}),
+            "config": {key: []},
+            **self._effect(run, trace),
+        }
+        return None
+
+    def _derive(self, units: str, key: str, run: BlockRun, trace: Trace) -> None:
+        """Say what a dimension is where the config has none under its key."""
+        parsed = parse_config(self.twin.config | {key: None})
+        shapes = dict(build_skeleton(parsed, self.twin.architecture).named_parameters())
+        module: Any = run.block.get_submodule(trace.consumer)
+        axis = 1 if isinstance(module, nn.Linear) else 0
+        columns, hidden = int(shapes[f"{run.path}.{trace.consumer}.weight"].shape[axis]), self.sizes["hidden"]
+        if columns % hidden == 0:
+            self.derived[units] = [columns // hidden, "hidden"]
+
+    def _experts(self) -> dict[str, Any] | None:
+        run = self.runs[-1]
+        packed = packed_modules(run.block, FIRST.experts)
+        if not packed:
+            return None
+        if any(not packed_modules(each.block, FIRST.experts) for each in self.runs):
+            raise UserError("some of its blocks have one mlp in place of experts")
+        key, count_key = self.key_of(FIRST.expert_mlp), self.key_of(FIRST.experts, "expert")
+        columns = FIRST.expert_mlp
+        if key is None:
+            key, columns = self.key_of(FIRST.mlp, "intermediate|ffn"), FIRST.mlp
+        chosen = next((each for each in _CHOSEN if isinstance(getattr(self.twin.parsed, each, None), int)), None)
+        if key is None or count_key is None or chosen is None:
+            self.whole["experts"] = self.whole["mlp"] = (
+                "no config key states how many experts there are, or their columns"
+            )
+            return None
+        index = run.path.rpartition(".")[2]
+        prefix = self.prefix.format(block=index)
+        found = find_experts(run.block, packed[0], self.names, prefix, run.path, FIRST.experts, columns)
+        if isinstance(found, str):
+            self.whole["experts"] = self.whole["mlp"] = found
+            return None
+        self.add_dimension("mlp", columns, [key])
+        self.add_dimension("experts", FIRST.experts, [count_key])
+        gates = [{"module": found.gate}, {"module": found.up}]
+        rows = [{"module": found.gate, "copies": 2}] if found.gate == found.up else gates
+        common = {"rounding": "ceil", "unit": "column", "units": "mlp", "experts": True}
+        self.spaces["mlp"] = {
+            "ends": "columns",
+            **common,
+            "rows": rows,
+            "columns": {"module": found.down},
+            "config": {key: []},
+        }
+        self.spaces["experts"] = {
+            "ends": "experts",
+            "unit": "expert",
+            "units": "experts",
+            "rounding": "nearest",
+            "rows": [{"module": found.router}],
+            **({"tables": [{"module": each} for each in found.tables]} if found.tables else {}),
+            "config": {count_key: []},
+        }
+        groups = [each for each in _GROUPS if isinstance(getattr(self.twin.parsed, each, None), int)]
+        return {
+            "count": "experts",
+            "router": found.router,
+            "gate": found.gate,
+            "up": found.up,
+            "down": found.down,
+            "module": found.path,
+            "chosen": chosen,
+            **({"stacked": True} if found.stacked else {}),
+            **({"groups": groups} if len(groups) == 2 else {}),
+        }
+
+    # ---- what keys of the config change --------------------------------------------------------------------------
+
+    def _bias_slots(self, modules: set[str]) -> dict[str, str | bool]:
+        """Return linear module → the config key that gives it a bias, or true: keys are turned on and off."""
+        config = self.twin.config
+        keys = [key for key, value in config.items() if "bias" in key and isinstance(value, bool)]
+
+        def with_bias(opened: Sequence[str]) -> set[str]:
+            try:
+                parsed = parse_config(config | {key: key in opened for key in keys})
+                names = Names(build_skeleton(parsed, self.twin.architecture)).shapes
+            except RefusedConfigError:
+                return set()
+            prefix = self.prefix.format(block=len(self.runs) - 1)
+            return {module for module in modules if f"{prefix}{module}.bias" in names}
+
+        always = with_bias(())
+        slots: dict[str, str | bool] = dict.fromkeys(sorted(always), True)
+        for key in keys:
+            slots |= dict.fromkeys(sorted(with_bias([key]) - always), key)
+        return slots
+
+    def _heads_divide_hidden(self) -> bool:
+        """Return whether the config class refuses a number of heads that does not divide the hidden size."""
+        hidden = self.sizes["hidden"]
+        odd = next(count for count in range(3, hidden + 2) if hidden % count)
+        keys = {*self.dimensions["query_heads"], *self.dimensions["kv_heads"]}
+        try:
+            parse_config(self.twin.config | dict.fromkeys(keys, odd))
+        except UserError:
+            return True
+        return False
+
+
+def drop_space(draft: Draft, name: str, why: str) -> None:
+    """Take a space out of a description, and those within it; say why it stays whole."""
+    description = draft.description
+    spaces = description["spaces"]
+    before = set(_modules_of(spaces.values()))
+    gone = [name, *(other for other, own in spaces.items() if own.get("within") == name)]
+    if name in ("mlp", "experts") and description.get("experts"):
+        gone += [each for each in ("mlp", "experts") if each in spaces and each != name]
+        description.pop("experts")
+    for each in gone:
+        spaces.pop(each)
+    draft.whole[name] = why
+    left = set(_modules_of(spaces.values()))
+    experts = description.get("experts") or {}
+    routed = {experts.get("router")}
+    description["spaceless"] += sorted(each for each in before - left - routed)
+    description["bias_slots"] = {module: slot for module, slot in description["bias_slots"].items() if module in left}
+    description["absent"] |= dict.fromkeys(gone, why)
+
+
+def _keys(key: str | None) -> list[str]:
+    return [] if key is None else [key]
+
+
+def _path(model: nn.Module, wanted: nn.Module | None) -> str | None:
+    return (
+        next((path for path, module in model.named_modules() if module is wanted), None) if wanted is not None else None
+    )
+
+
+def _roles(trace: Trace) -> dict[str, str]:
+    """Return which producers make queries, keys and values.
+
+    A token's own queries are read by it alone; a column reads one row of the values, and several of the keys.
+    """
+    across = [path for path in trace.producers if bool(trace.across[path].any())]
+    own = [path for path in trace.producers if bool((~trace.across[path]).any())]
+    rows_of = {path: int(trace.rows[path].sum(1).float().mean()) for path in trace.producers}
+    value = min(across, key=lambda path: rows_of[path])
+    key = max(across, key=lambda path: rows_of[path])
+    query = max(own, key=lambda path: rows_of[path]) if own else key
+    return {"query": query, "key": key, "value": value}
+
+
+def _dimensions_of(space: Mapping[str, Any]) -> set[str]:
+    found: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, list):
+            for each in value:
+                walk(each)
+        elif isinstance(value, str):
+            found.add(value)
+
+    for incidence in [*space["rows"], *space.get("tables", []), space.get("columns", {})]:
+        for key in ("each", "after", "stride"):
+            walk(incidence.get(key, []))
+    return found
+
+
+def _modules_of(spaces: Any) -> set[str]:
+    rows = [incidence["module"] for space in spaces for incidence in space["rows"]]
+    ends = [space["columns"]["module"] for space in spaces if "columns" in space]
+    return {*rows, *ends, *(space["gate"] for space in spaces if "gate" in space)}

@@ -1,0 +1,195 @@
+"""Finds the description of a stock class that this package does not know, proves it, and keeps it."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from ckpt_prune._version import __version__
+from ckpt_prune.checkpoint.staging import write_atomically
+from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.common.similar_names import NEAR, did_you_mean
+from ckpt_prune.model.description_checks import check_description
+from ckpt_prune.model.descriptions import known_families, parse_family
+from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space
+from ckpt_prune.model.discovery.proofs import Prover
+from ckpt_prune.model.discovery.twin import FIRST, OTHER, Twin, build_twin, small_configs
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.family_keys import Proof
+from ckpt_prune.model.skeleton import parse_config, quiet_transformers, stock_class
+
+_AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
+_FIXED = "the heads of {model_type} are always as wide together as the hidden size, or its class counts them otherwise"
+
+
+class Discovery(BaseModel):
+    """A description that was found.
+
+    Attributes:
+        description: as in a file for `--family`.
+        seconds: of processor time that finding it took.
+        kept: whether it was in the user's cache.
+    """
+
+    description: dict[str, Any]
+    seconds: float
+    kept: bool = False
+
+    def line(self) -> str:
+        """Say what was found, in one line."""
+        name, spaces = self.description["model_type"], ", ".join(self.description["spaces"])
+        whole = self.description["found"]["whole"].items()
+        stays = "; ".join(f"{space} stay whole: {why}" for space, why in whole)
+        return (
+            f"{name} has no description in this version: {spaces} were found and proven on a small random "
+            f"{next(iter(self.description['architectures']))} in {self.seconds:.1f} s"
+            + (", and kept" if self.kept else "")
+            + (f"; {stays}" if stays else "")
+        )
+
+
+def discover(config: Mapping[str, Any]) -> Discovery:
+    """Return the description of a config.json's class, found on small random models of it, or from the user's cache.
+
+    UserError in one line if transformers has no such class, it cannot be made small, or no space of it is proven.
+    """
+    architecture, auto = _architecture(config)
+    place = _place(config, architecture)
+    with suppress(OSError, ValidationError, UserError):
+        found = Discovery.model_validate_json(place.read_bytes())
+        parse_family(json.dumps(found.description))
+        return found.model_copy(update={"kept": True})
+    with _silent():
+        found = _find(config, architecture, auto)
+    with suppress(OSError, UserError):  # it is found again next time
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, found.model_dump_json(indent=2) + "\n")
+    return found
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Hold back what transformers logs of configs that are only tried."""
+    from transformers.utils import logging
+
+    with quiet_transformers():
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+
+
+def _architecture(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the stock class of a config.json, and the Auto class that loads it."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        hint = did_you_mean(model_type, known_families(), most=3, likeness=NEAR).rstrip()
+        raise UserError(
+            f"model_type {model_type!r} is known neither here nor to transformers {transformers.__version__}"
+            f"{f' ({hint})' if hint else ''}; a newer transformers may have it"
+        )
+    mappings = import_module("transformers.models.auto.modeling_auto")
+    names = {
+        "AutoModelForCausalLM": mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForMaskedLM": mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "AutoModel": mappings.MODEL_MAPPING_NAMES,
+    }
+    declared = [name.removeprefix("Pruned") for name in config.get("architectures") or []]
+    for auto, stock in names.items():
+        if stock.get(model_type) in declared:
+            return str(stock[model_type]), auto
+    for auto, stock in names.items():
+        if isinstance(stock.get(model_type), str):
+            return str(stock[model_type]), auto
+    raise UserError(
+        f"transformers {transformers.__version__} has no model of text for config.json of type {model_type}"
+    )
+
+
+def _place(config: Mapping[str, Any], architecture: str) -> Path:
+    """Return the file in the user's cache: by the class's code, and by the config without its sizes."""
+    import transformers
+
+    plain = {key: value for key, value in config.items() if key not in ("architectures", "_name_or_path", "dtype")}
+    parsed = parse_config(plain)
+    module: Any = import_module(stock_class(architecture, parsed).__module__)
+    small = next(small_configs(plain, FIRST))
+    small.pop("transformers_version", None)
+    text = json.dumps([__version__, transformers.__version__, architecture, small], sort_keys=True, default=str)
+    digest = hashlib.sha256(Path(module.__file__).read_bytes() + text.encode()).hexdigest()
+    base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+    return Path(base) / "ckpt-prune" / "families" / f"{digest[:32]}.json"
+
+
+def _find(config: Mapping[str, Any], architecture: str, auto: str) -> Discovery:
+    import transformers
+
+    start = time.process_time()
+    plain = {key: value for key, value in config.items() if key not in ("architectures", "_name_or_path", "dtype")}
+    first, other = (build_twin(plain, architecture, sizes) for sizes in (FIRST, OTHER))
+    try:
+        draft = Describer(first, auto, plain).describe()
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, StopIteration) as error:
+        raise UserError(f"the blocks of {architecture} cannot be run by themselves: {one_line(error)}") from error
+    proofs = _prove(draft, other)
+    if not draft.description["spaces"]:
+        reasons = "; ".join(f"{space}: {why}" for space, why in draft.whole.items())
+        raise UserError(f"no space of {architecture} is proven: {reasons}")
+    proven = {name: proof.model_dump() for name, proof in proofs.items()}
+    draft.description["found"] = {"proofs": proven, "whole": draft.whole, "transformers": transformers.__version__}
+    return Discovery(description=draft.description, seconds=round(time.process_time() - start, 2))
+
+
+def _prove(draft: Draft, twin: Twin) -> dict[str, Proof]:
+    """Prove the spaces of a draft on a twin of other sizes; those that are not proven are taken out of it."""
+    family = _settle(draft, twin)
+    proofs: dict[str, Proof] = {}
+    for name in list(draft.description["spaces"]):
+        if name not in draft.description["spaces"]:
+            continue  # it stood within another that was not proven
+        try:
+            proof = Prover(family, twin).prove(name)
+        except Exception as error:  # whatever the class runs into with fewer units
+            drop_space(draft, name, f"the class does not load with fewer units: {one_line(error)[:120]}")
+            continue
+        if proof.holds:
+            proofs[name] = proof
+            continue
+        why = "another order of its units changes the outputs"
+        if proof.together:
+            why = "a tensor of it is idle" if not proof.alone else "its class computes something else with fewer units"
+        drop_space(draft, name, f"not proven, {why}")
+    if draft.description["spaces"]:
+        _settle(draft, twin)
+    return {name: proof for name, proof in proofs.items() if name in draft.description["spaces"]}
+
+
+def _settle(draft: Draft, twin: Twin) -> Family:
+    """Return the family of a draft once shapes agree with it; spaces that they contradict are taken out."""
+    while draft.description["spaces"]:
+        family = parse_family(json.dumps(draft.description))
+        try:
+            check_description(family, twin.config)
+        except UserError as error:
+            reason = str(error)
+            named = reason.removeprefix("spaces.").partition(":")[0].split(".")[0]
+            if not reason.startswith("spaces.") or named not in draft.description["spaces"]:
+                raise
+            drop_space(draft, named, _FIXED if named in ("heads", "queries") else f"shapes contradict it: {reason}")
+            continue
+        return family
+    raise UserError("no space of it agrees with its shapes: " + "; ".join(f"{n}: {w}" for n, w in draft.whole.items()))

@@ -1,0 +1,97 @@
+"""Where the units of a space lie on an axis, said with the names of dimensions, so that it holds for any sizes."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+_MOST_FACTORS = 3
+_CONSTANTS = (1, 2, 3, 4)
+
+
+def find_incidences(module: str, owner: Tensor, count: int, named: Mapping[str, int]) -> list[dict[str, Any]] | None:
+    """Return the incidences of a description for units on an axis; None if they lie in no way that one can say.
+
+    Args:
+        owner: the unit of each line, int64; −1 for lines of no unit.
+        count: units in all.
+        named: dimension → size in this model.
+    """
+    runs = [_runs(owner, unit) for unit in range(count)]
+    if not runs or not runs[0] or any(len(each) != len(runs[0]) for each in runs):
+        return None
+    found: list[tuple[int, int, int]] = []  # start, length and stride of each run
+    for place, (start, length) in enumerate(runs[0]):
+        stride = runs[1][place][0] - start if count > 1 else length
+        if any(runs[unit][place] != (start + unit * stride, length) for unit in range(count)):
+            return None
+        found.append((start, length, stride))
+    incidences = []
+    while found:
+        start, length, stride = found[0]
+        copies = 1
+        while (start + copies * stride * count, length, stride) in found:
+            copies += 1
+        found = [
+            each for each in found if each not in [(start + c * stride * count, length, stride) for c in range(copies)]
+        ]
+        each, after = _product(length, named), _sum(start, named)
+        between = _sum(stride, named) if stride != length else []
+        if each is None or after is None or between is None:
+            return None
+        incidence: dict[str, Any] = {
+            "module": module,
+            "each": each,
+            "copies": copies,
+            "after": after,
+            "stride": between,
+        }
+        incidences.append({key: value for key, value in incidence.items() if value and value != 1})
+    return incidences
+
+
+def _runs(owner: Tensor, unit: int) -> list[tuple[int, int]]:
+    """Return (start, length) of the neighbouring lines of a unit."""
+    lines = (owner == unit).nonzero().flatten().tolist()
+    runs: list[tuple[int, int]] = []
+    for line in lines:
+        if runs and sum(runs[-1]) == line:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((line, 1))
+    return runs
+
+
+def _products(named: Mapping[str, int]) -> dict[int, list[str | int]]:
+    """Return size → factors of a product that has it, the shortest product first."""
+    found: dict[int, list[str | int]] = {}
+    names = list(named)
+    for constant in _CONSTANTS:  # names first: a number may be one of them by accident
+        for several in range(_MOST_FACTORS + 1):
+            for chosen in combinations(names, several):
+                factors: list[str | int] = [*([constant] if constant > 1 else []), *chosen]
+                found.setdefault(constant * prod(named[name] for name in chosen), factors)
+    return found
+
+
+def _product(size: int, named: Mapping[str, int]) -> list[str | int] | None:
+    return _products(named).get(size)
+
+
+def _sum(size: int, named: Mapping[str, int]) -> list[list[str | int]] | None:
+    """Return products that add up to a size; none for zero."""
+    if size == 0:
+        return []
+    products = _products(named)
+    for several in (1, 2):
+        for sizes in _addends(size, list(products), several):
+            return [products[each] for each in sizes]
+    return None
+
+
+def _addends(size: int, of: Sequence[int], several: int) -> list[tuple[int, ...]]:
+    if several == 1:
+        return [(size,)] if size in of else []
+    return [(first, size - first) for first in of if 0 < first < size and size - first in of]

@@ -1,0 +1,234 @@
+"""Three proofs that a space is one, on a twin's tensors as its files hold them, by the incidences of its description.
+
+1. Its units in another order, in every tensor that has them, change no output.
+2. In another order in any one of these tensors alone they do: none is named idly.
+3. The stock class with fewer units computes what it computes with those units set to zero.
+
+Whole experts have no third proof: a router gives their share to others. The class must load with fewer.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.model.cuts import list_cuts, remaining_lines
+from ckpt_prune.model.discovery.twin import Twin, make_skeleton_config, run
+from ckpt_prune.model.family import Family
+from ckpt_prune.model.family_keys import Proof
+from ckpt_prune.model.skeleton import stock_class
+from ckpt_prune.model.spaces import AnySpace, Axis, Incidence, Kind, expert_of, first_expert_spaces
+
+SAME = 2e-4
+"""Outputs are the same if no number differs by more of the largest: a sum in another order, in float32."""
+_FEWER = 8
+"""Columns that the third proof takes away, so that experts stay a multiple of eight wide."""
+
+State = dict[str, Tensor]
+
+
+class Prover:
+    """Proves the spaces of a family on a twin of its class.
+
+    Args:
+        family: of the twin's config, with its spaces.
+    """
+
+    def __init__(self, family: Family, twin: Twin) -> None:
+        self.family, self.twin = family.with_config(twin.parsed), twin
+        self.class_: Any = stock_class(twin.architecture, twin.parsed)
+        from transformers.core_model_loading import revert_weight_conversion
+
+        saved = revert_weight_conversion(twin.model, dict(twin.model.state_dict()))
+        self.state = self._split({name: tensor.detach().contiguous() for name, tensor in saved.items()})
+        self.dense = twin.outputs()
+        self.blocks = range(self.dimension("layers"))
+
+    def dimension(self, name: str) -> int:
+        return self.family.dimension(self.twin.parsed, name)
+
+    def prove(self, name: str) -> Proof:
+        """Prove a space, by the name that recipes have for it; of experts' columns that of the first expert."""
+        first = first_expert_spaces(self.family.spaces)[name]
+        space = self.family.spaces[first]
+        together = self._is_dense(self._permuted(first))
+        modules = list(dict.fromkeys([*space.modules, *(table.module for table in space.tables)]))
+        alone = together and not any(self._is_dense(self._permuted(first, module)) for module in modules)
+        fewer = self._fewer(name) if together and alone else None
+        return Proof(together=together, alone=alone, fewer=fewer)
+
+    # ---- tensors -------------------------------------------------------------------------------------------------
+
+    def _split(self, state: State) -> State:
+        """Return tensors as descriptions name them: stacks of experts apart, and weights as (outputs, inputs)."""
+        experts = self.family.experts
+        for name, tensor in list(state.items()):
+            for stack, modules in ({} if experts is None else experts.stacks).items():
+                if name.endswith(f".{stack}") and tensor.dim() == 3:
+                    prefix = name.removesuffix(stack)
+                    del state[name]
+                    for number, part in enumerate(tensor):
+                        state |= {f"{prefix}{module.format(expert=number)}.weight": part for module in modules}
+            if name.removesuffix(".weight").endswith(tuple(f".{each}" for each in self.family.transposed)):
+                state[name] = tensor.T
+        return state
+
+    def _joined(self, state: Mapping[str, Tensor]) -> State:
+        """Undo `_split`."""
+        joined = dict(state)
+        experts = self.family.experts
+        for stack, modules in ({} if experts is None else experts.stacks).items():
+            for block in self.blocks:
+                prefix = self.family.block.format(block=block)
+                names = [
+                    f"{prefix}{modules[0].format(expert=n)}.weight"
+                    for n in range(self.dimension(experts.count if experts else ""))
+                ]
+                present = [joined.pop(name) for name in names if name in joined]
+                if present:
+                    joined[f"{prefix}{stack}"] = torch.stack(present)
+        for name, tensor in joined.items():
+            if name.removesuffix(".weight").endswith(tuple(f".{each}" for each in self.family.transposed)):
+                joined[name] = tensor.T.contiguous()
+        return joined
+
+    @torch.no_grad()
+    def _outputs(self, state: Mapping[str, Tensor], config: Any = None) -> Tensor:
+        """Return what the stock class computes with these tensors; UserError if it does not load them all."""
+        parsed = make_skeleton_config(self.twin.config if config is None else config)
+        joined = self._joined(state)
+        try:
+            model, found = self.class_.from_pretrained(
+                None,
+                config=parsed,
+                state_dict=joined,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                dtype=torch.float32,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise UserError(one_line(error)) from error
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if found[kind]:
+                first = min(each if isinstance(each, str) else each[0] for each in found[kind])
+                raise UserError(f"{kind.replace('_', ' ')}, such as {first}")
+        return run(model.eval(), self.twin.batch)
+
+    def _is_dense(self, state: Mapping[str, Tensor]) -> bool:
+        return is_same(self._outputs(state), self.dense)
+
+    # ---- units ---------------------------------------------------------------------------------------------------
+
+    def _order(self, space: AnySpace) -> Tensor:
+        """Return units of a site in another order: each copy's own, moved on by one."""
+        count, copies = space.count(self.dimension), space.copies(self.dimension)
+        return (torch.arange(copies)[:, None] * count + torch.roll(torch.arange(count), 1)).flatten()
+
+    def _permuted(self, name: str, only: str | None = None) -> State:
+        """Return the tensors with the units of a space in another order, in all modules or one."""
+        space, state = self.family.spaces[name], dict(self.state)
+        order = self._order(space)
+        for axis, incidence in [*space.incidences, *_tables(space)]:
+            if only in (None, incidence.module):
+                self._each_tensor(state, axis, incidence, lambda lines: lines[order], len(order))
+        if space.ends == "experts" and only is None:
+            for block in self.blocks:
+                for module in self.family.experts.roles if self.family.experts else ():
+                    for new, old in enumerate(order.tolist()):
+                        tensor = self.state.get(self.family.tensor(block, module.format(expert=old)))
+                        if tensor is not None:
+                            state[self.family.tensor(block, module.format(expert=new))] = tensor
+        return state
+
+    def _each_tensor(
+        self, state: State, axis: Axis, incidence: Incidence, reorder: Callable[[Tensor], Tensor], count: int
+    ) -> None:
+        lines = torch.stack([incidence.lines(torch.tensor([unit]), count, self.dimension) for unit in range(count)])
+        moved = reorder(lines)
+        for block in self.blocks:
+            for kind in get_args(Kind):
+                name = self.family.tensor(block, incidence.module, kind)
+                if name not in state or (kind == "bias" and axis == "columns"):
+                    continue
+                tensor = state[name]
+                dim = 0 if kind == "bias" else tensor.dim() - 1 if axis == "table" else int(axis != "rows")
+                index = torch.arange(tensor.shape[dim])
+                index[lines.flatten()] = moved.flatten()
+                state[name] = tensor.index_select(dim, index)
+
+    # ---- fewer units ---------------------------------------------------------------------------------------------
+
+    def _fewer(self, name: str) -> bool | None:
+        """Compare the class with fewer units with the wide one, whose last units are zero."""
+        spaces = self.family.spaces
+        space = spaces[first_expert_spaces(spaces)[name]]
+        count = space.count(self.dimension)
+        choices = [count - _FEWER] if count > 2 * _FEWER else range(count - 1, 0, -1)
+        refused: UserError | None = None
+        for kept in choices:
+            try:
+                return self._compare(name, space, count, kept)
+            except UserError as error:  # some classes take heads only that divide the hidden size
+                refused = error
+        if refused is not None:
+            raise refused
+        return None
+
+    def _compare(self, name: str, space: AnySpace, count: int, kept: int) -> bool | None:
+        spaces = self.family.spaces
+        named = [
+            each for each in spaces if each == name or (expert_of(each) is not None and each.startswith(f"{name}."))
+        ]
+        if space.units in self.family.together:
+            named += [each for each, own in spaces.items() if own.units == space.units and each not in named]
+        first = {each: spaces[each].first(kept, self.dimension) for each in named}
+        config = self.twin.config | self._values(space, kept)
+        shapes = {}
+        for module in {m for own in spaces.values() for m in [*own.modules, *(t.module for t in own.tables)]}:
+            found = (
+                self.state.get(self.family.tensor(b, module, k)) for b in self.blocks for k in ("weight", "itself")
+            )
+            shapes[module] = next(tuple(each.shape) for each in found if each is not None)
+        cut, zeroed = dict(self.state), dict(self.state)
+        for module, kind, dim, lines in list_cuts(remaining_lines(self.family, self.dimension, first, shapes)):
+            for block in self.blocks:
+                tensor_name = self.family.tensor(block, module, kind)
+                if tensor_name in cut:
+                    tensor = cut[tensor_name]
+                    mask = torch.zeros(tensor.shape[dim])
+                    mask[lines] = 1
+                    cut[tensor_name] = tensor.index_select(dim, lines)
+                    shape = [-1 if each == dim else 1 for each in range(tensor.dim())]
+                    zeroed[tensor_name] = zeroed[tensor_name] * mask.view(shape)
+        if space.ends == "experts":
+            experts = self.family.experts
+            gone = {
+                self.family.tensor(block, module.format(expert=number))
+                for block in self.blocks
+                for module in (experts.roles if experts else ())
+                for number in range(kept, count)
+            }
+            self._outputs({each: tensor for each, tensor in cut.items() if each not in gone}, config)
+            return None
+        return is_same(self._outputs(cut, config), self._outputs(zeroed))
+
+    def _values(self, space: AnySpace, kept: int) -> dict[str, int]:
+        values = {}
+        for key, factors in space.config.items():
+            values[key] = kept
+            for factor in factors:
+                values[key] *= self.dimension(factor)
+        if "head_dim" in self.twin.config:
+            values["head_dim"] = self.dimension("head_dim")
+        return values
+
+
+def _tables(space: AnySpace) -> list[tuple[Axis, Incidence]]:
+    return [("table", table) for table in space.tables]
+
+
+def is_same(outputs: Tensor, others: Tensor) -> bool:
+    """Return whether two models' outputs are the same but for the order of their sums."""
+    return bool((outputs - others).abs().max() <= SAME * others.abs().max().clamp_min(1.0))

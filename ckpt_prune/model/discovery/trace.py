@@ -1,0 +1,269 @@
+"""What a block's linear modules read and make, seen in its derivatives: where spaces begin, end, and how they lie.
+
+Every linear module is cut from what made its input (its output becomes a leaf), so that derivatives tell what depends
+on what directly. A linear module whose input does not depend on the residual stream, and whose output is added to it,
+is a consumer: its input columns are the end of a space. Columns that depend on one row of the modules before them
+belong together: units are the connected parts of this relation, in whatever order a class stores them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.model.discovery.twin import Twin
+
+Line = tuple[str, int, int]
+"""Parameter of a block, one of its axes, and a position on it."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One end of spaces: a consumer of a block, and what makes its input.
+
+    Attributes:
+        consumer: path of the linear module in the block.
+        producers: linear modules whose outputs it reads, in the order in which they ran.
+        mixes: whether a token's input depends on other tokens.
+        rows: producer → what each column depends on, bool (columns, rows).
+        across: producer → whether other tokens read a row's output, bool (rows,).
+        tables: other parameter of the block → what each column depends on, bool (columns, *shape).
+        effect: how the output reaches the stream: `added`, `multiplied` (by `factor`), `gated`, `scaled`, or `changed`.
+        factor: the number, of `multiplied`.
+    """
+
+    consumer: str
+    producers: tuple[str, ...]
+    mixes: bool
+    rows: Mapping[str, Tensor]
+    across: Mapping[str, Tensor]
+    tables: Mapping[str, Tensor]
+    effect: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """A block with what the model passes it.
+
+    Attributes:
+        path: of the block in the model.
+    """
+
+    path: str
+    block: nn.Module
+    states: Tensor
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+def list_of_blocks(twin: Twin) -> str | None:
+    """Return the path of the blocks: the list of modules with most weights that lies in no other; None if none is."""
+    lists: dict[str, int] = {}
+    for path, module in twin.model.named_modules():
+        is_inside = any(path.startswith(f"{other}.") for other in lists)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not is_inside:
+            lists[path] = sum(each.numel() for each in module.parameters())
+    return max(lists, key=lambda path: lists[path], default=None)
+
+
+def record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
+    """Run a twin once, and return its blocks with what each is passed, in the order in which they ran."""
+    blocks: Any = twin.model.get_submodule(layers)
+    runs: list[BlockRun] = []
+    numbers = {block: index for index, block in enumerate(blocks)}
+
+    def see(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        given = dict(options)
+        states = arguments[0] if arguments else given.pop("hidden_states")
+        runs.append(BlockRun(f"{layers}.{numbers[block]}", block, states.clone(), arguments[1:], given))
+
+    hooks = [block.register_forward_pre_hook(see, with_kwargs=True) for block in blocks]
+    try:
+        twin.outputs()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return runs
+
+
+def is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def trace_block(run_: BlockRun, opaque: Sequence[str] = ()) -> list[Trace]:
+    """Return every consumer of a block.
+
+    Args:
+        opaque: modules inside which nothing is looked for, such as experts; their output is a leaf.
+    """
+    block = run_.block.requires_grad_()
+    noise = torch.randn(run_.states.shape, generator=torch.Generator().manual_seed(4))
+    entering = (run_.states + noise * run_.states.std()).requires_grad_()  # so that no unit is dead at every token
+    linears = {
+        path: module
+        for path, module in block.named_modules()
+        if (is_linear(module) and not path.startswith(tuple(f"{each}." for each in opaque))) or path in opaque
+    }
+    with torch.enable_grad(), _leaves(linears) as (inputs, leaves, calls):
+        output = block(entering, *run_.arguments, **run_.options)
+        leaving: Tensor = output[0] if isinstance(output, tuple | list) else output
+        once = [path for path in leaves if calls[path] == 1 and path not in opaque]
+        taken = [name for name, _ in block.named_parameters() if not name.startswith(tuple(f"{p}." for p in linears))]
+        parameters = {name: block.get_parameter(name) for name in taken}
+        traces = []
+        for path in once:
+            target = inputs[path]
+            if not target.requires_grad or target.numel() % (target.shape[-1] * entering.shape[0] * entering.shape[1]):
+                continue
+            target = target.reshape(*entering.shape[:2], -1)  # some classes put all tokens in one axis
+            trace = _trace(
+                path, target, entering, leaving, {p: leaves[p] for p in once if p != path}, leaves[path], parameters
+            )
+            if trace is not None:
+                traces.append(trace)
+    return traces
+
+
+@contextmanager
+def _leaves(linears: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]]:
+    """Cut every linear module's output from its input, and note both."""
+    inputs: dict[str, Tensor] = {}
+    leaves: dict[str, Tensor] = {}
+    calls = dict.fromkeys(linears, 0)
+
+    def hook(path: str) -> Any:
+        def cut(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+            calls[path] += 1
+            first = output[0] if isinstance(output, tuple) else output
+            leaf = first.detach().requires_grad_()
+            if arguments and isinstance(arguments[0], Tensor):
+                inputs[path], leaves[path] = arguments[0], leaf
+            copy = leaf.clone()  # some classes change it in place
+            return (copy, *output[1:]) if isinstance(output, tuple) else copy
+
+        return cut
+
+    hooks = [module.register_forward_hook(hook(path)) for path, module in linears.items()]
+    try:
+        yield inputs, leaves, calls
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _gradients(target: Tensor, wanted: Sequence[Tensor], weights: Tensor) -> list[Tensor | None]:
+    if not wanted:
+        return []
+    return list(torch.autograd.grad(target, list(wanted), weights, retain_graph=True, allow_unused=True))
+
+
+def _trace(
+    path: str,
+    target: Tensor,
+    entering: Tensor,
+    leaving: Tensor,
+    others: Mapping[str, Tensor],
+    leaf: Tensor,
+    parameters: Mapping[str, nn.Parameter],
+) -> Trace | None:
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.randn(target.shape, generator=generator)
+    stream, *found = _gradients(target, [entering, *others.values()], noise)
+    if stream is not None and bool(stream.any()):
+        return None
+    producers = {p: others[p] for p, each in zip(others, found, strict=True) if each is not None and bool(each.any())}
+    if not producers:
+        return None
+    effect, factor = _effect(leaf, leaving, generator)
+    if effect == "none":
+        return None
+    last = torch.zeros_like(noise)
+    last[:, -1] = noise[:, -1]
+    across = {
+        p: (
+            torch.zeros(producers[p].shape[-1], dtype=torch.bool)
+            if each is None
+            else each.reshape(*target.shape[:2], -1)[:, :-1].ne(0).flatten(0, -2).any(0)
+        )
+        for p, each in zip(producers, _gradients(target, list(producers.values()), last), strict=True)
+    }
+    used = [
+        name
+        for name, each in zip(parameters, _gradients(target, list(parameters.values()), noise), strict=True)
+        if each is not None and bool(each.any())
+    ]
+    columns = target.shape[-1]
+    rows = {p: torch.zeros(columns, each.shape[-1], dtype=torch.bool) for p, each in producers.items()}
+    tables = {name: torch.zeros(columns, *parameters[name].shape, dtype=torch.bool) for name in used}
+    for column in range(columns):
+        weights = torch.zeros_like(noise)
+        weights[..., column] = noise[..., column]
+        wanted = [*producers.values(), *(parameters[name] for name in used)]
+        for name, gradient in zip([*producers, *used], _gradients(target, wanted, weights), strict=True):
+            if gradient is None:
+                continue
+            if name in rows:
+                rows[name][column] = gradient.ne(0).flatten(0, -2).any(0)
+            else:
+                tables[name][column] = gradient.ne(0)
+    mixes = any(bool(each.any()) for each in across.values())
+    return Trace(path, tuple(producers), mixes, rows, across, tables, effect, factor)
+
+
+def _effect(leaf: Tensor, leaving: Tensor, generator: torch.Generator) -> tuple[str, float]:
+    """Say how a linear module's output reaches the block's output."""
+    if leaf.numel() != leaving.numel() or not leaving.requires_grad:
+        return "none", 0.0
+    noise = torch.randn(leaving.shape, generator=generator)
+    (gradient,) = _gradients(leaving, [leaf], noise)
+    if gradient is None or not bool(gradient.any()):
+        return "none", 0.0
+    ratio = gradient.reshape(noise.shape) / noise
+    near = 1e-4 * float(ratio.abs().median())
+    factor = float(ratio.median())
+    if bool((ratio - factor).abs().max() <= near):
+        return ("added" if abs(factor - 1) <= 1e-4 else "multiplied"), factor
+    if bool((ratio - ratio[..., :1]).abs().max() <= near * 10):
+        return "gated", 0.0
+    if bool((ratio - ratio[:1, :1]).abs().max() <= near * 10):
+        return "scaled", 0.0
+    return "changed", 0.0
+
+
+def join_units(trace: Trace, only: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Return the unit of each column, int64, numbered in order: columns that share a row are of one unit.
+
+    Rows that every column depends on are of no unit.
+
+    Args:
+        only: producer → rows that count; by default all.
+    """
+    columns = len(next(iter(trace.rows.values())))
+    unit = torch.arange(columns)
+    for producer, depends in trace.rows.items():
+        counted = ~depends.all(0) & depends.any(0)
+        if only is not None:
+            counted &= only.get(producer, torch.zeros(depends.shape[1], dtype=torch.bool))
+        for row in counted.nonzero().flatten().tolist():
+            touched = depends[:, row]
+            unit[torch.isin(unit, unit[touched])] = unit[touched].min()
+    numbers = {label: number for number, label in enumerate(sorted(set(unit.tolist())))}
+    return torch.tensor([numbers[label] for label in unit.tolist()])
+
+
+def lines_of_units(depends: Tensor, unit: Tensor) -> Tensor | None:
+    """Return the unit of each row that columns depend on, −1 for rows that are shared; None if a row is of several."""
+    owner = torch.full((depends.shape[1],), -1)
+    for row in range(depends.shape[1]):
+        owners = set(unit[depends[:, row]].tolist())
+        if len(owners) == 1:
+            owner[row] = owners.pop()
+        elif len(owners) > 1 and not bool(depends[:, row].all()):
+            return None
+    return owner

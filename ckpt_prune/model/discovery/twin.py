@@ -1,0 +1,310 @@
+"""Small random twins of a stock class: the user's config with small sizes, its kinds of blocks kept.
+
+Which config keys a class derives from others is not written anywhere, so sizes are tried until the class takes them
+and computes something.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.model.skeleton import build_skeleton, parse_config, stock_class
+
+VOCABULARY, POSITIONS, TOKENS = 101, 128, 24
+MOST_WEIGHTS = 20_000_000
+"""A twin that is larger was not made small."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a twin: no two of what meets in one block are alike, so that none is taken for another."""
+
+    hidden: int
+    heads: int
+    groups: int
+    head: int
+    mlp: int
+    expert_mlp: int
+    shared_mlp: int
+    experts: int
+
+
+FIRST = Sizes(hidden=120, heads=15, groups=5, head=16, mlp=72, expert_mlp=56, shared_mlp=88, experts=7)
+OTHER = Sizes(hidden=192, heads=8, groups=4, head=40, mlp=104, expert_mlp=48, shared_mlp=120, experts=9)
+"""Spaces are found in a twin of the first sizes and proven in one of the others."""
+
+_KEYS: dict[str, str] = {
+    "hidden": r"hidden_size|d_model|n_embd|embedding_dim|emb_dim|embedding_size|word_embed_proj_dim|"
+    r"(in|out)put_embedding_size|attention_hidden_size|lru_width|hidden_dim",
+    "mlp": r"intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size|(de|en)coder_ffn_dim|block_ff_dim|dff|dim_ff|"
+    r"d_inner|feed_forward_size|dense_intermediate_size|intermediate_size_mlp",
+    "expert_mlp": r"moe_intermediate_size|expert_ffn_hidden_size",
+    "shared_mlp": r"(moe_)?shared_(experts?_)?intermediate_size",
+    "heads": r"num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads|"
+    r"num_(de|en)coder_attention_heads|swa_num_attention_heads|linear_num_heads",
+    "groups": r"(swa_)?num_key_value_heads|num_kv_heads|multi_query_group_num|kv_n_heads|num_query_groups",
+    "head": r"(swa_)?head_dim|kv_channels|d_head|dim_head|attention_head_size",
+    "experts": r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts",
+}
+_NUMBERS: dict[str, int] = {
+    r"\w*vocab_size(_per_layer_input)?": VOCABULARY,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length": POSITIONS,
+    r"max_\w+_positions": POSITIONS,
+    r"num_experts_per_tok(en)?|moe_topk|top_k_experts|experts_per_token|moe_k|moe_top_k": 2,
+    r"linear_num_key_heads|num_mem_blocks": 2,
+    r"linear_num_value_heads|moe_num_shared_experts|num_shared_experts": 2,
+    r"n_group|topk_group|num_expert_group|mamba_n_?groups|n_groups": 1,
+    r"num_nextn_predict_layers|num_mtp_layers|mtp_num_hidden_layers": 0,
+    r"linear_key_head_dim|linear_head_dim": 16,
+    r"linear_value_head_dim": 20,
+    r"qk_nope_head_dim": 18,
+    r"qk_rope_head_dim": 8,
+    r"v_head_dim|index_head_dim": 16,
+    r"index_n_heads|index_topk_blocks|num_codebooks": 2,
+    r"q_lora_rank|kv_lora_rank|laurel_rank|adapter_rank|gated_norm_rank|\w+_lora_rank": 28,
+    r"index_topk": 16,
+    r"ssm_state_size|mamba_d_state|state_size": 12,
+    r"mamba_num_heads|mamba_n_heads|n_mamba_heads": 4,
+    r"time_step_rank|mamba_dt_rank": 7,
+    r"mamba_chunk_size|chunk_size|block_multiple_of|ffn_round_up_to_multiple_of|attention_chunk_size": 8,
+    r"hidden_size_per_layer_input": 20,
+    r"n_shared_experts": 2,
+    r"expert_layer_period|attn_layer_period|decoder_sparse_step|\w*_interval|\w*every_n_layers|"
+    r"\w*sliding_window_pattern|layer_group_size": 2,
+    r"first_k_dense_replace|num_dense_layers|expert_layer_offset|attn_layer_offset|moe_layer_start_index": 1,
+    r"rotary_dim": 8,
+    r"num_kv_shared_layers": 0,
+}
+"""Config keys that are no axis of a space → a small number."""
+_LAYERS = r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks"
+_TOKEN = re.compile(r"(\w*_)?(token_id|token_index)|unk_index|mask_index")
+_MOST_COUNT = 2
+_MOST_LAYERS = 6
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A small random model of a stock class.
+
+    Attributes:
+        model: float32, in evaluation, on the CPU.
+        config: its config.json.
+        parsed: the same as transformers has it.
+        batch: what it is called with: text (2, `TOKENS`).
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    parsed: Any
+    batch: dict[str, Tensor]
+    architecture: str
+
+    @torch.no_grad()
+    def outputs(self) -> Tensor:
+        """Return logits, or the last hidden states of a class without a head."""
+        return run(self.model, self.batch)
+
+
+def run(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    options = {"use_cache": False} if "input_ids" in batch else {}
+    outputs: Any = model(**batch, **options)
+    logits = getattr(outputs, "logits", None)
+    result: Tensor = outputs[0] if logits is None else logits
+    return result
+
+
+def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Yield configs to try: first with every size free, then with those that classes derive or check against others."""
+    whole = parse_config(dict(config)).to_dict()
+    for key in ("auto_map", "per_layer_config"):
+        whole.pop(key, None)
+    divided = {"head": sizes.hidden // sizes.heads}
+    alone = {"groups": sizes.heads}
+    for fills in (False, True):
+        for changes in ({}, divided, alone, divided | alone):
+            for keeps_lists in (True, False):
+                small = _shrunk(whole, vars(sizes) | changes, keeps_lists)
+                if "num_attention_heads" in small and small.get("head_dim") is None:
+                    yield small | {"head_dim": (vars(sizes) | changes)["head"]}  # many classes read it from a config
+                if fills:  # defaults that a published config states and the class does not
+                    small |= {key: _filled(key, value, vars(sizes) | changes) for key, value in small.items()}
+                yield small
+
+
+def _filled(key: str, value: Any, roles: Mapping[str, int]) -> Any:
+    if value is not None or key.endswith(("_token_id", "layers")):
+        return value
+    number = _small_number(key, 10**6, roles)
+    return None if number == 10**6 else number
+
+
+def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bool) -> dict[str, Any]:
+    """Return a config, or one inside it, with small numbers in place of large ones."""
+    small: dict[str, Any] = {}
+    counts = [key for key, value in values.items() if re.fullmatch(_LAYERS, key) and isinstance(value, int)]
+    depth = max((values[key] for key in counts), default=0)
+    blocks = _picked_blocks(values, depth)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            small[key] = (
+                value
+                if key.startswith(("id2label", "label2id", "task_"))
+                else _shrunk_inner(key, value, roles, keeps_lists)
+            )
+        elif isinstance(value, list):
+            if depth and len(value) == depth:
+                if keeps_lists or key not in ("layer_types", "mlp_layer_types", "layers_block_type"):
+                    small[key] = [value[block] for block in blocks]
+            elif key == "eos_token_id":
+                small[key] = 2
+            elif (
+                depth
+                and value
+                and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+                and "layer" in key
+            ) or "idx" in key:
+                small[key] = [each for each in value if each < len(blocks)]
+            else:
+                small[key] = value
+        elif value is None and re.fullmatch(_KEYS["mlp"], key):
+            small[key] = roles["mlp"]
+        elif isinstance(value, bool) or not isinstance(value, int):
+            small[key] = value
+        elif key in counts:
+            small[key] = len(blocks)
+        else:
+            small[key] = _small_number(key, value, roles)
+    _relate(small, values)
+    return small
+
+
+def _shrunk_inner(key: str, value: dict[str, Any], roles: Mapping[str, int], keeps_lists: bool) -> dict[str, Any]:
+    inner = _shrunk(value, roles, keeps_lists)
+    section = inner.get("mrope_section")
+    if section:
+        rotated = int(roles["head"] * float(value.get("partial_rotary_factor", 1.0)))
+        first = rotated // 2 // len(section)
+        inner["mrope_section"] = [rotated // 2 - first * (len(section) - 1), *[first] * (len(section) - 1)]
+    return inner
+
+
+def _small_number(key: str, value: int, roles: Mapping[str, int]) -> int:
+    if _TOKEN.fullmatch(key):
+        special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+        return special.get(key, min(value, VOCABULARY - 1) if value >= 0 else value)
+    for role, pattern in _KEYS.items():
+        if re.fullmatch(pattern, key):
+            return roles[role] if value > 0 else value
+    for pattern, number in _NUMBERS.items():
+        if re.fullmatch(pattern, key):
+            return number if value > 0 and (number > _MOST_COUNT or "shared" in key) else min(number, value)
+    return value
+
+
+def _picked_blocks(values: Mapping[str, Any], depth: int) -> list[int]:
+    """Return blocks that stand for all: the first of every kind that per-layer lists tell apart, four at least."""
+    lists = [value for value in values.values() if isinstance(value, list) and len(value) == depth]
+    kinds: dict[str, int] = {}
+    for block in range(depth):
+        kinds.setdefault(str([each[block] for each in lists]), block)
+    picked = sorted(kinds.values())[:_MOST_LAYERS]
+    more = [block for block in range(depth) if block not in picked]
+    return sorted(picked + more[: max(0, min(4, depth) - len(picked))])
+
+
+def _relate(small: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Keep what a class checks or derives: products of two sizes that make up a third."""
+    hidden = next((small[key] for key in ("hidden_size", "d_model", "n_embd") if small.get(key)), None)
+    if hidden is None:
+        return
+    inner = hidden * int(values.get("mamba_expand") or values.get("expand") or 2)
+    inner = small["mamba_d_ssm"] = hidden * 2 if small.get("mamba_d_ssm") else inner
+    if not values.get("mamba_d_ssm"):
+        small.pop("mamba_d_ssm")
+    for heads, width in (
+        ("mamba_n_heads", "mamba_d_head"),
+        ("mamba_num_heads", "mamba_head_dim"),
+        ("n_mamba_heads", "mamba_headdim"),
+        ("n_mamba_heads", "mamba_head_dim"),
+    ):
+        if small.get(heads) and small.get(width):
+            small[width] = inner // small[heads]
+    if small.get("model_type") == "mamba2":
+        small["num_heads"], small["head_dim"] = 4, inner // 4
+    if small.get("attention_head_dim") and small.get("num_attention_heads"):
+        small["attention_head_dim"] = small["head_dim"] = 2 * hidden // small["num_attention_heads"]
+    if small.get("qk_head_dim") and small.get("qk_nope_head_dim"):
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+        if "head_dim" in small and values.get("head_dim") == values.get("qk_rope_head_dim"):
+            small["head_dim"] = small["qk_rope_head_dim"]
+
+
+def build_twin(config: Mapping[str, Any], architecture: str, sizes: Sizes) -> Twin:
+    """Build the twin of a config.json; UserError with the last reason if the class cannot be made small."""
+    reason = "its config has no sizes"
+    tried: list[dict[str, Any]] = []
+    for small in small_configs(config, sizes):
+        if small in tried:
+            continue
+        tried.append(small)
+        try:
+            return _build(small, architecture)
+        except Exception as error:  # whatever the class runs into with sizes that it does not take
+            reason = one_line(error)
+    raise UserError(f"{architecture} cannot be built small ({len(tried)} configs tried; the last: {reason[:160]})")
+
+
+def _build(small: dict[str, Any], architecture: str) -> Twin:
+    parsed = parse_config(small)
+    skeleton = build_skeleton(parsed, architecture)
+    weights = sum(each.numel() for each in skeleton.parameters())
+    if weights > MOST_WEIGHTS:
+        raise UserError(f"it still has {weights / 1e6:.0f} million parameters")
+    return make_twin(small, architecture)
+
+
+def make_twin(small: dict[str, Any], architecture: str) -> Twin:
+    """Build a model of a small config with random weights, far from initial ones: none is zero or one by accident."""
+    parsed = make_skeleton_config(small)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = stock_class(architecture, parsed)(parsed)
+        randomise(model)
+    model = model.float().eval()
+    tokens = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    twin = Twin(model, small, parsed, {"input_ids": tokens}, architecture)
+    if not bool(torch.isfinite(twin.outputs()).all()):
+        raise UserError("its outputs are not finite")
+    return twin
+
+
+def make_skeleton_config(config: dict[str, Any]) -> Any:
+    """Return a config of transformers under which every operation is a plain one."""
+    parsed = parse_config(config)
+    set_eager(parsed)
+    return parsed
+
+
+def set_eager(parsed: Any) -> None:
+    """Let attention and experts run as plain operations, in which every unit is apart from the others."""
+    for key in ("_attn_implementation", "_experts_implementation"):
+        with suppress(Exception):
+            setattr(parsed, key, "eager")
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    for name, weight in model.named_parameters():
+        noise = torch.randn_like(weight, dtype=torch.float32)
+        is_scale = weight.dim() == 1 and name.endswith("weight")
+        values = noise / weight.shape[-1] ** 0.5 * 1.5 if weight.dim() > 1 else noise * 0.3 + float(is_scale)
+        weight.copy_(values)
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and name.endswith(("e_score_correction_bias", "expert_bias")):
+            buffer.copy_(torch.randn_like(buffer) * 0.1)

@@ -1,0 +1,203 @@
+"""What is found of classes that nobody described, and that nothing else is."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.descriptions import parse_family
+from ckpt_prune.model.discovery import discover as room
+from ckpt_prune.model.discovery.discover import discover
+from ckpt_prune.model.discovery.layouts import find_incidences
+from ckpt_prune.model.discovery.proofs import Prover
+from ckpt_prune.model.discovery.trace import join_units, list_of_blocks, record_blocks, trace_block
+from ckpt_prune.model.discovery.twin import FIRST, OTHER, build_twin
+from ckpt_prune.model.spaces import Incidence
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch) -> Path:
+    place = tmp_path_factory.getbasetemp() / "families"  # shared: a class is looked at once
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    return place
+
+
+def config(model_type: str, architecture: str) -> dict[str, Any]:
+    with warnings.catch_warnings(action="ignore"):
+        values: dict[str, Any] = CONFIG_MAPPING[model_type]().to_dict()
+    return values | {"model_type": model_type, "architectures": [architecture]}
+
+
+ARCEE = ("arcee", "ArceeForCausalLM")
+FOUND = {
+    ARCEE: {"queries", "heads", "mlp"},
+    ("ministral3", "Ministral3ForCausalLM"): {"queries", "heads", "mlp"},
+    ("cohere2_moe", "Cohere2MoeForCausalLM"): {"queries", "heads", "mlp", "experts"},
+    ("gpt_oss", "GptOssForCausalLM"): {"queries", "heads"},
+    ("bart", "BartForCausalLM"): {"mlp"},
+}
+
+
+@pytest.mark.parametrize("named", FOUND, ids=lambda named: named[0])
+def test_spaces_are_found_and_proven(named):
+    found = discover(config(*named)).description
+    assert found["spaces"].keys() == FOUND[named]
+    proofs = found["found"]["proofs"]
+    assert proofs.keys() == FOUND[named]
+    for space, proof in proofs.items():
+        assert proof == {"together": True, "alone": True, "fewer": None if space == "experts" else True}
+    assert parse_family(json.dumps(found)).model_type == named[0]
+
+
+def test_interleaved_experts_stay_whole_beside_heads_with_sinks():
+    found = discover(config("gpt_oss", "GptOssForCausalLM")).description
+    sinks = {"module": "self_attn.sinks"}
+    assert found["spaces"]["heads"]["tables"] == [sinks | {"each": ["group"]}]
+    assert found["spaces"]["queries"]["tables"] == [sinks]
+    assert found["found"]["whole"]["experts"] == "its experts have more than two weights each, such as biases"
+    assert {"mlp.router", "mlp.experts.gate_up_proj"} <= {*found["spaceless"]}
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        (("xlnet", "XLNetLMHeadModel"), "the blocks of XLNetLMHeadModel mix tokens in several ways, or in none"),
+        (("blt", "BltForCausalLM"), "BltForCausalLM cannot be built small (4 configs tried; the last: it still has "),
+        (("mamba", "MambaForCausalLM"), "no config key counts the heads of MambaForCausalLM"),
+    ],
+)
+def test_a_class_without_proven_spaces_is_refused(named, reason):
+    with pytest.raises(UserError) as caught:
+        discover(config(*named))
+    assert str(caught.value).startswith(reason)
+    assert "\n" not in str(caught.value)
+
+
+# ---- proofs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("planted", "together", "alone"),
+    [
+        ({"rows": [{"module": "self_attn.q_proj", "each": ["group", "head_dim"]}]}, False, False),  # keys stay behind
+        ({"tables": [{"module": "self_attn.idle"}]}, True, False),
+    ],
+)
+def test_a_planted_symmetry_is_not_proven(planted, together, alone):
+    description = discover(config(*ARCEE)).description
+    twin = build_twin(config(*ARCEE), ARCEE[1], OTHER)
+    spaces = description["spaces"] | {"heads": description["spaces"]["heads"] | planted}
+    prover = Prover(parse_family(json.dumps(description | {"spaces": spaces})), twin)
+    proof = prover.prove("heads")
+    assert (proof.together, proof.alone, proof.holds) == (together, alone, False)
+
+
+def test_fewer_units_that_compute_something_else_are_no_proof(monkeypatch):
+    """A class may be told its width by a key that says something else besides: here, half of the dropped ones."""
+    description = discover(config(*ARCEE)).description
+    prover = Prover(parse_family(json.dumps(description)), build_twin(config(*ARCEE), ARCEE[1], OTHER))
+    assert prover.prove("mlp").fewer
+    values = prover._values
+    monkeypatch.setattr(prover, "_values", lambda space, kept: values(space, kept) | {"hidden_act": "gelu"})
+    assert prover.prove("mlp").fewer is False
+
+
+# ---- derivatives and layouts -----------------------------------------------------------------------------------
+
+
+def test_what_columns_depend_on_is_what_moving_rows_shows():
+    """Against differences: each row of a producer is moved, and the consumer's input looked at."""
+    twin = build_twin(config(*ARCEE), ARCEE[1], FIRST)
+    layers = list_of_blocks(twin)
+    assert layers == "model.layers"
+    run, *_ = record_blocks(twin, layers)
+    attention, mlp = trace_block(run)
+    assert (attention.consumer, attention.mixes, mlp.consumer, mlp.mixes) == (
+        "self_attn.o_proj",
+        True,
+        "mlp.down_proj",
+        False,
+    )
+    assert join_units(attention).bincount().tolist() == [48] * 5
+    for trace in (attention, mlp):
+        for producer in trace.producers:
+            module: Any = run.block.get_submodule(producer)
+            depends = torch.stack(
+                [_columns_that_move(run, trace.consumer, module, row) for row in range(0, module.out_features, 17)], 1
+            )
+            assert torch.equal(trace.rows[producer][:, ::17], depends)
+
+
+@torch.no_grad()
+def _columns_that_move(run, consumer: str, producer, row: int) -> torch.Tensor:
+    def inputs(shift: float) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+
+        def move(_module, _arguments, output):
+            shifted = output.clone()
+            shifted[..., row] += shift
+            return shifted
+
+        hooks = [
+            producer.register_forward_hook(move),
+            run.block.get_submodule(consumer).register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0])),
+        ]
+        run.block(run.states, *run.arguments, **run.options)
+        for hook in hooks:
+            hook.remove()
+        return seen[0].double()
+
+    return (inputs(1.0) - inputs(0.0)).flatten(0, -2).abs().amax(0) > 0
+
+
+NAMED = {"head_dim": 24, "group": 5, "kv_heads": 7, "query_heads": 35}
+
+
+@pytest.mark.parametrize(
+    "incidence",
+    [
+        {"each": ["head_dim"]},
+        {"each": ["group", "head_dim"]},
+        {"copies": 2},
+        {"each": [2]},
+        {"each": [3, "head_dim"]},
+        {"each": ["head_dim"], "copies": 2, "after": [["query_heads", "head_dim"]]},
+        {"each": ["head_dim"], "after": [["group", "head_dim"]], "stride": [["group", "head_dim"], [2, "head_dim"]]},
+    ],
+)
+def test_layouts_are_said_as_they_lie(incidence):
+    """The incidence that is found has the same lines as the one that made the layout."""
+    given = Incidence(module="m", **incidence)
+    lines = [given.lines(torch.tensor([unit]), 2, NAMED.__getitem__) for unit in range(2)]
+    owner = torch.full((int(max(each.max() for each in lines)) + 3,), -1)
+    for unit, own in enumerate(lines):
+        owner[own] = unit
+    (found,) = find_incidences("m", owner, 2, NAMED) or ()
+    named = Incidence(**found)
+    for unit, own in enumerate(lines):
+        assert torch.equal(named.lines(torch.tensor([unit]), 2, NAMED.__getitem__), own)
+
+
+def test_an_order_that_cannot_be_said():
+    assert find_incidences("m", torch.tensor([0, 1, 1, 0]), 2, NAMED) is None
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------
+
+
+def test_what_was_found_is_kept_and_a_damaged_file_is_made_anew(cache, monkeypatch):
+    found = discover(config(*ARCEE))
+    small = config(*ARCEE) | {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 40}
+    again = discover(small)
+    assert (again.kept, again.description) == (True, found.description)
+    for file in (cache / "ckpt-prune" / "families").iterdir():
+        file.write_text('{"description": {}, "seconds": 1}')
+    anew = discover(small)
+    assert (anew.kept, anew.description) == (False, found.description)
+    monkeypatch.setattr(room, "__version__", "0")
+    assert not discover(small).kept
