@@ -68,7 +68,7 @@ from ckpt_prune.options.option import (
     same_option,
     with_commas,
 )
-from ckpt_prune.options.training import LoraSettings, RecoverySettings, SnowsSettings
+from ckpt_prune.options.training import LLM_PRUNER, LoraSettings, RecoverySettings, SnowsSettings
 
 
 class HasPlan(Protocol):
@@ -351,6 +351,16 @@ class RecoverOptions(
     """Folder of the pruned model, or a Hub id."""
     dense: OtherModel = option(default=None, metavar="MODEL", group=MODEL, digest="content")
     """The dense model that PRUNED was made from. --method lora needs none."""
+    data: Input = option(default=None, metavar="FILE", group=DATA, digest="content")
+    """Rows of instruction, input and output (.jsonl, .json) for --method lora in place of --text: adapters learn the
+    answers alone, in Alpaca's prompt, as LLM-Pruner's tuning does, whose settings are then the defaults: 2 epochs of
+    batches of 64, 1e-4 after 100 steps and down in a line, dropout 0.05, rows of at most 256 tokens (--window)."""
+
+    @model_validator(mode="after")
+    def _fill_in_published(self) -> Self:
+        for name in LLM_PRUNER.keys() - self.model_fields_set if self.data is not None else ():
+            setattr(self, name, LLM_PRUNER[name])
+        return self
 
 
 class CompareOptions(OverwriteOptions, StateMemoryOptions, SampleOptions, DeviceOptions, OpeningOptions):

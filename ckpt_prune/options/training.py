@@ -11,6 +11,7 @@ from ckpt_prune.options.option import TRAINING, Accepts, option
 
 Teacher = Literal["dense", "pruned"]
 Method = Literal["laco", "lora", "scales", "snows"]
+Schedule = Literal["cosine", "linear", "constant"]
 Part = Literal["mlp", "attention"]
 """Which linear modules of a block, where a recipe does not mean all."""
 
@@ -50,8 +51,8 @@ class RecoverySettings(Strict):
     """Samples per step of the optimizer. [default: 4; 1 for scales, 128 for snows]"""
     accumulate: int = option(default=1, ge=1)
     """Send a batch through the block in this many parts at most, which takes less memory; gradients add up."""
-    schedule: Literal["cosine", "constant"] = option(default="cosine")
-    """Learning rate over a block's steps: down to zero along a cosine, or constant."""
+    schedule: Schedule = option(default="cosine")
+    """Learning rate over a block's steps: down to zero along a cosine or in a line (linear), or constant."""
     only: Part | None = option(default=None)
     """Train only these linear modules. [default: all]"""
     layers: str | None = option(default=None, metavar="A:B")
@@ -109,8 +110,27 @@ class LoraSettings(Strict):
     """Rank of the adapters (lora)."""
     alpha: float = option(default=16.0, gt=0, le=1e6)
     """The adapters are multiplied by this number divided by the rank (lora)."""
+    dropout: float = option(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that a step leaves out (lora). [default: 0; 0.05 with --data]"""
+    warm_up: int | None = option(default=None, ge=0)
+    """Steps over which the learning rate climbs (lora). [default: a twentieth of them; 100 with --data]"""
+    weight_decay: float = option(default=0.01, ge=0, le=1)
+    """Of AdamW (lora). [default: 0.01; 0 with --data]"""
     seconds: float | None = option(default=None, gt=0)
     """End training after this many seconds, whatever --epochs says (lora)."""
     keep_adapter: bool = option(default=False)
     """Also write the adapter itself, as peft does, to OUT/adapter: `peft.PeftModel.from_pretrained` puts it on PRUNED
     (lora)."""
+
+    def beyond_adapters(self) -> dict[str, Any]:
+        """Return settings of training that are not the defaults."""
+        kept = {"dropout", "warm_up", "weight_decay"}
+        return self.model_dump(mode="json", include=kept, exclude_defaults=True)
+
+
+LLM_PRUNER: Mapping[str, Any] = {
+    **{"epochs": 2, "batch": 64, "lr": 1e-4, "schedule": "linear", "held_out": 2000 / 51760},
+    **{"dropout": 0.05, "warm_up": 100, "weight_decay": 0.0, "window": 256},
+}
+"""Settings of LLM-Pruner's tuning (Ma et al. 2023, its released code), the LoRA of LaCo's tables, where `recover
+--data` leaves them open. The rest are defaults here. Of Alpaca's 51,760 rows 49,760 are trained on."""

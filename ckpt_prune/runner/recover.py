@@ -9,10 +9,11 @@ from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.results import Result
 from ckpt_prune.job.job import Job, RecoverySamples
 from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
+from ckpt_prune.measure.samples.instructions import read_answers
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.commands import RecoverOptions
 from ckpt_prune.options.option import digested_options, select_options
-from ckpt_prune.options.training import LoraSettings, RecoverySettings, SnowsSettings
+from ckpt_prune.options.training import LLM_PRUNER, LoraSettings, RecoverySettings, SnowsSettings
 from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.quality import is_measured, measure_quality
@@ -84,6 +85,9 @@ def _read(options: RecoverOptions, say: Notices) -> Job:
         assert dense is not None
         fresh = choose_fresh_samples(dense, options, known, trust=trust, most=FEW_SAMPLES, say=say)
         samples, seen = fresh.samples, fresh.seen
+    elif options.data is not None:
+        cutoff = options.window or LLM_PRUNER["window"]
+        samples = read_answers(pruned, options.data, cutoff=cutoff, most=options.samples, seed=options.seed)
     else:
         samples = choose_samples(dense or pruned, options, trust=trust, most=MOST_SAMPLES, say=say)
     if dense is None:

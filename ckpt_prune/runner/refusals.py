@@ -109,6 +109,9 @@ def refuse_quantize(options: QuantizeOptions) -> None:
 
 
 def refuse_recover(options: RecoverOptions) -> None:
+    if options.data is not None and (options.method != "lora" or has_data(options)):
+        other = "--text, --images and --audio take no rows with answers" if options.method == "lora" else ""
+        raise UserError(f"--data is for --method lora by itself{f': {other}' if other else ''}")
     if options.method != "laco":
         if process_group().size > 1:
             raise UserError(f"--method {options.method} trains in one process: start it without torchrun")
@@ -126,7 +129,8 @@ def refuse_recover(options: RecoverOptions) -> None:
     if options.dense is not None and Path(options.dense).is_dir():
         refuse_overlap(Path(options.dense), options.output)
     _check_place(options.pruned, options.output, resume=options.resume, overwrite=options.overwrite)
-    _require_data("recover", options)
+    if options.data is None:
+        _require_data("recover", options)
     for each in filter(None, (options.pruned, options.dense)):
         check_supported(each, options.family, options.part)
     check_texts(options.text)

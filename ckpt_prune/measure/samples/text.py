@@ -171,7 +171,7 @@ def tokenise_text(tokenizer: "PreTrainedTokenizerBase", text: str, bos: Bos = "a
     if bos == "always" and tokenizer.bos_token_id is None:
         raise UserError("this tokenizer has no beginning-of-sequence token; use bos=auto or bos=never")
     pieces = [
-        torch.tensor(_encode(tokenizer, piece), dtype=torch.int64)
+        torch.tensor(encode_text(tokenizer, piece), dtype=torch.int64)
         for piece in split_text(getattr(tokenizer, "backend_tokenizer", None), text)
     ]
     begins_with_bos = bos == "always" or (bos == "auto" and _adds_bos(tokenizer))
@@ -180,7 +180,8 @@ def tokenise_text(tokenizer: "PreTrainedTokenizerBase", text: str, bos: Bos = "a
     return torch.cat(pieces)
 
 
-def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, *, special: bool = False) -> list[int]:
+def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, special: bool = False) -> list[int]:
+    """Return the token ids of a text of any length, with the tokenizer's own tokens around it if `special`."""
     check_unicode("the text", text)
     # verbose=False: the stream is meant to be longer than the model's context, so no warning about its length
     with _report_as_user_error(f"{tokenizer.name_or_path}: the tokenizer fails"):
@@ -189,7 +190,9 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, *, special: bool = 
 
 def _adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
     # Found by using it: its `add_bos_token` flag and its post-processor may disagree.
-    return tokenizer.bos_token_id is not None and _encode(tokenizer, "a", special=True)[:1] == [tokenizer.bos_token_id]
+    return tokenizer.bos_token_id is not None and encode_text(tokenizer, "a", special=True)[:1] == [
+        tokenizer.bos_token_id
+    ]
 
 
 def mix_windows(
@@ -286,7 +289,7 @@ def count_frame_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 def _find_frame(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Find what the tokenizer puts before and after a text, by using it."""
-    plain, special = _encode(tokenizer, "a"), _encode(tokenizer, "a", special=True)
+    plain, special = encode_text(tokenizer, "a"), encode_text(tokenizer, "a", special=True)
     starts = [i for i in range(len(special)) if special[i : i + len(plain)] == plain]
     if not plain or not starts:
         return [], []

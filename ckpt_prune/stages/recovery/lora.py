@@ -13,6 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.extras import install
 from ckpt_prune.measure.samples.image_files import find_images
 from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.instructions import IGNORED
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import SampleOptions
@@ -34,6 +35,7 @@ class LoraExamples:
 
     Attributes:
         inputs: what the model is called with, all samples at once: `input_ids` (N, T) or `pixel_values` (N, C, H, W).
+            With `labels` (N, T) the tokens that are not `IGNORED` there are targets, and no others.
         classes: of images, (N,) int64; None for text, where every token is the target of those before it.
     """
 
@@ -44,12 +46,18 @@ class LoraExamples:
         return len(next(iter(self.inputs.values())))
 
     def loss(self, model: Any, rows: Tensor) -> Tensor:
-        """Return the mean cross entropy of these samples, in nats."""
+        """Return the mean cross entropy of these samples, or of all their answers' tokens, in nats."""
         batch = {name: values[rows].to(model.device) for name, values in self.inputs.items()}
         if self.classes is not None:
             return cross_entropy(model(**batch).logits.float(), self.classes[rows].to(model.device))
+        targets = batch.pop("labels", batch["input_ids"])[:, 1:].flatten()
         logits = model(**batch, use_cache=False).logits[:, :-1].float()
-        return cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+        return cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED)
+
+    def weight(self, rows: Tensor) -> int:
+        """Return what the mean over these samples counts for: how many there are, or tokens of their answers."""
+        labels = self.inputs.get("labels")
+        return len(rows) if labels is None else int((labels[rows, 1:] != IGNORED).sum())
 
 
 def classes_of(model: Model, samples: Samples, images: SampleOptions) -> Tensor | None:
@@ -121,7 +129,7 @@ def train_adapters(
     with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
         torch.manual_seed(seed)
         objective = LoraObjective(model, modules, examples, lora, part_size(settings))
-        optimizer = torch.optim.AdamW(objective.parameters, lr=rate)
+        optimizer = torch.optim.AdamW(objective.parameters, lr=rate, weight_decay=lora.weight_decay)
         return train(objective, optimizer, split, settings, seed=seed, seconds=lora.seconds, progress=progress)
 
 
@@ -144,19 +152,22 @@ class LoraObjective(Objective[MergedAdapters]):
         weights = {module: model.get_submodule(module).weight.detach() for module in modules}
         self._stored = {name: weights[module].to(dtype, copy=True) for module, (name, dtype) in modules.items()}
         self._examples, self._lora, self._part = examples, lora, part
-        config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(modules))
+        config = peft.LoraConfig(
+            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(modules)
+        )
         self._model = peft.get_peft_model(model, config)
         adapted = self._model.base_model.model
         self._adapters = {name: adapted.get_submodule(module) for module, (name, _) in modules.items()}
         self.parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def climb(self, steps: int) -> float:
-        return _WARM_UP * steps
+        return _WARM_UP * steps if self._lora.warm_up is None else float(self._lora.warm_up)
 
     def add_gradients(self, rows: Tensor) -> None:
         self._model.train()
         for part in cut(rows, self._part):
-            loss: Any = self._examples.loss(self._model, part) * (len(part) / len(rows))
+            share = self._examples.weight(part) / self._examples.weight(rows)
+            loss: Any = self._examples.loss(self._model, part) * share
             loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, _MOST_NORM)
 
@@ -167,10 +178,13 @@ class LoraObjective(Objective[MergedAdapters]):
         for name, layer in self._adapters.items():
             layer.base_layer.weight.copy_(merged[name])
         with self._model.disable_adapter():
-            total = sum(self._examples.loss(self._model, part).item() * len(part) for part in cut(rows, self._part))
+            total = sum(
+                self._examples.loss(self._model, part).item() * self._examples.weight(part)
+                for part in cut(rows, self._part)
+            )
         for name, layer in self._adapters.items():
             layer.base_layer.weight.copy_(self._stored[name])
-        return total / len(rows)
+        return total / self._examples.weight(rows)
 
     @torch.no_grad()
     def keep(self) -> MergedAdapters:
@@ -196,6 +210,7 @@ def adapter_config(modules: Sequence[str], lora: LoraSettings, *, text: bool) ->
     values: dict[str, Any] = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
         task_type="CAUSAL_LM" if text else None,
         inference_mode=True,
     ).to_dict()

@@ -64,7 +64,7 @@ def _record(recovery: Recovery, prepared: Prepared, trained: Trained[Kept], *, m
         alpha=None if lora is None else lora.alpha,
         lr=trained.rate,
         seed=recovery.seed,
-        settings=recovery.of_all(),
+        settings=recovery.of_all() | ({} if lora is None else lora.beyond_adapters()),
         data=training.samples.fingerprint,
         seen=training.seen,
         samples=len(training.samples),

@@ -5,12 +5,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ckpt_prune.options.training import RecoverySettings
+from ckpt_prune.options.training import RecoverySettings, Schedule
 from ckpt_prune.parallel.group import ALONE, Group
 
 Kept = TypeVar("Kept")
@@ -193,10 +193,13 @@ def train(
     return Trained(kept, best_epoch, tuple(curve), diverged, rate, step, seen / len(split.train), taken, count)
 
 
-def share_of_rate(step: float, steps: int, schedule: Literal["cosine", "constant"], climb: float = 0.0) -> float:
+def share_of_rate(step: float, steps: int, schedule: Schedule, climb: float = 0.0) -> float:
     """Return the learning rate of a step as a share of the highest.
 
-    It falls to zero along a cosine, or is constant; over the first steps it climbs in a line.
+    It falls to zero along a cosine or in a line, or is constant; over the first steps it climbs in a line. With linear
+    it begins at zero and falls from the last of these on, as transformers' Trainer has it.
     """
+    if schedule == "linear":
+        return step / climb if step < climb else (steps - step) / max(1.0, steps - climb)
     climbed = min(1.0, (step + 1) / max(1.0, climb))
     return climbed if schedule == "constant" else climbed * (1 + math.cos(math.pi * step / steps)) / 2
