@@ -116,10 +116,17 @@ class NamedText:
 
     def read(self) -> str:
         """Read its rows, joined as the papers' code does."""
+        files = _SETS[self.name].splits[self.split]
+        return files.separator.join(self._read(files.rows))
+
+    def documents(self) -> list[str]:
+        """Read all of its rows: of C4's train split those of its first file."""
+        return self._read(None)
+
+    def _read(self, most: int | None) -> list[str]:
         file, data_set = self.file(), _SETS[self.name]
-        files = data_set.splits[self.split]
         try:
-            return files.separator.join(islice(_rows(file, data_set.column), files.rows))
+            return list(islice(_rows(file, data_set.column), most))
         except (OSError, EOFError, ValueError) as error:  # gzip's, too
             reason = NOT_UTF8 if isinstance(error, UnicodeDecodeError) else one_line(error)
             raise UserError(f"{file}: cannot be read as {self.name}: {reason}") from error

@@ -10,6 +10,7 @@ from ckpt_prune.options.option import DATA, MACHINE, MEASURE, Input, Options, Te
 
 ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Bos = Literal["auto", "always", "never"]
+Choose = Literal["random", "first", "offsets", "documents"]
 _BOS = "Put a begin-of-sequence token before the text. auto: if the tokenizer itself adds one."
 
 
@@ -65,9 +66,10 @@ class SampleOptions(TextOptions):
     """Tokens per window. [default: the model's context length, at most 2048]"""
     seed: int = option(default=0, ge=0, le=2**63 - 1)
     """Seed of the random choice of samples."""
-    choose: Literal["random", "first"] = option(default="random")
+    choose: Choose = option(default="random")
     """random: windows from all over the text, or any images. first: from the start, as the code of several papers
-    does."""
+    does. offsets: windows at random places of the text, which may overlap, and documents: each at a random place inside
+    a random document that is longer, as the code of GPTQ, SparseGPT and Wanda takes them from WikiText-2 and C4."""
     bos: Bos = option(default="auto")
     """Put a begin-of-sequence token before the text. auto: if the tokenizer itself adds one."""
     compute_dtype: ComputeDtype = option(default="auto", group=MACHINE)

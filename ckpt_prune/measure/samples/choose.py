@@ -3,6 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
 
 from ckpt_prune.common.errors import NoneLeftError, UserError
 from ckpt_prune.measure.samples.audio import AudioSamples, find_audio
@@ -14,7 +18,9 @@ from ckpt_prune.measure.samples.text import (
     add_frame,
     check_vocabulary,
     count_frame_tokens,
+    draw_windows,
     mix_windows,
+    read_documents,
     read_file,
     read_text,
     tokenise_text,
@@ -26,6 +32,9 @@ from ckpt_prune.options.data import SampleOptions
 
 DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
 """Samples if no number is asked for: windows or sounds, and at most so many images (CORP's number)."""
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Say = Callable[[str], None]
 
@@ -84,15 +93,17 @@ def _choose_windows(model: Model, options: SampleOptions, most: int | None, skip
     frame = 0 if causal else count_frame_tokens(tokenizer)
     if not options.text:
         read_text(())
-    texts = [read_file(file, tokenizer) for file in options.text]
     bos = options.bos if causal else "never"
     requested = options.samples or most or DEFAULT_WINDOWS
+    if options.choose in ("offsets", "documents"):
+        return _draw_windows(model, options, tokenizer, samples=requested, window=window, frame=frame, skip=skip)
+    texts = [read_file(file, tokenizer) for file in options.text]
     windows, shares = mix_windows(
         [tokenise_text(tokenizer, text, bos=bos) for text, _ in texts],
         samples=requested,
         window=window,
         seed=options.seed,
-        choose=options.choose,
+        choose="first" if options.choose == "first" else "random",
         frame=frame,
         skip=skip,
     )
@@ -107,6 +118,36 @@ def _choose_windows(model: Model, options: SampleOptions, most: int | None, skip
         for file, share, (_, talks) in zip(options.text, shares, texts, strict=True)
     ]
     return TokenWindows(windows, ", ".join(origin))
+
+
+def _draw_windows(
+    model: Model,
+    options: SampleOptions,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    samples: int,
+    window: int,
+    frame: int,
+    skip: int,
+) -> TokenWindows:
+    """Draw windows of a text, or of its documents, at random places."""
+    if len(options.text) > 1:
+        raise UserError(f"--choose {options.choose} draws from one text: give one --text")
+    (file,) = options.text
+    bos = options.bos if model.family.causal else "never"
+    inside = options.choose == "documents"
+    texts = read_documents(file, tokenizer) if inside else [read_file(file, tokenizer)[0]]
+    tokens: dict[int, Tensor] = {}
+
+    def length(at: int) -> int:
+        tokens[at] = tokenise_text(tokenizer, texts[at], bos=bos) if texts[at].strip() else torch.zeros(0).long()
+        return len(tokens[at])
+
+    places = draw_windows(length, len(texts), samples=samples, window=window - frame, seed=options.seed, skip=skip)
+    windows = torch.stack([tokens[at][start : start + window - frame] for at, start in places])
+    windows = add_frame(windows, tokenizer) if frame else windows
+    check_vocabulary(windows, model.config)
+    return TokenWindows(windows, f"{len(windows)} of {file.name} at random {'documents' if inside else 'offsets'}")
 
 
 def _choose_images(
@@ -132,11 +173,14 @@ def _choose_images(
 def _choose_files(
     files: ImageFiles, folder: Path, noun: str, options: SampleOptions, most: int, skip: int, say: Say
 ) -> ImageFiles:
+    if options.choose in ("offsets", "documents"):
+        raise UserError(f"--choose {options.choose} is for text: say random or first")
     requested = options.samples or most
     count = min(len(files.paths) - skip, requested)
     if count < requested and _should_tell(options, skip):
         say(_all_used(f"{folder} has {count} {noun}{'s' * (count > 1)} to calibrate on", skip, requested))
-    return choose_images(files, samples=count, seed=options.seed, choose=options.choose, skip=skip)
+    how: Literal["first", "random"] = "first" if options.choose == "first" else "random"
+    return choose_images(files, samples=count, seed=options.seed, choose=how, skip=skip)
 
 
 def _should_tell(options: SampleOptions, skip: int) -> bool:
@@ -204,6 +248,8 @@ def choose_fresh_samples(
             "chosen in another way (other data, --window, --seed or --choose)"
         )
     assert samples is not None
+    if not seen and options.choose in ("offsets", "documents"):
+        seen = None  # they may overlap
     for line in lines:
         say(line)
     return FreshSamples(samples, seen)

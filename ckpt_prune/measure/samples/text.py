@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
+import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -148,6 +149,17 @@ def read_file(file: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) ->
     return text, conversations
 
 
+def read_documents(file: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> list[str]:
+    """Read the rows of a file of rows or of a named text, each as a document; any other file is one."""
+    if (named := parse_text_name(file)) is not None:
+        return named.documents()
+    if not has_row_suffix(file):
+        return [read_file(file, tokenizer)[0]]
+    check_texts([file])
+    rows = parse_json_rows(file, decode_text(file, file.read_bytes()))
+    return [write_conversation(w, row, tokenizer) if is_conversation(row) else _read_row(w, row) for w, row in rows]
+
+
 def _read_row(where: str, row: Any) -> str:
     """Return the text of a line, which is an object, or of a value of an array, which may be a string too."""
     in_array = ", row " in where
@@ -237,6 +249,37 @@ def mix_windows(
         chosen.append(own[rows])
     places = torch.cat([(torch.arange(len(own)) + 0.5) / max(1, len(own)) for own in chosen])
     return torch.cat(chosen)[places.argsort(stable=True)], [len(own) for own in chosen]
+
+
+def draw_windows(
+    length: Callable[[int], int], documents: int, *, samples: int, window: int, seed: int, skip: int = 0
+) -> list[tuple[int, int]]:
+    """Draw windows as the released code of GPTQ, SparseGPT and Wanda does: (document, start) of each, in turn.
+
+    Python's generator draws a document, unless there is one alone, again and again until one is longer than a window,
+    and then a place in it: `randint(0, n - window - 1)`. Windows may overlap, and one may be drawn twice.
+
+    Args:
+        length: number of a document → its tokens n.
+        documents: how many there are.
+        skip: leave out so many windows that are drawn before.
+    """
+    generator = random.Random(seed)
+    drawn: list[tuple[int, int]] = []
+    lengths: dict[int, int] = {}
+    while len(drawn) < skip + samples:
+        at = 0 if documents == 1 else generator.randint(0, documents - 1)
+        if at not in lengths:
+            lengths[at] = length(at)
+        if lengths[at] > window:
+            drawn.append((at, generator.randint(0, lengths[at] - window - 1)))
+        elif len(lengths) == documents and max(lengths.values()) <= window:
+            what = "the text" if documents == 1 else f"the longest of {documents} documents"
+            raise UserError(
+                f"{what} has {max(lengths.values())} tokens, and a window of {window} must be shorter: say a shorter "
+                "--window, or give more text"
+            )
+    return drawn[skip:]
 
 
 def _deal(counts: Sequence[int], total: int) -> list[int]:
