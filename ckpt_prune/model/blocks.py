@@ -27,13 +27,42 @@ def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
     return MappingProxyType({module: held for module, held in paths.items() if "{expert}" not in module})
 
 
-def one_block_config(family: Family) -> "PreTrainedConfig":
-    """Return a config with its class's own sizes and one block, which has the family's spaces."""
+_FEW = (1, 4, None)
+"""Blocks of a stock model in which every kind is looked for; None for as many as its class has by itself."""
+
+
+@cache
+def _stock_kinds(
+    model_type: str, variant: str | None, architecture: str, outside: str | None
+) -> tuple[Names, MappingProxyType[str, int]]:
+    """Return the names of a stock model with few blocks, and linear module of the family → a block that has it.
+
+    Modules that no block of the class's own config has are left out, as those of experts are, which are in stacks.
+    """
+    family = load_family(model_type, variant) if outside is None else parse_family(outside, variant)
+    family = family.of(architecture)
+    wanted = {module for module in family.linears if "{expert}" not in module}
+    wanted |= {space.measured for space in family.expert_spaces.values()}
+    for few in _FEW:
+        config = _stock_config(family, few)
+        names = Names(build_skeleton(config, architecture))  # names do not depend on sizes
+        found = {
+            module: block
+            for block in reversed(range(family.dimension(config, "layers")))
+            for module in wanted
+            if names.parameters(family.tensor(block, module))
+        }
+        if wanted <= found.keys():
+            break
+    return names, MappingProxyType(found)
+
+
+def _stock_config(family: Family, blocks: int | None) -> "PreTrainedConfig":
+    """Return a config with its class's own sizes and so many blocks."""
     variant = family.variant
     config = transformers.AutoConfig.for_model(family.model_type, **({variant: True} if variant else {}))
-    setattr(config, family.dimensions["layers"][0], 1)
-    if family.leading is not None:
-        setattr(config, family.leading, 0)
+    if blocks is not None:
+        setattr(config, family.dimensions["layers"][0], blocks)
     for dimension, keys in family.dimensions.items():
         if keys and getattr(config, keys[0], 0) is None:  # some classes do not fill in their own defaults
             setattr(config, keys[0], family.dimension(config, dimension))
@@ -46,15 +75,14 @@ def _module_paths(
 ) -> MappingProxyType[str, tuple[str, ...]]:
     family = load_family(model_type, variant) if outside is None else parse_family(outside, variant)
     family = family.of(architecture)
-    # Names do not depend on sizes.
-    names, prefix = Names(build_skeleton(one_block_config(family), architecture)), f"{family.layers}.0."
-    parameters = {module: names.parameters(family.tensor(0, module)) for module in family.linears}
-    return MappingProxyType(
-        {
-            module: tuple(path.removeprefix(prefix).removesuffix(".weight") for path in paths)
-            for module, paths in parameters.items()
-        }
-    )
+    names, blocks = _stock_kinds(model_type, variant, architecture, outside)
+    paths: dict[str, tuple[str, ...]] = {}
+    for module in family.linears:
+        block = blocks.get(module, 0)
+        tensor, prefix = family.tensor(block, module), f"{family.layers}.{block}."
+        parameters = names.parameters(tensor) or (names.rename(tensor),)
+        paths[module] = tuple(path.removeprefix(prefix).removesuffix(".weight") for path in parameters)
+    return MappingProxyType(paths)
 
 
 def block_facts(family: Family, dimension: Dimension) -> "Blocks":

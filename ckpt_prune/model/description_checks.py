@@ -1,6 +1,6 @@
 """Checks a family's description against transformers' own class on the meta device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ckpt_prune.model.skeleton import (
     quiet_transformers,
     stored_key,
 )
-from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, product, recipe_space
+from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, product, recipe_space, spaces_among
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,8 +43,7 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
         raise UserError(f"stand_ins: {unknown[0]} is not one of {', '.join(known_families())}")
     parsed = parse_config(dict(config))
     family.check_config(parsed)
-    config = {**config} if family.leading is None else {**config, family.leading: 0}  # every block has the spaces
-    parsed = parse_config(config)
+    config = dict(config)
     for name, keys in family.dimensions.items():
         has_number = any(isinstance(getattr(parsed, key, None), int) for key in keys)
         if keys and not has_number and name not in family.derived and name != "head_dim":
@@ -56,9 +55,10 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
         family = family.model_copy(update={"residual": None})
     skeleton = build_skeleton(parsed, family.architecture)
     names = Names(skeleton)
-    _check_modules(family, dict(skeleton.named_modules()), names, family.dimension(parsed, "layers"))
-    shapes = _split_experts(family, names.shapes)
-    _check_linears(family, shapes)
+    blocks = family.dimension(parsed, "layers")
+    _check_modules(family, dict(skeleton.named_modules()), names, blocks)
+    family = _check_linears(family, _by_block(family, names.shapes, blocks))
+    shapes = _shapes_inside(family, names.shapes, blocks)
     _check_bias_slots(family, config, parsed)
     sizes = _sizes(family, shapes)
     _check_attention(family, parsed, sizes)
@@ -69,13 +69,35 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
             _check_widths(family, name, config, parsed, sizes)
 
 
-def _split_experts(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Shapes of the first block's tensors and those outside blocks, each expert's weights apart."""
-    apart, prefix = dict(shapes), family.block.format(block=0)
-    for stack, (module,) in ({} if family.experts is None else family.experts.stacks).items():
-        count, *shape = apart.pop(f"{prefix}{stack}", (0,))
-        apart |= {f"{prefix}{module.format(expert=expert)}.weight": tuple(shape) for expert in range(count)}
-    return apart
+def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tuple[int, ...]]]:
+    """Shapes of every block's tensors by their names inside it, each expert's weights apart."""
+    found: list[dict[str, tuple[int, ...]]] = []
+    for block in range(blocks):
+        prefix = family.block.format(block=block)
+        own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+        for stack, (module,) in ({} if family.experts is None else family.experts.stacks).items():
+            count, *shape = own.pop(stack, (0,))
+            own |= {f"{module.format(expert=expert)}.weight": tuple(shape) for expert in range(count)}
+        found.append(own)
+    return found
+
+
+def _shapes_inside(family: Family, shapes: Shapes, blocks: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a block by their names inside it, of the first block that has each.
+
+    UserError if another block has a linear module of another shape.
+    """
+    first: dict[str, tuple[int, tuple[int, ...]]] = {}
+    named = {f"{module}.weight" for module in family.linears}
+    for block, own in enumerate(_by_block(family, shapes, blocks)):
+        for name, shape in own.items():
+            where, known = first.setdefault(name, (block, shape))
+            if name in named and shape != known:
+                raise UserError(
+                    f"spaces: {name} of {family.architecture} has shape {list(known)} in block {where} and "
+                    f"{list(shape)} in block {block}, and a space has as many units in every block that has it"
+                )
+    return {name: shape for name, (_, shape) in first.items()}
 
 
 def _check_dimension_names(family: Family) -> None:
@@ -101,8 +123,7 @@ def _check_modules(family: Family, modules: Mapping[str, Any], names: Names, blo
     residual = family.residual
     if residual is None:
         return
-    prefix = f"{family.layers}.0."
-    block = {path.removeprefix(prefix) for path in modules if path.startswith(prefix)}
+    block = {path for number in range(blocks) for path, _ in modules[f"{family.layers}.{number}"].named_modules()}
     for norm in residual.reads:
         if norm not in block:
             raise UserError(f"residual.reads: blocks of {family.architecture} have no module {norm}")
@@ -115,29 +136,35 @@ def _check_modules(family: Family, modules: Mapping[str, Any], names: Names, blo
         raise UserError(f"residual: reads and writes together are not the modules of the spaces: {', '.join(odd)}")
 
 
-def _check_linears(family: Family, shapes: Shapes) -> None:
-    """Check that blocks have every linear that a space names, and no other."""
-    prefix = family.block.format(block=0)
-    tables = tuple(f"{path.format(block=0)}." for path in family.lookups if "{block}" in path)
-    weights = {name for name, shape in shapes.items() if name.startswith(prefix) and len(shape) >= 2}
-    weights = {name for name in weights if not name.startswith(tables)}
-    if not weights:
-        raise UserError(f"block: {family.architecture} has no tensor that begins with {prefix}")
-    named = {family.tensor(0, module): module for module in family.linears}
-    for name, module in named.items():
-        if name not in weights:
-            linears = ", ".join(sorted(each.removeprefix(prefix).removesuffix(".weight") for each in weights))
-            raise UserError(f"spaces: {family.architecture} has no {name} ({module}); its blocks have {linears}")
+def _check_linears(family: Family, blocks: Sequence[Shapes]) -> Family:
+    """Check that every block has all linears of a space or none, and no other; return the family's spaces in them."""
+    tables = tuple(f"{path.partition('{block}.')[2]}." for path in family.lookups if "{block}" in path)
     # What chooses among experts, and what weighs them, belongs to no space.
-    others = [] if family.experts is None else [family.experts.router]
-    others += family.spaceless
-    others += [space.gate for space in family.columns.values() if space.gate is not None]
-    whole = {family.tensor(0, module, kind) for module in others for kind in ("weight", "itself")}
-    if extra := sorted(weights - named.keys() - whole):
-        raise UserError(f"spaces: no space names {extra[0]}, which {family.architecture} has")
-    attention = {family.tensor(0, module) for module in family.attention.modules}
-    if wrong := sorted(attention - weights):
-        raise UserError(f"attention: {family.architecture} has no {wrong[0]}")
+    others = {*family.spaceless, *(space.gate for space in family.columns.values() if space.gate is not None)}
+    others |= set() if family.experts is None else {family.experts.router}
+    found: set[SpaceName] = set()
+    everywhere: set[str] = set()
+    for block, shapes in enumerate(blocks):
+        weights = {name for name, shape in shapes.items() if len(shape) >= 2 and not name.startswith(tables)}
+        if not weights:
+            prefix = family.block.format(block=block)
+            raise UserError(f"block: {family.architecture} has no tensor that begins with {prefix}")
+        linears = {name.removesuffix(".weight") for name in weights}
+        everywhere |= linears
+        own = spaces_among(family.spaces, linears)
+        found |= own.keys()
+        if extra := sorted(linears - others - {module for space in own.values() for module in space.modules}):
+            begun = [space for space in family.spaces.values() if linears.intersection(space.modules)]
+            module = next((each for space in begun for each in space.modules if each not in linears), None)
+            name = family.tensor(block, extra[0] if module is None else module)
+            if module is None:
+                raise UserError(f"spaces: no space names {name}, which {family.architecture} has")
+            raise UserError(
+                f"spaces: {family.architecture} has no {name} ({module}); its blocks have {', '.join(sorted(linears))}"
+            )
+    if wrong := sorted(set(family.attention.modules) - everywhere):
+        raise UserError(f"attention: {family.architecture} has no {family.tensor(0, wrong[0])}")
+    return family.model_copy(update={"spaces": {name: own for name, own in family.spaces.items() if name in found}})
 
 
 def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> None:
@@ -147,11 +174,13 @@ def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> No
         raise UserError(f"bias_slots: {type(parsed).__name__} has no key {unknown[0]}")
     for opened in [set[str](), *({key} for key in keys)]:
         settings = {key: key in opened for key in keys}
-        shapes = Names(build_skeleton(parse_config(config | settings), family.architecture)).shapes
+        changed = parse_config(config | settings)
+        stock = Names(build_skeleton(changed, family.architecture)).shapes
+        shapes = _shapes_inside(family, stock, family.dimension(changed, "layers"))
         for module in family.linears:
             slot = family.bias_slots.get(module, False)
             is_open = slot is True or slot in opened
-            if (family.tensor(0, module, "bias") in shapes) != is_open:
+            if (f"{module}.bias" in shapes) != is_open:
                 states = ", ".join(f"{key} {str(value).lower()}" for key, value in settings.items())
                 raise UserError(
                     f"bias_slots: {module} of {family.architecture} {'has none' if is_open else 'has a bias'}"
@@ -163,10 +192,10 @@ def _sizes(family: Family, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Linear module or table of a block → shape of its weight, (outputs, inputs)."""
     sizes = {}
     for module in [*family.linears, *(space.measured for space in family.expert_spaces.values())]:
-        shape = shapes[family.tensor(0, module)]
+        shape = shapes[f"{module}.weight"]
         sizes[module] = shape[::-1] if module in family.transposed else shape
     tables = [table.module for space in family.spaces.values() for table in space.tables]
-    return sizes | {table: shapes[family.tensor(0, table, "itself")] for table in tables}
+    return sizes | {table: shapes[table] for table in tables}
 
 
 def _check_attention(family: Family, parsed: Any, sizes: Shapes) -> None:
@@ -276,11 +305,10 @@ def _check_widths(
         values["head_dim"] = dimension("head_dim")
     changes = {stored_key(key, config, parsed): value for key, value in values.items()}
     try:
-        shapes = _split_experts(
-            family, Names(build_skeleton(parse_config(config | changes), family.architecture)).shapes
-        )
+        stock = Names(build_skeleton(parse_config(config | changes), family.architecture)).shapes
     except RefusedConfigError:
         return  # by a rule of the class beyond shapes (`choosing.unprunable_spaces`)
+    shapes = _shapes_inside(family, stock, family.dimension(parsed, "layers"))
     # One config key says the widths of all experts, and perhaps of other spaces.
     is_together = space.units in family.together
     alike = [
@@ -296,12 +324,12 @@ def _check_widths(
             shape = expected[module]
             expected[module] = (*shape[:dim], len(left), *shape[dim + 1 :])
     for module, shape in expected.items():
-        tensor = family.tensor(0, module)
-        if tensor not in shapes:
+        shape_now = shapes.get(f"{module}.weight")
+        if shape_now is None:
             continue  # an expert that is gone
-        actual = shapes[tensor][::-1] if module in family.transposed else shapes[tensor]
+        actual = shape_now[::-1] if module in family.transposed else shape_now
         if actual != shape:
             raise UserError(
-                f"spaces.{name}: with {kept} of {units} units {tensor} has shape {list(actual)} in "
+                f"spaces.{name}: with {kept} of {units} units {module} has shape {list(actual)} in "
                 f"{family.architecture}, by the description {list(shape)}"
             )

@@ -21,7 +21,6 @@ FUNCTION_KEYS = (
     "spaces",
     "absent",
     "experts",
-    "leading",
     "rope",
     "bias_slots",
     "sliding_window",

@@ -1,6 +1,8 @@
 """A model: a checkpoint with its family and config, and what follows from the three."""
 
 import copy
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +22,6 @@ from ckpt_prune.checkpoint.digests import (
     tokenizer_fingerprint,
 )
 from ckpt_prune.checkpoint.side_files import reader_files
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import context_length, image_size, image_tokens
 from ckpt_prune.model.cuts import KeptUnits, RemainingLines, list_cuts, remaining_lines
 from ckpt_prune.model.described import is_as_described
@@ -28,7 +29,7 @@ from ckpt_prune.model.family import Family, inputs_of, linears_of
 from ckpt_prune.model.family_keys import GROUPED
 from ckpt_prune.model.matching import match_family, orient_checkpoint, tied_by_description
 from ckpt_prune.model.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
-from ckpt_prune.model.spaces import AnySpace, Axis, Kind, SpaceName, axis_dim
+from ckpt_prune.model.spaces import AnySpace, Axis, Kind, SpaceName, axis_dim, spaces_among
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -65,11 +66,10 @@ class Model:
         if oriented.stated:
             config = parse_config(oriented.config)
         model = cls(oriented, family.with_config(config), config)
-        if not any(model.dense_widths):
-            raise UserError(
-                f"{family.model_type} with {family.leading} {getattr(config, family.leading or '')} in config.json is "
-                "not supported: none of its blocks has experts"
-            )
+        found = {space for block in range(model.blocks) for space in model.spaces(block)}
+        if found < model.family.spaces.keys():
+            spaces = {name: space for name, space in model.family.spaces.items() if name in found}
+            model = replace(model, family=model.family.model_copy(update={"spaces": spaces}))
         if not checkpoint.by_class and not is_as_described(model):
             return cls.of(replace(checkpoint, by_class=True))
         return model
@@ -80,7 +80,9 @@ class Model:
         return cls.of(Checkpoint.open(path))
 
     def with_config(self, config: "PreTrainedConfig") -> "Model":
-        return replace(self, config=config)
+        model = replace(self, config=config)
+        model.__dict__["_kinds"] = self._kinds  # of the same tensors
+        return model
 
     @property
     def fingerprint(self) -> str:
@@ -112,10 +114,23 @@ class Model:
         return self.dimension("layers")
 
     def spaces(self, block: int) -> Mapping[SpaceName, AnySpace]:
-        """Return the spaces of a block, in the order in which they are computed: none of the leading blocks."""
-        leading = self.family.leading
-        first = 0 if leading is None else int(getattr(self.config, leading) or 0)
-        return self.family.spaces if block >= first else {}
+        """Return the spaces of a block, in the order in which they are computed: those all of whose modules it has."""
+        return self._kinds[block]
+
+    @cached_property
+    def _kinds(self) -> list[Mapping[SpaceName, AnySpace]]:
+        """The spaces of every block."""
+        before, after = (re.escape(part) for part in self.family.block.split("{block}"))
+        of_block, held = re.compile(rf"{before}(\d+){after}(.+)"), defaultdict[int, set[str]](set)
+        named = {module for space in self.family.spaces.values() for module in space.modules}
+        for name in self.checkpoint.tensors:
+            match = of_block.fullmatch(name)
+            if match is not None:
+                module = match[2].rpartition(".")[0]
+                # A linear module that was factored stands in two.
+                held[int(match[1])] |= {module, module.rpartition(".")[0]} & named
+        kinds = {frozenset(own): spaces_among(self.family.spaces, own) for own in [*held.values(), set[str]()]}
+        return [kinds[frozenset(held[block])] for block in range(self.blocks)]
 
     @cached_property
     def dense_widths(self) -> list[dict[SpaceName, int]]:
@@ -361,9 +376,11 @@ class Model:
 
     def remaining_lines(self, kept: KeptUnits) -> RemainingLines:
         """Return what remains of a block's linear modules and tables if these units stay (`cuts.remaining_lines`)."""
-        modules = [*self.family.linears, *(space.measured for space in self.family.expert_spaces.values())]
-        sizes = {module: self._shape(module) for module in modules}
-        sizes |= {each.module: self._shape(each.module) for s in self.family.spaces.values() for each in s.tables}
+        spaces = [self.family.spaces[name] for name in kept]
+        places = [
+            incidence for space in spaces for incidence in (*(each for _, each in space.incidences), *space.tables)
+        ]
+        sizes = {module: self._shape(module) for module in {each.module for each in places}}
         return remaining_lines(self.family, self.dimension, kept, sizes)
 
     def shapes_at(self, widths: Sequence[BlockWidths]) -> dict[str, TensorSpec]:
@@ -511,7 +528,10 @@ class Model:
     def router_experts(self) -> dict[str, int]:
         """Router's on-disk weight, with `{block}` for the block → experts."""
         routers = self.family.expert_spaces.items()
-        return {f"{self.family.block}{own.measured}.weight": max(self.unit_counts(name)) for name, own in routers}
+        return {
+            f"{self.family.block}{own.measured}.weight": self.family.spaces[name].count(self.dimension)
+            for name, own in routers
+        }
 
     @property
     def query_heads(self) -> dict[str, tuple[int, int]]:

@@ -192,6 +192,10 @@ class Names:
             self._parameters_by_name[disk] = self._convert(disk)
         return self._parameters_by_name[disk]
 
+    def rename(self, disk: str) -> str:
+        """Return the name that a tensor on disk would have in the model if it were not fused with others."""
+        return self._rename(disk)[0]
+
     def _rename(self, disk: str) -> tuple[str, str | None]:
         from transformers.core_model_loading import rename_source_key
 

@@ -5,7 +5,7 @@ each and in what order. `cuts` derives shapes and cuts from them.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 if TYPE_CHECKING:
     from torch import Tensor
 
-KnownSpace = Literal["qk", "rotary", "queries", "heads", "values", "mlp", "shared", "experts"]
+KnownSpace = Literal["qk", "rotary", "queries", "heads", "values", "mlp", "dense", "shared", "experts"]
 """Spaces that recipes name."""
 SPACES: tuple[str, ...] = get_args(KnownSpace)
 
@@ -84,6 +84,7 @@ ENDS: dict[str, Ends] = {
     "heads": "columns",
     "values": "values",
     "mlp": "columns",
+    "dense": "columns",
     "shared": "columns",
     "experts": "experts",
 }
@@ -344,3 +345,8 @@ class ExpertSpace(ReaderSpace):
 
 
 AnySpace = Annotated[ColumnSpace | ValueSpace | LogitSpace | RotarySpace | ExpertSpace, Field(discriminator="ends")]
+
+
+def spaces_among(spaces: Mapping[SpaceName, AnySpace], modules: Set[str]) -> dict[SpaceName, AnySpace]:
+    """Return the spaces of a block that has these linear modules: those that have all that they name."""
+    return {name: space for name, space in spaces.items() if modules >= {*space.modules}}

@@ -455,6 +455,9 @@ class Recipe(Strict):
         pruned = {name: settings for name, settings in self.spaces.items() if settings.ratio != 0}
         if self.allocation == "least-error" and pruned and len(pruned) < len(self.spaces):
             return self._with_spaces(pruned).at(family)
+        # What is said of columns of experts is said of those of an mlp in place of experts, if nothing else is.
+        if "dense" in prunable and "mlp" in self.spaces and "dense" not in self.spaces:
+            return self._with_spaces({**self.spaces, "dense": self.spaces["mlp"]}).at(family)
         # One config key says their width: what is said of the first is said of the others.
         alike = [recipe_space(name) for name, space in family.spaces.items() if space.units in family.together]
         shared = next((self.spaces[name] for name in alike if name in self.spaces), None)

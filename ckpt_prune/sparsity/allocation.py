@@ -49,18 +49,21 @@ def hill_exponent(weight: Tensor) -> float:
     return 1 + len(tail) / fall if fall > 0 else float("inf")
 
 
-def ratios_by_outliers(outliers: Sequence[float], ratio: float, spread: float) -> list[float]:
+def ratios_by_outliers(outliers: Sequence[float], sizes: Sequence[int], ratio: float, spread: float) -> list[float]:
     """Share out zeros as OWL does: the more outliers a block has, the less it loses (section 3.3, as its code has it).
 
-    What is kept is 2λ (D − min D) / (max D − min D), moved so that its mean is 1 − ratio.
+    What is kept is 2λ (D − min D) / (max D − min D), moved so that its mean is 1 − ratio. (The paper's blocks are
+    all of one size; where they differ, the mean is over weights.)
 
     Args:
         outliers: D of every block.
-        ratio: mean of the result.
+        sizes: weights of every block.
+        ratio: of all weights together.
         spread: λ: the result spans 2λ.
     """
     kept = _linear(outliers, 0.0, 2 * spread)
-    mean = sum(kept) / len(kept)
+    shares = [size / sizes[0] for size in sizes]
+    mean = sum(size * own for size, own in zip(shares, kept, strict=True)) / sum(shares)
     return [ratio - share + mean for share in kept]
 
 

@@ -25,7 +25,7 @@ from tests.images import write_processor
 
 BLOCKS, WINDOW = 2, 12
 IMAGE, PATCH = 12, 4
-DIMENSIONS = {"hidden": 16, "query_heads": 4, "kv_heads": 2, "mlp": 22, "experts": 4, "shared": 12}
+DIMENSIONS = {"hidden": 16, "query_heads": 4, "kv_heads": 2, "mlp": 22, "dense": 26, "experts": 4, "shared": 12}
 ODD_HEAD = 8
 """A head width that is not the hidden size by the number of heads, for configs that accept one."""
 MULTIPLE = 4
@@ -62,7 +62,7 @@ LATENT = {
     "v_head_dim": 5,
     "n_shared_experts": 2,
 }
-"""Latent attention in heads of a few dimensions. Every block has experts; `LED` has one before them that has none."""
+"""Latent attention in heads of a few dimensions. Every block has experts; `LED` has one before them with an mlp."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deberta-v2": {
         "relative_attention": True,
@@ -111,8 +111,27 @@ class Case:
 
     @cached_property
     def family(self) -> Family:
-        """With a space for every expert."""
-        return self.described if self.described.experts is None else self.described.with_config(self.config)
+        """With the spaces that some block has, of every expert one."""
+        if self.described.experts is None:
+            return self.described
+        family = self.described.with_config(self.config)
+        found = {space for block in range(self.blocks) for space in self._spaces_of(family, block)}
+        return family.model_copy(
+            update={"spaces": {name: family.spaces[name] for name in family.spaces if name in found}}
+        )
+
+    def spaces_of(self, block: int) -> list[str]:
+        """Return the spaces of a block."""
+        return self._spaces_of(self.family, block)
+
+    def _spaces_of(self, family: Family, block: int) -> list[str]:
+        is_dense = f"{family.layers}.{block}.mlp.gate_proj.weight" in self._names
+        absent = ("mlp", "shared", "experts") if is_dense else ("dense",)
+        return [name for name in family.spaces if family.experts is None or recipe_space(name) not in absent]
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(build_skeleton(self.config, self.architecture).state_dict())
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -156,12 +175,6 @@ class Case:
     def kv_heads(self) -> int:
         return self.family.dimension(self.config, "kv_heads")
 
-    @property
-    def spaced_blocks(self) -> range:
-        """Blocks with the spaces."""
-        leading = self.family.leading
-        return range(0 if leading is None else getattr(self.config, leading), self.blocks)
-
     def units(self, space: str) -> int:
         return next(s for name, s in self.family.spaces.items() if name == space).count(
             lambda name: self.family.dimension(self.config, name)
@@ -179,9 +192,11 @@ class Case:
     @property
     def values(self) -> dict[str, float]:
         """The same with values, where these can go."""
-        spaces = self.described.with_config(self.config).spaces
+        described = self.family if self.described.experts else self.described.with_config(self.config)
         names = [
-            name for name, space in spaces.items() if space.whole is None and space.ends not in ("rotary", "experts")
+            name
+            for name, space in described.spaces.items()
+            if space.whole is None and space.ends not in ("rotary", "experts")
         ]
         return {space: self.ratio(space) for space in map(recipe_space, names)}
 
@@ -191,6 +206,7 @@ class Case:
             "heads": 1 / self.units("heads") if space == "heads" else 0,
             "queries": 0.5,
             "mlp": 0.25,
+            "dense": 0.25,
             "shared": 0.25,
             "qk": 0.5,
             "rotary": 0.5,

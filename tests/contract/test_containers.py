@@ -33,12 +33,11 @@ def test_what_is_planned_is_what_the_class_takes(case: Case, tmp_path: Path) -> 
     assert unprunable_spaces(model) == {}
     for space_name in dict.fromkeys(map(recipe_space, able)):
         alike = [name for name in able if recipe_space(name) == space_name]
-        if model.units(alike[0], model.blocks - 1) < 2:
+        (units,) = set(model.unit_counts(alike[0]))
+        if units < 2:
             continue
-        for kept in {1, model.units(alike[0], model.blocks - 1) - 1}:
-            widths = [
-                dict.fromkeys(alike, kept) if block in model.spaced_blocks else {} for block in range(model.blocks)
-            ]
+        for kept in {1, units - 1}:
+            widths = [{name: kept for name in alike if name in model.spaces(block)} for block in range(model.blocks)]
             for container in ("auto", "any", "padded"):
                 try:
                     chosen = choose_container(model, widths, biases, requested=container)

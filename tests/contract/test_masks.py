@@ -39,9 +39,7 @@ def whole(case: Case) -> Model:
     )
     model = plain(case.model())
     open_up(model, case.family)
-    return Model(
-        model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"), case.spaced_blocks.start
-    )
+    return Model(model, inputs, case.family.layers, case.family.block.replace("{block}", "{}"))
 
 
 def stands_for(cell: tuple[Case, str, Target]) -> tuple[str, str]:

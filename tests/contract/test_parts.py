@@ -250,7 +250,8 @@ class InComposite(Whole):
         ratio = dict(case.ratios).__getitem__
         self.case: Any = SimpleNamespace(
             units=lambda space: part.units(space, part.blocks - 1),
-            spaced_blocks=part.spaced_blocks,
+            blocks=part.blocks,
+            spaces_of=part.spaces,
             ratio=ratio,
             config=part.config,
         )

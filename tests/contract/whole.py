@@ -103,7 +103,8 @@ class Whole:
             family=model.family,
             config=model.config,
             units=lambda space: model.units(space, model.blocks - 1),
-            spaced_blocks=model.spaced_blocks,
+            blocks=model.blocks,
+            spaces_of=model.spaces,
             ratio=ratios.__getitem__,
             model=lambda: copy.deepcopy(stock),
         )
@@ -119,10 +120,11 @@ class Whole:
     def prune(self, data: Samples, methods: Mapping[str, str], target: Target = "dense") -> "Whole":
         """Prune every space that a method is named for, by the case's ratios, in the order of computation."""
         spaces = [name for name in self.family.spaces if recipe_space(name) in methods]
-        sites = [(block, space) for block in self.case.spaced_blocks for space in spaces]
+        of_blocks = [[(n, name) for name in spaces if name in self.case.spaces_of(n)] for n in range(self.case.blocks)]
+        sites = [site for own in of_blocks for site in own]
         stages = {
             "dense": [sites],
-            "by block": [[(block, space) for space in spaces] for block in self.case.spaced_blocks],
+            "by block": of_blocks,
             "by site": [[site] for site in sites],
         }
         for stage in stages[target]:

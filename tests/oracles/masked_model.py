@@ -85,24 +85,27 @@ class Model:
 
     Attributes:
         model: edited in place.
-        inputs: one of `INPUTS`.
+        inputs: one of `INPUTS`. Blocks may lack some of them.
         layers: path of the list of blocks.
         prefix: of a block's tensors on disk, with `{}` for its index.
-        first: block that is masked; those before it have other linears.
     """
 
     model: nn.Module
     inputs: tuple[tuple[Linear, ...], ...]
     layers: str
     prefix: str
-    first: int = 0
 
     @property
     def blocks(self) -> range:
-        return range(self.first, len(self.model.get_submodule(self.layers)))  # type: ignore[arg-type]
+        return range(len(self.model.get_submodule(self.layers)))  # type: ignore[arg-type]
 
     def _linears(self, block: int, linear: Linear) -> list[Any]:
         return [self.model.get_submodule(f"{self.layers}.{block}.{path}") for path in linear.modules]
+
+    def _inputs(self, block: int) -> list[int]:
+        """Return which of `inputs` a block has."""
+        paths = {path for path, _ in self.model.get_submodule(f"{self.layers}.{block}").named_modules()}
+        return [at for at, linears in enumerate(self.inputs) if linears[0].modules[0] in paths]
 
     def weights(self) -> dict[str, Tensor]:
         """Every linear of every block, by its name on disk."""
@@ -111,8 +114,8 @@ class Model:
                 [module.weight.detach() for module in self._linears(block, linear)]
             )
             for block in self.blocks
-            for group in self.inputs
-            for linear in group
+            for at in self._inputs(block)
+            for linear in self.inputs[at]
         }
 
     def tokens(self, data: Samples, sites: list[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
@@ -134,7 +137,7 @@ class Model:
         Returns:
             As `weights`.
         """
-        sites = [(block, at) for block in self.blocks for at in range(len(self.inputs))]
+        sites = [(block, at) for block in self.blocks for at in self._inputs(block)]
         stages = {
             "dense": [sites],
             "by block": [[site for site in sites if site[0] == block] for block in self.blocks],

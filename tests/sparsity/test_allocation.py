@@ -53,9 +53,12 @@ def test_exponents_where_there_is_no_tail():
 @settings(deadline=None, max_examples=25)
 @given(values=SEVERAL, ratio=st.floats(0.3, 0.7), spread=st.floats(0.01, 0.1))
 def test_outliers_share_out_the_ratio(values, ratio, spread):
-    ratios = ratios_by_outliers(values, ratio, spread)
+    ratios = ratios_by_outliers(values, [7] * len(values), ratio, spread)
     assert ratios == pytest.approx(oracle.owl(values, ratio, spread))
     assert np.mean(ratios) == pytest.approx(ratio)
+    uneven = ratios_by_outliers(values, sizes := [*range(1, len(values) + 1)], ratio, spread)
+    assert np.dot(uneven, sizes) == pytest.approx(ratio * sum(sizes))
+    assert np.diff(uneven) == pytest.approx(np.diff(ratios))
     assert max(ratios) - min(ratios) == pytest.approx(2 * spread)
     # Values that differ by their last digit may come to the same.
     assert ratios[values.index(max(values))] == min(ratios)
@@ -139,5 +142,5 @@ def test_groups_of_the_least_divergence(values, kept):
 
 
 def test_blocks_that_are_alike_get_the_same():
-    assert ratios_by_outliers([2.0, 2.0], 0.5, 0.08) == pytest.approx([0.5, 0.5])
+    assert ratios_by_outliers([2.0, 2.0], [1, 4], 0.5, 0.08) == pytest.approx([0.5, 0.5])
     assert ratios_by_exponents([3.0, 3.0], [1, 4], 0.5, 0.3) == pytest.approx([0.5, 0.5])

@@ -162,6 +162,11 @@ def masked_weights(model: Model, block: int, only: Part | None) -> list[str]:
     return [model.tensor(block, module) for own in masked_inputs(model, block, only).values() for module in own]
 
 
+def masked_blocks(model: Model, only: Part | None) -> list[int]:
+    """Return the blocks that a mask is of."""
+    return [block for block in range(model.blocks) if masked_weights(model, block, only)]
+
+
 def check_widths(model: Model, mask: Mask) -> None:
     """Refuse a pattern that the weights of a block cannot have."""
     groups = mask.groups

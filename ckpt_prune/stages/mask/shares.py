@@ -32,7 +32,7 @@ from ckpt_prune.sparsity.allocation import (
 )
 from ckpt_prune.sparsity.masks import wanda
 from ckpt_prune.stages.mask.keys import Mask
-from ckpt_prune.stages.mask.masker import Masker, masked_inputs, masked_weights
+from ckpt_prune.stages.mask.masker import Masker, masked_blocks, masked_inputs, masked_weights
 from ckpt_prune.stages.mask.records import MaskShares
 
 STEPS = 200
@@ -112,38 +112,40 @@ def choose_shares(prepared: Prepared, mask: Mask) -> MaskShares:
     model = prepared.model
     if mask.allocation == "divergence":
         return _choose_by_divergence(prepared, mask)
-    sizes = [_size(model, block, mask) for block in model.spaced_blocks]
+    sizes = [_size(model, block, mask) for block in masked_blocks(model, mask.only)]
     ratio = prepared.recipe.ratio if mask.groups is None else mask.groups.ratio
     if mask.allocation == "owl":
         figures = _measure_outliers(prepared, mask)
-        ratios = ratios_by_outliers(figures, ratio, mask.chosen_spread)
+        ratios = ratios_by_outliers(figures, sizes, ratio, mask.chosen_spread)
     else:
         figures = _measure_exponents(model, mask)
         ratios = ratios_by_exponents(figures, sizes, ratio, mask.chosen_spread)
     if not all(torch.isfinite(torch.tensor(figures))):
         raise UserError(f"mask.allocation {mask.allocation}: a block's weights or inputs give no finite figure")
     if mask.groups is not None:
-        return _in_groups(model, whole_groups(ratios, mask.groups), figures, mask.groups.of)
+        return _in_groups(model, mask, whole_groups(ratios, mask.groups), figures, mask.groups.of)
     check_ratios(ratios, mask.allocation, mask.chosen_spread)
-    return _at_ratios(model, [round(each, 6) for each in ratios], figures)
+    return _at_ratios(model, mask, [round(each, 6) for each in ratios], figures)
 
 
-def _in_groups(model: Model, kept: list[int], figures: list[float], of: int) -> MaskShares:
-    of_each = _of_every_block(model, kept, of)
+def _in_groups(model: Model, mask: Mask, kept: list[int], figures: list[float], of: int) -> MaskShares:
+    of_each = _of_every_block(model, mask, kept, of)
     ratios = [1 - own / of for own in of_each]
-    return MaskShares(ratios=ratios, kept=of_each, figures=_of_every_block(model, figures, 0.0))
+    return MaskShares(ratios=ratios, kept=of_each, figures=_of_every_block(model, mask, figures, 0.0))
 
 
-def _at_ratios(model: Model, ratios: list[float], figures: list[float]) -> MaskShares:
-    return MaskShares(ratios=_of_every_block(model, ratios, 0.0), figures=_of_every_block(model, figures, 0.0))
+def _at_ratios(model: Model, mask: Mask, ratios: list[float], figures: list[float]) -> MaskShares:
+    return MaskShares(
+        ratios=_of_every_block(model, mask, ratios, 0.0), figures=_of_every_block(model, mask, figures, 0.0)
+    )
 
 
 Figure = TypeVar("Figure", int, float)
 
 
-def _of_every_block(model: Model, values: Sequence[Figure], without: Figure) -> list[Figure]:
-    """Return values of the blocks that have spaces, with another for those that have none and no zeros."""
-    by_block = dict(zip(model.spaced_blocks, values, strict=True))
+def _of_every_block(model: Model, mask: Mask, values: Sequence[Figure], without: Figure) -> list[Figure]:
+    """Return values of the blocks that are masked, with another for those that get no zeros."""
+    by_block = dict(zip(masked_blocks(model, mask.only), values, strict=True))
     return [by_block.get(block, without) for block in range(model.blocks)]
 
 
@@ -181,7 +183,8 @@ def _measure_outliers(prepared: Prepared, mask: Mask) -> list[float]:
 def _measure_exponents(model: Model, mask: Mask) -> list[float]:
     """Compute AlphaPruning's metric of every block: the mean over its linear modules."""
     means = []
-    for block in track(model.spaced_blocks, "spectra", total=len(model.spaced_blocks)):
+    blocks = masked_blocks(model, mask.only)
+    for block in track(blocks, "spectra", total=len(blocks)):
         exponents = [
             hill_exponent(weight) for weight in model.checkpoint.read(masked_weights(model, block, mask.only)).values()
         ]
@@ -217,7 +220,7 @@ def _choose_by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
             NoMoments() if mask.method == "magnitude" else KnownMoments(_observe(stream, block, tensors, before, mask))
         )
         sums = []
-        for ratio in tried if model.inputs(block) else ():
+        for ratio in tried if masked_inputs(model, block, mask.only) else ():
             masked, _ = replace(masker, shares=[ratio] * model.blocks).block(block, tensors, source)
             sums.append(_divergence(stream, block, masked, before, end, drawn))
         if sums:
@@ -227,16 +230,16 @@ def _choose_by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
             for _ in pass_back(stream, module, block, before, [each.values for each in drawn], ()):
                 pass
         end = before
-    sizes = [_size(model, block, mask) for block in model.spaced_blocks]
+    sizes = [_size(model, block, mask) for block in masked_blocks(model, mask.only)]
     if not all(bool(torch.isfinite(torch.tensor(own)).all()) for own in curves):
         raise UserError("mask.allocation divergence: a gradient or a masked block's output is not finite")
     if groups is not None:
         kept = least_divergence_in_groups([[0.0, *own] for own in curves], sizes, groups.kept)
         figures = [[0.0, *own][groups.of - n] for own, n in zip(curves, kept, strict=True)]
-        return _in_groups(model, kept, figures, groups.of)
+        return _in_groups(model, mask, kept, figures, groups.of)
     points = [list(zip(tried, own, strict=True)) for own in curves]
     ratios = [round(r, 6) for r in least_divergence(points, sizes, prepared.recipe.ratio, mask.chosen_spread)]
-    return _at_ratios(model, ratios, [divergence_at(own, r) for own, r in zip(points, ratios, strict=True)])
+    return _at_ratios(model, mask, ratios, [divergence_at(own, r) for own, r in zip(points, ratios, strict=True)])
 
 
 def _observe(

@@ -13,7 +13,7 @@ from ckpt_prune.job.step import PruneStep
 from ckpt_prune.model.family import DATA_OPTIONS
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.mask.keys import Mask
-from ckpt_prune.stages.mask.masker import Masker, check_widths, masked_weights
+from ckpt_prune.stages.mask.masker import Masker, check_widths, masked_blocks
 from ckpt_prune.stages.mask.records import MaskRecord, MaskShares
 from ckpt_prune.stages.mask.shares import choose_shares
 from ckpt_prune.stages.rotation.run import rotations_in_turn
@@ -82,12 +82,12 @@ class MaskStage(Stage[Mask]):
 
     def messages(self, prepared: Prepared) -> list[str]:
         model = prepared.model
-        left = [block for block in range(model.blocks) if not masked_weights(model, block, self.keys.only)]
+        left = model.blocks - len(masked_blocks(model, self.keys.only))
         if not left:
             return []
         return [
-            f"the mask leaves {plural(len(left), 'block')} as they are ({model.family.leading} in config.json): one "
-            "mlp stands there in place of experts"
+            f"the mask leaves {plural(left, 'block')} as they are, which have none of the linear modules that are "
+            "masked"
         ]
 
     def widest_fit(self, prepared: Prepared) -> int:

@@ -51,6 +51,7 @@ class _Space:
 
 _SPACES = {
     "mlp": _Space("MLP", "columns of the MLP"),
+    "dense": _Space("MLP in place of experts", "columns of the MLP in place of experts"),
     "heads": _Space("Attention heads", "heads, or KV groups"),
     "queries": _Space("Query heads in groups", "query heads inside KV groups"),
     "values": _Space("Values", "directions of values"),

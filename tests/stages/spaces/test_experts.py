@@ -383,7 +383,7 @@ def test_latent_attention_is_refused_by_name(dense: Dense) -> None:
     assert refusal_of(dense, {"ratio": 0.25, "spaces": {"heads": {"score": "magnitude"}}}, LED) == (
         "recipe test prunes heads, which deepseek_v3 has not (keys and values of all heads are made of one latent "
         "vector of a token, which every head that stays needs whole). --set spaces.heads.optional=true leaves them "
-        "as they are: it has mlp, shared, experts"
+        "as they are: it has mlp, dense, shared, experts"
     )
 
 
@@ -402,16 +402,6 @@ def test_what_experts_cannot_have_is_refused(tmp_path: Path) -> None:
     )
     assert refusal_of(dense, {"spaces": {"mlp": {"score": "taylor1"}}}) == (
         "recipe test ranks units by gradients of the loss, which are not gathered for experts: choose another score"
-    )
-
-
-def test_a_block_without_experts_is_refused(tmp_path: Path) -> None:
-    case = Case("qwen3_moe", "Qwen3MoeForCausalLM", settings='{"mlp_only_layers": [1]}')
-    with pytest.raises(UserError) as caught:
-        Dense(tmp_path).model(case)
-    assert str(caught.value) == (
-        "qwen3_moe with mlp_only_layers [1] in config.json is not supported: some of its blocks have one mlp in place "
-        "of experts"
     )
 
 
