@@ -33,8 +33,11 @@ from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 
 MOST_COLUMNS = 3
 """An MLP keeps more than one part of so many of its columns."""
-PRUNE_FROM = 0.1
+PRUNE_FROM = 0.15
 """Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
+FEEDBACK, REFITTED = 0.7, 1.5
+"""What error feedback leaves of the loss that is predicted for rounding by importance, and what fewer columns lose for
+what gradients of a few windows predict (tools/notes/frontier.md)."""
 HEAD = 4096
 """Bytes that the head of a file may grow by where blocks differ in width."""
 _FOLDS = 4
@@ -86,7 +89,7 @@ class FileBudgets:
 
     @cached_property
     def types(self) -> TypeBudget:
-        """The budget of types, with all columns."""
+        """The budget of types that are rounded by importance, with all columns."""
         notes = self.journal.notes
         statistics = Statistics(self.statistics)
         if _LOSSES not in notes:
@@ -100,16 +103,21 @@ class FileBudgets:
         return TypeBudget(self.planner, losses, fitted=True)
 
     @cached_property
+    def fitted(self) -> TypeBudget:
+        """The budget of types that are rounded by error feedback."""
+        return self.types.scaled(1.0, FEEDBACK)
+
+    @cached_property
     def joint(self) -> TypeBudget:
-        """The budget of types and of columns together; of types alone where MLPs differ or have few columns.
+        """The same of types and of columns together; of types alone where MLPs differ or have few columns.
 
         Fewer columns are predicted when it is asked for first.
         """
         widths = self.widths()
         if len(widths) < 2:
-            return self.types
+            return self.fitted
         losses = {block: {width: own[width] for width in widths} for block, own in self._predicted.losses.items()}
-        return replace(self.types, columns=losses, alike=not self._may_differ)
+        return replace(self.fitted, columns=losses, alike=not self._may_differ).scaled(REFITTED, 1.0)
 
     @property
     def score(self) -> str:
@@ -159,7 +167,7 @@ class FileBudgets:
     def at_bytes(self, limit: int) -> TypeChoice:
         """Return types, and columns if types alone lose much, that lose least; BudgetError if none fit."""
         try:
-            choice = self.types.at_bytes(limit)
+            choice = self.fitted.at_bytes(limit)
             if choice.kl <= PRUNE_FROM or len(self.widths()) < 2:
                 return choice
         except BudgetError:

@@ -159,7 +159,7 @@ def _choose(search: _Search) -> TypeChoice:
     """Return types, and columns if types alone lose much, that are predicted to be best; BudgetError if none are."""
     if search.limit is not None:
         return search.maker.budgets.at_bytes(search.limit)
-    return search.maker.budget.at_loss(float(search.loss or 0))
+    return search.maker.budgets.fitted.at_loss(float(search.loss or 0))
 
 
 def _candidates(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
@@ -205,7 +205,7 @@ def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
     asked = search.loss
     for _ in range(3):
         try:
-            choice = budget.at_loss(asked)
+            choice = search.maker.budgets.fitted.at_loss(asked)
         except BudgetError:
             return
         yield Candidate.of_types("smallest within the loss", choice, feedback=True)
@@ -233,6 +233,6 @@ def _asked(search: _Search) -> str:
 def _reach(search: _Search) -> int | None:
     """Return the bytes of the smallest file of all weights that is predicted to be usable."""
     try:
-        return search.maker.budget.at_loss(math.log(USABLE)).bytes
+        return search.maker.budgets.fitted.at_loss(math.log(USABLE)).bytes
     except BudgetError:
         return None
