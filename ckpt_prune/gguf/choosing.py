@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
@@ -146,16 +146,6 @@ class TypeBudget:
             )
             found = list(zip(both.labels, both.costs.tolist(), both.errors.tolist(), strict=True))
         return found
-
-    def scaled(self, columns: float, types: float) -> "TypeBudget":
-        """Return the budget whose losses by fewer columns, and by types, are these factors times as large."""
-        return replace(
-            self,
-            losses={name: {kind: types * loss for kind, loss in own.items()} for name, own in self.losses.items()},
-            columns={
-                block: {kept: columns * loss for kept, loss in own.items()} for block, own in self.columns.items()
-            },
-        )
 
     @property
     def least(self) -> int:

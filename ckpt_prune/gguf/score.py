@@ -135,7 +135,11 @@ def score_file(file: Path, reference: Reference, *, threads: int = 0, scratch: P
         states=True,
     )
     answer = run_llama_cpp(task, scratch)
-    sums = _compare(_head_of(file), torch.from_numpy(answer.states), reference)
+    head, states = _head_of(file), torch.from_numpy(answer.states)
+    sums = PredictionSums()
+    for ours, theirs, ids in zip(states, reference.states, windows, strict=True):
+        for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
+            sums.add([head.logits(ours[part]), reference.head.logits(theirs[part])], ids[part + 1])
     spread = sums.spread
     return FileScore(
         bytes=file.stat().st_size,
@@ -145,21 +149,6 @@ def score_file(file: Path, reference: Reference, *, threads: int = 0, scratch: P
         perplexity=sums.perplexity(0)[0],
         speeds=(answer.prompt_speed, answer.generation_speed),
     )
-
-
-@torch.inference_mode()
-def measure_divergence(other: Reference, reference: Reference) -> float:
-    """Return KL(reference ‖ other) of two models on the same windows, in nats a token."""
-    sums = _compare(other.head, other.states, reference)
-    return sums.kl / sums.tokens
-
-
-def _compare(head: Head, states: Tensor, reference: Reference) -> PredictionSums:
-    sums = PredictionSums()
-    for ours, theirs, ids in zip(states, reference.states, reference.windows, strict=True):
-        for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
-            sums.add([head.logits(ours[part]), reference.head.logits(theirs[part])], ids[part + 1])
-    return sums
 
 
 def _head_of(file: Path) -> Head:

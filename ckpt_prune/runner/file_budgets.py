@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.budget.choices import BudgetError
@@ -23,11 +24,13 @@ from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.losses import predict_type_losses, types_for
+from ckpt_prune.gguf.types import OUTER
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.model.model import Model
+from ckpt_prune.rounding.codes import CODES
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE, PredictedColumns, predict_columns
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 
@@ -35,9 +38,11 @@ MOST_COLUMNS = 3
 """An MLP keeps more than one part of so many of its columns."""
 PRUNE_FROM = 0.15
 """Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
-FEEDBACK, REFITTED = 0.7, 1.5
-"""What error feedback leaves of the loss that is predicted for rounding by importance, and what fewer columns lose for
-what gradients of a few windows predict (tools/notes/frontier.md)."""
+REFITTED = 1.5
+"""What fewer columns lose for what gradients of a few windows predict."""
+OF_HEAD, OF_SMALL, OF_LARGE = 0.35, 0.6, 0.87
+"""What error feedback leaves of the loss of rounding by importance: of the embedding and the head, in types with blocks
+of 32, and with blocks of 256 whose codes are of single weights (tools/notes/frontier.md)."""
 HEAD = 4096
 """Bytes that the head of a file may grow by where blocks differ in width."""
 _FOLDS = 4
@@ -105,7 +110,11 @@ class FileBudgets:
     @cached_property
     def fitted(self) -> TypeBudget:
         """The budget of types that are rounded by error feedback."""
-        return self.types.scaled(1.0, FEEDBACK)
+        losses = {
+            name: {kind: loss * _left_by_feedback(name, kind) for kind, loss in by_kind.items()}
+            for name, by_kind in self.types.losses.items()
+        }
+        return replace(self.types, losses=losses)
 
     @cached_property
     def joint(self) -> TypeBudget:
@@ -117,7 +126,7 @@ class FileBudgets:
         if len(widths) < 2:
             return self.fitted
         losses = {block: {width: own[width] for width in widths} for block, own in self._predicted.losses.items()}
-        return replace(self.fitted, columns=losses, alike=not self._may_differ).scaled(REFITTED, 1.0)
+        return replace(self.fitted, columns=losses, alike=not self._may_differ)
 
     @property
     def score(self) -> str:
@@ -173,13 +182,20 @@ class FileBudgets:
         except BudgetError:
             if len(self.widths()) < 2:
                 raise
-        return within(self.joint, limit)
+        choice = self.joint.at_bytes(limit)
+        if choice.columns and choice.bytes > limit - HEAD:
+            choice = self.joint.at_bytes(limit - HEAD)
+        # The choice itself is better without this factor.
+        by_columns = sum(self.joint.columns[block][kept] for block, kept in choice.columns.items())
+        return replace(choice, kl=choice.kl + (REFITTED - 1) * by_columns)
 
 
-def within(budget: TypeBudget, limit: int) -> TypeChoice:
-    """Return what loses least in a file of so many bytes, whose head may grow where columns go."""
-    choice = budget.at_bytes(limit)
-    return choice if not choice.columns or choice.bytes <= limit - HEAD else budget.at_bytes(limit - HEAD)
+def _left_by_feedback(name: str, kind: Kind) -> float:
+    if kind not in CODES:
+        return 1.0
+    if name in OUTER:
+        return OF_HEAD
+    return OF_SMALL if GGML_QUANT_SIZES[kind][0] == 32 else OF_LARGE
 
 
 def recipe_of(columns: Mapping[int, int], score: str, export: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 1. The model is measured once: how much each input matters, and what each type of each matrix adds to the divergence.
 2. Where types alone would lose much, it is also predicted what fewer columns of every MLP add. One budget over types
    and columns names the candidate; the best of llama.cpp's own mixtures stands beside it.
-3. Candidates are made one at a time, run in llama.cpp and held against the dense model. Where columns went, the two
-   parts of the loss are measured apart, and the budget is solved once more by them. What is done stands in a journal,
-   so that an interrupted run goes on.
+3. They are made one at a time, run in llama.cpp and held against the dense model. What is done stands in a journal, so
+   that an interrupted run goes on.
 4. The best one within the target is kept, with a picture and the commands that make it.
 """
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.staging import Staging, check_output
-from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.choosing import TypeChoice
@@ -38,7 +36,7 @@ from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import digested_options
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import parse_size
-from ckpt_prune.runner.file_budgets import FileBudgets, check_reach, within
+from ckpt_prune.runner.file_budgets import FileBudgets, check_reach
 from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
 from ckpt_prune.runner.frontier_record import FRONTIER, USABLE, Frontier, make_frontier, write_frontier
 from ckpt_prune.runner.resuming import resumable
@@ -48,11 +46,9 @@ SAMPLES, WINDOW = 32, 512
 USUAL_LOSS = 0.05
 """Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
 CLOSE = 1.15
-"""A budget is solved again if its prediction was wrong by more than this factor."""
+"""For a loss, types are chosen again if the prediction was wrong by more than this factor."""
 IN_QUESTION = 1.5
 """A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
-BETTER = 0.97
-"""What is solved again is made if it is predicted to lose less than this share of what was measured."""
 LADDER: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k")
 """llama.cpp's own mixtures that are measured if no size is asked for."""
 
@@ -150,7 +146,7 @@ def _foresee(search: _Search) -> str:
         return "nothing within the target is predicted"
     pruned = f", and {min(choice.columns.values())} columns at the least in an MLP" if choice.columns else ""
     return (
-        f"predicted {_asked(search)}: {human_bytes(choice.bytes)}, a divergence (KL) of {choice.kl:.3f}, about "
+        f"predicted {_asked(search)}: {choice.bytes / 1e6:.2f} MB, a divergence (KL) of {choice.kl:.3f}, about "
         f"{math.exp(choice.kl):.2f} times the perplexity{pruned}"
     )
 
@@ -178,18 +174,6 @@ def _sized(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
         return
     yield from maker.mixture_within(search.limit, IN_QUESTION * choice.kl)
     yield Candidate.of_types("by budget", choice, feedback=True)
-    if not choice.columns:
-        return
-    # Fewer columns and rounding are each predicted too high or too low by a factor of their own.
-    budget, measured = maker.budgets.joint, found[-1].score.kl
-    by_columns = sum(budget.columns[block][kept] for block, kept in choice.columns.items())
-    pruned = maker.measured_columns(found[-1].candidate)
-    factors = pruned / by_columns, max(measured - pruned, 0.0) / (choice.kl - by_columns)
-    if max(*factors, *(1 / max(factor, 1e-3) for factor in factors)) <= CLOSE:
-        return
-    again = within(budget.scaled(*factors), search.limit)
-    if again.kl < BETTER * measured and again.columns != choice.columns:
-        yield Candidate.of_types("by budget, corrected", again, feedback=True)
 
 
 def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:

@@ -11,12 +11,11 @@ from typing import Any
 import yaml
 
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.common.progress import show_progress
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.score import FileScore, Reference, measure_divergence, read_reference, score_file
+from ckpt_prune.gguf.score import FileScore, Reference, score_file
 from ckpt_prune.gguf.types import NO_OTHERS
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.samples.samples import Samples
@@ -78,7 +77,7 @@ class Measured:
         score, predicted = self.score, self.candidate.kl
         foreseen = "" if predicted is None else f" (predicted {predicted:.3f})"
         return (
-            f"{self.candidate.name}: {human_bytes(score.bytes)}, KL {score.kl:.3f}{foreseen}, perplexity "
+            f"{self.candidate.name}: {score.bytes / 1e6:.2f} MB, KL {score.kl:.3f}{foreseen}, perplexity "
             f"{score.perplexity:.2f} (dense {dense:.2f})"
         )
 
@@ -131,16 +130,6 @@ class Maker:
         fitting = [each for each in self._mixtures if each.bytes <= limit and (each.kl or 0) <= loss]
         if fitting:
             yield min(fitting, key=lambda each: each.kl or 0)
-
-    def measured_columns(self, candidate: Candidate) -> float:
-        """Return what the fewer columns of a candidate lose by themselves, before anything is rounded."""
-        entry = f"{candidate.name}: columns alone"
-        notes = self.staging.journal.notes
-        if entry not in notes:
-            folder = self._model(candidate).checkpoint.whole
-            pruned = read_reference(folder, self.reference.windows, trust=True)
-            self.staging.journal.record(entry, note=measure_divergence(pruned, self.reference))
-        return float(notes[entry])
 
     def recipe(self, candidate: Candidate, *, export: bool) -> dict[str, Any]:
         """Return the recipe that prunes as a candidate, and with `export` also writes its file."""

@@ -152,12 +152,3 @@ def test_types_and_columns_of_one_budget_lose_least_of_all_combinations(folder, 
     assert choice.columns.keys() in ({0, 1}, set())
     smallest = budget.at_loss(choice.kl + 1e-9)
     assert smallest.bytes == min(size for size, lost in every if lost <= choice.kl + 1e-9)
-
-
-def test_losses_of_columns_and_of_types_have_factors_of_their_own(folder):
-    planner = FilePlanner(open_model(str(folder), Opening()))
-    budget = TypeBudget(planner, ROUNDED, COLUMNS)
-    kinds = {name: min(by_kind, key=by_kind.get) for name, by_kind in ROUNDED.items()}
-    plain, scaled = (each.of(kinds, {0: 128, 1: 256}).kl for each in (budget, budget.scaled(2.0, 3.0)))
-    assert plain == pytest.approx(0.11 + 0.005 + 0.01 + 0.01 + 0.01)
-    assert scaled == pytest.approx(2 * 0.11 + 3 * 0.035)

@@ -133,7 +133,7 @@ def test_the_smallest_file_within_a_loss_is_found(place, monkeypatch):
 
 
 def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_file(place, monkeypatch):
-    """A size that no types reach with all columns; what is predicted is corrected once by what was measured."""
+    """A size that no types reach with all columns."""
     code, output = run(*command(place, "pruned", "--target-bytes", "243KB"))
     assert code in (0, 1), output
     found = read(place, "pruned")
