@@ -14,6 +14,7 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.batches import check_finite, check_windows
 from ckpt_prune.evaluation.display import Columns, Figures
 from ckpt_prune.evaluation.perplexity import LanguageModel, WholeLogits
@@ -158,7 +159,7 @@ class PieceReader:
         """Return the bits of each piece, and how many tokens count in all."""
         bits, tokens = [], 0
         places = None if self._kept is None else {int(row): at for at, row in enumerate(self._kept)}
-        for piece, ids in enumerate(self._windows):
+        for piece, ids in enumerate(track(self._windows, self._what, unit="piece")):
             total = 0.0
             for part, predicted in self.strips(piece):
                 wanted = ids[part.start + 1 : part.stop + 1]
@@ -168,6 +169,20 @@ class PieceReader:
             bits.append(total / log(2))
             tokens += len(ids) - self.start(piece)
         return bits, tokens
+
+    def expected_tokens(self) -> tuple[Tensor, int]:
+        """Return how often the model expects each row in these pieces, and how many tokens count in all.
+
+        That is the sum of its probabilities over the predictions that count, (rows,) float64. It tells apart tokens
+        that a text of this kind has now and then, and those that it never has, where the text itself has neither.
+        """
+        expected, tokens = torch.zeros(()), 0
+        for piece in track(range(len(self.pieces)), self._what, unit="piece"):
+            for part, predicted in self.strips(piece):
+                expected = expected + predicted.exp().sum(0, dtype=torch.float64)
+                tokens += part.stop - part.start
+        check_finite("predictions", expected)
+        return expected, tokens
 
     def score(self) -> BitsScore:
         """Return the bits per byte of all pieces."""

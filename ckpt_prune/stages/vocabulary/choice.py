@@ -7,14 +7,18 @@ counted for their parts from then on. A character that becomes its bytes costs m
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from math import inf, log2
+from math import floor, inf, log2, sqrt
 
 from ckpt_prune.stages.vocabulary.pieces import Pieces
 
 _COUNTED = 4
 """Tokens are told apart by whether they were seen never, once … so often; beyond that a count speaks for itself."""
+_LEAST_EXPECTED = 2.0**-20
+"""Tokens that are expected more seldom are all alike."""
+_LEAST_WORTH = 1e-4
+"""What is added to both figures of a token's worth: one that is zero shall not hide the other."""
 _BYTE = 4
 """A byte in place of a character counts as so many tokens: a model has seldom seen one there, and predicts it badly.
 
@@ -22,26 +26,43 @@ By tokens alone, a digit costs nothing as its byte. In Gemma 3 270M each one cos
 """
 
 
-def expected_uses(pieces: Pieces, parts: Sequence[Mapping[int, int]]) -> dict[int, float]:
+def expected_uses(
+    pieces: Pieces, parts: Sequence[Mapping[int, int]], predicted: Sequence[float] | None = None
+) -> dict[int, float]:
     """Return how often each token is expected in another text as long as all parts of this one together.
 
-    A token seen r > 4 times is expected r times. Of rarer ones, those of one script and one octave of ranks that all
-    parts but one have r times are looked up in the one that is left out: their mean there is what r is worth (deleted
-    estimation, Jelinek and Mercer 1985, each part left out in turn). So tokens that a text lacks count if others like
-    them turn up, which is so in its own script and not in others. Without parts all that is known of a token is its
-    rank: it counts as 1 / rank (Zipf).
+    A token seen r > 4 times is expected r times. Of rarer ones, those that are alike and that all parts but one have r
+    times are looked up in the one that is left out: their mean there is what r is worth (deleted estimation, Jelinek
+    and Mercer 1985, each part left out in turn). Alike are tokens of one script and one octave of ranks; and, where the
+    model predicts text, tokens that it expects about as often, by an octave. Of both figures the geometric mean is
+    taken: the one knows nothing of the text's language and subject, the other nothing of other subjects. Without parts
+    all that is known of a token is its rank: it counts as 1 / rank (Zipf).
+
+    Args:
+        predicted: how often the model expects each row in a text as long as all parts.
     """
     ranks = pieces.ranks
     if not parts:
         order = {index: place for place, index in enumerate(sorted(ranks, key=lambda each: (ranks[each], each)))}
         return {index: 1 / (1 + place) for index, place in order.items()}
-    cells = {index: (pieces.script(pieces.names[index]), int(log2(max(2.0, ranks[index] + 2)))) for index in ranks}
+    by_rank = {index: (pieces.script(pieces.names[index]), floor(log2(max(2, ranks[index] + 2)))) for index in ranks}
+    worth = _deleted_estimates(parts, by_rank)
+    if predicted is None:
+        return worth
+    expected = dict(enumerate(predicted))
+    by_model = {index: floor(log2(max(_LEAST_EXPECTED, expected.get(index, 0.0)))) for index in ranks}
+    also = _deleted_estimates(parts, by_model)
+    return {index: sqrt((worth[index] + _LEAST_WORTH) * (also[index] + _LEAST_WORTH)) for index in ranks}
+
+
+def _deleted_estimates(parts: Sequence[Mapping[int, int]], cells: Mapping[int, Hashable]) -> dict[int, float]:
+    """Return what each token is worth by the others of its cell."""
     counts: Counter[int] = Counter()
     for part in parts:
         counts.update(part)
     # Of every token that is not seen at all, each part left out finds nothing.
-    total: dict[tuple[object, int], float] = defaultdict(float)
-    members: Counter[tuple[object, int]] = Counter()
+    total: dict[tuple[Hashable, int], float] = defaultdict(float)
+    members: Counter[tuple[Hashable, int]] = Counter()
     for index, cell in cells.items():
         if not counts[index]:
             members[cell, 0] += len(parts)

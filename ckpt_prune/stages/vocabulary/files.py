@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,11 @@ def read_pieces(folder: Path, files: Mapping[str, Path]) -> Pieces:
     return Pieces.of(read_json_object(files[TOKENIZER]), files[TOKENIZER])
 
 
+def is_token_key(key: str) -> bool:
+    """Return whether the numbers under a key of a config are tokens."""
+    return _TOKEN_KEYS.fullmatch(key) is not None
+
+
 def map_tokens(values: Any, change: Callable[[int], int], *, named: bool = False) -> Any:
     """Return a config with every token that it names changed: whole numbers under keys of `_TOKEN_KEYS`, at any depth.
 
@@ -46,7 +51,7 @@ def map_tokens(values: Any, change: Callable[[int], int], *, named: bool = False
             if key == "forced_decoder_ids" and isinstance(value, list):  # pairs of a position and a token
                 changed[key] = [[place, map_tokens(token, change, named=True)] for place, token in value]
             else:
-                is_named = named or _TOKEN_KEYS.fullmatch(str(key)) is not None
+                is_named = named or is_token_key(str(key))
                 changed[key] = map_tokens(value, change, named=is_named)
         return changed
     if isinstance(values, list):
@@ -73,7 +78,9 @@ def _json(path: Path) -> Any:
         return None
 
 
-def named_tokens(pieces: Pieces, config: Mapping[str, Any], files: Mapping[str, Path], rows: int) -> set[int]:
+def named_tokens(
+    pieces: Pieces, configs: Iterable[Mapping[str, Any]], files: Mapping[str, Path], rows: int
+) -> set[int]:
     """Return the rows of the embedding that configs and the post-processor name.
 
     By number, or by the text of a token: each special token and each further one that tokenizer_config.json names.
@@ -85,7 +92,8 @@ def named_tokens(pieces: Pieces, config: Mapping[str, Any], files: Mapping[str, 
         return token
 
     map_processor(pieces.content.get("post_processor"), note)
-    map_tokens(config, note)
+    for config in configs:
+        map_tokens(config, note)
     for values in read_configs(files).values():
         map_tokens(values, note)
         named |= {pieces.added[each] for each in walk_texts(values) if each in pieces.added}

@@ -13,6 +13,8 @@ _HELD = 8
 """One part of so many of a text is held out, its last one."""
 WINDOWS, WINDOW = 8, 512
 """Pieces that bits are measured on, of all texts together, and about how many tokens one has."""
+PREDICTED_WINDOWS = 16
+"""Pieces of what is counted in which the model is asked which tokens it expects, of all texts together."""
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,18 @@ from tokenizers import Tokenizer
 
 from ckpt_prune.checkpoint.side_files import side_files_of
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.bits import Piece, PieceReader, uncut_tokenizer
+from ckpt_prune.evaluation.bits import PieceReader, uncut_tokenizer
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.measure.samples.text import read_file, tokenizer_of
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.options.data import SampleOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.stages.vocabulary.choice import Removal, expected_uses, removal_order
 from ckpt_prune.stages.vocabulary.files import named_tokens, read_pieces
-from ckpt_prune.stages.vocabulary.held_out import WINDOWS, SplitText, count_tokens, spread_pieces
+from ckpt_prune.stages.vocabulary.held_out import PREDICTED_WINDOWS, WINDOWS, SplitText, count_tokens, spread_pieces
 from ckpt_prune.stages.vocabulary.keys import Vocabulary
+from ckpt_prune.stages.vocabulary.lost_bits import HeldOutBits, LostBits
 from ckpt_prune.stages.vocabulary.pieces import Pieces, rebuild
 from ckpt_prune.stages.vocabulary.records import TextCost, VocabularyRecord, pack_rows
 from ckpt_prune.stages.vocabulary.scripts import COMMON
@@ -60,7 +62,7 @@ class VocabularyChoice:
     def __init__(self, model: Model, keys: Vocabulary, options: SampleOptions, limit: int | None = None) -> None:
         self.model, self.keys, self._options, self._limit = model, keys, options, limit
         self.rows = vocabulary_rows(model)
-        self._measured: dict[tuple[int, ...], tuple[list[float], int]] = {}
+        self._measured: dict[tuple[int, ...], list[LostBits]] = {}
         self._files = side_files_of(model.checkpoint).files
         self.pieces = read_pieces(model.checkpoint.path, self._files)
 
@@ -90,6 +92,24 @@ class VocabularyChoice:
         return counts
 
     @cached_property
+    def _expected(self) -> dict[int, float]:
+        """How often each token is expected in texts of this kind, as long as those that are counted on."""
+        if not self._predicts:
+            return expected_uses(self.pieces, self._parts)
+        predicted = torch.zeros(self.rows, dtype=torch.float64)
+        each = max(1, PREDICTED_WINDOWS // len(self.texts))
+        for text in self.texts:
+            counted = "".join(text.parts)
+            tokens = count_tokens(self.tokenizer, counted).total()
+            pieces = spread_pieces(counted, tokens, each)
+            reader = PieceReader(
+                self._streamed, self.tokenizer, pieces, what="asking the model which tokens it expects"
+            )
+            expected, predictions = reader.expected_tokens()
+            predicted += expected[: self.rows] * (tokens / max(1, predictions))
+        return expected_uses(self.pieces, self._parts, predicted.tolist())
+
+    @cached_property
     def _held(self) -> list[Counter[int]]:
         return [count_tokens(self.tokenizer, text.held) for text in self.texts]
 
@@ -99,7 +119,10 @@ class VocabularyChoice:
     def forced(self) -> set[int]:
         """Rows that stay in any case: bytes and characters, added tokens, and what configs name."""
         checkpoint = self.model.checkpoint
-        named = named_tokens(self.pieces, checkpoint.config, self._files, self.rows)
+        configs = [checkpoint.config]
+        if checkpoint.within is not None:  # with keys that its config.json leaves to its class
+            configs.append(parse_config(checkpoint.within.whole.config).to_dict())
+        named = named_tokens(self.pieces, configs, self._files, self.rows)
         # Positions of some encoders are counted from the number of the padding token, which must not move.
         padding = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
         low = range(padding + 1) if 0 < padding < 8 else range(0)
@@ -148,7 +171,7 @@ class VocabularyChoice:
     def removal(self) -> Removal:
         """The order in which tokens go, among those that may."""
         whole = self.forced if self._only_named_stay else self.forced.union(self.wanted or ())
-        return removal_order(self.pieces, self._among, expected_uses(self.pieces, self._parts), whole)
+        return removal_order(self.pieces, self._among, self._expected, whole)
 
     def kept_without(self, gone: int) -> list[int]:
         """Return the rows that stay once the first tokens of the order are gone, in a multiple as the keys want it."""
@@ -183,27 +206,15 @@ class VocabularyChoice:
         return StreamedModel(self.model, device, dtype)
 
     @cached_property
-    def _pieces(self) -> list[list[Piece]]:
-        each = max(1, WINDOWS // len(self.texts))
-        counts = [counter.total() for counter in self._held]
-        return [spread_pieces(text.held, count, each) for text, count in zip(self.texts, counts, strict=True)]
+    def _bits(self) -> HeldOutBits:
+        return HeldOutBits(self._streamed, self.tokenizer, self.texts)
 
-    def _read(self, tokenizer: Tokenizer, **rows: Any) -> tuple[list[float], int]:
-        """Return the bits of each piece of held-out text, and the tokens of all that count."""
-        pieces = [piece for own in self._pieces for piece in own]
-        return PieceReader(self._streamed, tokenizer, pieces, **rows).count()
-
-    @cached_property
-    def _dense_bits(self) -> tuple[list[float], int]:
-        return self._read(self.tokenizer)
-
-    def _bits(self, kept: Sequence[int]) -> tuple[list[float], int]:
-        """Return the same with some rows alone: the model reads the same rows, and its head has no others."""
+    def _lost(self, kept: Sequence[int]) -> list[LostBits]:
+        """Return what it costs, by text, to keep some rows alone, which are all that the head has then."""
         key = tuple(kept)
         if key not in self._measured:
             back = {new: old for old, new in number_rows(kept, self.pieces.added.values(), self.rows).items()}
-            kept_rows = torch.tensor(kept)
-            self._measured[key] = self._read(self.smaller_tokenizer(kept), numbers=back, kept=kept_rows)
+            self._measured[key] = self._bits.lost(self.smaller_tokenizer(kept), kept, back)
         return self._measured[key]
 
     def smaller_tokenizer(self, kept: Sequence[int]) -> Tokenizer:
@@ -275,23 +286,24 @@ class VocabularyChoice:
     def _choose_by_cost(self, allowed: float, say: Callable[[str], None]) -> tuple[list[int], float | None]:
         if not self._predicts:
             return self.kept_without(self._within(allowed)), None
-        slope = self._measure_slope()
-        best, target = None, allowed / slope
+        first = slope = self._slope(self._within(_PILOT, self._held_cost)) or 1.0
+        best: list[int] | None = None
         for _ in range(_TRIES):
-            kept = self.kept_without(self._within(target))
-            measured = self._loss(kept)
+            gone = self._within(allowed / slope)
+            kept = self.kept_without(gone)
+            # What a token costs is measured where these are gone, and counts for all that are expected.
+            slope = self._slope(gone) or slope
+            measured = slope * self.cost(gone)
             if measured <= allowed and (best is None or len(kept) < len(best)):
                 best = kept
-            if _NEAR * allowed <= measured <= allowed or (best is not None and measured > allowed):
+            if _NEAR * allowed <= measured <= allowed:
                 break
-            # What was predicted is only as good as its few windows: the next try goes by what was measured.
-            target *= min(3.0, max(0.1, 0.9 * allowed / max(measured, allowed / 4)))
         if best is None:
             say(
                 f"bits per byte still cost {measured:.2%} with {len(kept):,} tokens, measured on {WINDOWS} windows, "
                 f"and at most {allowed:.2%} were allowed: the vocabulary stays as large as it was tried last"
             )
-        return best or kept, slope
+        return best or kept, first
 
     def _within(self, share: float, cost: Callable[[int], float] | None = None) -> int:
         """Return how many tokens can go for so many tokens more, as a share."""
@@ -302,48 +314,28 @@ class VocabularyChoice:
             low, high = (middle, high) if cost(middle) <= share else (low, middle - 1)
         return low
 
-    def _loss(self, kept: Sequence[int]) -> float:
-        before, after = sum(self._dense_bits[0]), sum(self._bits(kept)[0])
-        return after / before - 1
-
-    def _measure_slope(self) -> float:
-        """Return how many per cent of bits a per cent of tokens costs, measured where there are more of these."""
-        kept = self.kept_without(self._within(_PILOT, self._held_cost))
-        (before, tokens), (after, more) = self._dense_bits, self._bits(kept)
-        growth = more / tokens - 1
-        lost = sum(after) / sum(before) - 1
+    def _slope(self, gone: int) -> float | None:
+        """Return how many per cent of bits a per cent of tokens costs, measured; None if no text takes more tokens."""
+        growth, costs = self._held_cost(gone), self._lost(self.kept_without(gone))
+        lost = sum(each.more for each in costs) / sum(each.bits for each in costs)
         # A token more costs bits in every model: what chance takes away is not relied on.
-        return max(0.5, lost / growth) if growth > 0 else 1.0
+        return max(0.5, lost / growth) if growth > 0 else None
 
     def _cost_by_text(self, kept: Sequence[int], slope: float | None) -> list[TextCost]:
         if not self.texts:
             return []
         smaller, costs = self.smaller_tokenizer(kept), []
-        before = after = None
-        if self._predicts:
-            before, after = self._dense_bits[0], self._bits(kept)[0]
-        at = 0
-        for text, held, own in zip(self.texts, self._held, self._pieces, strict=True):
-            part, figures = slice(at, at + len(own)), dict[str, Any]()
-            at += len(own)
-            tokens = count_tokens(smaller, text.held).total()
-            if before is not None and after is not None:
-                size = max(1, sum(piece.bytes for piece in own))
-                figures = {
-                    "bits_before": sum(before[part]) / size,
-                    "bits_after": sum(after[part]) / size,
-                    "windows": len(own),
-                }
+        lost = self._lost(kept) if self._predicts else [None] * len(self.texts)
+        for text, held, bits in zip(self.texts, self._held, lost, strict=True):
+            tokens, figures = count_tokens(smaller, text.held).total(), dict[str, Any]()
+            size = len(text.held.encode())
+            if bits is not None:
+                figures = {"bits_before": bits.bits / size, "bits_after": (bits.bits + bits.more) / size}
+                figures["windows"] = bits.windows
             if slope is not None:
                 figures["predicted"] = slope * (tokens / held.total() - 1)
             costs.append(
-                TextCost(
-                    name=text.name,
-                    bytes=len(text.held.encode()),
-                    tokens_before=held.total(),
-                    tokens_after=tokens,
-                    **figures,
-                )
+                TextCost(name=text.name, bytes=size, tokens_before=held.total(), tokens_after=tokens, **figures)
             )
         return costs
 

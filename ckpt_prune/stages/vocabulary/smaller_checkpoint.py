@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.checkpoint import Checkpoint, PartOf
 from ckpt_prune.checkpoint.side_files import side_files_of
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.composites import merge_part_config
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config, stock_names, stored_key
-from ckpt_prune.stages.vocabulary.files import renumber, rewrite_files
+from ckpt_prune.stages.vocabulary.files import is_token_key, renumber, rewrite_files
 from ckpt_prune.stages.vocabulary.pieces import Pieces
 
 _SIZE = "vocab_size"
@@ -67,11 +69,6 @@ def vocabulary_tensors(model: Model) -> frozenset[str]:
     UserError if a tensor has such an axis in another place, so that fewer tokens would change something else.
     """
     family, checkpoint, rows = model.family, model.checkpoint, vocabulary_rows(model)
-    if checkpoint.within is not None:
-        raise UserError(
-            f"--part {checkpoint.within.part}: other parts name tokens of this one by number; a smaller vocabulary is "
-            "for whole models"
-        )
     if model.has_remote_code:
         raise UserError("a smaller vocabulary comes first: make it of the dense model, and prune that")
     sides = [stock_names(with_rows(model, count), family.architecture) for count in (rows, rows + 1)]
@@ -111,7 +108,7 @@ def keep_rows(model: Model, pieces: Pieces | None, kept: Sequence[int]) -> Model
     """
     source, rows = model.checkpoint, vocabulary_tensors(model)
     numbers = number_rows(kept, () if pieces is None else pieces.added.values(), vocabulary_rows(model))
-    values = renumber(with_rows(model, len(kept)) | _default_tokens(model), numbers)
+    values = renumber(with_rows(model, len(kept)) | _default_tokens(model.config, source.config), numbers)
     tensors = dict(source.tensors)
     for name in rows:
         info = tensors[name]
@@ -122,9 +119,21 @@ def keep_rows(model: Model, pieces: Pieces | None, kept: Sequence[int]) -> Model
         rewritten = rewrite_files(pieces, numbers, side_files_of(source).files)
     own = {each.name: getattr(source, each.name) for each in fields(Checkpoint)}
     own |= {"config": values, "tensors": tensors, "rewritten": rewritten}
+    if source.within is not None:
+        own["within"] = _within(source, values, numbers)
     smaller = SmallerCheckpoint(**own, source=source, kept=torch.tensor(kept, dtype=torch.int64), rows=rows)
     config = parse_config(values)
     return Model(smaller, model.family.with_config(config), config)
+
+
+def _within(part: Checkpoint, config: Mapping[str, Any], numbers: Mapping[int, int]) -> PartOf:
+    """Return the whole of a part with fewer tokens: it has keys of its own that name some, such as those of images."""
+    assert part.within is not None
+    whole = part.within.whole
+    stated = whole.config | _default_tokens(parse_config(whole.config), whole.config)
+    renumbered = replace(part.within, whole=replace(whole, config=renumber(stated, numbers)))
+    merged = merge_part_config(replace(part, within=renumbered), config)
+    return replace(renumbered, whole=replace(whole, config=merged))
 
 
 def number_rows(kept: Sequence[int], added: Iterable[int], rows: int) -> dict[int, int]:
@@ -133,9 +142,7 @@ def number_rows(kept: Sequence[int], added: Iterable[int], rows: int) -> dict[in
     return {old: new for new, old in enumerate([*kept, *beyond])}
 
 
-def _default_tokens(model: Model) -> dict[str, int]:
-    """Return special tokens that config.json leaves to its class, which would not follow new numbers."""
-    config = model.config
-    defaults = {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    stated = model.checkpoint.config
-    return {key: value for key, value in defaults.items() if key not in stated and isinstance(value, int) and value > 0}
+def _default_tokens(config: PreTrainedConfig, stated: Mapping[str, Any]) -> dict[str, int]:
+    """Return tokens that a config.json leaves to its class, which would not follow new numbers."""
+    defaults = {key: value for key, value in config.to_dict().items() if is_token_key(key) and key not in stated}
+    return {key: value for key, value in defaults.items() if isinstance(value, int) and value > 0}

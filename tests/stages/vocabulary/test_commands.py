@@ -120,6 +120,41 @@ def test_the_default_costs_no_more_than_allowed_and_says_so_before_anything_is_w
     assert "Vocabulary" in (out / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_text_part_of_a_composite_loses_tokens_and_its_whole_finds_those_of_images(place, tmp_path):
+    tokenizer = byte_level()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = sizes | {"vocab_size": tokenizer.get_vocab_size(), "num_key_value_heads": 1, "head_dim": 16}
+    image = tokenizer.get_vocab_size() - 3
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=sizes | {"image_size": 56, "patch_size": 14}, mm_tokens_per_image=4,
+        boi_token_index=image + 1, eoi_token_index=image + 2, image_token_index=image,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "whole")
+    dense, out = str(tmp_path / "whole"), tmp_path / "out"
+    ok("prune", dense, "--part", "text", "--vocabulary", "384", *TEXT, "-o", str(out))
+    kept = record_of(out).kept_rows
+    whole = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert kept[whole["image_token_index"]] == image
+    assert [kept[whole[key]] for key in ("boi_token_index", "eoi_token_index")] == [image + 1, image + 2]
+    assert whole["text_config"]["vocab_size"] == len(kept) == 384
+    models = [
+        transformers.Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        for folder in (dense, out)
+    ]
+    ours = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(0))
+    ours[0, 3:7] = whole["image_token_index"]
+    pixels = torch.rand(1, 3, 56, 56, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = [
+            model(input_ids=ids, pixel_values=pixels).logits
+            for model, ids in zip(models, (torch.tensor(kept)[ours], ours), strict=True)
+        ]
+    assert torch.equal(logits[0][..., kept], logits[1])
+    assert "other parts" in ok("verify", str(out), "--against", dense)
+
+
 def test_it_comes_before_spaces_and_counts_in_a_size(place, tmp_path):
     out = tmp_path / "both"
     params = sum(tensor.numel() for tensor in load_file(place / "dense" / "model.safetensors").values())

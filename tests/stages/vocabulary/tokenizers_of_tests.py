@@ -22,7 +22,7 @@ BYTES = [f"<0x{value:02X}>" for value in range(256)]
 def page() -> str:
     """Text: a licence in English, Russian sentences, and a module of code."""
     root = Path(ckpt_prune.__file__).parent
-    code = (root / "stages" / "vocabulary" / "choice.py").read_text(encoding="utf-8")
+    code = (root.parent / "tests" / "oracles" / "bpe.py").read_text(encoding="utf-8")
     return (root.parent / "LICENSE").read_text(encoding="utf-8")[:8000] + RUSSIAN + code[:4000] + RUSSIAN
 
 

@@ -1,0 +1,112 @@
+"""What fewer tokens cost on held-out text: bits of windows in which tokens are gone, with the model as it would be.
+
+Few windows are read, and a token that goes is rare: in windows that are merely spread over a text nothing changes. So
+windows are drawn in proportion to the tokens that they would take more, and what one such token costs in them stands
+for all others (the estimator of Hansen and Hurwitz, 1943).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from tokenizers import Tokenizer
+
+from ckpt_prune.evaluation.bits import Piece, PieceReader
+from ckpt_prune.evaluation.streamed import StreamedModel
+from ckpt_prune.stages.vocabulary.held_out import WINDOWS, SplitText, count_tokens, spread_pieces
+
+
+@dataclass(frozen=True)
+class LostBits:
+    """What fewer tokens cost on the held-out part of a text.
+
+    Attributes:
+        bits: of that part by the model with all tokens, from some windows of it.
+        more: bits more with fewer tokens.
+        windows: read for that.
+    """
+
+    bits: float
+    more: float
+    windows: int
+
+
+def draw_windows(growths: Sequence[int], count: int) -> list[int]:
+    """Draw windows in proportion to what they grow by, by equal steps over the sum: a window can be drawn twice."""
+    total = sum(growths)
+    ends = list(accumulate(growths))
+    points = [total * (2 * place + 1) / (2 * count) for place in range(count)] if total else []
+    return [next(at for at, end in enumerate(ends) if end > point) for point in points]
+
+
+class HeldOutBits:
+    """Measures what fewer tokens cost on held-out texts.
+
+    Args:
+        model: a causal language model, with all tokens.
+        tokenizer: its own.
+    """
+
+    def __init__(self, model: StreamedModel, tokenizer: Tokenizer, texts: Sequence[SplitText]) -> None:
+        self._model, self._tokenizer, self._texts = model, tokenizer, texts
+        self._each = max(1, WINDOWS // len(texts))
+        self._dense: dict[tuple[int, int], float] = {}
+
+    @cached_property
+    def _windows(self) -> list[list[Piece]]:
+        return [spread_pieces(text.held, self._count(text.held), len(text.held)) for text in self._texts]
+
+    @cached_property
+    def _tokens(self) -> list[list[int]]:
+        return [[self._count(piece.text) for piece in own] for own in self._windows]
+
+    def _count(self, text: str) -> int:
+        return count_tokens(self._tokenizer, text).total()
+
+    def _dense_bits(self, windows: Sequence[tuple[int, int]]) -> list[float]:
+        """Return the bits of windows (number of the text, of its window), each read once."""
+        new = [each for each in dict.fromkeys(windows) if each not in self._dense]
+        if new:
+            bits, _ = PieceReader(self._model, self._tokenizer, [self._windows[t][w] for t, w in new]).count()
+            self._dense.update(zip(new, bits, strict=True))
+        return [self._dense[each] for each in windows]
+
+    @cached_property
+    def bits_per_byte(self) -> list[float]:
+        """Bits per byte of each text by the model with all tokens, on windows spread over it."""
+        spread = []
+        for text, own in enumerate(self._windows):
+            count = min(len(own), self._each)
+            spread.append([(text, (2 * place + 1) * len(own) // (2 * count)) for place in range(count)])
+        self._dense_bits([window for own in spread for window in own])  # all at once
+        sizes = [sum(self._windows[t][w].bytes for t, w in own) for own in spread]
+        return [sum(self._dense_bits(own)) / max(1, size) for own, size in zip(spread, sizes, strict=True)]
+
+    def lost(self, tokenizer: Tokenizer, kept: Sequence[int], numbers: Mapping[int, int]) -> list[LostBits]:
+        """Return what fewer tokens cost, by text.
+
+        Args:
+            tokenizer: without the others.
+            kept: rows of the embedding that stay, ascending: the head has no others.
+            numbers: id of that tokenizer → row of the embedding.
+        """
+        growths: list[list[int]] = []
+        drawn: list[list[tuple[int, int]]] = []
+        for number, pieces in enumerate(self._windows):
+            after = [count_tokens(tokenizer, piece.text).total() for piece in pieces]
+            more = [max(0, now - before) for now, before in zip(after, self._tokens[number], strict=True)]
+            growths.append(more)
+            drawn.append([(number, window) for window in draw_windows(more, self._each)])
+        wanted = [*dict.fromkeys(window for own in drawn for window in own)]
+        changed = {}
+        if wanted:
+            read = [self._windows[t][w] for t, w in wanted]
+            bits, _ = PieceReader(self._model, tokenizer, read, numbers=numbers, kept=torch.tensor(kept)).count()
+            changed = {each: now - then for each, now, then in zip(wanted, bits, self._dense_bits(wanted), strict=True)}
+        costs = []
+        for text, own, grown, a_byte in zip(self._texts, drawn, growths, self.bits_per_byte, strict=True):
+            a_token = sum(changed[window] / grown[window[1]] for window in own) / max(1, len(own))
+            costs.append(LostBits(a_byte * len(text.held.encode()), a_token * sum(grown), len({*own})))
+        return costs
