@@ -235,12 +235,18 @@ class Recipe(Strict):
         None, description="Size to reach, in place of a ratio: params, bytes, flops or latency, as in {params: 5.0B}."
     )
     allocation: Literal[
-        "uniform", "across-layers", "across-layers-and-spaces", "across-layers-and-spaces-code", "least-error"
+        "uniform",
+        "across-layers",
+        "across-layers-raw",
+        "across-layers-and-spaces",
+        "across-layers-and-spaces-code",
+        "least-error",
     ] = Field(
         "uniform",
         description="uniform: same ratio everywhere; across-layers and across-layers-and-spaces: FLAP's AL-MM and "
-        "AL-AM; across-layers-and-spaces-code: AL-AM as its released code cuts and weighs; least-error: the widths of "
-        "the least predicted error for the size that the ratio or size says.",
+        "AL-AM; across-layers-raw: one list for each space, of scores as they are; across-layers-and-spaces-code: "
+        "AL-AM as its released code cuts and weighs; least-error: the widths of the least predicted error for the size "
+        "that the ratio or size says.",
     )
     weigh_by: Literal["effect", "energy"] | None = Field(
         None,

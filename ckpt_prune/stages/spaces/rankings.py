@@ -18,7 +18,7 @@ from ckpt_prune.stages.spaces.solvers.columns import ColumnSolver
 
 
 def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, device: torch.device) -> dict[Site, Tensor]:
-    """Return FLAP's adaptive metric of every unit."""
+    """Return FLAP's adaptive metric of every unit; with across-layers-raw the mean of its columns' own scores."""
     scores: dict[Site, Tensor] = {}
     for block in track(model.spaced_blocks, "ranking", total=len(model.spaced_blocks)):
         spaces = [space for space in recipe.spaces if space in model.spaces(block)]
@@ -30,7 +30,9 @@ def standardised_scores(model: Model, recipe: Recipe, source: MomentSource, devi
             folds = select_input_moments(moments.get(space))
             # A ranking does not need Grams.
             summed = sum_folds([replace(fold, gram=None) for fold in folds]).to(device) if folds else None
-            scores[Site(block, space)] = standardise(solver.column_scores(weight, summed), model.unit_columns(space))
+            columns, per_unit = solver.column_scores(weight, summed), model.unit_columns(space)
+            raw = recipe.allocation == "across-layers-raw"
+            scores[Site(block, space)] = columns.view(-1, per_unit).mean(1) if raw else standardise(columns, per_unit)
     return scores
 
 
@@ -39,7 +41,7 @@ def keep_ranked(model: Model, recipe: Recipe, scores: Mapping[Site, Tensor]) -> 
 
     `scores` are those of `standardised_scores`.
     """
-    if recipe.allocation == "across-layers":
+    if recipe.allocation in ("across-layers", "across-layers-raw"):
         kept: dict[Site, Tensor] = {}
         for space in recipe.spaces:
             of_space = {site: s for site, s in scores.items() if site.space == space}
