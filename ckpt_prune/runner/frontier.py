@@ -49,6 +49,7 @@ CLOSE = 1.15
 """For a loss, types are chosen again if the prediction was wrong by more than this factor."""
 IN_QUESTION = 1.5
 """A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
+SMALLEST = ("smallest within the loss", "smallest within the loss, chosen again", "smallest within the loss, a third")
 LADDER: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k")
 """llama.cpp's own mixtures that are measured if no size is asked for."""
 
@@ -177,22 +178,27 @@ def _sized(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
 
 
 def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
-    """Yield llama.cpp's own mixtures, types by budget as large as each, and the smallest file within the loss."""
-    budget = search.maker.budget
+    """Yield the smallest of llama.cpp's own mixtures within the loss, and the smallest file by budget.
+
+    If neither a size nor a loss is asked for, other mixtures and types by budget as large as each stand beside them.
+    """
+    maker, budget = search.maker, search.maker.budget
     assert search.loss is not None
-    for name in LADDER:
-        mixture = search.maker.mixture(name)
+    if maker.options.max_loss is not None:
+        yield from maker.smallest_mixture(search.loss)
+    for name in LADDER if maker.options.max_loss is None else ():
+        mixture = maker.mixture(name)
         yield mixture
         with suppress(BudgetError):
             yield Candidate.of_types(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
     # Predictions of all types at once are off by much the same factor: correct by it, and choose again.
     asked = search.loss
-    for _ in range(3):
+    for name in SMALLEST:
         try:
-            choice = search.maker.budgets.fitted.at_loss(asked)
+            choice = maker.budgets.fitted.at_loss(asked)
         except BudgetError:
             return
-        yield Candidate.of_types("smallest within the loss", choice, feedback=True)
+        yield Candidate.of_types(name, choice, feedback=True)
         measured = found[-1].score.kl
         if search.loss / CLOSE <= measured <= search.loss:
             return

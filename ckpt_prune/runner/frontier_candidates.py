@@ -131,6 +131,12 @@ class Maker:
         if fitting:
             yield min(fitting, key=lambda each: each.kl or 0)
 
+    def smallest_mixture(self, loss: float) -> Iterator[Candidate]:
+        """Yield the smallest of llama.cpp's own mixtures that is predicted to lose at most `loss` nats, if any is."""
+        fitting = [each for each in self._mixtures if (each.kl or 0) <= loss]
+        if fitting:
+            yield min(fitting, key=lambda each: each.bytes)
+
     def recipe(self, candidate: Candidate, *, export: bool) -> dict[str, Any]:
         """Return the recipe that prunes as a candidate, and with `export` also writes its file."""
         columns = dict(enumerate(candidate.columns))

@@ -121,15 +121,25 @@ def test_a_size_that_nothing_reaches_is_said(place, monkeypatch):
     assert not (place / "none" / "model.gguf").exists()
 
 
-def test_the_smallest_file_within_a_loss_is_found(place, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.runner.frontier.LADDER", ("q8_0",))
+def test_the_smallest_file_within_a_loss_is_found(place):
     code, output = run(*command(place, "loss", "--max-loss", "10%"))
     assert code == 0, output
     found = read(place, "loss")
     within = [each for each in found["candidates"] if each["kl"] <= math.log1p(0.1)]
     best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
     assert best["bytes"] == min(each["bytes"] for each in within)
-    assert best["bytes"] < next(each["bytes"] for each in found["candidates"] if each["name"] == "q8_0")
+    mixture = next(each for each in found["candidates"] if each["types"].keys() == {"file"})
+    assert best["bytes"] < mixture["bytes"]
+    names = [each["name"] for each in found["candidates"]]
+    assert len(set(names)) == len(names)
+
+
+def test_without_a_target_mixtures_stand_beside_types_by_budget_that_are_as_large(place, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.runner.frontier.LADDER", ("q8_0",))
+    code, output = run(*command(place, "whole"))
+    assert code == 0, output
+    by_name = {each["name"]: each for each in read(place, "whole")["candidates"]}
+    assert by_name["bits by budget, as large as q8_0"]["bytes"] <= by_name["q8_0"]["bytes"]
 
 
 def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_file(place, monkeypatch):
