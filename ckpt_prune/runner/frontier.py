@@ -50,6 +50,7 @@ CLOSE = 1.15
 IN_QUESTION = 1.5
 """A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
 SMALLEST = ("smallest within the loss", "smallest within the loss, chosen again", "smallest within the loss, a third")
+"""Names of what is made for a loss, one after the other."""
 LADDER: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k")
 """llama.cpp's own mixtures that are measured if no size is asked for."""
 
@@ -193,12 +194,12 @@ def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
             yield Candidate.of_types(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
     # Predictions of all types at once are off by much the same factor: correct by it, and choose again.
     asked = search.loss
-    for name in SMALLEST:
+    for words in SMALLEST:
         try:
             choice = maker.budgets.fitted.at_loss(asked)
         except BudgetError:
             return
-        yield Candidate.of_types(name, choice, feedback=True)
+        yield Candidate.of_types(words, choice, feedback=True)
         measured = found[-1].score.kl
         if search.loss / CLOSE <= measured <= search.loss:
             return
