@@ -1,14 +1,25 @@
-"""Writes ckpt_prune/model/FAMILIES.md, the page of supported families, from their descriptions."""
+"""Writes ckpt_prune/model/FAMILIES.md, the page of supported families, from their descriptions.
+
+`python tools/families.py sweep [TYPE...]` first looks for the spaces of every type of text model that the installed
+transformers has (or of these types): it makes a tiny random model of each, prunes it by `ridge` as a command does,
+verifies the output, and keeps what came of it in tools/discovered.json. It takes about half an hour of processor time.
+"""
 
 import json
+import sys
+import tempfile
+import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ckpt_prune.model import descriptions
 from ckpt_prune.model.composites import known_composites, load_composite
 from ckpt_prune.model.descriptions import families_with_experts, known_families, load_family, variants_of
 from ckpt_prune.model.family import Family
 
+DISCOVERED = Path(__file__).parent / "discovered.json"
 ROOM = Path(descriptions.__file__).parent
 PAGE = ROOM / "FAMILIES.md"
 _HEAD = """# Families that can be pruned
@@ -70,8 +81,129 @@ def page() -> str:
     text += "\n## Not supported\n\n| family | why |\n|---|---|\n"
     for model_type, why in json.loads((ROOM / "unsupported.json").read_text(encoding="utf-8")).items():
         text += f"| `{model_type}` | {why} |\n"
+    return text + (discovered_page() if DISCOVERED.is_file() else "")
+
+
+def discovered_page() -> str:
+    """Return the section on types without a description."""
+    found = json.loads(DISCOVERED.read_text(encoding="utf-8"))
+    text = (
+        "\n## Found and proven\n\nWithout a description, [discovery](discovery/README.md) finds spaces by itself. "
+        "This is what it made of tiny random models of the types of transformers "
+        f"{found['transformers']} (`python tools/families.py sweep`):\n*pruned* are those whose model went through "
+        "`prune --recipe ridge` and `verify`.\n\n"
+        "| kind | types | pruned | of these described above |\n|---|---|---|---|\n"
+    )
+    known = set(known_families())
+    for kind, types in found["types"].items():
+        pruned = [name for name, own in types.items() if own["pruned"]]
+        text += f"| {kind} | {len(types)} | {len(pruned)} | {len(known.intersection(pruned))} |\n"
+    for kind, types in found["types"].items():
+        text += f"\n### {kind.capitalize()}, not described\n\n| type | spaces proven | otherwise |\n|---|---|---|\n"
+        for name, own in types.items():
+            if name not in known:
+                text += f"| `{name}` | {_codes(own['spaces']) if own['pruned'] else '-'} | {own['why'] or '-'} |\n"
     return text
 
 
+# ---- sweep -------------------------------------------------------------------------------------------------------
+
+
+def sweep(only: list[str]) -> None:
+    """Try types of text models, and keep what came of it."""
+    import torch
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    kinds = {
+        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    found: dict[str, Any] = {"types": {}}
+    with suppress(OSError):
+        found = json.loads(DISCOVERED.read_text(encoding="utf-8"))
+    found["transformers"] = transformers.__version__
+    for kind, names in kinds.items():
+        types = found["types"].setdefault(kind, {})
+        for name, architecture in names.items():
+            if not only or name in only:
+                types[name] = try_type(name, architecture)
+                print(kind, name, types[name], flush=True)
+        found["types"][kind] = dict(sorted(types.items()))
+        DISCOVERED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def try_type(model_type: str, architecture: str) -> dict[str, Any]:
+    """Prune and verify a tiny random model of a type, by discovery even where there is a description of it.
+
+    Returns:
+        `spaces` that are proven, whether it was `pruned`, and `why` not, or what stays whole.
+    """
+    from ckpt_prune.common.errors import UserError, one_line
+    from ckpt_prune.model.discovery.discover import discover
+
+    with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
+        try:
+            source = write_tiny(model_type, architecture, Path(folder) / "source")
+            config = json.loads((source / "config.json").read_text())
+            description = discover(config).description
+            why = "; ".join(f"{space}: {reason}" for space, reason in description["found"]["whole"].items())
+        except Exception as error:
+            return {"spaces": [], "pruned": False, "why": one_line(error)[:200]}
+        spaces = list(description["spaces"])
+        try:
+            prune_and_verify(source, description)
+        except (Exception, SystemExit) as error:
+            text = str(error) if isinstance(error, UserError) else one_line(error)
+            return {"spaces": spaces, "pruned": False, "why": text[:200]}
+        return {"spaces": spaces, "pruned": True, "why": why}
+
+
+def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
+    """Save a tiny random model of a type with a tokenizer of single characters."""
+    from transformers import CONFIG_MAPPING
+
+    from ckpt_prune.model.discovery.twin import Sizes, build_twin
+    from tests.evaluation.tiny import tiny_tokenizer
+
+    sizes = Sizes(hidden=64, heads=8, groups=4, head=16, mlp=48, expert_mlp=32, shared_mlp=40, experts=4)
+    config = {**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type}
+    model: Any = build_twin(config, architecture, sizes).model
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def prune_and_verify(source: Path, description: dict[str, Any]) -> None:
+    """Prune a model by `ridge` with the description in its config, and verify the output."""
+    text = source.parent / "calibration.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog and runs away " * 100)
+    config = json.loads((source / "config.json").read_text()) | {descriptions.OUTSIDE_KEY: description}
+    (source / "config.json").write_text(json.dumps(config))
+    lacking = [space for space in ("heads", "mlp") if space not in description["spaces"]]
+    optional = [word for space in lacking for word in ("--set", f"spaces.{space}.optional=true")]
+    output = str(source.parent / "output")
+    data = ("--text", str(text), "--samples", "8", "--window", "16", "--evaluate-samples", "0")
+    run_command("prune", str(source), "--recipe", "ridge", "--ratio", "0.5", *data, *optional, "-o", output)
+    run_command("verify", output, "--against", str(source))
+
+
+def run_command(*words: str) -> None:
+    """Run a command; UserError with its last line if it fails."""
+    from click.testing import CliRunner
+
+    from ckpt_prune.cli.main import main
+    from ckpt_prune.common.errors import UserError
+
+    result = CliRunner().invoke(main, words)
+    if result.exit_code:
+        lines = [line for line in result.output.splitlines() if "FAILED" in line or line.startswith("Error: ")]
+        raise UserError((lines or [repr(result.exception)])[0].removeprefix("Error: "))
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["sweep"]:
+        sweep(sys.argv[2:])
     PAGE.write_text(page(), encoding="utf-8")

@@ -42,6 +42,9 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
     cache = 0
     for block in range(model.blocks):
         attention = family.attention
+        output = model.tensor(block, attention.output)
+        if output not in shapes and factor_names(output)[0] not in shapes:
+            continue  # it mixes tokens in another way, or not at all
         if attention.latent:
             keys, mixed = (
                 _whole(shapes, model.tensor(block, attention.key)),
@@ -125,7 +128,7 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
     family, module = model.family, name.rpartition(".")[0]
     if module in family.applied:
         return int(family.applied[module] * model.tokens) if dimensions > 1 else 0
-    if dimensions == 4:
+    if dimensions == 4 and family.modality == "image":
         return patches(model.config)
     if dimensions != 2 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):
         return 0

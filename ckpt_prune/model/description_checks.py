@@ -1,5 +1,6 @@
 """Checks a family's description against transformers' own class on the meta device."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -153,7 +154,8 @@ def _check_linears(family: Family, blocks: Sequence[Shapes]) -> Family:
         everywhere |= linears
         own = spaces_among(family.spaces, linears)
         found |= own.keys()
-        if extra := sorted(linears - others - {module for space in own.values() for module in space.modules}):
+        named = others | {module for space in own.values() for module in space.modules}
+        if extra := sorted(each for each in linears - named if re.sub(r"\.\d+\.", ".{expert}.", each) not in others):
             begun = [space for space in family.spaces.values() if linears.intersection(space.modules)]
             module = next((each for space in begun for each in space.modules if each not in linears), None)
             name = family.tensor(block, extra[0] if module is None else module)
@@ -209,7 +211,7 @@ def _check_attention(family: Family, parsed: Any, sizes: Shapes) -> None:
         roles.setdefault(getattr(attention, role), []).append(role)
     for module, of_module in roles.items():
         count = sum(heads if role == "query" else groups for role in of_module)
-        if sizes[module][0] != count * width:
+        if sizes[module][0] % (count * width):  # gates may stand beside queries
             raise UserError(
                 f"attention.{' and '.join(of_module)}: {module} has {sizes[module][0]} outputs in "
                 f"{family.architecture}, and {count} heads of {width} have {count * width}"

@@ -38,13 +38,18 @@ def parse_config(config: dict[str, Any]) -> "PreTrainedConfig":
 def _parse_config(config: str) -> "PreTrainedConfig":
     """Parse a config once: a command asks for the same one many times, and to copy it takes a fifteenth of the time."""
     import_validators()
-    values = json.loads(config)
+    values = json.loads(config, object_hook=_decode_float)
     values.pop("auto_map", None)
     model_type = values.pop("model_type")
     try:
         return transformers.AutoConfig.for_model(model_type, **values)
     except Exception as error:  # the strict config classes raise several types of their own
         raise _refusal(error) from error
+
+
+def _decode_float(values: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, because JSON has no infinity."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 class RefusedConfigError(UserError):

@@ -1,7 +1,7 @@
 """Transformer blocks as modules of transformers, built from just the tensors they are given."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,7 +148,7 @@ class BlockFactory:
         Raises:
             ValueError: a parameter is left without a tensor.
         """
-        for disk, tensor in tensors.items():
+        for disk, tensor in self._stack_experts(module, path, tensors).items():
             parameters = () if is_stored_buffer(disk) else self.find_parameters(disk)
             parts = tensor.chunk(len(parameters)) if len(parameters) > 1 else [tensor] * len(parameters)
             for parameter, part in zip(parameters, parts, strict=True):
@@ -163,6 +163,25 @@ class BlockFactory:
         for name, value in module.named_parameters():
             if value.is_meta:
                 raise ValueError(f"no tensor for {name}")
+
+    def _stack_experts(self, module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with those of experts without a space stacked: files may hold them apart."""
+        given = dict(tensors)
+        stacked = {name: each.dim() for name, each in module.named_parameters() if each.dim() > 2}
+        apart: dict[str, dict[str, list[str]]] = {}  # parameter → linear module without its number → of each expert
+        for disk in tensors if stacked else ():
+            parameters = () if is_stored_buffer(disk) else self.find_parameters(disk)
+            if len(parameters) == 1 and stacked.get(parameters[0].removeprefix(f"{path}.")) == given[disk].dim() + 1:
+                apart.setdefault(parameters[0], {}).setdefault(re.sub(r"\.\d+\.", ".", disk), []).append(disk)
+        for parameter, linears in apart.items():
+            order = {re.sub(r"\.\d+\.", ".", disk): None for disk in self.names.shapes}  # a gate's rows come first
+            stacks = [
+                torch.stack([given.pop(disk) for disk in _by_number(linears[each])])
+                for each in order
+                if each in linears
+            ]
+            given[parameter] = torch.cat(stacks, 1)
+        return given
 
     def find_parameters(self, disk: str) -> tuple[str, ...]:
         """Find the names in the model of what a tensor on disk holds, also of biases or pairs the dense model lacks.
@@ -192,3 +211,7 @@ def _replace_transposed(block: nn.Module) -> None:
         if isinstance(module, Conv1D):
             owner, _, name = path.rpartition(".")
             setattr(block.get_submodule(owner), name, nn.Linear(module.nx, module.nf, device="meta"))
+
+
+def _by_number(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])

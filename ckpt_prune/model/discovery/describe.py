@@ -15,6 +15,7 @@ from ckpt_prune.model.discovery.trace import (
     BlockRun,
     Trace,
     is_linear,
+    is_shared,
     join_units,
     lines_of_units,
     list_of_blocks,
@@ -135,14 +136,14 @@ class Describer:
         experts = self._experts()
         self._columns(traces)
         if not self.spaces:
-            raise UserError(f"no space of {self.twin.architecture} is common to its blocks: {self._said()}")
+            raise UserError(f"no space of {self.twin.architecture} was found: {self._said()}")
         model: Any = self.twin.model
         embedding = _path(model, model.get_input_embeddings())
         head = _path(model, model.get_output_embeddings())
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
         for key in used - self.dimensions.keys() - {"group"}:
             self.add_dimension(key, self.twin.config[key], [key])
-        order = ("queries", "heads", "mlp", "shared", "experts")
+        order = ("queries", "heads", "mlp", "dense", "shared", "experts")
         description: dict[str, Any] = {
             "model_type": self.twin.parsed.model_type,
             "base": model.base_model_prefix,
@@ -165,9 +166,9 @@ class Describer:
         }
         if experts is not None:
             description["experts"] = experts
-            together = [s["units"] for n, s in self.spaces.items() if n == "shared" and s["units"] == "mlp"]
-            description |= {"together": together} if together else {}
-        named = {*_modules_of(self.spaces.values())}
+            alike = any(own["units"] == "mlp" for name, own in self.spaces.items() if name in ("shared", "dense"))
+            description |= {"together": ["mlp"]} if alike else {}
+        named = {*modules_of(self.spaces.values())}
         description["spaceless"] = self._spaceless(named)
         description["bias_slots"] = self._bias_slots(named)
         description["heads_divide_hidden"] = self._heads_divide_hidden()
@@ -188,69 +189,88 @@ class Describer:
         return run, trace_block(run, packed_modules(run.block, FIRST.experts))
 
     def _transposed(self) -> list[str]:
-        run = self.runs[0]
-        modules = run.block.named_modules()
-        return [
-            self.on_disk(run, path) for path, each in modules if is_linear(each) and not isinstance(each, nn.Linear)
+        found = [
+            self.on_disk(run, path)
+            for run in self._kinds()
+            for path, each in run.block.named_modules()
+            if is_linear(each) and not isinstance(each, nn.Linear)
         ]
+        return list(dict.fromkeys(found))
 
     def _spaceless(self, named: set[str]) -> list[str]:
+        """Return what else blocks hold of two axes or more, with `{expert}` for the number of any expert."""
         found: dict[str, None] = {}
         for run in self._kinds():
-            for name, each in run.block.named_parameters():
-                if each.dim() >= 2:
-                    module = self.on_disk(run, name, "").removesuffix(".weight")
-                    if not {module, re.sub(r"\.\d+\.", ".{expert}.", module), f"{module}.{{expert}}"} & named:
-                        found[module] = None
+            prefix = self.prefix.format(block=run.path.rpartition(".")[2])
+            for name, shape in self.names.shapes.items():
+                if name.startswith(prefix) and len(shape) >= 2:
+                    module = name.removeprefix(prefix).removesuffix(".weight")
+                    generic = re.sub(r"\.\d+\.", ".{expert}.", module)
+                    if not {module, generic, f"{module}.{{expert}}"} & named:
+                        found[generic] = None
         return list(found)
 
     # ---- attention -----------------------------------------------------------------------------------------------
 
     def _attention(self, traces: Sequence[tuple[BlockRun, Sequence[Trace]]]) -> dict[str, Any]:
-        """Return the linear modules of attention, and add the spaces of heads if every block has them alike."""
-        mixing = [[each for each in own if each.mixes] for _, own in traces]
-        if any(len(own) != 1 for own in mixing) or len({(own[0].consumer, own[0].producers) for own in mixing}) != 1:
-            raise UserError(f"the blocks of {self.twin.architecture} mix tokens in several ways, or in none")
-        run, trace = traces[0][0], mixing[0][0]
-        roles = _roles(trace)
-        modules = {role: self.on_disk(run, path) for role, path in roles.items()}
-        attention: dict[str, Any] = modules | {"output": self.on_disk(run, trace.consumer)}
-        unit = join_units(trace)
-        count = int(unit.max()) + 1
-        shared = [path for path, depends in trace.rows.items() if bool(depends.all())]
-        is_latent = any(bool(trace.across[path].all()) for path in shared) and roles["query"] not in shared
+        """Return the linear modules of attention, and add the spaces of its heads.
+
+        Of several ways to mix tokens, that whose heads can be described; the others stay whole.
+        """
+        mixing = [(run, each) for run, own in traces for each in own if each.mixes]
+        mixing.sort(key=lambda found: len(found[1].used))  # attention has no tensors of its own beside linear modules
+        ways = {(each.consumer, each.producers): (run, each) for run, each in mixing}
+        if not ways:
+            raise UserError(f"no linear module of {self.twin.architecture} reads what mixes tokens")
         heads = self.key_of(FIRST.heads, "head|^n_head") or self.key_of(FIRST.heads)
         if heads is None:
             raise UserError(f"no config key counts the heads of {self.twin.architecture}")
         self.add_dimension("query_heads", FIRST.heads, [heads])
-        self.add_dimension("kv_heads", FIRST.heads, [heads])
-        self.add_dimension("head_dim", len(unit) // FIRST.heads, ["head_dim"])
-        if is_latent:
-            attention |= dict.fromkeys(("query", "key", "value"), self.on_disk(run, shared[0])) | {"latent": True}
-            self.add_dimension("logits", 0, ["qk_head_dim", "qk_nope_head_dim", "head_dim"])
-            why = "keys and values of all heads are made of one latent vector of a token"
-            self.whole |= dict.fromkeys(("queries", "heads"), why)
-            return attention
-        if shared:
-            self.whole["heads"] = "its queries or keys are normalised over all heads together"
-            return attention
-        if count in (1, len(unit)) or len(unit) % count or not 1 < count <= FIRST.heads:
-            self.whole["heads"] = "its heads depend on one another"
-            return attention
-        self._add_heads(run, trace, unit, count, heads, attention)
+        attention: dict[str, Any] = {}
+        chosen = ""
+        reasons: dict[str, str] = {}
+        for run, trace in ways.values():
+            own, why = self._heads(run, trace, heads)
+            if why is None or not attention:
+                attention, chosen = own, trace.consumer
+            if why is not None:
+                reasons[trace.consumer] = why
+            elif "heads" in self.spaces:
+                break
+        if "heads" not in self.spaces:
+            self.whole |= dict.fromkeys(("queries", "heads"), next(iter(reasons.values())))
+        for consumer in {*(each for each, _ in ways)} - {chosen}:
+            self.whole[consumer] = reasons.get(consumer, "its tokens mix in another way than those of heads")
         return attention
 
-    def _add_heads(
-        self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, heads: str, attention: dict[str, Any]
-    ) -> None:
+    def _heads(self, run: BlockRun, trace: Trace, heads: str) -> tuple[dict[str, Any], str | None]:
+        """Return the modules of one way to mix tokens; add its heads, or say why there are none."""
+        roles = _roles(trace)
+        attention: dict[str, Any] = {role: self.on_disk(run, path) for role, path in roles.items()}
+        attention["output"] = self.on_disk(run, trace.consumer)
+        unit = join_units(trace)
+        count = int(unit.max()) + 1
+        self.dimensions.setdefault("kv_heads", [heads])
+        self.dimensions.setdefault("head_dim", ["head_dim"])
+        shared = [path for path, depends in trace.rows.items() if is_shared(depends)]
+        if any(bool(trace.across[path].any()) for path in shared) and roles["query"] not in shared:
+            attention |= dict.fromkeys(("query", "key", "value"), self.on_disk(run, shared[0])) | {"latent": True}
+            self.add_dimension("logits", 0, ["qk_head_dim", "qk_nope_head_dim", "head_dim"])
+            return attention, "keys and values of all heads are made of one latent vector of a token"
+        if shared:
+            return attention, "its queries or keys are normalised over all heads together"
+        if count in (1, len(unit)) or len(unit) % count or not 1 < count <= FIRST.heads:
+            return attention, "its heads depend on one another"
+        return attention, self._add_heads(run, trace, unit, count, heads)
+
+    def _add_heads(self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, heads: str) -> str | None:
         queries = {path: ~trace.across[path] for path in trace.producers}
         inner = join_units(trace, queries)
         group = (int(inner.max()) + 1) // count
         width = len(unit) // count // group
         kv_key = self.key_of(count, "kv|key_value|group") if group > 1 else heads
         if kv_key is None or count * group != FIRST.heads:
-            self.whole["heads"] = "no config key counts its groups of keys and values"
-            return
+            return "no config key counts its groups of keys and values"
         self.add_dimension("kv_heads", count, list(dict.fromkeys([kv_key, heads])))
         self.add_dimension(
             "head_dim", width, _keys(self.key_of(width, "head_dim|kv_channels|d_head|dim_head|head_size"))
@@ -262,8 +282,7 @@ class Describer:
         columns = find_incidences(self.on_disk(run, trace.consumer), unit, count, named)
         tables = self._tables(run, trace, unit, count, named)
         if rows is None or columns is None or len(columns) != 1 or tables is None:
-            self.whole["heads"] = "its heads lie in an order that a description cannot say"
-            return
+            return "its heads lie in an order that a description cannot say"
         effect = self._effect(run, trace)
         self.spaces["heads"] = {
             "ends": "columns",
@@ -277,12 +296,12 @@ class Describer:
             **effect,
         }
         if group == 1:
-            return
+            return None
         rows = self._rows(run, trace, inner, count * group, named, queries)
         columns = find_incidences(self.on_disk(run, trace.consumer), inner, count * group, named)
         tables = self._tables(run, trace, inner, count * group, named)
         if rows is None or columns is None or len(columns) != 1 or tables is None:
-            return
+            return None
         self.spaces["queries"] = {
             "ends": "columns",
             "unit": "grouped query head",
@@ -296,6 +315,7 @@ class Describer:
             "config": {heads: ["kv_heads"]},
             **effect,
         }
+        return None
 
     def _rows(
         self,
@@ -352,19 +372,17 @@ class Describer:
     # ---- columns and experts -------------------------------------------------------------------------------------
 
     def _columns(self, traces: Sequence[tuple[BlockRun, Sequence[Trace]]]) -> None:
-        has_experts = bool(packed_modules(self.runs[-1].block, FIRST.experts))
-        found: list[dict[str, tuple[BlockRun, Trace]]] = []
         for run, own in traces:
-            found.append({each.consumer: (run, each) for each in own if not each.mixes})
-        common = (
-            [path for path in found[-1] if all(path in own for own in found)] if not has_experts else list(found[-1])
-        )
-        for path in common:
-            run, trace = found[-1][path]
-            name = "shared" if has_experts else "mlp"
-            why = self._add_columns(name, run, trace)
-            if why is not None:
-                self.whole.setdefault(name, why)
+            has_experts = bool(packed_modules(run.block, FIRST.experts))
+            name = "shared" if has_experts else "dense" if "experts" in self.spaces else "mlp"
+            for trace in own:
+                if not trace.mixes and self.on_disk(run, trace.consumer) not in self.consumers():
+                    why = self._add_columns(name, run, trace)
+                    if why is not None:
+                        self.whole.setdefault(trace.consumer, why)
+
+    def consumers(self) -> set[str]:
+        return {space["columns"]["module"] for space in self.spaces.values() if "columns" in space}
 
     def _add_columns(self, name: str, run: BlockRun, trace: Trace) -> str | None:
         if name in self.spaces:
@@ -421,12 +439,10 @@ class Describer:
             self.derived[units] = [columns // hidden, "hidden"]
 
     def _experts(self) -> dict[str, Any] | None:
-        run = self.runs[-1]
-        packed = packed_modules(run.block, FIRST.experts)
-        if not packed:
+        run = next((run for run in self.runs if packed_modules(run.block, FIRST.experts)), None)
+        if run is None:
             return None
-        if any(not packed_modules(each.block, FIRST.experts) for each in self.runs):
-            raise UserError("some of its blocks have one mlp in place of experts")
+        packed = packed_modules(run.block, FIRST.experts)
         key, count_key = self.key_of(FIRST.expert_mlp), self.key_of(FIRST.experts, "expert")
         columns = FIRST.expert_mlp
         if key is None:
@@ -490,8 +506,8 @@ class Describer:
                 names = Names(build_skeleton(parsed, self.twin.architecture)).shapes
             except RefusedConfigError:
                 return set()
-            prefix = self.prefix.format(block=len(self.runs) - 1)
-            return {module for module in modules if f"{prefix}{module}.bias" in names}
+            prefixes = [self.prefix.format(block=block) for block in range(len(self.runs))]
+            return {module for module in modules if any(f"{prefix}{module}.bias" in names for prefix in prefixes)}
 
         always = with_bias(())
         slots: dict[str, str | bool] = dict.fromkeys(sorted(always), True)
@@ -515,15 +531,15 @@ def drop_space(draft: Draft, name: str, why: str) -> None:
     """Take a space out of a description, and those within it; say why it stays whole."""
     description = draft.description
     spaces = description["spaces"]
-    before = set(_modules_of(spaces.values()))
+    before = set(modules_of(spaces.values()))
     gone = [name, *(other for other, own in spaces.items() if own.get("within") == name)]
-    if name in ("mlp", "experts") and description.get("experts"):
-        gone += [each for each in ("mlp", "experts") if each in spaces and each != name]
+    if name == "mlp" and description.get("experts"):
+        gone += [each for each in ("experts",) if each in spaces]
         description.pop("experts")
     for each in gone:
         spaces.pop(each)
     draft.whole[name] = why
-    left = set(_modules_of(spaces.values()))
+    left = set(modules_of(spaces.values()))
     experts = description.get("experts") or {}
     routed = {experts.get("router")}
     description["spaceless"] += sorted(each for each in before - left - routed)
@@ -571,7 +587,8 @@ def _dimensions_of(space: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _modules_of(spaces: Any) -> set[str]:
+def modules_of(spaces: Any) -> set[str]:
+    """Return the linear modules of spaces of a description."""
     rows = [incidence["module"] for space in spaces for incidence in space["rows"]]
     ends = [space["columns"]["module"] for space in spaces if "columns" in space]
     return {*rows, *ends, *(space["gate"] for space in spaces if "gate" in space)}

@@ -18,7 +18,7 @@ from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.similar_names import NEAR, did_you_mean
 from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import known_families, parse_family
-from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space
+from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, modules_of
 from ckpt_prune.model.discovery.proofs import Prover
 from ckpt_prune.model.discovery.twin import FIRST, OTHER, Twin, build_twin, small_configs
 from ckpt_prune.model.family import Family
@@ -187,7 +187,11 @@ def _settle(draft: Draft, twin: Twin) -> Family:
         except UserError as error:
             reason = str(error)
             named = reason.removeprefix("spaces.").partition(":")[0].split(".")[0]
-            if not reason.startswith("spaces.") or named not in draft.description["spaces"]:
+            if reason.startswith("spaces: "):  # of a module that a space lies on
+                module = reason.split()[1].removesuffix(".weight")
+                spaces = draft.description["spaces"].items()
+                named = next((name for name, own in spaces if module in modules_of([own])), "")
+            if named not in draft.description["spaces"]:
                 raise
             drop_space(draft, named, _FIXED if named in ("heads", "queries") else f"shapes contradict it: {reason}")
             continue

@@ -99,7 +99,11 @@ def _generic(disk: list[str]) -> list[str]:
 def _of_each(block: nn.Module, path: str, count: int) -> list[str]:
     """Return tensors outside the experts with one number for each of them."""
     tensors: Mapping[str, Tensor] = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-    return [n for n, each in tensors.items() if tuple(each.shape) == (count,) and not n.startswith(f"{path}.")]
+    return [
+        n
+        for n, each in tensors.items()
+        if each.dim() and each.shape[-1] == each.numel() == count and not n.startswith(f"{path}.")
+    ]
 
 
 def _kept_buffers(block: nn.Module) -> set[str]:

@@ -7,7 +7,7 @@
 Whole experts have no third proof: a router gives their share to others. The class must load with fewer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -129,12 +129,12 @@ class Prover:
     def _permuted(self, name: str, only: str | None = None) -> State:
         """Return the tensors with the units of a space in another order, in all modules or one."""
         space, state = self.family.spaces[name], dict(self.state)
-        order = self._order(space)
+        order, blocks = self._order(space), self._blocks_with(space)
         for axis, incidence in [*space.incidences, *_tables(space)]:
             if only in (None, incidence.module):
-                self._each_tensor(state, axis, incidence, lambda lines: lines[order], len(order))
+                self._each_tensor(state, axis, incidence, order, blocks)
         if space.ends == "experts" and only is None:
-            for block in self.blocks:
+            for block in blocks:
                 for module in self.family.experts.roles if self.family.experts else ():
                     for new, old in enumerate(order.tolist()):
                         tensor = self.state.get(self.family.tensor(block, module.format(expert=old)))
@@ -142,12 +142,19 @@ class Prover:
                             state[self.family.tensor(block, module.format(expert=new))] = tensor
         return state
 
+    def _blocks_with(self, space: AnySpace) -> list[int]:
+        """Return the blocks that have every linear module of a space."""
+        names = [[self.family.tensor(block, module) for module in space.modules] for block in self.blocks]
+        return [block for block, own in zip(self.blocks, names, strict=True) if self.state.keys() >= set(own)]
+
     def _each_tensor(
-        self, state: State, axis: Axis, incidence: Incidence, reorder: Callable[[Tensor], Tensor], count: int
+        self, state: State, axis: Axis, incidence: Incidence, order: Tensor, blocks: Sequence[int]
     ) -> None:
+        """Put the units on one axis of a module of these blocks in another order, in place of the state's tensors."""
+        count = len(order)
         lines = torch.stack([incidence.lines(torch.tensor([unit]), count, self.dimension) for unit in range(count)])
-        moved = reorder(lines)
-        for block in self.blocks:
+        moved = lines[order]
+        for block in blocks:
             for kind in get_args(Kind):
                 name = self.family.tensor(block, incidence.module, kind)
                 if name not in state or (kind == "bias" and axis == "columns"):
@@ -186,14 +193,16 @@ class Prover:
         first = {each: spaces[each].first(kept, self.dimension) for each in named}
         config = self.twin.config | self._values(space, kept)
         shapes = {}
-        for module in {m for own in spaces.values() for m in [*own.modules, *(t.module for t in own.tables)]}:
+        pruned = [spaces[each] for each in named]
+        for module in {module for own in pruned for module in [*own.modules, *(each.module for each in own.tables)]}:
             found = (
                 self.state.get(self.family.tensor(b, module, k)) for b in self.blocks for k in ("weight", "itself")
             )
             shapes[module] = next(tuple(each.shape) for each in found if each is not None)
         cut, zeroed = dict(self.state), dict(self.state)
+        blocks = sorted({block for each in named for block in self._blocks_with(spaces[each])})
         for module, kind, dim, lines in list_cuts(remaining_lines(self.family, self.dimension, first, shapes)):
-            for block in self.blocks:
+            for block in blocks:
                 tensor_name = self.family.tensor(block, module, kind)
                 if tensor_name in cut:
                     tensor = cut[tensor_name]

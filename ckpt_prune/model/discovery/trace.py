@@ -6,9 +6,10 @@ is a consumer: its input columns are the end of a space. Columns that depend on 
 belong together: units are the connected parts of this relation, in whatever order a class stores them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ class Trace:
         consumer: path of the linear module in the block.
         producers: linear modules whose outputs it reads, in the order in which they ran.
         mixes: whether a token's input depends on other tokens.
-        rows: producer → what each column depends on, bool (columns, rows).
         across: producer → whether other tokens read a row's output, bool (rows,).
-        tables: other parameter of the block → what each column depends on, bool (columns, *shape).
+        used: other parameters of the block that the consumer's input depends on.
+        depend: computes `depends`, one derivative for each column.
         effect: how the output reaches the stream: `added`, `multiplied` (by `factor`), `gated`, `scaled`, or `changed`.
         factor: the number, of `multiplied`.
     """
@@ -38,11 +39,25 @@ class Trace:
     consumer: str
     producers: tuple[str, ...]
     mixes: bool
-    rows: Mapping[str, Tensor]
     across: Mapping[str, Tensor]
-    tables: Mapping[str, Tensor]
+    used: tuple[str, ...]
+    depend: Callable[[], Mapping[str, Tensor]]
     effect: str
     factor: float
+
+    @cached_property
+    def _depends(self) -> Mapping[str, Tensor]:
+        return self.depend()
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """Producer → what each column depends on, bool (columns, rows)."""
+        return {name: self._depends[name] for name in self.producers}
+
+    @property
+    def tables(self) -> dict[str, Tensor]:
+        """Other parameter of the block → what each column depends on, bool (columns, *shape)."""
+        return {name: self._depends[name] for name in self.used}
 
 
 @dataclass(frozen=True)
@@ -198,22 +213,23 @@ def _trace(
         for name, each in zip(parameters, _gradients(target, list(parameters.values()), noise), strict=True)
         if each is not None and bool(each.any())
     ]
-    columns = target.shape[-1]
-    rows = {p: torch.zeros(columns, each.shape[-1], dtype=torch.bool) for p, each in producers.items()}
-    tables = {name: torch.zeros(columns, *parameters[name].shape, dtype=torch.bool) for name in used}
-    for column in range(columns):
-        weights = torch.zeros_like(noise)
-        weights[..., column] = noise[..., column]
-        wanted = [*producers.values(), *(parameters[name] for name in used)]
-        for name, gradient in zip([*producers, *used], _gradients(target, wanted, weights), strict=True):
-            if gradient is None:
-                continue
-            if name in rows:
-                rows[name][column] = gradient.ne(0).flatten(0, -2).any(0)
-            else:
-                tables[name][column] = gradient.ne(0)
     mixes = any(bool(each.any()) for each in across.values())
-    return Trace(path, tuple(producers), mixes, rows, across, tables, effect, factor)
+
+    def depend() -> Mapping[str, Tensor]:
+        leaves = {name: (each.shape[-1],) for name, each in producers.items()}
+        shapes: dict[str, tuple[int, ...]] = {**leaves, **{name: parameters[name].shape for name in used}}
+        found = {name: torch.zeros(target.shape[-1], *shape, dtype=torch.bool) for name, shape in shapes.items()}
+        wanted = [*producers.values(), *(parameters[name] for name in used)]
+        for column in range(target.shape[-1]):
+            weights = torch.zeros_like(noise)
+            weights[..., column] = noise[..., column]
+            for name, gradient in zip(found, _gradients(target, wanted, weights), strict=True):
+                if gradient is not None:
+                    moved = gradient.ne(0)
+                    found[name][column] = moved.flatten(0, -2).any(0) if name in leaves else moved
+        return found
+
+    return Trace(path, tuple(producers), mixes, across, tuple(used), depend, effect, factor)
 
 
 def _effect(leaf: Tensor, leaving: Tensor, generator: torch.Generator) -> tuple[str, float]:
@@ -255,6 +271,12 @@ def join_units(trace: Trace, only: Mapping[str, Tensor] | None = None) -> Tensor
             unit[torch.isin(unit, unit[touched])] = unit[touched].min()
     numbers = {label: number for number, label in enumerate(sorted(set(unit.tolist())))}
     return torch.tensor([numbers[label] for label in unit.tolist()])
+
+
+def is_shared(depends: Tensor) -> bool:
+    """Return whether every column depends on all rows that any depends on."""
+    used = depends.any(0)
+    return bool(used.any()) and bool(depends[:, used].all())
 
 
 def lines_of_units(depends: Tensor, unit: Tensor) -> Tensor | None:

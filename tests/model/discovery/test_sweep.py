@@ -1,0 +1,72 @@
+"""Types that nobody described, through the commands: found, pruned by `ridge` and verified as tiny random models."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from ckpt_prune.model.descriptions import known_families, load_family
+from ckpt_prune.model.discovery.discover import discover
+from tests.model.discovery.test_discovery import config
+from tools.families import DISCOVERED, prune_and_verify, try_type, write_tiny
+
+CLASSES = {**MODEL_FOR_MASKED_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+THIRTY = [
+    *("afmoe", "apertus", "aria_text", "bart", "biogpt", "cohere2_moe", "cwm", "ernie4_5_moe", "exaone", "glm4_moe"),
+    *("gpt_oss", "helium", "hunyuan_v1_moe", "internlm3", "jais2", "jamba", "kolibri1", "lfm2", "mellum", "minicpm3"),
+    *("minimax", "ministral3", "nanochat", "nemotron_h", "olmo", "persimmon", "qwen3_5_text", "solar_open", "xglm"),
+    "vaultgemma",
+]
+"""Dense models, grouped queries, experts, latent attention and several kinds of blocks."""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "families"))
+
+
+@pytest.mark.parametrize("model_type", THIRTY)
+def test_thirty_types(model_type):
+    assert model_type not in known_families()
+    kept = json.loads(DISCOVERED.read_text())["types"]["causal"][model_type]
+    assert kept["pruned"]
+    assert try_type(model_type, CLASSES[model_type]) == kept
+
+
+@pytest.mark.parametrize(
+    ("model_type", "spaces", "whole"),
+    [
+        ("qwen3_next", {"queries", "heads", "mlp", "shared", "experts"}, {"linear_attn.out_proj"}),
+        ("nemotron_h", {"queries", "heads", "mlp", "shared"}, {"mixer.out_proj", "experts", "mlp"}),
+    ],
+)
+def test_blocks_of_several_kinds(model_type, spaces, whole, tmp_path: Path):
+    source = write_tiny(model_type, CLASSES[model_type], tmp_path / "source")
+    description = discover(json.loads((source / "config.json").read_text())).description
+    assert {*description["spaces"]} == spaces
+    assert {*description["found"]["whole"]} == whole
+    prune_and_verify(source, description)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "qwen3_moe", "bert"])
+def test_what_is_described_by_hand_is_found(model_type):
+    """Incidences of the same lines, and the same config keys."""
+    known = load_family(model_type)
+    found = discover(config(model_type, known.architecture)).description
+    assert {"mlp"} <= found["spaces"].keys() & known.spaces.keys()
+    for name in found["spaces"].keys() & known.spaces.keys():
+        space = found["spaces"][name]
+        given = known.spaces[name].model_dump(exclude_defaults=True)
+        for key in ("units", "config", "experts", "per", "within", "tables"):
+            assert space.get(key) == given.get(key), (name, key)
+        for key in ("rows", "columns"):
+            assert _sorted(space.get(key)) == _sorted(given.get(key)), (name, key)
+
+
+def _sorted(value):
+    if isinstance(value, dict):
+        return {key: _sorted(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return sorted((_sorted(own) for own in value), key=str)
+    return value
