@@ -1,6 +1,6 @@
 """Measuring a causal language model by its answers: multiple-choice items, and continuations of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,18 @@ from ckpt_prune.measure.samples.text import Bos, load_tokenizer
 from ckpt_prune.show.section import Table
 
 
-def measure_choices(pair: Pair, files: Sequence[Path], limit: int | None, bos: Bos) -> PlainResult:
-    """Let a model, and its reference, answer the items of files, or the first `limit` of each."""
-    _check(pair)
-    tasks = {file.stem: read_items(file, limit) for file in files}
-    if len(tasks) < len(files):
+def name_files(files: Sequence[Path]) -> dict[str, Path]:
+    """Return task → file of items, by the files' names."""
+    named = {file.stem: file for file in files}
+    if len(named) < len(files):
         raise UserError("--tasks: two files have the same name: figures could not be told apart")
+    return named
+
+
+def measure_choices(pair: Pair, files: Mapping[str, Path], limit: int | None, bos: Bos) -> PlainResult:
+    """Let a model, and its reference, answer the items of files, by task, or the first `limit` of each."""
+    _check(pair)
+    tasks = {task: read_items(file, limit) for task, file in files.items()}
 
     def measure(model: PreTrainedModel, folder: Path) -> dict[str, ChoiceScore]:
         tokenizer = load_tokenizer(folder)

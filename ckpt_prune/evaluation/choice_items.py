@@ -3,6 +3,7 @@
 The prompts are those of EleutherAI's evaluation harness without examples, so that figures can be compared with its own.
 """
 
+import re
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,8 +14,9 @@ from ckpt_prune.common.text_encoding import check_unicode, decode_text, parse_js
 
 SHAPES = (
     "question or question_stem, choices (text, label) and answerKey (ARC, OpenBookQA); goal, sol1, sol2 and label "
-    "(PIQA); sentence with _, option1, option2 and answer (WinoGrande); question and label 0 or 1 (BoolQ); or "
-    "question, choices (a list) and answer (a number from 0)"
+    "(PIQA); sentence with _, option1, option2 and answer (WinoGrande); question and label 0 or 1 (BoolQ); "
+    "activity_label, ctx_a, ctx_b, endings and label (HellaSwag); sentence1, sentence2 and label (RTE); or question, "
+    "choices (a list) and answer (a number from 0)"
 )
 
 
@@ -66,17 +68,31 @@ def _read_item(row: dict[str, Any]) -> Item:
         context = row["question_stem"] if "question_stem" in keys else _ask(row["question"])
         choices = row["choices"]["text"]
         answer = row["choices"]["label"].index(row["answerKey"])
+    elif {"activity_label", "ctx_a", "ctx_b", "endings", "label"} <= keys:  # HellaSwag
+        context = _tidy(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+        choices, answer = [_tidy(ending) for ending in row["endings"]], int(row["label"])
+    elif {"sentence1", "sentence2", "label"} <= keys or {"premise", "hypothesis", "label"} <= keys:  # RTE
+        first, second = ("sentence1", "sentence2") if "sentence1" in keys else ("premise", "hypothesis")
+        context = f"{row[first]}\nQuestion: {row[second]} True or False?\nAnswer:"
+        choices, label = ["True", "False"], row["label"]
+        answer = ("entailment", "not_entailment").index(label) if isinstance(label, str) else int(label)
     elif {"question", "choices", "answer"} <= keys:
         context, choices, answer = _ask(row["question"]), row["choices"], int(row["answer"])
     else:  # BoolQ
         context, choices = _ask(f"{row['question'].removesuffix('?')}?"), ["no", "yes"]
         context = f"{row['passage']}\n{context}" if "passage" in keys else context
-        answer = int(row["label"])
+        answer = int(row["label"] if "label" in keys else row["answer"])
     if not all(isinstance(choice, str) and choice.strip() for choice in choices):
         raise ValueError(choices)
     if len(choices) < 2 or not 0 <= answer < len(choices):
         raise ValueError(answer)
     return Item(tuple((context, f" {choice}") for choice in choices), answer)
+
+
+def _tidy(text: str) -> str:
+    """Write a text of HellaSwag as lm-eval does: WikiHow's marks of titles and steps go."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
 
 
 def _ask(question: str) -> str:

@@ -533,7 +533,8 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
     ] = option(default=None, metavar="T[,T...]", several=True)
     """Files of multiple-choice items (.jsonl), or names of lm-eval tasks (needs the extra eval). For a model with a
     sequence-classification head: files of labelled texts, or tasks of GLUE: glue:sst2, FOLDER/glue:mrpc. May be
-    repeated."""
+    repeated. suite:rcpu, suite:laco or suite:denoise: all of a paper's tasks and the mean of what its tables have, from
+    TASK*.jsonl in FOLDER (FOLDER/suite:rcpu) or $CKPT_PRUNE_DATA/tasks, else by lm-eval."""
     include_path: Input = option(default=None, metavar="DIR", needs="tasks")
     """For --tasks: folder with lm-eval task files of your own."""
     generate: Strings = option(default=(), metavar="PROMPT")

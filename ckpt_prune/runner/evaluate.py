@@ -12,7 +12,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.text_encoding import has_row_suffix
 from ckpt_prune.datasets.glue import parse_task_name
-from ckpt_prune.evaluation.answers import measure_choices, measure_generation
+from ckpt_prune.datasets.suites import NamedSuite, parse_suite
+from ckpt_prune.evaluation.answers import measure_choices, measure_generation, name_files
 from ckpt_prune.evaluation.device_map import DeviceMap, spread
 from ckpt_prune.evaluation.images import measure_images
 from ckpt_prune.evaluation.label_tasks import is_labelled, measure_labelled
@@ -50,6 +51,7 @@ def evaluate_model(options: EvaluateOptions) -> Result:
 
 def _measure(pair: Pair, options: EvaluateOptions) -> Result:
     names, results = options.task_names, dict[str, Result]()
+    suite = parse_suite(names[0]) if names else None
     of_files = all(map(has_row_suffix, names))
     labelled = any(map(parse_task_name, names)) or (of_files and is_labelled(pair.folder))
     graph = pair.graph or pair.reference_graph
@@ -58,10 +60,14 @@ def _measure(pair: Pair, options: EvaluateOptions) -> Result:
         if graph is not None:
             raise UserError(f"{graph} is a graph: --generate is for checkpoints; validate lets both continue")
         results["generate"] = measure_generation(pair, options.generate, options.generate_tokens)
-    if names and labelled:
+    if suite is not None:
+        results["tasks"] = _measure_suite(suite, pair, options)
+    elif names and labelled:
         results["tasks"] = measure_labelled(pair, names, options.samples)
     elif names and of_files:
-        results["tasks"] = measure_choices(pair, [Path(name) for name in names], options.samples, options.bos)
+        results["tasks"] = measure_choices(
+            pair, name_files([Path(name) for name in names]), options.samples, options.bos
+        )
     elif names:
         results["tasks"] = _lm_eval(options, names, pair)
     if options.text:
@@ -69,6 +75,26 @@ def _measure(pair: Pair, options: EvaluateOptions) -> Result:
     if len(results) > 1:
         return CombinedResult({name: results[name] for name in ("text", "tasks", "generate") if name in results})
     return next(iter(results.values())) if results else measure_images(pair, options)
+
+
+def _measure_suite(suite: NamedSuite, pair: Pair, options: EvaluateOptions) -> Result:
+    """Measure the tasks of a paper, from files if there are any, else by lm-eval; and their mean."""
+    files = suite.files()
+    tables = (
+        measure_choices(pair, files, options.samples, options.bos) if files else _lm_eval(options, [*suite.tasks], pair)
+    )
+    assert isinstance(tables, PlainResult)
+    key = "tasks" if files else "results"
+    scores = tables.record[key]
+    others = None
+    if pair.reference is not None:
+        others = {task: own["against"] for task, own in scores.items()} if files else tables.record["against"][key]
+    means, lines = {"mean": suite.mean(scores)}, [suite.describe(scores, str(pair.name))]
+    if others is not None:
+        means["against"] = suite.mean(others)
+        lines.append(suite.describe(others, str(pair.reference_name)))
+    record = tables.record | {"suite": {"name": suite.name, "metrics": dict(suite.tasks), **means}}
+    return PlainResult(record, [*tables.parts, *lines])
 
 
 def _note_loss(options: EvaluateOptions, result: Result) -> None:

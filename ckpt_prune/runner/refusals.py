@@ -9,6 +9,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
 from ckpt_prune.common.text_encoding import has_row_suffix
 from ckpt_prune.datasets.glue import parse_task_name
+from ckpt_prune.datasets.suites import parse_suite
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import STATISTICS, check_statistics
 from ckpt_prune.model.supported import check_supported
@@ -267,6 +268,10 @@ def _check_tasks(options: EvaluateOptions) -> None:
     glue = [name for name in names if parse_task_name(name) is not None]
     if not names:
         raise UserError("--tasks names no task: give .jsonl files of items, or names of lm-eval tasks")
+    if any(map(parse_suite, names)):
+        if len(names) > 1:
+            raise UserError("--tasks: a suite is run in a call of its own")
+        return
     if glue and len(glue) + len(files) < len(names):
         raise UserError("--tasks: tasks of GLUE and lm-eval's own are run in calls of their own")
     if files and not glue and len(files) < len(names):
