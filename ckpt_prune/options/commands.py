@@ -137,7 +137,8 @@ class SizeOptions(Options):
     """Parameters to come down to: 5.0B, or 70% of the dense model's. It replaces every ratio of the recipe; the
     recipe's allocation decides the widths."""
     target_bytes: str | None = option(default=None, metavar="SIZE")
-    """Bytes of tensors on disk to come down to: 9.5GiB or 70%."""
+    """Bytes of tensors on disk to come down to: 9.5GiB or 70%. With `prune --for llama.cpp` and no --recipe, bytes of
+    the GGUF file: types of its matrices, and columns of MLPs, are chosen by what they lose."""
     target_flops: str | None = option(default=None, metavar="SIZE")
     """FLOPs of one forward pass (see `ckpt-prune inspect`) to come down to: 2.3T or 70%."""
     target_latency: str | None = option(default=None, metavar="TIME")
@@ -466,8 +467,7 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     """Bytes of the file to come down to: 75MB, or 30% of the tensors of MODEL."""
     max_loss: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0, lt=1, group=SIZE)
     """How much worse the file may be, 0.02 or 2%: about the share by which its perplexity may grow, measured as
-    e^KL - 1. The smallest file is looked for, and larger ones are measured besides. [default: 5%, without
-    --target-bytes]"""
+    e^KL - 1. The smallest file is looked for. [default: 5%, without --target-bytes; larger files are measured, too]"""
     held_out: Texts = option(metavar="FILE", group=MEASURE, digest="content")
     """Text to measure on, which must not be --text: what was fitted to a text looks too good on it. A named text, such
     as wikitext2, is its test split here. May be repeated."""

@@ -177,11 +177,3 @@ def test_prune_takes_a_size_for_llama_cpp_as_that_of_the_file(place, size, width
         assert before.keys() == after.keys()
         assert all(before[name].equal(after[name]) for name in before)
     assert all(each.name.endswith("KB") for each in place.glob("file-*"))  # nothing of what was measured stays
-
-
-def test_prune_needs_text_to_choose_types_by(place):
-    words = ["prune", place / "model", "--target-bytes", "300KB", "--for", "llama.cpp", "-o", place / "nothing"]
-    code, output = run(*words)
-    assert code == 2
-    reason = "types and columns are chosen by what they lose: give --text FILE to measure it on"
-    assert output == f"Error: --target-bytes for llama.cpp: {reason}\n"
