@@ -33,6 +33,8 @@ MIXTURES: tuple[GgufType, ...] = (
     *("q3_k_m", "q3_k_s", "iq3_s", "iq3_xxs", "q2_k", "iq2_s"),
 )
 """llama.cpp's own mixtures that are in question."""
+DATA = ("choose", "bos", "compute_dtype")
+"""Options of the samples, beside their number and length, that other commands have, too."""
 PRUNED = "pruned"
 """Folder of a model with fewer columns."""
 
@@ -153,7 +155,7 @@ class Maker:
             "window": self.samples.tokens,
             "seed": self.options.seed,
             "evaluate_samples": 0,
-            "device": self.options.device,
+            **{name: getattr(self.options, name) for name in (*DATA, "device", "trust_remote_code")},
             "progress": self.options.progress,
         }
 

@@ -15,7 +15,7 @@ from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GGUF_FILES
 from ckpt_prune.options.commands import FrontierOptions
-from ckpt_prune.runner.frontier_candidates import PRUNED, Candidate, Maker, Measured
+from ckpt_prune.runner.frontier_candidates import DATA, PRUNED, Candidate, Maker, Measured
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
@@ -159,15 +159,19 @@ def commands_of(options: FrontierOptions, candidate: Candidate, maker: Maker) ->
     """Return the commands that make a candidate without this one."""
     data = [word for text in options.text for word in ("--text", str(text))]
     data += ["--samples", str(len(maker.samples)), "--window", str(maker.samples.tokens), "--seed", str(options.seed)]
+    trust = ["--trust-remote-code"] if options.trust_remote_code else []
+    for name in DATA:
+        if (value := getattr(options, name)) != FrontierOptions.model_fields[name].default:
+            data += [f"--{name.replace('_', '-')}", str(value)]
     model, types = str(options.model), candidate.others.options
     if candidate.columns:  # the recipe says all
-        found = [["prune", model, "--recipe", RECIPE, *data, "--evaluate-samples", "0", "-o", PRUNED]]
+        found = [["prune", model, *trust, "--recipe", RECIPE, *data, "--evaluate-samples", "0", "-o", PRUNED]]
     elif candidate.feedback:
         found = [["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", FILE]]
     else:
-        export = ["export", model, "--format", "gguf", "--dtype", candidate.chosen, *types]
+        export = ["export", model, *trust, "--format", "gguf", "--dtype", candidate.chosen, *types]
         found = [
-            ["calibrate", model, *data, "--collect", "moments,linears", "-o", "statistics"],
+            ["calibrate", model, *trust, *data, "--collect", "moments,linears", "-o", "statistics"],
             [*export, "--statistics", "statistics", "-o", FILE],
         ]
     return [shlex.join(["ckpt-prune", *words]) for words in found]
