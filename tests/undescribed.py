@@ -1,4 +1,4 @@
-"""Tiny random models of stock classes that no family describes, with blocks of several kinds."""
+"""Tiny random models of stock classes, most of which no family describes, many with blocks of several kinds."""
 
 from typing import Any
 

@@ -73,7 +73,9 @@ def count_by_part(model: Model) -> dict[str, int]:
     family, tied, parts = model.family, _tied(model), dict[str, int]()
     blocks = re.compile(re.escape(family.block).replace(re.escape("{block}"), r"\d+") + "(.+)")
     shared = commonpath([module.replace(".", "/") for module in family.attention.modules]).replace("/", ".")
-    attention = [shared] if shared else family.attention.modules
+    others = [module for module in family.linears if module not in family.attention.modules]
+    is_apart = shared and not any(_is_below(module, shared) for module in others)
+    attention = [shared] if is_apart else family.attention.modules
     # A bias, which has one dimension as a norm has, goes where its weight goes.
     matrices = {name.rpartition(".")[0] for name, (_, shape) in model.shapes.items() if len(shape) > 1}
     for name, (_, shape) in model.shapes.items():

@@ -13,8 +13,12 @@ from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import RefusedConfigError, parse_config, stock_names, stored_key
 
-PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types")
+PER_BLOCK = ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types")
 """Config keys that list a value for every block, in every class that has them."""
+NUMBERS = ("mlp_only_layers", "attn_layer_indices")
+"""Config keys that list the numbers of some blocks."""
+FIRST = ("first_k_dense_replace",)
+"""Config keys that count the first blocks, which are of another kind."""
 SHARING = ("num_kv_shared_layers", "num_hidden_groups")
 """Config keys by which blocks take something from one another."""
 _BACKBONE_KEYS = ("out_features", "out_indices", "stage_names")
@@ -59,10 +63,22 @@ def shorten_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:
     for key in PER_BLOCK:
         # Written out even if the class derives it from a pattern: with fewer blocks it would derive another.
         per_block = getattr(config, key, None)
-        if isinstance(per_block, list) and len(per_block) == model.blocks:
+        if isinstance(per_block, list) and len(per_block) == model.blocks and not _is_derived(config, key):
             changes[key] = [per_block[block] for block in kept]
+    for key in NUMBERS:
+        if numbers := getattr(config, key, None):
+            changes[key] = [new for new, old in enumerate(kept) if old in numbers]
+    for key in FIRST:
+        if first := getattr(config, key, None):
+            changes[key] = sum(old < first for old in kept)
     others = {key: value for key, value in values.items() if key not in _BACKBONE_KEYS}
     return others | {stored_key(key, values, config): value for key, value in changes.items()}
+
+
+def _is_derived(config: Any, key: str) -> bool:
+    """Return whether a config class computes a key from others, and lets nobody state it."""
+    of_class = getattr(type(config), getattr(config, "attribute_map", {}).get(key, key), None)
+    return isinstance(of_class, property) and of_class.fset is None
 
 
 def check_shortened(model: Model, kept: Sequence[int]) -> None:

@@ -52,7 +52,7 @@ class BlockFactory:
         self.family, self.config = model.family, model.config
         self.names = Names(self.skeleton)
         self._layers: Any = self.skeleton.get_submodule(self.family.layers)
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[int, dict[str, Tensor]] = {}
         self._facts = block_facts(self.family, model.dimension)
         self._experts = self.family.expert_modules
         of_block = re.escape(self.family.block).replace(re.escape("{block}"), r"(\d+)")
@@ -96,17 +96,28 @@ class BlockFactory:
         return self._experts[key][1] if key in self._experts else key
 
     def _give_buffers(self, block: nn.Module, config: "PreTrainedConfig", index: int) -> None:
-        """Make the buffers of a block that no checkpoint stores; every block has the same."""
-        from ckpt_prune import modeling_pruned
-
-        lacking = [name for name, buffer in block.named_buffers() if buffer.is_meta]
-        if lacking and not self._buffers:
-            with parameters_on_meta():
-                twin = modeling_pruned.make_block(type(self._layers[index]), config, self._facts, index)
-            self._buffers = {name: buffer.to(self.device) for name, buffer in twin.named_buffers()}
+        """Make the buffers of a block that no checkpoint stores, also those that the model gives its blocks."""
+        own = dict(block.named_buffers())
+        given = [name for name, _ in self._layers[index].named_buffers() if name not in own]
+        lacking = [name for name, buffer in own.items() if buffer.is_meta] + given
+        if lacking and index not in self._buffers:
+            self._buffers[index] = {
+                name: buffer.to(self.device) for name, buffer in self._real(config, index, bool(given)).named_buffers()
+            }
         for path in lacking:
             owner, _, name = path.rpartition(".")
-            block.get_submodule(owner).register_buffer(name, self._buffers[path], persistent=False)
+            block.get_submodule(owner).register_buffer(name, self._buffers[index][path], persistent=False)
+
+    def _real(self, config: "PreTrainedConfig", index: int, within: bool) -> nn.Module:
+        """Return a block with real buffers and no parameters, by itself or as it is within the model."""
+        from ckpt_prune import modeling_pruned
+
+        model_class: Any = type(self.skeleton)
+        with parameters_on_meta():
+            if within:
+                layers: Any = model_class(self.config).get_submodule(self.family.layers)
+                return layers[index]  # type: ignore[no-any-return]
+            return modeling_pruned.make_block(type(self._layers[index]), config, self._facts, index)
 
     def module_path(self, index: int, module: str) -> str:
         """Return the path inside a block of a linear module that the family names as it stands on disk."""

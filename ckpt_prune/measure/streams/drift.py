@@ -186,14 +186,20 @@ class Residual:
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self._entered = self.left = torch.empty(0)
-        # Queries tell pre-norm and post-norm apart; the rest is what the consumers asked for need.
-        watched = {family.attention.query}
-        for space in spaces:
-            watched |= {self._columns[space].readers[0], self._columns[space].consumer}
-        for name in watched:
-            self._watch(name)
+        paths = {
+            name: factory.module_path(index, name)
+            for space in spaces
+            for name in (self._columns[space].readers[0], self._columns[space].consumer)
+        }
+        # What reads the block's input tells pre-norm and post-norm apart: queries, or what stands in their place.
+        queries = factory.find_paths(index, family.tensor(index, family.attention.query))
+        linears = (path for path, module in self.block.named_modules() if isinstance(module, nn.Linear))
+        self._first = family.attention.query if queries else next(linears)
+        paths[self._first] = queries[0].removesuffix(".weight") if queries else self._first
+        for name, path in paths.items():
+            self._watch(name, path)
 
-    def _watch(self, name: str) -> None:
+    def _watch(self, name: str, path: str) -> None:
         # A hook that held this would close a circle through the block: a batch's activations would stay, block after
         # block, until Python's collector comes by.
         watching = weakref.ref(self)
@@ -206,7 +212,6 @@ class Residual:
             if stops_early and name == residual._stream.factory.family.attention.output:
                 raise AllSeenError
 
-        path = self._stream.factory.module_path(self._index, name)
         self.block.get_submodule(path).register_forward_hook(see)
 
     def run(self, rows: slice, states: Tensor | None = None) -> None:
@@ -224,7 +229,7 @@ class Residual:
         """
         if any(space.norm is not None for space in self._columns.values()):
             return False
-        return torch.equal(self.inputs[self._stream.factory.family.attention.query], self._entered)
+        return torch.equal(self.inputs[self._first], self._entered)
 
     def _is_attention(self, space: SpaceName) -> bool:
         return self._columns[space].consumer == self._stream.factory.family.attention.output

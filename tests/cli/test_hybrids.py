@@ -1,0 +1,95 @@
+"""Hybrids, whose blocks are of several kinds, by the description that is found, from a file: `--family`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import ckpt_prune
+from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.model.containers.opening import open_model
+from tests.cli.running import TEXT, ok, read_json
+from tests.evaluation.tiny import tiny_tokenizer
+from tests.pairs import every
+from tests.undescribed import make_model
+
+BLOCKS: dict[str, dict[str, set[int]]] = {
+    "lfm2": {"heads": {1, 3}, "mlp": {0, 1, 2, 3}},
+    "nemotron_h": {"heads": {2}, "mlp": {1, 3}},
+    "falcon_h1": {"heads": {0, 1, 2, 3}, "mlp": {0, 1, 2, 3}},
+    "qwen3_next": {"heads": {1, 3}, "mlp": {0, 1, 2, 3}, "shared": {0, 1, 2, 3}},
+    "jamba": {"heads": {1, 3}, "mlp": {1, 3}, "dense": {0, 2}},
+    "glm4_moe": {"heads": {0, 1, 2, 3}, "mlp": {1, 2, 3}, "shared": {1, 2, 3}, "dense": {0}},
+}
+"""Blocks that lose units of each space."""
+SPACES = {name: {"score": "magnitude", "optional": name != "mlp"} for name in ("heads", "mlp", "dense", "shared")}
+PRUNE = ("prune", "hybrid", "--family", "hybrid.json", "--ratio", "0.5", "-o", "out", "--recipe")
+
+
+@pytest.fixture
+def hybrid(place: Path, request: pytest.FixtureRequest) -> str:
+    """`hybrid`, and `hybrid.json`, the description that is found; returned is its type."""
+    with quiet_transformers():
+        make_model(request.param).save_pretrained("hybrid")
+    tiny_tokenizer().save_pretrained("hybrid")
+    Path("hybrid.json").write_text(json.dumps(json.loads(ok("inspect", "hybrid", "--json"))["description"]))
+    return str(request.param)
+
+
+@pytest.mark.parametrize("hybrid", every(2, BLOCKS), indirect=True)
+def test_units_that_go_are_as_if_they_were_zero(hybrid: str) -> None:
+    """In a stock class: the output computes what the dense model does with these units' columns at zero."""
+    ok(*PRUNE, "magnitude", "--set", f"spaces={json.dumps(SPACES)}")
+    assert "FAILED" not in ok("verify", "out", "--against", "hybrid")
+    report = read_json("out/ckpt_prune.json")
+    assert report["container"]["remote_code"] is False
+    pruned: dict[str, set[int]] = {}
+    weights = load_file("hybrid/model.safetensors")
+    for site in report["sites"]:
+        if len(site["kept"]) < site["units"]:
+            pruned.setdefault(site["space"], set()).add(site["block"])
+        units = weights[site["consumer"]].unflatten(1, (site["units"], -1))
+        units[:, [unit for unit in range(site["units"]) if unit not in site["kept"]]] = 0
+        weights[site["consumer"]] = units.flatten(1)
+    assert pruned == BLOCKS[hybrid]
+    save_file(weights, "hybrid/model.safetensors", {"format": "pt"})
+    tokens = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(1))
+    with quiet_transformers(), torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained("hybrid", dtype=torch.float32)(tokens).logits
+        computed = ckpt_prune.load("out").float()(tokens).logits
+    # Sums of float32 in another order, of some hundred terms each in four blocks.
+    torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("hybrid", every(2, ["lfm2", "nemotron_h"]), indirect=True)
+def test_it_is_fitted(hybrid: str) -> None:
+    ok(*PRUNE, "ridge", *TEXT)
+    assert "FAILED" not in ok("verify", "out", "--against", "hybrid")
+    report = read_json("out/ckpt_prune.json")
+    assert {(site["space"], site["block"]) for site in report["sites"] if site["method"] == "ridge"} == {
+        (space, block) for space, blocks in BLOCKS[hybrid].items() for block in blocks
+    }
+    errors = [(site["error_compensated"], site["error_uncompensated"]) for site in report["sites"]]
+    assert all(fitted < plain for fitted, plain in errors)
+
+
+@pytest.mark.parametrize("hybrid", ["nemotron_h", "lfm2"], indirect=True)
+def test_it_is_measured_chosen_and_masked(hybrid: str) -> None:
+    ok("calibrate", "hybrid", "--family", "hybrid.json", *TEXT, "-o", "statistics")
+    ok(*PRUNE, "ridge", "--statistics", "statistics")
+    ok(*PRUNE, "best-uniform", *TEXT, "--overwrite", "--container", "any")
+    assert "FAILED" not in ok("verify", "out", "--against", "hybrid")
+    ok(*PRUNE, "wanda-owl", *TEXT, "--overwrite")
+    assert "FAILED" not in ok("verify", "out", "--against", "hybrid")
+
+
+@pytest.mark.parametrize("hybrid", ["nemotron_h"], indirect=True)
+def test_blocks_of_one_kind_may_go(hybrid: str) -> None:
+    command = ("prune", "hybrid", "--family", "hybrid.json", "-o", "out", "--recipe", "depth", *TEXT)
+    ok(*command, "--set", "depth={blocks: [1], compensation: {method: none}}")
+    assert "FAILED" not in ok("verify", "out", "--against", "hybrid")
+    model = open_model("out")
+    assert (model.blocks, model.blocks_with("heads"), model.blocks_with("mlp")) == (3, [1], [2])
