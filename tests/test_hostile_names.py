@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.safe_text import CONTROL_CHARACTERS, escape_controls
-from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison, Similarity
+from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison, SharesOfError, Similarity
 from ckpt_prune.evaluation.comparison_section import show_comparison
 from ckpt_prune.hub.figures import MeasuredFigure, figures_table, to_model_index
 from ckpt_prune.hub.recipes import _card as recipe_card
@@ -176,7 +176,7 @@ def test_no_name_is_markup_on_a_card(written: Callable[[], str]) -> None:
 
 
 def test_no_name_is_markup_on_a_page() -> None:
-    block = BlockComparison(0, Similarity(*([0.5] * len(fields(Similarity)))))
+    block = BlockComparison(0, Similarity(*([0.5] * len(fields(Similarity)))), SharesOfError(0.5, 0.25, None))
     comparison = Comparison(Path(EVIL), Path(EVIL), [block], 0.1, True, 1, 2)
     check_html(print_page(EVIL, [show_comparison(comparison)]))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.similarity import Similarity, StateSimilarity
@@ -16,14 +17,41 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 
 
 @dataclass(frozen=True)
+class SharesOfError:
+    """What a block makes of what its input is off by, and what it adds itself (LaCo eq. 4 to 7).
+
+    With φ the block, θ its weights, h what enters it, and ' of the model that is compared; norms are over all tokens.
+
+    Attributes:
+        input_error: ‖φ(h; θ) − φ(h'; θ)‖ / ‖φ(h; θ)‖, carried on from the blocks before.
+        local_error: ‖φ(h'; θ) − φ(h'; θ')‖ / ‖φ(h; θ)‖, of this block's own weights: ε_k on these samples.
+        growth: ‖φ(h; θ) − φ(h'; θ)‖ / ‖h − h'‖, the least that K_k can be; None where h' = h.
+    """
+
+    input_error: float | None
+    local_error: float | None
+    growth: float | None
+
+    @classmethod
+    def of(cls, entering: float, carried: float, own: float, energy: float) -> "SharesOfError":
+        """Return shares of sums of squares."""
+
+        def root(part: float, whole: float) -> float | None:
+            return (part / whole) ** 0.5 if whole > 0 else None
+
+        return cls(root(carried, energy), root(own, energy), root(carried, entering))
+
+
+@dataclass(frozen=True)
 class BlockComparison:
-    """How alike the hidden states are that leave a block."""
+    """How alike the hidden states are that leave a block, and where their difference comes from."""
 
     block: int
     states: Similarity
+    errors: SharesOfError
 
     def data(self) -> dict[str, Any]:
-        return {"block": self.block, **asdict(self.states)}
+        return {"block": self.block, **asdict(self.states), **asdict(self.errors)}
 
 
 @dataclass(frozen=True)
@@ -67,19 +95,27 @@ def compare(
 ) -> Comparison:
     """Run two models side by side and compare what leaves every block, and the outputs.
 
-    Both have as many blocks and hidden dimensions, in the same basis. Every block of both is run once. Memory: two
-    blocks, the hidden states of both, and in the end everything outside the blocks of both with the outputs of
-    `readout.READOUT_TOKENS` tokens.
+    Both have as many blocks and hidden dimensions, in the same basis. Every block of both is run once, and the
+    reference's on the model's states, too. Memory: two blocks, the hidden states of both and of that run, and in the
+    end everything outside the blocks of both with the outputs of `readout.READOUT_TOKENS` tokens.
     """
     theirs, ours = (each.stream(samples, compute_dtype, allocate=allocate) for each in (reference, model))
     comparisons: list[BlockComparison] = []
+    between = allocate(tuple(ours.states.shape), ours.states.dtype)
     for block in track(range(model.model.blocks), "comparing", total=model.model.blocks):
-        for stream, source in ((theirs, reference), (ours, model)):
-            stream.advance(block, source.block(block))
+        entering = sum(_distance(theirs.states[rows], ours.states[rows]) for _, rows in ours.batches)
+        tensors = reference.block(block)
+        theirs.pass_through(theirs.factory.build_block(block, tensors), block, ours.states, between)
+        theirs.advance(block, tensors)
+        ours.advance(block, model.block(block))
         sums = StateSimilarity()
         for _, rows in ours.batches:
             sums.add(*(each.states[rows].to(ours.factory.device) for each in (ours, theirs)))
-        comparisons.append(BlockComparison(block, sums.figures()))
+        carried, own, energy = (
+            sum(_distance(a[rows], b[rows]) if b is not None else _energy(a[rows]) for _, rows in ours.batches)
+            for a, b in ((theirs.states, between), (between, ours.states), (theirs.states, None))
+        )
+        comparisons.append(BlockComparison(block, sums.figures(), SharesOfError.of(entering, carried, own, energy)))
     readout = theirs.readout()
     (divergence,) = measure_divergences(readout, theirs.states, samples, [(ours.readout(), ours.states)])
     return Comparison(
@@ -91,3 +127,11 @@ def compare(
         len(samples),
         samples.tokens,
     )
+
+
+def _energy(states: Tensor) -> float:
+    return float(states.float().square().sum(dtype=torch.float64))
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    return _energy(ours.float() - theirs.float())

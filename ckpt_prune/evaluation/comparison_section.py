@@ -22,8 +22,14 @@ def show_comparison(comparison: Comparison) -> Section:
         "cosine": lambda block: block.states.cosine,
         "CKA": lambda block: block.states.cka,
     }
+    shares: Mapping[str, Callable[[BlockComparison], float | None]] = {
+        "input error": lambda block: block.errors.input_error,
+        "local error": lambda block: block.errors.local_error,
+        "growth": lambda block: block.errors.growth,
+    }
+    picks = [*columns.values(), *shares.values()]
     rows = [
-        [str(each.block), *(MISSING if (value := pick(each)) is None else f"{value:.4g}" for pick in columns.values())]
+        [str(each.block), *(MISSING if (value := pick(each)) is None else f"{value:.4g}" for pick in picks)]
         for each in comparison.blocks
     ]
     figures = [
@@ -43,5 +49,5 @@ def show_comparison(comparison: Comparison) -> Section:
         f"{what} {comparison.divergence:.4g}{' nats' if comparison.logits else ''}, mean over "
         f"{plural(comparison.samples, 'sample')} of {plural(comparison.tokens, 'token')}"
     )
-    table = Table(["block", *columns], rows)
+    table = Table(["block", *columns, *shares], rows)
     return Section("Hidden states, block by block", [sentence], tables=[table], figures=figures)

@@ -6,7 +6,7 @@ import pytest
 
 import ckpt_prune
 from ckpt_prune.benchmarking.results import Benchmark, Block, Machine, Row
-from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
+from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison, SharesOfError
 from ckpt_prune.evaluation.choices import ChoiceScore
 from ckpt_prune.evaluation.results import PlainResult, ScoredResult
 from ckpt_prune.evaluation.similarity import Similarity
@@ -71,7 +71,7 @@ def test_a_graph(finished: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_grows_with_blocks_items_and_files() -> None:
     alike = Similarity(mse=0.1, relative_error=0.1, cosine=0.9, cka=0.9)
-    blocks = [BlockComparison(block, alike) for block in range(48)]
+    blocks = [BlockComparison(block, alike, SharesOfError(0.5, 0.25, None)) for block in range(48)]
     size = Cost(parameters=100, bytes=400, flops=100, tokens=8)
     widths, errors = {"heads": (1, 2), "mlp": (3, 4)}, {"heads": 0.1, "mlp": 0.2}
     points = tuple(SweepPoint(at / 50, size, widths, errors) for at in range(50))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ckpt_prune
+from ckpt_prune.benchmarking import runners
 from ckpt_prune.common.errors import UserError
 from tests.families import job_on, logits, make, prune, recipe, stock, windows
 
@@ -58,3 +59,18 @@ def test_without_a_readable_config(tmp_path, content, fault):
     with pytest.raises(UserError) as caught:
         ckpt_prune.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}{fault}")
+
+
+def test_two_of_four_is_packed_where_kernels_are_and_else_says_what_lacks(tmp_path, monkeypatch):
+    """No GPU is needed to see what is asked for; `tests/benchmarking/test_runners.py` packs."""
+    folder = make(tmp_path / "dense")
+    with pytest.raises(UserError, match="two_four: torch's kernels for 2:4 run on NVIDIA GPUs alone"):
+        ckpt_prune.load(folder, two_four=True)
+    with pytest.raises(UserError, match="two_four: torch's kernels for 2:4 compute in float16, not in torch"):
+        ckpt_prune.load(folder, two_four=True, dtype=torch.bfloat16)
+    packed: list[torch.nn.Module] = []
+    monkeypatch.setattr(runners, "why_not_two_four", lambda *_: None)
+    monkeypatch.setattr(runners, "pack_two_four", packed.append)
+    model = ckpt_prune.load(folder, two_four=True)
+    assert packed == [model]
+    assert model.dtype == torch.float16

@@ -44,6 +44,7 @@ def test_figures_are_those_of_whole_models(monkeypatch):
         relative, cosine = ((b - a) ** 2).sum() / (a**2).sum(), 1 - paired_cosine_distances(a, b).mean()
         expected = oracle.mse(a, b), relative, cosine, oracle.cka(a, b)
         assert figures == pytest.approx(expected, rel=1e-4)
+    check_shares(comparison["blocks"], ids)
     kl = float((p.exp() * (p - q)).sum(-1).mean())
     assert comparison["divergence"] == pytest.approx(kl, rel=1e-4)
     assert {name: comparison[name] for name in ("reference", "model", "samples", "tokens_per_sample", "measure")} == {
@@ -53,6 +54,32 @@ def test_figures_are_those_of_whole_models(monkeypatch):
         "tokens_per_sample": 16,
         "measure": "kl",
     }
+
+
+def check_shares(blocks: list[dict[str, float | None]], ids: torch.Tensor) -> None:
+    """The dense model's blocks on the states of the pruned model's, by whole models and hooks in float64."""
+    models = [AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in ("dense", "pruned")]
+    made: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[], []]
+    swap: dict[int, torch.Tensor] = {}
+    for number, model in enumerate(models):
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda _m, a, o, n=number: made[n].append((a[0], o)))
+        with torch.no_grad():
+            model(input_ids=ids)
+    entered = [pair[0] for pair in made[1]]
+    for at, layer in enumerate(models[0].model.layers):
+        layer.register_forward_pre_hook(lambda _m, a, b=at: (entered[b], *a[1:]))
+        layer.register_forward_hook(lambda _m, _a, o, b=at: swap.update({b: o}))
+    with torch.no_grad():
+        models[0](input_ids=ids)
+    for at, block in enumerate(blocks):
+        (h, end), (h_, end_) = made[0][at], made[1][at]
+        expected = float((end - swap[at]).norm() / end.norm()), float((swap[at] - end_).norm() / end.norm())
+        assert (block["input_error"], block["local_error"]) == pytest.approx(expected, rel=1e-4)
+        if at == 0:
+            assert block["growth"] is None
+        else:
+            assert block["growth"] == pytest.approx(float((end - swap[at]).norm() / (h - h_).norm()), rel=1e-4)
 
 
 @pytest.mark.usefixtures("place")
