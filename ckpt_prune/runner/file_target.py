@@ -3,11 +3,12 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.journal import Journal
-from ckpt_prune.checkpoint.staging import disk_failures
+from ckpt_prune.checkpoint.staging import check_output, disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.progress import Notices
@@ -51,14 +52,15 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     planner = FilePlanner(model)
     limit = parse_size("bytes", str(options.target_bytes)).of(cost_of(model).bytes)
     check_reach(limit, planner)
+    check_output(
+        model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite, inputs=options.text
+    )
     samples = choose_samples(model, options, trust=options.trust_remote_code, say=say)
     device = resolve_device(options.device)
     dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
-    folder = Path(f"{options.output.absolute()}.measured")
+    with disk_failures(options.output):
+        folder = Path(mkdtemp(prefix=f".{options.output.name}-", dir=options.output.absolute().parent))
     try:
-        with disk_failures(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
         budgets = FileBudgets(planner, samples, options.seed, folder, Journal(folder, "file"), device, dtype)
         try:
             choice = budgets.at_bytes(limit - _CARD)
