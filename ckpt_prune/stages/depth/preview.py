@@ -153,9 +153,11 @@ def check_depth(prepared: Prepared) -> None:
             "so: say a number, depth.drop, or --set depth=null"
         )
     if depth.compensation.linear and not find_map_spaces(family):
+        shared = any(space.gate is not None or name == "shared" for name, space in family.part_spaces("mlp").items())
+        reason = "experts that all tokens share add to it" if shared else "it may be one mlp or experts"
         raise UserError(
-            f"recipe {recipe.name} maps what the mlp gives, and in a block of {family.model_type} experts that all "
-            "tokens share add to it: say --set depth.compensation.method=none"
+            f"recipe {recipe.name} maps what the mlp gives, and in a block of {family.model_type} {reason}: say --set "
+            "depth.compensation.method=none"
         )
     several = depth.part == "mlp" and any(space.experts for space in family.consumers.values())
     if several and depth.choice in ("influence", "divergence"):

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import ckpt_prune
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.model.containers.opening import open_model
 from tests.evaluation.tiny import tiny_tokenizer
@@ -93,6 +94,12 @@ def test_it_is_estimated_sized_pruned_verified_and_reported(
     widths = [output.base_model.layers[block].mlp.down_proj.weight.shape[1] for block in plain]
     if "ratio" in job and job["recipe"] != "best":  # which chooses what goes by its effect
         assert widths == [DENSE * 3 // 4] * len(plain)
+
+
+def test_a_map_over_blocks_of_both_kinds_is_refused(dense: dict[str, Path]) -> None:
+    given = {"text": dense["qwen3_moe"].parent / "calib.txt", "samples": 8, "window": CONTEXT, "dry_run": True}
+    with pytest.raises(UserError, match="what the mlp gives, and in a block of qwen3_moe it may be one mlp or experts"):
+        ckpt_prune.prune(dense["qwen3_moe"], recipe="depth", progress=False, **given)
 
 
 def test_a_mlp_in_place_of_experts_stays_whole_if_the_recipe_says_so(dense: dict[str, Path], tmp_path: Path) -> None:
