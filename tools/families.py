@@ -6,6 +6,7 @@ verifies the output, and keeps what came of it in tools/discovered.json. It take
 """
 
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -102,7 +103,9 @@ def discovered_page() -> str:
         text += f"\n### {kind.capitalize()}, not described\n\n| type | spaces proven | otherwise |\n|---|---|---|\n"
         for name, own in types.items():
             if name not in known:
-                text += f"| `{name}` | {_codes(own['spaces']) if own['pruned'] else '-'} | {own['why'] or '-'} |\n"
+                # Dots are escaped: these are names in other packages' code.
+                why = re.sub(r"(?<=\w)\.(?=\w)", r"\.", own["why"].replace("`", "").replace("|", "/")) or "-"
+                text += f"| {name} | {_codes(own['spaces']) if own['pruned'] else '-'} | {why} |\n"
     return text
 
 
@@ -165,11 +168,13 @@ def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
     """Save a tiny random model of a type with a tokenizer of single characters."""
     from transformers import CONFIG_MAPPING
 
-    from ckpt_prune.model.discovery.twin import Sizes, build_twin
+    from ckpt_prune.model.discovery.twin import Sizes, build_twin, fill_in
     from tests.evaluation.tiny import tiny_tokenizer
 
     sizes = Sizes(hidden=64, heads=8, groups=4, head=16, mlp=48, expert_mlp=32, shared_mlp=40, experts=4)
     config = {**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type}
+    # Published configs state what some classes leave open.
+    config |= {key: fill_in(key, value, vars(sizes)) for key, value in config.items()}
     model: Any = build_twin(config, architecture, sizes).model
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

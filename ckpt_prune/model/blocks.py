@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import load_family, parse_family
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.skeleton import Names, build_skeleton
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ckpt_prune.modeling_pruned import Blocks
+
+_ANY_SIZE = 8
 
 
 def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
@@ -65,7 +68,10 @@ def _stock_config(family: Family, blocks: int | None) -> "PreTrainedConfig":
         setattr(config, family.dimensions["layers"][0], blocks)
     for dimension, keys in family.dimensions.items():
         if keys and getattr(config, keys[0], 0) is None:  # some classes do not fill in their own defaults
-            setattr(config, keys[0], family.dimension(config, dimension))
+            try:
+                setattr(config, keys[0], family.dimension(config, dimension))
+            except UserError:  # published configs state it
+                setattr(config, keys[0], _ANY_SIZE)
     return config
 
 

@@ -538,6 +538,7 @@ def drop_space(draft: Draft, name: str, why: str) -> None:
         description.pop("experts")
     for each in gone:
         spaces.pop(each)
+    why = why.replace("{model_type}", description["model_type"])
     draft.whole[name] = why
     left = set(modules_of(spaces.values()))
     experts = description.get("experts") or {}

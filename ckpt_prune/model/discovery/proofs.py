@@ -229,7 +229,7 @@ class Prover:
             values[key] = kept
             for factor in factors:
                 values[key] *= self.dimension(factor)
-        if "head_dim" in self.twin.config:
+        if "head_dim" in self.twin.config and self.family.dimensions["head_dim"]:
             values["head_dim"] = self.dimension("head_dim")
         return values
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.discovery.twin import Twin
 
-Line = tuple[str, int, int]
-"""Parameter of a block, one of its axes, and a position on it."""
+_MOST_COLUMNS = 1024
+"""Each takes a derivative of its own."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,8 @@ def _trace(
     effect, factor = _effect(leaf, leaving, generator)
     if effect == "none":
         return None
+    if target.shape[-1] > _MOST_COLUMNS:
+        raise UserError(f"{path} still has {target.shape[-1]} columns in a model that was made small")
     last = torch.zeros_like(noise)
     last[:, -1] = noise[:, -1]
     across = {

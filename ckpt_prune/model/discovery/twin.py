@@ -17,7 +17,7 @@ from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.model.skeleton import build_skeleton, parse_config, stock_class
 
 VOCABULARY, POSITIONS, TOKENS = 101, 128, 24
-MOST_WEIGHTS = 20_000_000
+MOST_WEIGHTS = 30_000_000
 """A twin that is larger was not made small."""
 
 
@@ -49,7 +49,7 @@ _KEYS: dict[str, str] = {
     "heads": r"num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads|"
     r"num_(de|en)coder_attention_heads|swa_num_attention_heads|linear_num_heads",
     "groups": r"(swa_)?num_key_value_heads|num_kv_heads|multi_query_group_num|kv_n_heads|num_query_groups",
-    "head": r"(swa_)?head_dim|kv_channels|d_head|dim_head|attention_head_size",
+    "head": r"(swa_|global_)?head_dim|kv_channels|d_head|dim_head|attention_head_size",
     "experts": r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts",
 }
 _NUMBERS: dict[str, int] = {
@@ -133,11 +133,12 @@ def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[dict[str,
                 if "num_attention_heads" in small and small.get("head_dim") is None:
                     yield small | {"head_dim": (vars(sizes) | changes)["head"]}  # many classes read it from a config
                 if fills:  # defaults that a published config states and the class does not
-                    small |= {key: _filled(key, value, vars(sizes) | changes) for key, value in small.items()}
+                    small |= {key: fill_in(key, value, vars(sizes) | changes) for key, value in small.items()}
                 yield small
 
 
-def _filled(key: str, value: Any, roles: Mapping[str, int]) -> Any:
+def fill_in(key: str, value: Any, roles: Mapping[str, int]) -> Any:
+    """Return a number for a config key that has none, if its name says of which size it is."""
     if value is not None or key.endswith(("_token_id", "layers")):
         return value
     number = _small_number(key, 10**6, roles)
@@ -160,7 +161,9 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
         elif isinstance(value, list):
             if depth and len(value) == depth:
                 if keeps_lists or key not in ("layer_types", "mlp_layer_types", "layers_block_type"):
-                    small[key] = [value[block] for block in blocks]
+                    numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+                    picked = [value[block] for block in blocks]
+                    small[key] = [_small_number(key, each, roles) for each in picked] if numbers else picked
             elif key == "eos_token_id":
                 small[key] = 2
             elif (
