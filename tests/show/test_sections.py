@@ -288,8 +288,11 @@ def test_a_linear_without_a_kind_has_the_name_of_its_module(weight, kind):
 def test_every_linear_of_every_family_has_a_kind_of_its_own(name, variant):
     family = load_family(name, variant)
     assert set(family.labels) == set(family.linears)
-    shared = {module for name, space in family.consumers.items() if name == "shared" for module in space.modules}
-    labels = [label for module, label in family.labels.items() if module not in shared]
+    # Shared experts and MLPs in place of experts are of the same kinds.
+    alike = {
+        module for name in ("shared", "dense") if name in family.consumers for module in family.consumers[name].modules
+    }
+    labels = [label for module, label in family.labels.items() if module not in alike]
     assert set(labels) <= set(KINDS)
     assert len(set(labels)) == len(labels)
     attention = family.attention
