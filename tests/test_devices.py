@@ -21,7 +21,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options.training import RecoverySettings
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.recovery.keys import recover_recipe
 from tests import encoders
 from tests.families import windows

@@ -19,7 +19,7 @@ from ckpt_prune.model.family import Family
 from ckpt_prune.model.spaces import ConsumerSpace, Incidence, RotarySpace, Space, StrictModel
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.stages import STAGES
-from ckpt_prune.stages.reading import json_schema, load_recipe
+from ckpt_prune.stages.recipe_files import json_schema, load_recipe
 from tests.cli.test_help import EVERY
 from tools import families, runtimes
 from tools.lowest import constraints

@@ -82,14 +82,14 @@ def test_recipes_and_reports_are_read_without_torch():
     """Modules are imported in one process, so that the first which loads torch is named."""
     stages = [name for name, path in modules(PACKAGE / "stages").items() if path.stem in ("keys", "show", "records")]
     assert len(stages) > 20
-    names = [*stages, "ckpt_prune.stages.reading", "ckpt_prune.stages.report", "ckpt_prune.runner.sections"]
+    names = [*stages, "ckpt_prune.stages.recipe_files", "ckpt_prune.stages.report", "ckpt_prune.runner.sections"]
     script = (
         "import sys\nfrom importlib import import_module\n"
         f"for name in {names}:\n"
         "    import_module(name)\n"
         "    loaded = {'torch', 'transformers'} & sys.modules.keys()\n"
         "    assert not loaded, f'{name} loads {loaded}'\n"
-        "from ckpt_prune.stages.reading import load_recipe\n"
+        "from ckpt_prune.stages.recipe_files import load_recipe\n"
         "assert load_recipe('rcpu').has('spaces')\n"
         "assert 'torch' not in sys.modules, 'reading a recipe loads torch'\n"
     )

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_prune.stages.reading import json_schema
+from ckpt_prune.stages.recipe_files import json_schema
 from tests.test_documents import keys_of, prose
 
 ROOT = Path(__file__).resolve().parents[1]

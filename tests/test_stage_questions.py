@@ -23,7 +23,7 @@ VALUES = {"values", "recipe"}
 """Names of recipes that are not read yet."""
 ALLOWED = {
     "checkpoint/folder_kinds.py": (2, "which files of a folder are its own is read without recipes"),
-    "stages/reading.py": (1, "--pattern and --rotate are options for masks alone"),
+    "stages/recipe_files.py": (1, "--pattern and --rotate are options for masks alone"),
     "runner/fewer_bits.py": (1, "an exported file may have fewer bits than the output"),
     "runner/read_job.py": (1, "samples to train on are chosen by the keys of recovery"),
     "runner/read_recipe.py": (1, "--perplexity-after is an option of recovery alone"),

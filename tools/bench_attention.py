@@ -32,7 +32,7 @@ from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects, measured_singly
 from tools.bench_best import Bench, benches, of_text

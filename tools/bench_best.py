@@ -33,7 +33,7 @@ from ckpt_prune.measure.statistics.folder import Statistics, record_effects
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.run_job import run_job
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.spaces.effects.measured import SHALLOW, measure_effects
 from tools.bench_corp import Pixels, compare, images, logits

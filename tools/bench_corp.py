@@ -34,7 +34,7 @@ from ckpt_prune.measure.statistics.measurement import list_collected_by_default,
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.families import prune
 
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)

@@ -32,7 +32,7 @@ from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import run_job
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tools.bench_lines import add_line, by_key, lines_of
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

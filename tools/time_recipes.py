@@ -19,7 +19,7 @@ from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.read_job import read_job
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.run_job import run_job
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 LLAMA = {"model": str(DATA / "llama-stories260k"), "text": (DATA / "text-tinystories" / "calib_bos.txt",)}

@@ -1,8 +1,6 @@
 """Writing a checkpoint tensor by tensor: shapes first, then data in any order, then one swap into place."""
 
-import errno
 import hashlib
-import os
 import shutil
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Set
@@ -14,17 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import INDEX, read_tensors
+from ckpt_prune.checkpoint.disk_space import check_free_space, reserve_space
 from ckpt_prune.checkpoint.files import open_input, sync
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.json_files import canonical_json, pretty_json
 from ckpt_prune.checkpoint.shard import Stack, TensorInfo, build_header, digest_tensor, stack_shapes, write_tensor
 from ckpt_prune.checkpoint.staging import SCRATCH, Staging, disk_failures
-from ckpt_prune.common.errors import DiskError
-from ckpt_prune.common.formatting import human_bytes
 
 Layout = Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
-
-_MARGIN_BYTES = 64 * 2**20
 
 
 class _Pending(threading.local):
@@ -368,27 +363,3 @@ class CheckpointWriter:
             else:
                 del self._journal.files[entry]
         return names
-
-
-def check_free_space(folder: Path, needed: int, what: str = "the output needs", remedy: str = "") -> None:
-    """Refuse to begin if `needed` bytes, and a margin for small files, do not fit on the disk of `folder`.
-
-    `what` needs them, with the verb; `remedy` is another than freeing space.
-    """
-    free = shutil.disk_usage(folder).free
-    needed += _MARGIN_BYTES
-    if needed > free:
-        raise DiskError(
-            f"{folder} has {human_bytes(free)} free and {what} {human_bytes(needed)}; "
-            f"free space or choose another place{remedy}"
-        )
-
-
-def reserve_space(descriptor: int, size: int) -> None:
-    """Lengthen a file to `size`, and reserve the space if the file system can."""
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(descriptor, size)

@@ -36,7 +36,7 @@ def list_recipes(options: RecipeListOptions) -> "Groups":
     --text, --images for a vision model, or --statistics. Where several are named, one is enough; any means all three.
     """
     from ckpt_prune.recipe.catalogue import group_recipes
-    from ckpt_prune.stages.reading import load_recipe
+    from ckpt_prune.stages.recipe_files import load_recipe
 
     files = shipped_recipes().values()
     return group_recipes(load_recipe(file) for file in files if options.all or file.is_first != options.papers)
@@ -85,7 +85,7 @@ def copy(options: RecipeCopyOptions) -> Path:
 @takes(RecipeValidateOptions)
 def validate(options: RecipeValidateOptions) -> "dict[str, Recipe]":
     """Check recipes; with --json, print them with every default spelt out: of several, an object by the names given."""
-    from ckpt_prune.stages.reading import load_recipe
+    from ckpt_prune.stages.recipe_files import load_recipe
 
     recipes, faults = {}, []
     for name in options.names:
@@ -128,7 +128,7 @@ def _show_push(pushed: dict[str, str], options: dict[str, Any]) -> None:
 @takes(Options)
 def schema(options: Options) -> dict[str, Any]:
     """Print the JSON Schema of recipes, for editors."""
-    from ckpt_prune.stages.reading import json_schema
+    from ckpt_prune.stages.recipe_files import json_schema
 
     return json_schema()
 

@@ -10,7 +10,7 @@ from ckpt_prune.recipe.names import Goal
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE
 from ckpt_prune.show.section import Table
 from ckpt_prune.show.terminal import print_table
-from ckpt_prune.stages.reading import explain_keys, parse_yaml
+from ckpt_prune.stages.recipe_files import explain_keys, parse_yaml
 
 _LEGEND = (
     "time: of pruning, as a multiple of ridge. stock: classes of transformers;\nown code: ckpt_prune.load, or "

@@ -19,7 +19,7 @@ from ckpt_prune.measure.samples.text import cut_windows, load_tokenizer, mix_win
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.run_job import run_job
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.verification.verify import verify
 
 RECIPES = ("wanda-sp", "flap", "rcpu-scale", "best-uniform", "best")

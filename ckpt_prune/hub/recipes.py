@@ -9,7 +9,7 @@ from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.hub.repository import PushedCommit, commit, find_repository
 from ckpt_prune.recipe.shipped import MOST_BYTES, RecipeFile
 from ckpt_prune.show.model_card import front_matter
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 
 _CARD = "README.md"
 _NAME = re.compile(r"\w[\w.-]*")

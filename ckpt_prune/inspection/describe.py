@@ -39,7 +39,7 @@ from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.runner.messages import ignored_words, tied_words
 from ckpt_prune.runner.refusals import asked_ratios
 from ckpt_prune.sparsity.zeros import Sparsity, find_zeros, pattern_of_all, share_of_all, weights_by_module
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.shared.output import plan_output
 from ckpt_prune.stages.spaces.checks import check_spaces

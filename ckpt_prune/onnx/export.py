@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.disk_space import check_free_space
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.side_files import carried_files, name_left_out, side_files_of, top_names
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
-from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GRAPH_FILES, ROUNDED_TYPES, GraphType

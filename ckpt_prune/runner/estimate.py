@@ -41,7 +41,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import preview_job
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.shared.measure_dense import choose_samples, plan_end_states
 
 WORTH_SAYING = 20.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_prune.checkpoint.writer import check_free_space
+from ckpt_prune.checkpoint.disk_space import check_free_space
 from ckpt_prune.common.errors import EvaluationFailedError, GraphFailedError, PushFailedError, UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.short_repr import short_repr

@@ -17,7 +17,7 @@ from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, RecipeFile
 from ckpt_prune.recipe.sizes import asked_size
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.recovery.keys import Recovery
 from ckpt_prune.stages.vocabulary.keys import VOCABULARY_ALONE, vocabulary_changes
 

@@ -14,7 +14,7 @@ from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.recipe.sizes import TargetSize
 from ckpt_prune.show.section import MISSING, Section, Table, list_entries, make_tables
 from ckpt_prune.stages.folders import find_functions, stage_sections
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.recovery.show import is_recovered
 from ckpt_prune.stages.report import AnyPlan, Report
 

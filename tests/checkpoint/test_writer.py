@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.disk_space import reserve_space
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.checkpoint.writer import CheckpointWriter, reserve_space
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 
 from .folders import CONFIG, example_tensors, layout_of, same, writing

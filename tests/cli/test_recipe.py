@@ -15,7 +15,7 @@ import yaml
 import ckpt_prune
 from ckpt_prune.cli.main import COMMANDS
 from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes, text_of_recipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.cli.running import TEXT, ok, options_of, read_json, read_refusal, run
 from tests.gguf_files.tiny import save
 

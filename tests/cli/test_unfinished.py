@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_prune.checkpoint.disk_space import check_free_space
 from ckpt_prune.checkpoint.journal import JOURNAL, Journal
 from ckpt_prune.checkpoint.shard import read_header
-from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import DiskError
 from ckpt_prune.job.store import BlockStore
 from ckpt_prune.measure.statistics import measurement as measuring

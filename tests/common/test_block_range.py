@@ -4,7 +4,7 @@ import pytest
 
 from ckpt_prune.common.block_range import blocks_of, checked_range
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.recipe.recipes import refusal, write
 
 PUBLISHED = "12.5%:93.75%"

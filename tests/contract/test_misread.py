@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.whole_model import load_reported
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.stages.test_rotations import random_rotations, rotating
 
 from .dense import Dense, spaces_recipe

@@ -13,7 +13,7 @@ from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.families import CONTEXT, VARIANTS, calibrate, job_on, make, model_of, one_group, prune, recipe, stock
 from tests.pairs import one_of
 

@@ -4,7 +4,7 @@ import yaml
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.recipe.shipped import recipe_text, shipped_recipes
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import json_schema, load_recipe
+from ckpt_prune.stages.recipe_files import json_schema, load_recipe
 from ckpt_prune.stages.recovery.keys import Recovery
 from tests.recipe.recipes import GOOD, refusal, write
 

@@ -21,7 +21,7 @@ from ckpt_prune.evaluation.whole_model import load_reported, quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.records import read_manifest
 from ckpt_prune.options.graphs import GraphSettings
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests import encoders, families, graphs
 from tests.families import prune
 from tests.graphs import graph_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 
 GOOD = """\
 version: 1

@@ -6,7 +6,7 @@ from ckpt_prune.recipe.catalogue import GOALS, Entry, group_recipes
 from ckpt_prune.recipe.names import Goal
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.recipe.recipes import refusal, write
 
 RIDGE = {"score": "rcpu", "compensation": {"method": "ridge"}}

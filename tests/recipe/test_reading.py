@@ -4,7 +4,7 @@ import pytest
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.recipe.recipes import GOOD, refusal, write
 
 KEYS = FullRecipe.model_fields

@@ -10,7 +10,7 @@ from ckpt_prune.job.decisions import Losses
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.runner.messages import wider_choice
 from ckpt_prune.runner.open_run import summary
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.families import SIZES, model_of
 
 DEFAULT = load_recipe("best-uniform", ratio=0.3)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ckpt_prune.runner.publish import model_card
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.report import Report
 from tests.show.examples import Json, elsewhere, layer, report, site
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.families import job_on, prune, windows
 
 ALL = {"calibration", "ranking", "compensation"}

@@ -13,7 +13,7 @@ from ckpt_prune.common.filenames import REPORT, ROTATIONS
 from ckpt_prune.runner.sections import titled_sections
 from ckpt_prune.show.html import print_page
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.report import read_report_or_plan
 from ckpt_prune.verification.verify import verify
 from tests import encoders, families

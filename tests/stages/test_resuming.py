@@ -15,7 +15,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.recovery import scale_blocks
 from ckpt_prune.stages.spaces.effects import gradients
 from ckpt_prune.stages.spaces.effects.measured import measure_effects

@@ -12,7 +12,7 @@ from ckpt_prune.model.cost import cost_of
 from ckpt_prune.runner.plan import make_plan, prepare_plan
 from ckpt_prune.runner.sweep_points import SweepPoint, points_at
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.encoders import calibrate, request_on
 from tests.stages.whole import data_of
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.checkpoint.digests import READER_FILES
+from ckpt_prune.checkpoint.disk_space import check_free_space
 from ckpt_prune.checkpoint.files import sync
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import Staging, disk_failures, partial_of, refuse_inside
-from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.moments.inputs import Taylor

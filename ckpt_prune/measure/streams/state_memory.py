@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ckpt_prune.checkpoint.disk_space import check_free_space, reserve_space
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.checkpoint.writer import check_free_space, reserve_space
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Shape and dtype → a tensor on CPU whose values are to be written."""

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import read_tensors
+from ckpt_prune.checkpoint.disk_space import check_free_space
 from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.checkpoint.writer import CheckpointWriter, check_free_space
+from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.common.progress import Meter, meter

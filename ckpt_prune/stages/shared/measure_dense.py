@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_prune.checkpoint.disk_space import check_free_space
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
-from ckpt_prune.checkpoint.writer import check_free_space
 from ckpt_prune.common.errors import DiskError
 from ckpt_prune.common.phases import phase
 from ckpt_prune.job.job import LiveSamples

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 import ckpt_prune
 from ckpt_prune import modeling_pruned
 from ckpt_prune.modeling_pruned import REFUSAL, WEIGHTS_KEY
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests import encoders, families
 from tests.encoders import columns_of
 from tests.families import BLOCKS, calibrate, job_on, logits, make, prune, recipe, stock, windows

@@ -21,7 +21,7 @@ from ckpt_prune.model.spaces import Site
 from ckpt_prune.recipe.sizes import cost_in
 from ckpt_prune.runner.plan import make_plan
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.spaces.effects.site_variants import dropped_counts
 from ckpt_prune.stages.spaces.size_search import Sized, at_size
 from ckpt_prune.stages.spaces.solvers import solver_of

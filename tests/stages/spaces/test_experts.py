@@ -21,7 +21,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.runner.plan import prepare_plan
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.stages import FullRecipe
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.spaces.pruner import SWEEPS
 from ckpt_prune.stages.spaces.show import warn_of_sites

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 import ckpt_prune
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests.encoders import job_on
 from tests.stages.whole import make_wide
 

@@ -11,7 +11,7 @@ from ckpt_prune.job.prepared import begin
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.spaces.widths import dense_ranking
 from tests.cli.running import TEXT, ok, read_json, read_refusal
 from tests.evaluation.tiny import tiny_llama, tiny_tokenizer

@@ -11,7 +11,7 @@ from ckpt_prune.job.decisions import Decisions
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
-from ckpt_prune.stages.reading import load_recipe
+from ckpt_prune.stages.recipe_files import load_recipe
 from tests import families
 from tests.encoders import job_on
 from tests.job.test_cost import LLAMA_7B
