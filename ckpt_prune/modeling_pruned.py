@@ -260,7 +260,7 @@ class PrunedMixin:
         layers = model.get_submodule(path)
         for index in range(len(layers)):
             own = layer_config(config, index)
-            layer = make_block(type(layers[index]), own, blocks, index)
+            layer = make_block(layers[index], own, blocks, index)
             # transformers that know the key always have something under it.
             uneven = getattr(config, "is_heterogeneous", bool(getattr(config, "per_layer_config", None)))
             module: Any
@@ -272,16 +272,16 @@ class PrunedMixin:
         model.post_init()
 
 
-def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
+def make_block(stock: nn.Module, config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
     """A block, of the widths its own config says.
 
     Args:
-        layer_class: stock class of the block.
+        stock: the block of the stock model in its place, of any widths.
         config: of this block (`layer_config`).
         blocks: where in the block what is rebuilt.
         index: of the block.
     """
-    layer = _resize_block(layer_class, config, blocks, index)
+    layer = _resize_block(stock, config, blocks, index)
     for path in getattr(config, "ckpt_prune_biases", None) or []:
         linear: Any = layer.get_submodule(path)
         if linear.bias is None:
@@ -302,7 +302,7 @@ def make_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: B
     return layer
 
 
-def _resize_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
+def _resize_block(stock_block: nn.Module, config: PreTrainedConfig, blocks: Blocks, index: int) -> nn.Module:
     """The stock block with linears of its own size, and its attention generalised where no stock one has its shape."""
     attention = blocks["attention"]
     heads = _heads(config, attention)
@@ -312,8 +312,14 @@ def _resize_block(layer_class: type[nn.Module], config: PreTrainedConfig, blocks
     stock = attention is None or (narrow == values == head_dim and heads * head_dim == config.hidden_size)
     arguments = [config if stock else _one_head(config)]
     # Some blocks are not told their index; BEiT's are told how often training leaves them out.
-    told = [name for name in inspect.signature(layer_class).parameters if "idx" in name]
-    layer = layer_class(*arguments, **dict.fromkeys(told, index))
+    layer_class: Any = type(stock_block)
+    told: dict[str, Any] = {}
+    for name, parameter in [*inspect.signature(layer_class).parameters.items()][1:]:
+        if "idx" in name or name == "layer_id":
+            told[name] = index
+        elif parameter.default is parameter.empty and hasattr(stock_block, name):
+            told[name] = getattr(stock_block, name)  # what the model tells its blocks, and they keep
+    layer: nn.Module = layer_class(*arguments, **told)
     if attention is not None and not stock:
         _narrow(layer, config, attention, heads, head_dim, narrow, values)
     _drop_pairs(layer, config, blocks)

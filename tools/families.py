@@ -15,13 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, not that which is installed
+
 from ckpt_prune.model import descriptions
 from ckpt_prune.model.composites import known_composites, load_composite
 from ckpt_prune.model.descriptions import families_with_experts, known_families, load_family, variants_of
 from ckpt_prune.model.family import Family
 
-DISCOVERED = Path(__file__).parent / "discovered.json"
-ROOM = Path(descriptions.__file__).parent
+DISCOVERED = Path(__file__).resolve().parent / "discovered.json"
+ROOM = DISCOVERED.parents[1] / "ckpt_prune" / "model"
 PAGE = ROOM / "FAMILIES.md"
 _HEAD = """# Families that can be pruned
 
@@ -160,7 +162,7 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
             prune_and_verify(source, description)
         except (Exception, SystemExit) as error:
             text = str(error) if isinstance(error, UserError) else one_line(error)
-            return {"spaces": spaces, "pruned": False, "why": text[:200]}
+            return {"spaces": spaces, "pruned": False, "why": text.removeprefix(f"{source}: ")[:200]}
         return {"spaces": spaces, "pruned": True, "why": why}
 
 

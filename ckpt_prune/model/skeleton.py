@@ -191,11 +191,16 @@ class Names:
     def parameters(self, disk: str) -> tuple[str, ...]:
         """Return the parameters that a tensor on disk holds; none if the model has no place for it.
 
-        A fused tensor holds several, equal parts of its rows in this order.
+        A fused tensor holds several, parts of its rows in this order.
         """
         if disk not in self._parameters_by_name:
             self._parameters_by_name[disk] = self._convert(disk)
         return self._parameters_by_name[disk]
+
+    def rows(self, disk: str) -> list[int] | None:
+        """Return the rows of the parameters that a fused tensor on disk holds; None if they are equal parts."""
+        rows = [len(self._parameters[name]) for name in self.parameters(disk)]
+        return rows if len(set(rows)) > 1 else None
 
     def rename(self, disk: str) -> str:
         """Return the name that a tensor on disk would have in the model if it were not fused with others."""
@@ -213,7 +218,9 @@ class Names:
             return (name,) if name in self._parameters else ()
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         suffix = converter.target_patterns[0]
-        parameters = tuple(name.removesuffix(suffix) + target for target in converter.target_patterns)
+        # Patterns may end before the kind of tensor (`.weight`).
+        before, _, after = name.rpartition(suffix)
+        parameters = tuple(f"{before}{target}{after}" for target in converter.target_patterns)
         return parameters if self._parameters.keys() >= set(parameters) else ()
 
     def ignores(self, disk: str) -> bool:
@@ -240,7 +247,7 @@ class Names:
         if self._is_stacked(disk):
             return self.shapes.get(disk)
         first, *rest = (tuple(self._parameters[name].shape) for name in parameters)
-        return (first[0] * (1 + len(rest)), *first[1:]) if rest else first
+        return (first[0] + sum(each[0] for each in rest), *first[1:]) if rest else first
 
     def missing(self, disk: Iterable[str]) -> list[str]:
         """Return on-disk names of the parameters that none of these tensors holds, sorted.

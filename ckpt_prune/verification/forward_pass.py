@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.memory import available_bytes
@@ -56,7 +56,18 @@ def _check(model: Model, samples: Samples, say: Callable[[str], None]) -> None:
         say(f"not compared with transformers' own forward pass: {reason}")
         return
     sample = _shorten(samples)
-    theirs, ours = _run_whole(model, sample, dtype), _run_block_by_block(model, sample, dtype)
+    theirs = _run_whole(model, sample, dtype)
+    try:
+        ours = _run_block_by_block(model, sample, dtype)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as failure:
+        if model.family.found is None:
+            raise
+        # Nobody has looked at this class: it may need what its model does beside running its blocks.
+        raise UserError(
+            f"{model.checkpoint.path}: transformers runs this model, but its blocks cannot be run one by one "
+            f"({one_line(failure)}): {model.family.architecture} does something to them that is not known here, so it "
+            "can be neither measured nor pruned"
+        ) from failure
     for place, (expected, states) in enumerate(zip(theirs, ours, strict=True)):
         error = relative_error(expected, states)
         if error is None or error <= BOUNDS[dtype]:

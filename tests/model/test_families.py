@@ -192,6 +192,19 @@ def test_a_skeleton_has_every_shape_and_no_memory(tmp_path, variant):
     }
 
 
+def test_a_fused_tensor_may_hold_parts_that_differ_in_rows():
+    """lara_mini stores what linear attention reads in one tensor: queries to values, gates, and two for each head."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 20, "layer_types": ["linear_attention"] * 2}
+    names = Names(build_skeleton(parse_config({"model_type": "lara_mini", **sizes}), "LaraMiniForCausalLM"))
+    disk = "model.layers.1.linear_attn.in_proj.weight"
+    parts = names.parameters(disk)
+    assert [part.rpartition(".in_proj_")[2] for part in parts] == ["qkv.weight", "z.weight", "b.weight", "a.weight"]
+    assert names.rows(disk) == [len(names.model.get_parameter(part)) for part in parts]
+    assert names.shape(disk) == names.shapes[disk] == (sum(names.rows(disk)), 32)
+    assert {names.saved_as(part) for part in parts} == {disk}
+    assert names.missing(names.shapes) == []
+
+
 def test_a_config_alone_is_a_checkpoint_for_counting(tmp_path):
     folder = make(tmp_path / "model", "qwen2")
     assert not is_config_only(folder)

@@ -69,7 +69,7 @@ class BlockFactory:
         model = self.model.with_config(modeling_pruned.layer_config(self.config, index))
         layer_config = model.with_widths(model.widths_of(index, tensors)).config
         with on_meta_device():
-            module = modeling_pruned.make_block(type(self._layers[index]), layer_config, self._facts, index)
+            module = modeling_pruned.make_block(self._layers[index], layer_config, self._facts, index)
         _replace_transposed(module)
         if self.family.experts is not None:
             experts = {own[0] for name, own in self._experts.items() if self.family.tensor(index, name) in tensors}
@@ -117,7 +117,7 @@ class BlockFactory:
             if within:
                 layers: Any = model_class(self.config).get_submodule(self.family.layers)
                 return layers[index]  # type: ignore[no-any-return]
-            return modeling_pruned.make_block(type(self._layers[index]), config, self._facts, index)
+            return modeling_pruned.make_block(self._layers[index], config, self._facts, index)
 
     def module_path(self, index: int, module: str) -> str:
         """Return the path inside a block of a linear module that the family names as it stands on disk."""
@@ -130,8 +130,13 @@ class BlockFactory:
         return int(weight.shape[0])
 
     def find_paths(self, index: int, disk: str) -> list[str]:
-        """Find the paths inside a block of the parameters that a tensor on disk holds, in equal parts of its rows."""
+        """Find the paths inside a block of the parameters that a tensor on disk holds, in the order of its rows."""
         return [name.removeprefix(f"{self.family.layers}.{index}.") for name in self.find_parameters(disk)]
+
+    def split(self, disk: str, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Split a tensor on disk into the rows of the parameters that it holds."""
+        rows = self.names.rows(disk)
+        return torch.split(tensor, rows) if rows is not None else tensor.chunk(len(self.find_parameters(disk)))
 
     def find_makers(self, index: int) -> dict[str, list[str]]:
         """Find the tensors on disk that make the inputs of consumers outside attention, by the consumer's path.
@@ -161,7 +166,7 @@ class BlockFactory:
         """
         for disk, tensor in self._stack_experts(module, path, tensors).items():
             parameters = () if is_stored_buffer(disk) else self.find_parameters(disk)
-            parts = tensor.chunk(len(parameters)) if len(parameters) > 1 else [tensor] * len(parameters)
+            parts = self.split(disk, tensor) if len(parameters) > 1 else [tensor] * len(parameters)
             for parameter, part in zip(parameters, parts, strict=True):
                 if parameter.startswith(f"{path}."):
                     local, _, attribute = parameter.removeprefix(f"{path}.").rpartition(".")

@@ -39,7 +39,7 @@ def load_outside(factory: BlockFactory, tensors: Iterable[str], read: ReadTensor
             zero = torch.zeros((), device=factory.device, dtype=factory.dtype)
             parts = [zero.expand(model.get_parameter(each).shape) for each in own]
         else:
-            parts = list(read([name])[name].chunk(len(own)))
+            parts = list(factory.split(name, read([name])[name]))
         for parameter, part in zip(own, parts, strict=True):
             place, _, attribute = parameter.rpartition(".")
             value = nn.Parameter(part.to(factory.device, factory.dtype), requires_grad=False)

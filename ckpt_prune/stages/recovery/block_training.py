@@ -153,7 +153,7 @@ class BlockObjective(Objective[Tensors]):
         }
         self.parameters = [parameter for parts in self._parts.values() for parameter in parts]
         for name, parts in self._parts.items():
-            for parameter, free in zip(parts, surviving_weights(tensors, name).chunk(len(parts)), strict=True):
+            for parameter, free in zip(parts, factory.split(name, surviving_weights(tensors, name)), strict=True):
                 parameter.requires_grad_()
                 # Adam leaves alone what never had a gradient: zeros stay zeros, exactly.
                 if not free.all():
@@ -168,7 +168,7 @@ class BlockObjective(Objective[Tensors]):
     def reset(self) -> None:
         """Begin anew, with the tensors that were given."""
         for name, parts in self._parts.items():
-            for parameter, value in zip(parts, self._tensors[name].chunk(len(parts)), strict=True):
+            for parameter, value in zip(parts, self._stream.factory.split(name, self._tensors[name]), strict=True):
                 parameter.copy_(value)
 
     def add_gradients(self, rows: Tensor) -> None:

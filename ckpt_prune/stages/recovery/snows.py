@@ -111,8 +111,8 @@ class OperationsError:
         self.parameters = [parameter for parts in self._parts.values() for parameter in parts]
         self.free = [
             free.to(factory.device)
-            for name, parts in self._parts.items()
-            for free in surviving_weights(tensors, name).chunk(len(parts))
+            for name in self._parts
+            for free in factory.split(name, surviving_weights(tensors, name))
         ]
         for parameter in self.parameters:
             parameter.requires_grad_()

@@ -8,9 +8,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ckpt_prune.model.descriptions import known_families, load_family
 from ckpt_prune.model.discovery.discover import discover
+from ckpt_prune.verification import forward_pass
 from tests.model.discovery.test_discovery import config
 from tools.families import DISCOVERED, prune_and_verify, try_type, write_tiny
 
+CHECK = forward_pass._check
+"""The comparison with the whole model, which other tests leave out."""
 CLASSES = {**MODEL_FOR_MASKED_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 THIRTY = [
     *("afmoe", "apertus", "aria_text", "bart", "biogpt", "cohere2_moe", "cwm", "ernie4_5_moe", "exaone", "glm4_moe"),
@@ -24,6 +27,7 @@ THIRTY = [
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "families"))
+    monkeypatch.setattr(forward_pass, "_check", CHECK)
 
 
 @pytest.mark.parametrize("model_type", THIRTY)
@@ -32,6 +36,22 @@ def test_thirty_types(model_type):
     kept = json.loads(DISCOVERED.read_text())["types"]["causal"][model_type]
     found = try_type(model_type, CLASSES[model_type])
     assert (found["pruned"], found["spaces"]) == (True, kept["spaces"]), found["why"]
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "moshi", "lara_mini"])
+def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
+    """Blocks that take their number by another name, or an argument that no config states; a fused tensor of parts
+    that differ in rows.
+    """
+    found = try_type(model_type, CLASSES[model_type])
+    assert found["pruned"], found["why"]
+
+
+def test_blocks_that_only_their_model_can_run_are_refused():
+    """Big Bird's model switches the attention of its blocks as it runs."""
+    found = try_type("big_bird", CLASSES["big_bird"])
+    assert not found["pruned"]
+    assert "its blocks cannot be run one by one (Query sided sequence length must be" in found["why"]
 
 
 @pytest.mark.parametrize(
