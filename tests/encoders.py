@@ -339,6 +339,7 @@ DEFAULTS = {
     "heads": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "values": {"score": "principal", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "mlp": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
+    "dense": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
     "experts": {"score": "routed-energy"},
     "shared": {"score": "corp", "compensation": {"method": "affine", "lambda": STRENGTH}},
 }
