@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ckpt_prune.model.descriptions import known_families, load_family
@@ -71,17 +72,30 @@ def test_blocks_of_several_kinds(model_type, spaces, whole, tmp_path: Path):
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "qwen3_moe", "bert"])
 def test_what_is_described_by_hand_is_found(model_type):
-    """Incidences of the same lines, and the same config keys."""
-    known = load_family(model_type)
+    """Incidences of the same lines, and the same config keys or other names of them."""
+    known, names = load_family(model_type), CONFIG_MAPPING[model_type].attribute_map
     found = discover(config(model_type, known.architecture)).description
     assert {"mlp"} <= found["spaces"].keys() & known.spaces.keys()
     for name in found["spaces"].keys() & known.spaces.keys():
         space = found["spaces"][name]
         given = known.spaces[name].model_dump(exclude_defaults=True)
-        for key in ("units", "config", "experts", "per", "within", "tables"):
+        for key in ("units", "experts", "per", "within", "tables"):
             assert space.get(key) == given.get(key), (name, key)
-        for key in ("rows", "columns"):
-            assert _sorted(space.get(key)) == _sorted(given.get(key)), (name, key)
+        configs = [{names.get(key, key): value for key, value in each["config"].items()} for each in (space, given)]
+        assert configs[0] == configs[1], name
+        assert _sorted(space.get("columns")) == _sorted(given.get("columns")), name
+        assert _sorted(_runs(space)) == _sorted(_runs(given)), name
+
+
+def _runs(space):
+    """Rows of a space with each of several copies, which lie one after the other, by itself."""
+    runs = []
+    for row in space["rows"]:
+        each, after = row.get("each", []), row.get("after", [])
+        others = {key: value for key, value in row.items() if key not in ("copies", "after")}
+        before = [[[*each, space["units"]]] * copy for copy in range(row.get("copies", 1))]
+        runs += [others | {"after": [*after, *copies]} for copies in before]
+    return runs
 
 
 def _sorted(value):
