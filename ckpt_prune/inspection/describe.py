@@ -144,7 +144,10 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
             return "remote code"
 
     tensors = model.checkpoint.tensors
-    per_block = sum(tensors[model.tensor(blocks[0], module)].numel for module in space.modules)
+    modules = {*space.modules}
+    if space.ends == "experts":  # and what a whole expert has
+        modules |= {module for each in family.spaces.values() if each.experts for module in each.modules}
+    per_block = sum(tensors[model.tensor(blocks[0], module)].numel for module in modules)
     return SpaceDescription(
         unit=space.unit + (f" of each of {plural(len(alike), 'expert')}" if space.experts else ""),
         units=units,

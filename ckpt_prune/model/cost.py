@@ -68,12 +68,15 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
 def count_by_part(model: Model) -> dict[str, int]:
     """Return the parameters of a model's parts, the largest first; `rest` are norms and what stands behind the blocks.
 
-    A tied head is in the embedding. All layers of a block outside its attention are its mlp.
+    A tied head is in the embedding. `other layers` of blocks are no attention that is described, and no mlp: linear
+    attention, state spaces, convolutions.
     """
     family, tied, parts = model.family, _tied(model), dict[str, int]()
     blocks = re.compile(re.escape(family.block).replace(re.escape("{block}"), r"\d+") + "(.+)")
     shared = commonpath([module.replace(".", "/") for module in family.attention.modules]).replace("/", ".")
     others = [module for module in family.linears if module not in family.attention.modules]
+    mlp = {module.partition(".")[0] for module in others if module not in family.spaceless}
+    mlp -= {module.partition(".")[0] for module in family.attention.modules}
     is_apart = shared and not any(_is_below(module, shared) for module in others)
     attention = [shared] if is_apart else family.attention.modules
     # A bias, which has one dimension as a norm has, goes where its weight goes.
@@ -84,8 +87,11 @@ def count_by_part(model: Model) -> dict[str, int]:
         inside = blocks.fullmatch(name)
         if inside is not None and any(_is_below(inside[1], path) for path in attention):
             part = "attention"
+        elif inside is not None and (name.rpartition(".")[0] in matrices or len(shape) > 1):
+            module = inside[1].rpartition(".")[0]
+            part = "mlp" if module in others or inside[1].partition(".")[0] in mlp else "other layers"
         elif inside is not None:
-            part = "mlp" if name.rpartition(".")[0] in matrices or len(shape) > 1 else "rest"
+            part = "rest"
         elif family.head is not None and _is_below(name, family.head):
             part = "head"
         elif len(shape) == 4 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):

@@ -247,7 +247,7 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
         return f"{name} runs models that generate text, and this one does not"
     if runtime.families is not None and model_type not in runtime.families:
         others = ", ".join(other for other, each in RUNTIMES.items() if each.families is None and each.tried)
-        return f"{name} has no {model_type} that this tool writes for it: take {others}"
+        return f"this tool writes no {model_type} for {name}: take {others}"
     for change in get_args(Change):
         if change not in changes:
             continue

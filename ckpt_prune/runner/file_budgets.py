@@ -16,7 +16,6 @@ from gguf import GGMLQuantizationType as Kind
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.architectures import takes_different_blocks
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
@@ -231,9 +230,9 @@ def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") 
     least = replace(budget, columns=columns).least
     if limit < least:
         raise UserError(
-            f"{flag}: {human_bytes(limit)} are out of reach: the coarsest types make a file of "
-            f"{human_bytes(budget.least)} of {model.checkpoint.name}, and with a third of its MLP columns "
-            f"{human_bytes(least)}; ask for more, or drop tokens first (ckpt-prune prune MODEL --vocabulary auto)"
+            f"{flag}: {limit / 1e6:.4g} MB are out of reach: the coarsest types make a file of "
+            f"{budget.least / 1e6:.1f} MB of {model.checkpoint.name}, and with a third of its MLP columns "
+            f"{least / 1e6:.1f} MB; ask for more, or drop tokens first (ckpt-prune prune MODEL --vocabulary auto)"
         )
 
 

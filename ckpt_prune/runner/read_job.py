@@ -14,7 +14,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.plan import Plan, read_plan
-from ckpt_prune.measure.samples.choose import choose_fresh_samples, choose_samples
+from ckpt_prune.measure.samples.choose import check_kind, choose_fresh_samples, choose_samples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.containers.checking import check_source
@@ -105,6 +105,8 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
     check_again(model, recipe)
     check_spaces(model.family, recipe)
     live = training = None
+    if has_data(options):
+        check_kind(model, options)
     data, cached = has_data(options), None if statistics is None else Statistics(statistics)
     runs_model = any(keys.runs_model for keys in recipe.stages)
     if data and recipe.needs_moments and ((statistics is None and plan is None) or runs_model):

@@ -39,6 +39,16 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
+def check_kind(model: Model, options: SampleOptions) -> str:
+    """Refuse data of another kind than the model reads, and return the option for its own."""
+    folder, modality = model.checkpoint.path, model.family.modality
+    given = {"image": options.images, "audio": options.audio}
+    needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE"}[modality]
+    if any(given.values()) if modality == "text" else given[modality] is None:
+        raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}")
+    return needed
+
+
 def choose_samples(
     model: Model,
     options: SampleOptions,
@@ -62,11 +72,7 @@ def choose_samples(
     Raises:
         NoneLeftError: there are no other samples than those that are skipped.
     """
-    folder, modality = model.checkpoint.path, model.family.modality
-    given = {"image": options.images, "audio": options.audio}
-    needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE"}[modality]
-    if any(given.values()) if modality == "text" else given[modality] is None:
-        raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}")
+    needed, folder, modality = check_kind(model, options), model.checkpoint.path, model.family.modality
     if modality == "text":
         return _choose_windows(model, options, most, skip, say)
     if options.window is not None or options.bos != "auto":

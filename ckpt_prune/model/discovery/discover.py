@@ -46,7 +46,7 @@ class Discovery(BaseModel):
         """Say what was found, in one line."""
         name, spaces = self.description["model_type"], ", ".join(self.description["spaces"])
         whole = self.description["found"]["whole"].items()
-        stays = "; ".join(f"{space} stay whole: {why}" for space, why in whole)
+        stays = "; ".join(f"{space}: stays whole, because {why}" for space, why in whole)
         return (
             f"{name} has no description in this version: {spaces} were found and proven on a small random "
             f"{next(iter(self.description['architectures']))} in {self.seconds:.1f} s"

@@ -1,6 +1,7 @@
 """The parts of a text: one that tokens are counted on, and one that is held out to measure what fewer tokens cost."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from ckpt_prune.evaluation.bits import Piece
 _HELD = 8
 """One part of so many of a text is held out, its last one."""
 WINDOWS, WINDOW = 8, 512
-"""Pieces that bits are measured on, of all texts together, and about how many tokens one has."""
+"""Pieces that bits are measured on, of all texts together, and how many tokens one has at most, about."""
 PREDICTED_WINDOWS = 16
 """Pieces of what is counted in which the model is asked which tokens it expects, of all texts together."""
 
@@ -45,14 +46,29 @@ def count_tokens(tokenizer: Tokenizer, text: str) -> Counter[int]:
     return Counter(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def spread_pieces(text: str, tokens: int, count: int) -> list[Piece]:
-    """Cut some pieces out of a text, spread over it, each of about `WINDOW` tokens.
+def piece_tokens(context: int) -> int:
+    """Return about how many tokens a piece has, so that a model of this context reads it with a smaller vocabulary."""
+    return min(WINDOW, context // 4)
+
+
+def spread_pieces(tokenizer: Tokenizer, text: str, size: int, count: int | None = None) -> list[Piece]:
+    """Cut pieces out of a text, each of about so many tokens, and of one and a half times as many at most.
 
     Args:
-        tokens: of the whole text.
-        count: how many pieces.
+        size: tokens of a piece.
+        count: how many pieces, spread over the text; None for the whole text.
     """
-    length = min(len(text), max(64, len(text) * WINDOW // max(1, tokens)))
-    count = min(count, max(1, len(text) // length))
+    length = min(len(text), max(8, len(text) * size // max(1, count_tokens(tokenizer, text).total())))
+    most = max(1, len(text) // length)
+    count = most if count is None else min(count, most)
     begins = [(len(text) - length) * place // max(1, count - 1) for place in range(count)]
-    return [Piece.of(text[begin : begin + length]) for begin in begins]
+    return [piece for begin in begins for piece in _short_pieces(tokenizer, text[begin : begin + length], size)]
+
+
+def _short_pieces(tokenizer: Tokenizer, text: str, size: int) -> Iterator[Piece]:
+    """Yield a text as one piece, or halves of it where that has too many tokens."""
+    if len(text) < 2 or count_tokens(tokenizer, text).total() <= 1.5 * size:
+        yield Piece.of(text)
+    else:
+        yield from _short_pieces(tokenizer, text[: len(text) // 2], size)
+        yield from _short_pieces(tokenizer, text[len(text) // 2 :], size)

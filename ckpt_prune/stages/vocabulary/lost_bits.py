@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from ckpt_prune.evaluation.bits import Piece, PieceReader
 from ckpt_prune.evaluation.streamed import StreamedModel
-from ckpt_prune.stages.vocabulary.held_out import WINDOWS, SplitText, count_tokens, spread_pieces
+from ckpt_prune.stages.vocabulary.held_out import WINDOWS, SplitText, count_tokens, piece_tokens, spread_pieces
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ class HeldOutBits:
 
     def __init__(self, model: StreamedModel, tokenizer: Tokenizer, texts: Sequence[SplitText]) -> None:
         self._model, self._tokenizer, self._texts = model, tokenizer, texts
+        self._size = piece_tokens(model.model.tokens)
         self._each = max(1, WINDOWS // len(texts))
         self._dense: dict[tuple[int, int], float] = {}
 
     @cached_property
     def _windows(self) -> list[list[Piece]]:
-        return [spread_pieces(text.held, self._count(text.held), len(text.held)) for text in self._texts]
+        return [spread_pieces(self._tokenizer, text.held, self._size) for text in self._texts]
 
     @cached_property
     def _tokens(self) -> list[list[int]]:

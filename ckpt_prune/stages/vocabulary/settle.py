@@ -23,7 +23,14 @@ from ckpt_prune.options.data import SampleOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.stages.vocabulary.choice import Removal, expected_uses, removal_order
 from ckpt_prune.stages.vocabulary.files import named_tokens, read_pieces
-from ckpt_prune.stages.vocabulary.held_out import PREDICTED_WINDOWS, WINDOWS, SplitText, count_tokens, spread_pieces
+from ckpt_prune.stages.vocabulary.held_out import (
+    PREDICTED_WINDOWS,
+    WINDOWS,
+    SplitText,
+    count_tokens,
+    piece_tokens,
+    spread_pieces,
+)
 from ckpt_prune.stages.vocabulary.keys import Vocabulary
 from ckpt_prune.stages.vocabulary.lost_bits import HeldOutBits, LostBits
 from ckpt_prune.stages.vocabulary.pieces import Pieces, rebuild
@@ -101,7 +108,7 @@ class VocabularyChoice:
         for text in self.texts:
             counted = "".join(text.parts)
             tokens = count_tokens(self.tokenizer, counted).total()
-            pieces = spread_pieces(counted, tokens, each)
+            pieces = spread_pieces(self.tokenizer, counted, piece_tokens(self.model.tokens), each)
             reader = PieceReader(
                 self._streamed, self.tokenizer, pieces, what="asking the model which tokens it expects"
             )

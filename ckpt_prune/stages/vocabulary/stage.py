@@ -52,6 +52,11 @@ class VocabularyStage(Stage[Vocabulary]):
     def messages(self, prepared: Prepared) -> Sequence[str]:
         record = _record(prepared)
         lines = cost_lines(record)
+        if not record.texts and self.keys.size is not None:
+            lines.append(
+                "without --text, tokens go by their rank alone, and what that costs is not measured: texts of the kind "
+                "that the model is for choose better"
+            )
         if record.left_out:
             lines.append(
                 f"left out of the output, because they say the vocabulary in a form that is not written: "

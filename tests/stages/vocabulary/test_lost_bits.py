@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from ckpt_prune.evaluation.bits import PieceReader
 from ckpt_prune.evaluation.streamed import StreamedModel
-from ckpt_prune.stages.vocabulary.held_out import SplitText, spread_pieces
+from ckpt_prune.stages.vocabulary.held_out import SplitText, piece_tokens, spread_pieces
 from ckpt_prune.stages.vocabulary.lost_bits import HeldOutBits, draw_windows
 from ckpt_prune.stages.vocabulary.pieces import Pieces, rebuild
 from ckpt_prune.stages.vocabulary.settle import make_tokenizer
@@ -34,7 +34,7 @@ def log_p(model, ids):
 def test_tokens_are_expected_as_the_model_expects_them(made):
     streamed, stock = made
     tokenizer = make_tokenizer(content_of(byte_level()))
-    pieces = spread_pieces(page(), 4000, 3)
+    pieces = spread_pieces(tokenizer, page(), 96, 3)
     expected, tokens = PieceReader(streamed, tokenizer, pieces).expected_tokens()
     wanted, count = torch.zeros(expected.shape, dtype=torch.float64), 0
     framed, plain = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
@@ -48,6 +48,17 @@ def test_tokens_are_expected_as_the_model_expects_them(made):
     assert tokens == count
     # Logits of a tiny model in float32: products of its few hundred inputs, in as many layers.
     assert torch.allclose(expected, wanted, rtol=2000 * EPS, atol=0)
+
+
+def test_no_piece_is_longer_than_the_model_reads():
+    """Also where a text has few words of many tokens, and many of few."""
+    tokenizer = make_tokenizer(content_of(byte_level()))
+    text = page() + "🙂ж" * 2000 + " the" * 3000
+    for context in (16, 64, 256):
+        pieces = spread_pieces(tokenizer, text, piece_tokens(context))
+        assert all(piece.text in text for piece in pieces)
+        assert max(len(tokenizer.encode(piece.text).ids) for piece in pieces) <= context // 2
+    assert len(spread_pieces(tokenizer, page(), 64, 5)) >= 5
 
 
 def test_windows_are_drawn_by_their_share_of_the_growth():
@@ -68,7 +79,7 @@ def test_bits_lost_are_those_of_a_token_more_times_the_tokens_more(made):
     text = SplitText.of("page", page() * 3)
     bits = HeldOutBits(streamed, dense, [text])
     (lost,) = bits.lost(smaller, kept, dict(enumerate(kept)))
-    windows = spread_pieces(text.held, len(dense.encode(text.held, add_special_tokens=False).ids), len(text.held))
+    windows = spread_pieces(dense, text.held, piece_tokens(streamed.model.tokens))
 
     def read(tokenizer: Tokenizer, window, rows, head):
         encoded = tokenizer.encode(window.text, add_special_tokens=False)
