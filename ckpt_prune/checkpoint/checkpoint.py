@@ -453,7 +453,7 @@ def check_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{path}: architectures is {names!r}, not a list of class names; download it again")
     for key, value in _integers(config):
-        if "layer" in key and value > _MOST_LAYERS:
+        if "layer" in key and not key.startswith("vocab_size") and value > _MOST_LAYERS:
             raise UserError(f"{path}: {key} is {value}, and {_MOST_LAYERS} layers are the most that are built")
         if key in _POSITIONS and value < 1:
             raise UserError(f"{path}: {key} is {value}, where a model reads one token at least; download it again")

@@ -25,18 +25,10 @@ def judge(loss: Loss, remedy: str = "") -> Loss:
     reached = max(_levels(loss), default=0)
     if not reached:
         return loss.model_copy(update={"verdict": None})
-    # A figure that is no worse is no reason: it stands beside the others in its own line.
-    figures = ", ".join(figures_of(loss)[1 if _has_gained(loss) else 0 :])
+    figures = ", ".join(figures_of(loss))
     beside = loss.against or "the dense model"
     sentence = f"the output is {WORDS[reached - 1]} {beside}: {figures}{f'; {remedy}' if remedy else ''}"
     return loss.model_copy(update={"verdict": sentence})
-
-
-def _has_gained(loss: Loss) -> bool:
-    """Return whether the first figure is no worse than the dense model's."""
-    if loss.before is None or loss.after is None:
-        return False
-    return loss.after >= loss.before if loss.of.endswith("accuracy") else loss.after <= loss.before
 
 
 def _levels(loss: Loss) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import say_once
 from ckpt_prune.model.descriptions import (
     FUNCTION_KEYS,
     OUTSIDE_KEY,
@@ -128,7 +129,18 @@ def extract_part(whole: "Checkpoint", name: str) -> "Checkpoint":
     part = composite.part(name)
     names = composite_names(whole.config)
     whole = apply_ties(whole, ties_on_disk(whole, names))
-    config = _part_config(composite, part, name, parse_config(whole.config))
+    config = _part_config(part, parse_config(whole.config))
+    if part.described is None and config["model_type"] not in known_families():
+        if part.auto != "AutoModelForCausalLM":
+            raise UserError(
+                f"--part {name} of {composite.model_type} is a {config['model_type']}, which this version has no "
+                "description of"
+            )
+        from ckpt_prune.model.discovery.discover import discover
+
+        found = discover(config)
+        say_once(found.line())
+        part = part.model_copy(update={"described": found.description})
     config["architectures"] = [_stock_class(config, part)]
     stock = stock_names(config, config["architectures"][0])
     config[OUTSIDE_KEY] = _description(config, part)
@@ -165,14 +177,10 @@ def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def _part_config(composite: Composite, part: Part, name: str, config: "PreTrainedConfig") -> dict[str, Any]:
+def _part_config(part: Part, config: "PreTrainedConfig") -> dict[str, Any]:
     nested = config if part.config is None else getattr(config, part.config)
     values: dict[str, Any] = nested.to_dict()
     model_type = part.family or values["model_type"]
-    if part.described is None and model_type not in known_families():
-        raise UserError(
-            f"--part {name} of {composite.model_type} is a {model_type}, which this version has no description of"
-        )
     values["model_type"] = model_type
     if part.auto == "AutoModelForCausalLM":
         values["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))

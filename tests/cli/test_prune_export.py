@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from ckpt_prune.checkpoint import writer as writing
+from ckpt_prune.checkpoint import disk_space
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
@@ -121,14 +121,14 @@ def test_the_disk_has_room_for_both(place, monkeypatch, dtype, size):
     after, graph = foreseen["after"], size * foreseen["after"]["parameters"]
     needed = after["bytes"] + graph
     args += [*EXPORT, "--set", f"export.dtype={dtype}"]
-    monkeypatch.setattr(writing, "_MARGIN_BYTES", 0)
-    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    monkeypatch.setattr(disk_space, "_MARGIN_BYTES", 0)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     for more in ([], ["--dry-run"]):
         assert read_refusal(*args, *more) == (
             f"{Path.cwd()} has {(needed - 1) / 1024:.1f} KiB free and the output needs {needed / 1024:.1f} KiB; "
             "free space or choose another place"
         )
-    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
     told = json.loads(ok(*args, "--dry-run", "--json"))["estimate"]
     assert (told["export_bytes"], told["disk_bytes"]) == (graph, foreseen["estimate"]["disk_bytes"] + graph)
     assert told["seconds"] == foreseen["estimate"]["seconds"]

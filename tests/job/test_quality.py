@@ -47,8 +47,6 @@ def test_what_is_said_of_an_output():
         f"beside m, on 8 windows of a.txt: {figures}",
         f"the output is much worse than m: {figures}",
     ]
-    better = judge(loss.model_copy(update={"after": 19.5}))
-    assert better.verdict == "the output is much worse than m: KL 0.4000 nats, the same first choice 70.0%"
     assert lines_of(judge(loss.model_copy(update={"after": 20.5, "agreement": 1.0}))) == [
         "beside m, on 8 windows of a.txt: perplexity 20.5 for 20.5, KL 0.4000 nats, the same first choice 100.0%"
     ]

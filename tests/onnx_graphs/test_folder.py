@@ -17,7 +17,7 @@ import pytest
 from onnx import numpy_helper
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig
 
-from ckpt_prune.checkpoint import writer as writing
+from ckpt_prune.checkpoint import disk_space
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.common.errors import UserError
@@ -386,8 +386,8 @@ def sizes_of(model: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("dtype", "bytes_per_weight"), [("fp32", 4), ("fp16", 2)])
 def test_too_little_room_is_refused_before_anything_is_written(vit, monkeypatch, dtype, bytes_per_weight):
     before = everything()
-    monkeypatch.setattr(writing, "_MARGIN_BYTES", 0)
-    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 1024))
+    monkeypatch.setattr(disk_space, "_MARGIN_BYTES", 0)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 1024))
     needed = bytes_per_weight * sum(info.numel for info in Checkpoint.open(vit).tensors.values()) / 1024
     with pytest.raises(UserError) as error:
         writer(vit, dtype=dtype).write()

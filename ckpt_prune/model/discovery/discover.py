@@ -94,6 +94,12 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, str]:
     from transformers import CONFIG_MAPPING
 
     model_type = str(config.get("model_type"))
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and inner.get("model_type") != model_type:
+        raise UserError(
+            f"{model_type} is made of several models, and this version knows none of its parts; a model of its text "
+            f"part alone ({inner.get('model_type', 'text_config')}) can be pruned if transformers can save one"
+        )
     if model_type not in CONFIG_MAPPING:
         hint = did_you_mean(model_type, known_families(), most=3, likeness=NEAR).rstrip()
         raise UserError(
