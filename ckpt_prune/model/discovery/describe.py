@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,13 +87,18 @@ class Describer:
 
     # ---- dimensions ----------------------------------------------------------------------------------------------
 
+    @cached_property
+    def whole_numbers(self) -> dict[str, int]:
+        """Config keys whose values are whole numbers."""
+        values = self.twin.config.items()
+        return {key: value for key, value in values if isinstance(value, int) and not isinstance(value, bool)}
+
     def key_of(self, size: int, pattern: str = r".*") -> str | None:
         """Return the config key that states a size: of several, the one whose name fits."""
-        keys = [k for k, v in self.twin.config.items() if isinstance(v, int) and not isinstance(v, bool) and v == size]
         keys = [
             key
-            for key in keys
-            if not key.endswith("_token_id") and isinstance(getattr(self.twin.parsed, key, None), int)
+            for key, value in self.whole_numbers.items()
+            if value == size and not key.endswith("_token_id") and isinstance(getattr(self.twin.parsed, key, None), int)
         ]
         fitting = [key for key in keys if re.search(pattern, key)]
         side = "decoder" if "decoder" in self.layers else "encoder"  # of two stacks, that of the blocks
@@ -105,22 +111,16 @@ class Describer:
         """Return dimensions that a layout may be said with: those of the space, then config keys by themselves."""
         keys = {
             key: value
-            for key, value in self.twin.config.items()
-            if isinstance(value, int)
-            and not isinstance(value, bool)
-            and value > 4
-            and re.search(r"head_dim|_rank|_size$|d_state|groups", key)
+            for key, value in self.whole_numbers.items()
+            if value > 4 and re.search(r"head_dim|_rank|_size$|d_state|groups", key)
         }
-        return {
-            **first,
-            **{key: value for key, value in keys.items() if key not in first and value not in first.values()},
-        }
+        return {**first, **{k: v for k, v in keys.items() if k not in first and v not in first.values()}}
 
     # ---- the description -----------------------------------------------------------------------------------------
 
     def describe(self) -> Draft:
         """Return a description of what every block has."""
-        traces = [self._traces(run) for run in self._kinds()]
+        traces = [(run, trace_block(run, packed_modules(run.block, FIRST.experts))) for run in self._kinds]
         self.add_dimension(
             "hidden",
             self.runs[0].states.shape[-1],
@@ -177,21 +177,19 @@ class Describer:
     def _said(self) -> str:
         return "; ".join(f"{name}: {why}" for name, why in self.whole.items()) or "nothing ends in a linear module"
 
+    @cached_property
     def _kinds(self) -> list[BlockRun]:
-        """Return the first block of every kind, told apart by names and shapes."""
+        """The first block of every kind, told apart by names and shapes."""
         kinds: dict[Any, BlockRun] = {}
         for run in self.runs:
             shapes = tuple((name, each.shape) for name, each in run.block.named_parameters())
             kinds.setdefault(shapes, run)
         return list(kinds.values())
 
-    def _traces(self, run: BlockRun) -> tuple[BlockRun, list[Trace]]:
-        return run, trace_block(run, packed_modules(run.block, FIRST.experts))
-
     def _transposed(self) -> list[str]:
         found = [
             self.on_disk(run, path)
-            for run in self._kinds()
+            for run in self._kinds
             for path, each in run.block.named_modules()
             if is_linear(each) and not isinstance(each, nn.Linear)
         ]
@@ -200,7 +198,7 @@ class Describer:
     def _spaceless(self, named: set[str]) -> list[str]:
         """Return what else blocks hold of two axes or more, with `{expert}` for the number of any expert."""
         found: dict[str, None] = {}
-        for run in self._kinds():
+        for run in self._kinds:
             prefix = self.prefix.format(block=run.path.rpartition(".")[2])
             for name, shape in self.names.shapes.items():
                 if name.startswith(prefix) and len(shape) >= 2:
@@ -401,7 +399,7 @@ class Describer:
             if count != FIRST.expert_mlp:
                 if several is None or count % FIRST.expert_mlp:
                     return f"no config key states the columns of {trace.consumer}"
-                each, units = [several], "mlp"
+                each = [several]
                 unit, count = unit // self.twin.config[several], FIRST.expert_mlp
             units = "mlp"
         if key is None:
@@ -533,9 +531,8 @@ def drop_space(draft: Draft, name: str, why: str) -> None:
     spaces = description["spaces"]
     before = set(modules_of(spaces.values()))
     gone = [name, *(other for other, own in spaces.items() if own.get("within") == name)]
-    if name == "mlp" and description.get("experts"):
-        gone += [each for each in ("experts",) if each in spaces]
-        description.pop("experts")
+    if name == "mlp" and description.pop("experts", None) and "experts" in spaces:
+        gone.append("experts")
     for each in gone:
         spaces.pop(each)
     why = why.replace("{model_type}", description["model_type"])
@@ -543,7 +540,7 @@ def drop_space(draft: Draft, name: str, why: str) -> None:
     left = set(modules_of(spaces.values()))
     experts = description.get("experts") or {}
     routed = {experts.get("router")}
-    description["spaceless"] += sorted(each for each in before - left - routed)
+    description["spaceless"] += sorted(before - left - routed)
     description["bias_slots"] = {module: slot for module, slot in description["bias_slots"].items() if module in left}
     description["absent"] |= dict.fromkeys(gone, why)
 

@@ -61,13 +61,14 @@ def discover(config: Mapping[str, Any]) -> Discovery:
     UserError in one line if transformers has no such class, it cannot be made small, or no space of it is proven.
     """
     architecture, auto = _architecture(config)
-    place = _place(config, architecture)
+    plain = {key: value for key, value in config.items() if key not in ("architectures", "_name_or_path", "dtype")}
+    place = _place(plain, architecture)
     with suppress(OSError, ValidationError, UserError):
         found = Discovery.model_validate_json(place.read_bytes())
         parse_family(json.dumps(found.description))
         return found.model_copy(update={"kept": True})
     with _silent():
-        found = _find(config, architecture, auto)
+        found = _find(plain, architecture, auto)
     with suppress(OSError, UserError):  # it is found again next time
         place.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(place, found.model_dump_json(indent=2) + "\n")
@@ -124,11 +125,10 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
-def _place(config: Mapping[str, Any], architecture: str) -> Path:
+def _place(plain: dict[str, Any], architecture: str) -> Path:
     """Return the file in the user's cache: by the class's code, and by the config without its sizes."""
     import transformers
 
-    plain = {key: value for key, value in config.items() if key not in ("architectures", "_name_or_path", "dtype")}
     parsed = parse_config(plain)
     module: Any = import_module(stock_class(architecture, parsed).__module__)
     small = next(small_configs(plain, FIRST))
@@ -139,11 +139,10 @@ def _place(config: Mapping[str, Any], architecture: str) -> Path:
     return Path(base) / "ckpt-prune" / "families" / f"{digest[:32]}.json"
 
 
-def _find(config: Mapping[str, Any], architecture: str, auto: str) -> Discovery:
+def _find(plain: dict[str, Any], architecture: str, auto: str) -> Discovery:
     import transformers
 
     start = time.process_time()
-    plain = {key: value for key, value in config.items() if key not in ("architectures", "_name_or_path", "dtype")}
     first, other = (build_twin(plain, architecture, sizes) for sizes in (FIRST, OTHER))
     try:
         draft = Describer(first, auto, plain).describe()

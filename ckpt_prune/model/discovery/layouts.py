@@ -28,7 +28,7 @@ def find_incidences(module: str, owner: Tensor, count: int, named: Mapping[str, 
         if any(runs[unit][place] != (start + unit * stride, length) for unit in range(count)):
             return None
         found.append((start, length, stride))
-    incidences = []
+    incidences, products = [], _products(named)
     while found:
         start, length, stride = found[0]
         copies = 1
@@ -37,8 +37,8 @@ def find_incidences(module: str, owner: Tensor, count: int, named: Mapping[str, 
         found = [
             each for each in found if each not in [(start + c * stride * count, length, stride) for c in range(copies)]
         ]
-        each, after = _product(length, named), _sum(start, named)
-        between = _sum(stride, named) if stride != length else []
+        each, after = products.get(length), _sum(start, products)
+        between = _sum(stride, products) if stride != length else []
         if each is None or after is None or between is None:
             return None
         incidence: dict[str, Any] = {
@@ -76,15 +76,10 @@ def _products(named: Mapping[str, int]) -> dict[int, list[str | int]]:
     return found
 
 
-def _product(size: int, named: Mapping[str, int]) -> list[str | int] | None:
-    return _products(named).get(size)
-
-
-def _sum(size: int, named: Mapping[str, int]) -> list[list[str | int]] | None:
+def _sum(size: int, products: Mapping[int, list[str | int]]) -> list[list[str | int]] | None:
     """Return products that add up to a size; none for zero."""
     if size == 0:
         return []
-    products = _products(named)
     for several in (1, 2):
         for sizes in _addends(size, list(products), several):
             return [products[each] for each in sizes]

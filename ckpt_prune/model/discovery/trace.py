@@ -112,22 +112,22 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def trace_block(run_: BlockRun, opaque: Sequence[str] = ()) -> list[Trace]:
+def trace_block(run: BlockRun, opaque: Sequence[str] = ()) -> list[Trace]:
     """Return every consumer of a block.
 
     Args:
         opaque: modules inside which nothing is looked for, such as experts; their output is a leaf.
     """
-    block = run_.block.requires_grad_()
-    noise = torch.randn(run_.states.shape, generator=torch.Generator().manual_seed(4))
-    entering = (run_.states + noise * run_.states.std()).requires_grad_()  # so that no unit is dead at every token
+    block = run.block.requires_grad_()
+    noise = torch.randn(run.states.shape, generator=torch.Generator().manual_seed(4))
+    entering = (run.states + noise * run.states.std()).requires_grad_()  # so that no unit is dead at every token
     linears = {
         path: module
         for path, module in block.named_modules()
         if (is_linear(module) and not path.startswith(tuple(f"{each}." for each in opaque))) or path in opaque
     }
     with torch.enable_grad(), _leaves(linears) as (inputs, leaves, calls):
-        output = block(entering, *run_.arguments, **run_.options)
+        output = block(entering, *run.arguments, **run.options)
         leaving: Tensor = output[0] if isinstance(output, tuple | list) else output
         once = [path for path in leaves if calls[path] == 1 and path not in opaque]
         taken = [name for name, _ in block.named_parameters() if not name.startswith(tuple(f"{p}." for p in linears))]
