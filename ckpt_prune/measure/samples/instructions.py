@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.text_encoding import check_unicode, decode_text, parse_json_rows
-from ckpt_prune.measure.samples.text import check_vocabulary, encode_text, tokenizer_of
+from ckpt_prune.common.text_encoding import check_unicode, parse_json_rows
+from ckpt_prune.measure.samples.text import check_vocabulary, encode_text, read_content, tokenizer_of
 from ckpt_prune.model.context import context_length
 from ckpt_prune.model.model import Model
 
@@ -113,11 +113,7 @@ def encode_answer(
 
 def _read_rows(file: Path) -> Iterator[tuple[str, str]]:
     """Yield the prompt and the answer of every row."""
-    try:
-        text = decode_text(file, file.read_bytes())
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    for where, row in parse_json_rows(file, text):
+    for where, row in parse_json_rows(file, read_content(file)):
         instruction, given, output = (_text_of(where, row, key) for key in ("instruction", "input", "output"))
         prompt = WITH_INPUT if given else WITHOUT_INPUT
         yield prompt.format(instruction=instruction, input=given), output

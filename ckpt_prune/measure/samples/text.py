@@ -129,10 +129,7 @@ def read_file(file: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) ->
     check_texts([file])
     if file.suffix.lower() in (".csv", ".tsv"):
         raise UserError(f"{file}: a table, and no text; {REWRITE}")
-    try:
-        text = decode_text(file, file.read_bytes())
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    text = read_content(file)
     conversations = 0
     if has_row_suffix(file):
         pieces: list[str] = []
@@ -149,6 +146,14 @@ def read_file(file: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) ->
     return text, conversations
 
 
+def read_content(file: Path) -> str:
+    """Return what stands in a text file; UserError if it cannot be read."""
+    try:
+        return decode_text(file, file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+
+
 def read_documents(file: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> list[str]:
     """Read the rows of a file of rows or of a named text, each as a document; any other file is one."""
     if (named := parse_text_name(file)) is not None:
@@ -156,7 +161,7 @@ def read_documents(file: Path, tokenizer: "PreTrainedTokenizerBase | None" = Non
     if not has_row_suffix(file):
         return [read_file(file, tokenizer)[0]]
     check_texts([file])
-    rows = parse_json_rows(file, decode_text(file, file.read_bytes()))
+    rows = parse_json_rows(file, read_content(file))
     return [write_conversation(w, row, tokenizer) if is_conversation(row) else _read_row(w, row) for w, row in rows]
 
 

@@ -89,14 +89,14 @@ class VocabularyChoice:
         return make_tokenizer(self.pieces.content)
 
     @cached_property
+    def _counts(self) -> list[list[Counter[int]]]:
+        """Counts of the parts of each text that are counted on."""
+        return [[count_tokens(self.tokenizer, part) for part in text.parts] for text in self.texts]
+
+    @cached_property
     def _parts(self) -> list[Counter[int]]:
-        """Counts of the parts of all texts that are counted on."""
-        counts: list[Counter[int]] = []
-        for text in self.texts:
-            for place, part in enumerate(text.parts):
-                counts += [Counter()] if place == len(counts) else []
-                counts[place].update(count_tokens(self.tokenizer, part))
-        return counts
+        """The same of all texts together: each has as many parts."""
+        return [sum(same, Counter[int]()) for same in zip(*self._counts, strict=True)]
 
     @cached_property
     def _expected(self) -> dict[int, float]:
@@ -105,10 +105,9 @@ class VocabularyChoice:
             return expected_uses(self.pieces, self._parts)
         predicted = torch.zeros(self.rows, dtype=torch.float64)
         each = max(1, PREDICTED_WINDOWS // len(self.texts))
-        for text in self.texts:
-            counted = "".join(text.parts)
-            tokens = count_tokens(self.tokenizer, counted).total()
-            pieces = spread_pieces(self.tokenizer, counted, piece_tokens(self.model.tokens), each)
+        for text, counts in zip(self.texts, self._counts, strict=True):
+            tokens = sum(counter.total() for counter in counts)
+            pieces = spread_pieces(self.tokenizer, "".join(text.parts), piece_tokens(self.model.tokens), each)
             reader = PieceReader(
                 self._streamed, self.tokenizer, pieces, what="asking the model which tokens it expects"
             )
