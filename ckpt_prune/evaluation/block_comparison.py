@@ -18,7 +18,7 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 
 @dataclass(frozen=True)
 class SharesOfError:
-    """What a block makes of what its input is off by, and what it adds itself (LaCo eq. 4 to 7).
+    """The error of a block's output that comes from its input, and the error of its own weights (LaCo eq. 4 to 7).
 
     With φ the block, θ its weights, h what enters it, and ' of the model that is compared; norms are over all tokens.
 

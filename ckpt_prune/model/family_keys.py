@@ -148,7 +148,7 @@ class Architecture(StrictModel):
 
 
 class Proof(StrictModel):
-    """What a small random model showed of a space.
+    """The outcome of the proofs of a space on a small random model.
 
     Attributes:
         together: its units in another order, in all of its tensors, change no output.

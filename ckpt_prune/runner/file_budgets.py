@@ -1,6 +1,6 @@
-"""What types of matrices and columns of MLPs cost in a GGUF file, and what they lose: measured once for a model.
+"""The bytes and the predicted loss of every type of a matrix and every width of an MLP in a GGUF file.
 
-`frontier` makes what they say is best and measures it; `prune --target-bytes … --for llama.cpp` makes it.
+`frontier` makes the file that these figures favour and measures it; `prune --target-bytes … --for llama.cpp` makes it.
 """
 
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ MOST_COLUMNS = 3
 PRUNE_FROM = 0.15
 """Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
 REFITTED = 1.5
-"""What fewer columns lose for what gradients of a few windows predict."""
+"""Measured loss of fewer columns over the loss that gradients of a few windows predict."""
 OF_HEAD, OF_SMALL, OF_LARGE = 0.35, 0.6, 0.87
-"""What error feedback leaves of the loss of rounding by importance: of the embedding and the head, in types with blocks
+"""Loss of error feedback over that of rounding by importance: of the embedding and the head, in types with blocks
 of 32, and with blocks of 256 whose codes are of single weights (tools/notes/frontier.md)."""
 HEAD = 4096
 """Bytes that the head of a file may grow by where blocks differ in width."""

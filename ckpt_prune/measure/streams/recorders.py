@@ -21,7 +21,7 @@ RESULTS = (0, 2, 3)
 
 
 class Handed(NamedTuple):
-    """What a block was passed beside hidden states."""
+    """The arguments of a block's call, without the hidden states."""
 
     arguments: tuple[Any, ...]
     options: dict[str, Any]
@@ -135,7 +135,7 @@ class Recorders:
 
 
 class HandedArguments:
-    """What blocks were passed beside hidden states, of all samples.
+    """The arguments of all blocks' calls for all samples, without the hidden states.
 
     Most of it depends on the number of samples in a batch alone, as samples are full. A tensor that differs from sample
     to sample, along its first axis, is kept for every one of them.

@@ -23,7 +23,7 @@ from ckpt_prune.stages.recovery.newton import search_line, solve_by_products
 from ckpt_prune.stages.recovery.training import SampleSplit, Trained, cut, part_size
 
 RESIDUAL = 5e-4
-"""Of the Newton system, as a share of the gradient: the authors'."""
+"""Norm of the Newton system's residual at which conjugate gradients stop, over that of the gradient (the authors')."""
 
 
 class WatchedOperations:
