@@ -6,7 +6,7 @@ from typing import Literal
 
 Compare = Literal["row", "matrix"]
 """Which weights are ranked together."""
-RotationName = Literal["denoise", "cayley", "shared", "groups"]
+RotationName = Literal["denoise", "cayley", "shared", "groups", "denoise-code"]
 """Rotations that are learned before a mask, by name."""
 UNSTRUCTURED = "unstructured"
 MOST = 32

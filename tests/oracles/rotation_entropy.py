@@ -49,6 +49,16 @@ def importance(backbone: str, W: Array, H: Array, damp: float, left: Array, righ
     return out
 
 
+def released_divisor(H: Array, damp: float, samples: int, right: Array) -> Array:
+    """What SparseGPT's importance is divided by in DenoiseRotator's code: damped before inverting and after."""
+    hessian = 2 / samples * H
+    for j in range(len(H)):
+        if hessian[j, j] == 0:
+            hessian[j, j] = 1.0
+    added = damp * np.trace(hessian) / len(H) * np.eye(len(H))
+    return np.diag(right.T @ (np.linalg.inv(hessian + added) + added) @ right)
+
+
 def group_entropy(values: Array) -> float:
     total = sum(values)
     return -sum(v / total * math.log(v / total) for v in values if v > 0) if total > 0 else 0.0

@@ -106,19 +106,28 @@ class Term:
 
 
 def sensitivity(
-    gram: Tensor, backbone: Backbone, full: bool, damp: float = DAMP, *, name: str = "a linear layer"
+    gram: Tensor,
+    backbone: Backbone,
+    full: bool,
+    damp: float = DAMP,
+    *,
+    released: int | None = None,
+    name: str = "a linear layer",
 ) -> Tensor | None:
     """Return `Term.inputs` for a backbone, from the Gram H = Σ x xᵀ, scaled by H's mean diagonal entry m.
 
     Wanda: H / m. SparseGPT: (H / m + damp I)⁻¹. Magnitude: None. The result is float64. The damping is added before
-    inverting, as SparseGPT's own is; DenoiseRotator's released code adds it to the inverse, whose diagonal it drowns,
-    so that its importance degenerates to magnitude. An input that is always zero keeps only the damping: its weights
-    count next to nothing.
+    inverting, as SparseGPT's own is. An input that is always zero keeps only the damping: its weights count next to
+    nothing.
 
     Args:
         full: whether the whole matrix is needed, for inputs that are rotated; else its diagonal.
         damp: share of the mean diagonal added to the diagonal, and more if that leaves the Hessian singular
             (`damping.damped_cholesky`). SparseGPT only.
+        released: how many samples the Gram is of, for the importance that DenoiseRotator's released code computes:
+            with the Hessian 2 H / samples, in which an input that is always zero has a diagonal entry of 1, it adds
+            what it damped by to the inverse as well. With inputs of usual size this drowns the inverse's diagonal, and
+            the importance is that of magnitude.
         name: of the layer, for the message.
     """
     if not 0 <= damp < float("inf"):
@@ -127,17 +136,25 @@ def sensitivity(
         return None
     if not all_finite(gram):
         raise UserError(f"{name}: the Gram of its inputs is not finite; calibrate in float32 or on other data")
-    hessian = gram.to(torch.float64, copy=True).div_(live_mean(gram))
+    if released is not None:
+        gram = gram.double() * (2 / released)
+        gram.diagonal()[gram.diagonal() == 0] = 1
+    mean = live_mean(gram)
+    hessian = gram.to(torch.float64, copy=True).div_(mean)
     if backbone == "wanda":
         return hessian if full else hessian.diagonal().clone()
     try:
-        factor, _ = damped_cholesky(hessian, damp)
+        factor, damped = damped_cholesky(hessian, damp)
     except SingularHessianError as error:
         raise UserError(f"{name}: {error}") from error
+    inverse: Tensor
     if full:
-        inverse: Tensor = torch.cholesky_inverse(factor)
-        return inverse
-    return torch.cat([_inverse_diagonal(factor, start) for start in range(0, len(factor), _STRIP)])
+        inverse = torch.cholesky_inverse(factor)
+    else:
+        inverse = torch.cat([_inverse_diagonal(factor, start) for start in range(0, len(factor), _STRIP)])
+    if released is not None:
+        (inverse.diagonal() if full else inverse).add_(damped * mean**2)
+    return inverse
 
 
 def _inverse_diagonal(factor: Tensor, start: int) -> Tensor:

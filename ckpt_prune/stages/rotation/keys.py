@@ -17,37 +17,47 @@ from ckpt_prune.stages.mask.keys import Mask
 
 RetractionName = Annotated[names.RetractionName, OneOf("retraction", get_args(names.RetractionName))]
 
+DENOISE: Mapping[str, Any] = {
+    "kind": "per-layer",
+    "retraction": "qr",
+    "learning_rate": 0.01,
+    "steps": 2000,
+    "patience": 2000,
+    "tolerance": 0.0,
+    "compute_dtype": "bfloat16",
+    "measured": "pruned",
+}
+
 
 class Rotation(StageKeys):
     """Importance rotations, learned before a mask. They leave the model's function as it is.
 
     Its names are `denoise` (DenoiseRotator as published: rotations in every block, learned by Adam through a QR
     decomposition), `cayley` (the same rotations in a tenth of the steps), `shared` (one for all blocks, which the
-    weights absorb) and `groups` (for the groups of an N:M pattern).
+    weights absorb), `groups` (for the groups of an N:M pattern) and `denoise-code` (denoise, with the importance that
+    its authors' code has for SparseGPT).
     """
 
     key = "rotation"
     summary = (
         "Rotations learned before the mask: its keys, or a name. denoise: as published; cayley: the same in a tenth of "
-        "the steps; shared: one for all blocks, which the weights absorb; groups: for the groups of an N:M pattern."
+        "the steps; shared: one for all blocks, which the weights absorb; groups: for the groups of an N:M pattern; "
+        "denoise-code: denoise, with the importance of its authors' code."
     )
     prunes = False
     writes = (ROTATIONS,)
-    later: ClassVar[Mapping[str, Any]] = {"measured": "dense", "compute_dtype": "float32", "entropy": "lines"}
+    later: ClassVar[Mapping[str, Any]] = {
+        "measured": "dense",
+        "compute_dtype": "float32",
+        "entropy": "lines",
+        "damped": "hessian",
+    }
     named: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "denoise": {
-            "kind": "per-layer",
-            "retraction": "qr",
-            "learning_rate": 0.01,
-            "steps": 2000,
-            "patience": 2000,
-            "tolerance": 0.0,
-            "compute_dtype": "bfloat16",
-            "measured": "pruned",
-        },
+        "denoise": DENOISE,
         "cayley": {"kind": "per-layer"},
         "shared": {"kind": "shared"},
         "groups": {"kind": "per-layer", "entropy": "groups"},
+        "denoise-code": {**DENOISE, "damped": "inverse-too"},
     }
 
     kind: RotationKind = Field(
@@ -71,6 +81,12 @@ class Rotation(StageKeys):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Of that start; nothing else is random.")
     damp: float = Field(DAMP, ge=0, le=MOST_DAMP, description="For sparsegpt's importance: as in a mask.")
+    damped: Literal["hessian", "inverse-too"] = Field(
+        "hessian",
+        description="For sparsegpt's importance: what the damping is added to. hessian: before it is inverted; "
+        "inverse-too: and once more to the inverse, as DenoiseRotator's released code does, so that importance is "
+        "nearly that of magnitude.",
+    )
     measured: Literal["dense", "pruned"] = Field(
         "dense",
         description="Inputs that the importance of weights is measured on. dense: those of the dense model; pruned: of "
@@ -105,6 +121,8 @@ class Rotation(StageKeys):
         importance = self.importance_for(recipe)
         if self.damp != DAMP and importance != "sparsegpt":
             raise ValueError(f"rotation.damp is for sparsegpt's importance, not {importance}'s: leave it out")
+        if self.damped != "hessian" and importance != "sparsegpt":
+            raise ValueError(f"rotation.damped is for sparsegpt's importance, not {importance}'s: leave it out")
         if self.entropy == "groups" and mask.groups is None:
             raise ValueError("rotation.entropy groups is of an N:M pattern's groups: say mask.pattern, such as 2:4")
         if not self.in_turn:

@@ -117,6 +117,7 @@ class Learner:
 
     Args:
         groups: M of the mask's N:M pattern if importance is concentrated inside its groups; else None.
+        samples: how many the moments are of.
         source: learner → source of the dense model's moments, of every linear's input and with the Grams of `grams`.
     """
 
@@ -124,6 +125,7 @@ class Learner:
     recipe: Rotation
     backbone: Backbone
     groups: int | None
+    samples: int
     source: Callable[["Learner"], MomentSource]
     device: torch.device
 
@@ -284,7 +286,10 @@ class Learner:
                 moments = undo_norm(self.family, block, first, tensors, moments)
             assert moments.gram is not None
             name = self.family.tensor(block, first)
-            sensitivities = sensitivity(moments.gram, self.backbone, right is not None, self.recipe.damp, name=name)
+            released = self.samples if self.recipe.damped == "inverse-too" else None
+            sensitivities = sensitivity(
+                moments.gram, self.backbone, right is not None, self.recipe.damp, released=released, name=name
+            )
             assert sensitivities is not None
             # An inverse comes column by column.
             inputs[first] = sensitivities.float().cpu().contiguous()

@@ -98,7 +98,12 @@ def learner_of(prepared: Prepared) -> Learner:
 
     pattern = mask.groups if rotation.entropy == "groups" else None
     groups = None if pattern is None else pattern.of
-    return Learner(prepared.model, rotation, rotation.importance_for(recipe), groups, source, prepared.device)
+    if prepared.live is not None:
+        samples = len(prepared.live.samples)
+    else:
+        samples = 0 if prepared.statistics is None else prepared.statistics.index.samples
+    backbone = rotation.importance_for(recipe)
+    return Learner(prepared.model, rotation, backbone, groups, samples, source, prepared.device)
 
 
 class InTurn:

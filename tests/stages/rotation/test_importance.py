@@ -144,6 +144,19 @@ def test_sensitivity_is_that_of_the_damped_hessian(full):
     assert sensitivity(H, "magnitude", full) is None
 
 
+@pytest.mark.parametrize("samples", [1, 40])
+def test_the_released_code_damps_the_inverse_too(samples):
+    _, H, _, _ = make_block().weights["up"]
+    H[3], H[:, 3] = 0, 0
+    R = orthogonal(10, 10, seed=1)
+    inverse = sensitivity(H, "sparsegpt", True, DAMP, released=samples)
+    for turn in (torch.eye(10).double(), R):
+        ours = (turn.T @ inverse @ turn).diagonal()
+        expected = torch.tensor(oracle.released_divisor(H.numpy(), DAMP, samples, turn.numpy()))
+        torch.testing.assert_close(ours / ours.sum(), expected / expected.sum())
+    torch.testing.assert_close(sensitivity(H, "sparsegpt", False, DAMP, released=samples), inverse.diagonal())
+
+
 def test_dead_inputs_count_next_to_nothing():
     H = torch.diag(torch.tensor([4.0, 0.0, 2.0])).double()
     for full in (True, False):
