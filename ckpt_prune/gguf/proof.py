@@ -11,9 +11,10 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.gguf.architectures import TANH_GELU
 from ckpt_prune.gguf.llama_cpp import Answer, Task, require_runtime, run_llama_cpp
-from ckpt_prune.gguf.tokenizer import CHATS, TEXTS, fill_chats, find_frame, load_stored_tokenizer, split
+from ckpt_prune.gguf.tokenizer import CHATS, fill_chats, find_frame, load_stored_tokenizer
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import LARGEST_KL, Proof, choose_windows, compare_logs, reference_logs
+from ckpt_prune.runtimes.tokens import check_tokens, split, texts_to_split
 
 _SAME_WEIGHTS = 0.05
 """Mean divergence of a file of rounded weights from a checkpoint of the same ones, up to which it passes: SmolLM2-135M
@@ -55,7 +56,7 @@ def prove(
     chosen = choose_windows(folder, options, trust=trust)
     windows = chosen.windows
     tokenizer = load_stored_tokenizer(folder)
-    texts = [*TEXTS, *(tokenizer.decode(window.tolist(), skip_special_tokens=True) for window in windows[:4])]
+    texts = texts_to_split(tokenizer, windows)
     prompts = fill_chats(tokenizer)
     task = Task(
         model=str(file),
@@ -70,7 +71,7 @@ def prove(
     )
     answer = run_llama_cpp(task, scratch)
     for text, tokens in zip(texts, answer.tokens, strict=True):
-        _check_tokens(text, split(tokenizer, text), tokens)
+        check_tokens("llama.cpp", text, split(tokenizer, text), tokens)
     _check_prompts(tokenizer, [*prompts.values()], answer)
     if left := [end for end in ends if end not in answer.stops]:
         named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in left)
@@ -127,13 +128,4 @@ def _check_prompts(tokenizer: Any, prompts: list[str], answer: Answer) -> None:
         expected = split(tokenizer, prompt, framed=False)
         expected = [tokenizer.bos_token_id] * (start and expected[:1] != [tokenizer.bos_token_id]) + expected
         expected += [tokenizer.eos_token_id] * (end and expected[-1:] != [tokenizer.eos_token_id])
-        _check_tokens(prompt, expected, tokens)
-
-
-def _check_tokens(text: str, ours: list[int], theirs: list[int]) -> None:
-    if ours != theirs:
-        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
-        raise UserError(
-            f"llama.cpp splits {text[:40]!r} into other tokens than the checkpoint's tokenizer: from token {place} "
-            f"{theirs[place : place + 5]} and not {ours[place : place + 5]}"
-        )
+        check_tokens("llama.cpp", prompt, expected, tokens)

@@ -18,6 +18,7 @@ from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.special_tokens import CONTROL, UNKNOWN, USER_DEFINED, Flags, describe_ends, find_stops, name_ends
 from ckpt_prune.measure.samples.text import load_tokenizer
+from ckpt_prune.runtimes.tokens import HARD_TEXTS, split
 
 NORMAL, UNUSED, BYTE = 1, 5, 6
 """llama.cpp's token types, beside those of special tokens."""
@@ -62,11 +63,6 @@ CHATS: tuple[list[dict[str, str]], ...] = (
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
 )
 """Conversations that fill a chat template, where it takes them."""
-HARD_TEXT = (
-    "Hello, world! It's 3,141,592 or 2025-11-26; they'll \u00e9t\u00e9 na\u00efve \u4f60\u597d \U0001f680\n\n\n"
-    "\tdef f(x):\n        return x**2  # 100%\n\r\n   spaces   IS'T can't  WON'T \u0623\u0647 12345678 ___ \u00bd\u00b2"
-)
-TEXTS = (HARD_TEXT, "", " ", "  two")
 
 
 @dataclass(frozen=True)
@@ -117,11 +113,6 @@ def find_frame(tokenizer: Any) -> tuple[bool, bool]:
     if framed[start : len(framed) - end] != plain:
         raise UserError("llama.cpp puts no tokens around a text other than the first and last of a sequence")
     return start, end
-
-
-def split(tokenizer: Any, text: str, *, framed: bool = True) -> list[int]:
-    """Return the tokens of a text, with those that the tokenizer puts around it."""
-    return list(tokenizer(text, verbose=False, add_special_tokens=framed)["input_ids"])
 
 
 def read_tokenizer(folder: Path, rows: int) -> FileTokenizer:
@@ -186,7 +177,7 @@ def _ends(config: Mapping[str, Any]) -> list[int]:
 def _differences(used: Any, tokenizer: Any, prompts: list[str], *, start: bool, end: bool) -> Iterator[str]:
     """Yield lines on what transformers does otherwise with a text, or a filled chat template, than llama.cpp."""
     if type(used) is not type(tokenizer):
-        other = next((text for text in (*TEXTS, *prompts) if split(used, text) != split(tokenizer, text)), None)
+        other = next((text for text in (*HARD_TEXTS, *prompts) if split(used, text) != split(tokenizer, text)), None)
         if other is not None:
             yield (
                 f"transformers' {type(used).__name__} splits {other[:40]!r} into other tokens than tokenizer.json, "

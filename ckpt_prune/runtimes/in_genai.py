@@ -1,6 +1,7 @@
 """onnxruntime-genai, with the graph that genai_config.json names."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,4 +33,6 @@ def run(task: RuntimeTask) -> RuntimeAnswer:
             yield token
             running.append_tokens(np.array([token], np.int32))
 
-    return compute(task, logits_of, steps)
+    tokenizer = onnxruntime_genai.Tokenizer(model)
+    tokens = [[int(index) for index in tokenizer.encode(text)] for text in task.texts]
+    return replace(compute(task, logits_of, steps), tokens=tokens)

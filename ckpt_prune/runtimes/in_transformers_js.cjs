@@ -4,7 +4,7 @@ const path = require("path");
 const here = require("module").createRequire(path.join(process.cwd(), "package.json")); // an empty folder: NODE_PATH
 
 async function run(place) {
-  const { env, AutoModelForCausalLM, Tensor } = here("@huggingface/transformers");
+  const { env, AutoModelForCausalLM, AutoTokenizer, Tensor } = here("@huggingface/transformers");
   const task = JSON.parse(fs.readFileSync(path.join(place, "task.json")));
   env.allowRemoteModels = false;
   env.localModelPath = path.dirname(task.folder) + path.sep;
@@ -33,7 +33,9 @@ async function run(place) {
     await model.generate({ ...prompt, max_new_tokens: count, min_new_tokens: count, do_sample: false });
     seconds.push((performance.now() - start) / 1000);
   }
-  const figures = { seconds, memory: process.resourceUsage().maxRSS * 1024 };
+  const tokenizer = await AutoTokenizer.from_pretrained(path.basename(task.folder));
+  const tokens = task.texts.map((text) => tokenizer.encode(text));
+  const figures = { seconds, tokens, memory: process.resourceUsage().maxRSS * 1024 };
   fs.writeFileSync(path.join(place, "figures.json"), JSON.stringify(figures));
 }
 

@@ -28,4 +28,5 @@ def run(task: RuntimeTask) -> RuntimeAnswer:
         (length - task.generate) / first,
         (task.generate - 1) / max(all_of_them - first, 1e-9),
         figures["memory"],
+        figures["tokens"],
     )

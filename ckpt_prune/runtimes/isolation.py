@@ -19,8 +19,8 @@ from ckpt_prune.runtimes.task import RuntimeAnswer, RuntimeTask
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def run_isolated(runtime: str, task: RuntimeTask) -> tuple[RuntimeAnswer, int]:
-    """Do a task in a new process. Returns what it computed, and the most bytes of memory that the process took.
+def run_isolated(runtime: str, task: RuntimeTask) -> RuntimeAnswer:
+    """Do a task in a new process, and return what it computed.
 
     Raises:
         UserError: the runtime cannot load the folder, or ended; its own message is passed on.
@@ -45,7 +45,8 @@ def run_isolated(runtime: str, task: RuntimeTask) -> tuple[RuntimeAnswer, int]:
             raise UserError(f"{runtime} does not run {task.folder}: {lines[-1]}")
         with np.load(answer) as arrays:
             read, generated, memory = arrays["figures"].tolist()
-            return RuntimeAnswer(arrays["logs"], read, generated), int(memory)
+            tokens = json.loads(str(arrays["tokens"]))
+            return RuntimeAnswer(arrays["logs"], read, generated, int(memory), tokens)
 
 
 def _main(runtime: str, place: Path) -> None:
@@ -53,7 +54,7 @@ def _main(runtime: str, place: Path) -> None:
     task = RuntimeTask(**values | {"windows": np.array(values["windows"], np.int64)})
     answer = importlib.import_module(f"ckpt_prune.runtimes.in_{runtime.replace('.', '_')}").run(task)
     figures = np.array([answer.read, answer.generated, answer.memory or peak_bytes() or 0])
-    np.savez(place / "partial.npz", logs=answer.logs, figures=figures)
+    np.savez(place / "partial.npz", logs=answer.logs, figures=figures, tokens=json.dumps(answer.tokens))
     (place / "partial.npz").rename(place / "answer.npz")
     sys.stdout.flush()
     os._exit(0)  # a runtime's threads need not end in order

@@ -15,6 +15,7 @@ from ckpt_prune.checkpoint.model_folder import check_output_folder, is_adapter
 from ckpt_prune.common.child_process import safe_environment
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GENAI, GRAPH_FOLDER, GRAPH_RECORD, REPORT
+from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.containers.remote import MLX_KEY, MLX_MODULE, REMOTE_MODULE, is_own_code
 from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.onnx.card import read_genai_graph
@@ -24,6 +25,7 @@ from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import LARGEST_KL, Proof, choose_windows, compare_logs, reference_logs
 from ckpt_prune.runtimes.isolation import run_isolated
 from ckpt_prune.runtimes.task import RuntimeTask
+from ckpt_prune.runtimes.tokens import check_tokens, split, texts_to_split
 
 RuntimeName = Literal["transformers", "mlx", "vllm", "genai", "openvino", "transformers.js"]
 _MODULES: dict[RuntimeName, str] = {
@@ -76,7 +78,7 @@ def validate_in(
         trust: run code of the folder that is not this package's.
 
     Raises:
-        UserError: the runtime is not installed or does not run the folder.
+        UserError: the runtime is not installed, does not run the folder, or splits text into other tokens.
     """
     require_runtime(runtime)
     if runtime in GRAPHS:
@@ -92,8 +94,12 @@ def validate_in(
         kind = "fewer bits" if config.get("quantization") or config.get("quantization_config") else "f32"
         model = against or folder
     chosen = choose_windows(model, options, trust=trust)
-    task = RuntimeTask(str(folder), chosen.windows.numpy(), chosen.positions, chosen.generate, torch.get_num_threads())
-    answer, memory = run_isolated(runtime, task)
+    tokenizer = load_tokenizer(model)
+    texts = texts_to_split(tokenizer, chosen.windows)
+    windows, threads = chosen.windows.numpy(), torch.get_num_threads()
+    answer = run_isolated(runtime, RuntimeTask(str(folder), windows, chosen.positions, chosen.generate, threads, texts))
+    for text, tokens in zip(texts, answer.tokens or (), strict=answer.tokens is not None):
+        check_tokens(runtime, text, split(tokenizer, text), tokens)
     logs = reference_logs(model, chosen, trust=trust)
     theirs = torch.from_numpy(answer.logs)
     if theirs.shape[-1] < logs.shape[-1]:
@@ -111,7 +117,8 @@ def validate_in(
         type=kind,
         text=chosen.text,
         speeds=(answer.read, answer.generated),
-        memory=memory,
+        memory=answer.memory,
+        texts=None if answer.tokens is None else len(texts),
         allowed=LARGEST_KL.get(kind),
     )
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ class RuntimeTask:
         positions: after how many tokens of a window the next one is predicted.
         generate: tokens to generate, to be timed.
         threads: of the processor.
+        texts: that the runtime's own tokenizer is to split, if it has one.
     """
 
     folder: str
@@ -28,6 +29,7 @@ class RuntimeTask:
     positions: list[int]
     generate: int
     threads: int
+    texts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class RuntimeAnswer:
         read: tokens a second of a prompt.
         generated: tokens a second of generation.
         memory: the most bytes that it took, if it ran in another process than the task.
+        tokens: ids of the task's texts by the runtime's own tokenizer; None if it has none.
     """
 
     logs: Array
     read: float
     generated: float
     memory: int = 0
+    tokens: list[list[int]] | None = None
 
 
 def log_softmax(logits: Array) -> Array:
