@@ -250,5 +250,7 @@ command = Command(
         "plan MODEL --recipe best --statistics STATS --sweep 0.1:0.7:0.1",
         "plan MODEL --statistics STATS --sweep spaces.mlp.ratio=0.2,0.4 --evaluate test.txt --window 512",
         "plan MODEL --recipe ridge --text train.txt --window 512 --sweep samples=4,16,64 --evaluate test.txt",
+        "plan MODEL --recipe ridge --statistics STATS --sweep spaces.heads.compensation.lambda,"
+        "spaces.mlp.compensation.lambda=1e-4,1e-2,1 --evaluate test.txt --window 128",
     ],
 )

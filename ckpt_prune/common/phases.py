@@ -1,9 +1,10 @@
 """Seconds of the phases of pruning, which take turns within a stage. The clock runs for one phase at a time."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -13,15 +14,26 @@ Phase = Literal["calibration", "gradients", "effects", "ranking", "compensation"
 output; scoring and choosing units; solving for the kept weights."""
 
 
+@dataclass(frozen=True)
+class Lap:
+    """What one block took: seconds of all, and of each phase in it; the rest is reading and writing."""
+
+    block: int
+    seconds: float
+    phases: Mapping[Phase, float]
+
+
 class PhaseClock:
     """Adds up the seconds of each phase.
 
     Attributes:
         seconds: so far, of each phase that has begun.
+        laps: of each block that was worked on by itself.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[Phase, float] = {}
+        self.laps: list[Lap] = []
         self._running: Phase | None = None
         self._since = 0.0
 
@@ -47,6 +59,19 @@ def time_phases() -> Iterator[PhaseClock]:
         yield clock
     finally:
         _clock.reset(token)
+
+
+@contextmanager
+def time_block(block: int) -> Iterator[None]:
+    """Count the seconds of the body, which works on one block, as a lap of the clock."""
+    clock = _clock.get()
+    if clock is None:
+        yield
+        return
+    start, before = time.perf_counter(), dict(clock.seconds)
+    yield
+    phases = {name: now - before.get(name, 0.0) for name, now in clock.seconds.items() if now > before.get(name, 0.0)}
+    clock.laps.append(Lap(block, time.perf_counter() - start, phases))
 
 
 @contextmanager

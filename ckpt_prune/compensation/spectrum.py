@@ -27,11 +27,13 @@ class Spectrum:
         effective_rank: exp(−Σ pᵢ log pᵢ) of the eigenvalues as shares p of their sum (Roy and Vetterli, 2007), in [1,
             d].
         k95: the least number of leading eigenvalues that hold 95 % of the sum of all, in [1, d].
+        k95_inputs: the least number of inputs whose variances hold 95 % of the sum of all, in [1, d]; never below k95.
         active: mean over inputs of the share of tokens on which an input is active, in [0, 1].
     """
 
     effective_rank: float
     k95: int
+    k95_inputs: int
     active: float
 
 
@@ -39,7 +41,8 @@ def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH
     """Return the `Spectrum` of the inputs of one projection.
 
     CORP's Table 9 names "effective rank" without a definition and "activation sparsity" without a threshold. Here the
-    effective rank is Roy and Vetterli's. Sparsity would be 1 − active, with the threshold of the statistics. The
+    effective rank is Roy and Vetterli's. The text calls k95 a number of channels and the table's caption one of the
+    covariance, so both are here. Sparsity would be 1 − active, with the threshold of the statistics. The
     table's sparsities after GELU need a larger one than the default, since GELU is almost never that near to zero.
 
     A Gram in float32 rounds at 1e-7 of its largest entries: smaller eigenvalues are rounding. Negative ones count as
@@ -58,7 +61,7 @@ def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH
         raise ValueError("a spectrum needs at least one token")
     active = float((moments.active / moments.count).mean())
     if float(moments.variance.sum()) <= _CONSTANT * float(moments.energy.sum()):
-        return Spectrum(0.0, 0, active)
+        return Spectrum(0.0, 0, 0, active)
     mean = moments.mean
     # N Σ: shares do not depend on the factor.
     scatter = torch.addr(moments.gram.double(), mean, mean, alpha=-moments.count)
@@ -71,8 +74,13 @@ def spectrum(moments: Moments, *, exact: int = EXACT_WIDTH, sketch: int = SKETCH
         values = torch.linalg.eigvalsh(scatter).flip(0).clamp_min_(0)
     shares = values / values.sum()
     entropy = -float(torch.special.xlogy(shares, shares).sum())
-    short = (shares.cumsum(0) < _HELD - _SLACK).sum()
-    return Spectrum(math.exp(entropy), int(short) + 1, active)
+    variances = moments.variance.sort(descending=True).values
+    return Spectrum(math.exp(entropy), _count_holding(shares), _count_holding(variances / variances.sum()), active)
+
+
+def _count_holding(shares: Tensor) -> int:
+    """Count the first of shares, descending, that hold 95 % of all."""
+    return int((shares.cumsum(0) < _HELD - _SLACK).sum()) + 1
 
 
 def leading(matrix: Tensor, count: int) -> Tensor:

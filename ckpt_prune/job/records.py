@@ -51,12 +51,12 @@ class SiteRecord(FixedRecord):
         residual: relative residual at which conjugate gradients stopped, the largest over heads; of q and k.
         j0, floor, rho2: CORP's diagnostics (compensation/README.md, section 3, and CORP C.2), per token, or per sample
             for logits. None if the target is drift: they say nothing about it.
-        width, effective_rank, k95, active: figures of the consumer's input in the dense model (`compensation.spectrum`,
-            CORP Table 9).
+        width, effective_rank, k95, k95_inputs, active: figures of the consumer's input in the dense model
+            (`compensation.spectrum`, CORP Table 9).
         heads: errors of every head, of q and k.
     """
 
-    optional = frozenset({"expert", "score", "few", "divergence"})
+    optional = frozenset({"expert", "score", "few", "divergence", "k95_inputs"})
 
     block: Block
     space: str
@@ -82,6 +82,7 @@ class SiteRecord(FixedRecord):
     width: Amount = None
     effective_rank: Figure = None
     k95: Amount = None
+    k95_inputs: Amount = None
     active: Figure = None
     heads: list[HeadErrors] | None = None
 

@@ -11,7 +11,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 
 from ckpt_prune.checkpoint.sentence_modules import SentenceClass
 from ckpt_prune.common.filenames import PRUNED_ELSEWHERE
-from ckpt_prune.common.records import Count, Figure, FixedRecord, Record
+from ckpt_prune.common.records import Block, Count, Figure, FixedRecord, Record
 from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.recipe.origin import Origin
 from ckpt_prune.recipe.recipe import Recipe
@@ -158,6 +158,14 @@ class Loss(FixedRecord):
     verdict: str | None = None
 
 
+class BlockTime(FixedRecord):
+    """Seconds of one block: of all, and of each `common.phases.Phase`; the rest is reading and writing."""
+
+    block: Block
+    seconds: Figure = None
+    phases: dict[str, Figure] = Field(default_factory=dict)
+
+
 class PhaseRecord(FixedRecord):
     """The time of one phase. A resumed run counts only its own time.
 
@@ -167,13 +175,17 @@ class PhaseRecord(FixedRecord):
             not say.
         device_peak_bytes: largest memory allocated on the accelerator during the phase.
         phases: seconds of `common.phases.Phase` in it; the rest is reading and writing.
+        blocks: of each block that the phase worked on by itself.
     """
+
+    optional = frozenset({"blocks"})
 
     name: str
     seconds: Figure = None
     peak_bytes: Count | None = None
     device_peak_bytes: Count | None = None
     phases: dict[str, Figure] = Field(default_factory=dict)
+    blocks: list[BlockTime] = Field(default_factory=list)
 
 
 class CommonReport(FixedRecord):

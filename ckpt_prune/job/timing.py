@@ -1,14 +1,14 @@
 """Wall time and memory that the parts of a run take."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from ckpt_prune.common.memory import peak_bytes
-from ckpt_prune.common.phases import time_phases
-from ckpt_prune.job.report import PhaseRecord
+from ckpt_prune.common.phases import Phase, time_phases
+from ckpt_prune.job.report import BlockTime, PhaseRecord
 
 
 class PhaseTimer:
@@ -35,6 +35,14 @@ class PhaseTimer:
                 seconds=round(time.perf_counter() - start, 3),
                 peak_bytes=peak_bytes(),
                 device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
-                phases={name: round(seconds, 4) for name, seconds in phases.seconds.items()},
+                phases=_rounded(phases.seconds),
+                blocks=[
+                    BlockTime(block=lap.block, seconds=round(lap.seconds, 4), phases=_rounded(lap.phases))
+                    for lap in phases.laps
+                ],
             )
         )
+
+
+def _rounded(seconds: Mapping[Phase, float]) -> dict[str, float | None]:
+    return {name: round(own, 4) for name, own in seconds.items()}

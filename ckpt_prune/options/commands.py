@@ -211,7 +211,8 @@ class SweepOptions(SweepDataOptions, RecipeKeyOptions):
 
     values: Accepts[str | Sequence[float], Any] = option(kw_only=False)
     """Ratios: numbers, or FROM:TO:STEP with both ends included. Or values of another key: KEY=A,B,C or
-    KEY=FROM:TO:STEP, of any key that `overrides` may have, of samples or of seed."""
+    KEY=FROM:TO:STEP, of any key that `overrides` may have, of samples or of seed. KEY,KEY=A,B,C varies keys
+    together."""
     recipe: AnyFolder = same_option(RecipeOptions, "recipe")
 
 
@@ -226,7 +227,8 @@ class PlanCommandOptions(SweepDataOptions, DiagnosticsOptions, SizeOptions, Reci
     output: File = same_option(PlanOptions, "output")
     sweep: str | None = option(default=None, metavar="VALUES", group=SWEEP)
     """Plan at several ratios, such as 0.1:0.7:0.1, or at several values of a key of the recipe, such as
-    spaces.mlp.compensation.lambda=1e-4,1e-2,1, and print the curve of size and predicted error."""
+    spaces.mlp.compensation.lambda=1e-4,1e-2,1, and print the curve of size and predicted error. KEY,KEY=A,B,C gives
+    several keys the same value at each point."""
 
 
 class RecoveryMeasureOptions(Options):

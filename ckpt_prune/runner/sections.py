@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.job.latency import TRUSTED
-from ckpt_prune.job.report import UNKNOWN, PhaseRecord
+from ckpt_prune.job.report import UNKNOWN, BlockTime, PhaseRecord
 from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.recipe.sizes import TargetSize
@@ -162,6 +162,8 @@ def provenance(report: Report) -> Section:
 def _phases(report: Report) -> list[Table]:
     """Make the table of time and memory: that of the process is the largest so far, of an accelerator the phase's."""
     inner = dict.fromkeys(name for stage in report.stages for name in stage.phases)
+    blocks = [block for stage in report.stages for block in stage.blocks]
+    of_blocks = dict.fromkeys(name for block in blocks for name in block.phases)
     return [
         *make_tables(
             "Time and memory",
@@ -173,11 +175,20 @@ def _phases(report: Report) -> list[Table]:
                 "memory, largest so far": lambda stage: _bytes(stage.peak_bytes),
                 "device memory": lambda stage: _bytes(stage.device_peak_bytes),
             },
-        )
+        ),
+        *make_tables(
+            "Time of each block",
+            blocks,
+            {
+                "block": lambda own: str(own.block),
+                "seconds": lambda own: _seconds(own.seconds, 2),
+                **{f"of these {name}": _inner_seconds(name) for name in of_blocks},
+            },
+        ),
     ]
 
 
-def _inner_seconds(name: str) -> Callable[[PhaseRecord], str | None]:
+def _inner_seconds(name: str) -> Callable[[PhaseRecord | BlockTime], str | None]:
     return lambda stage: _seconds(stage.phases.get(name), 2)
 
 

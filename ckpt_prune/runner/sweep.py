@@ -1,4 +1,4 @@
-"""`sweep`: plans, or outputs that are measured, at several values of a key of a recipe."""
+"""`sweep`: plans, or outputs that are measured, at several values of a key of a recipe, or of keys together."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from ckpt_prune.runner.read_recipe import read_recipe, recipe_of
 from ckpt_prune.runner.refusals import refuse_prune
 from ckpt_prune.runner.run_job import check_job
 from ckpt_prune.runner.sweep_points import DepthPoint, SweepPoint, depth_points_at, point_of, point_of_output, points_at
-from ckpt_prune.runner.sweep_values import OF_DATA, RATIO, values_of, words
+from ckpt_prune.runner.sweep_values import OF_DATA, RATIO, keys_of, values_of, words
 
 _GLANCED = 6
 """Values that stand in a line."""
@@ -44,6 +44,7 @@ class Sweep:
     """The curve of a recipe: size and error at several values of one of its keys.
 
     Attributes:
+        key: that varies; of several, which have the same value at every point, with commas between them.
         measured: what `SweepPoint.score` was measured on, in words; None if nothing was measured.
         metric: of `SweepPoint.score`: perplexity, masked_perplexity or top1.
         notes: what else a reader should know of the points.
@@ -76,7 +77,7 @@ class Sweep:
         rows = []
         for point in self.points:
             row = {
-                self.key: point.value,
+                **dict.fromkeys(keys_of(self.key), point.value),
                 **point.after.model_dump(),
                 "widths": point.widths,
                 "errors": point.errors,
@@ -213,7 +214,7 @@ def sweep_model(options: SweepOptions) -> Sweep:
             return given | {"overrides": changes, "ratio": float(value)}
         if key in OF_DATA:
             return given | {"overrides": changes, key: value}
-        return given | {"overrides": (*changes, f"{key}={value}")}
+        return given | {"overrides": (*changes, *(f"{each}={value}" for each in keys_of(key)))}
 
     measuring = None
     if options.evaluate:

@@ -19,6 +19,11 @@ def values_of(options: SweepOptions) -> tuple[str, list[float | str]]:
     return asked_values(given) if isinstance(given, str) else (RATIO, [float(ratio) for ratio in given])
 
 
+def keys_of(key: str) -> list[str]:
+    """Return the keys of a recipe that have the same value at every point: one, or those that commas part."""
+    return key.split(",")
+
+
 def words(key: str, value: float | str) -> str:
     return f"{key}={value}" if isinstance(value, str) else f"{key}={value:g}"
 
@@ -34,6 +39,11 @@ def asked_values(text: str) -> tuple[str, list[float | str]]:
         return RATIO, [*_ratios(values)]
     if not key or not values:
         raise UserError(f"--sweep {text}: expected FROM:TO:STEP, or KEY=A,B,C or KEY=FROM:TO:STEP of a recipe's key")
+    keys = keys_of(key)
+    if len(keys) > 1 and (alone := {RATIO, *OF_DATA} & set(keys)):
+        raise UserError(f"--sweep {text}: {min(alone)} varies alone; keys that vary together are keys of the recipe")
+    if not all(keys) or len(set(keys)) < len(keys):
+        raise UserError(f"--sweep {text}: keys that vary together are named once each, KEY,KEY=A,B,C")
     points: list[float | str] = []
     if values.count(":") == 2:
         points += _steps(text, values, f"--sweep {text}: values go up, in at most {MOST} steps")

@@ -43,6 +43,21 @@ def test_calibration_samples(place):
     assert first["errors"] != second["errors"]
 
 
+def test_the_strength_of_both_spaces_together(place):
+    """The papers' curves of test perplexity over λ: one λ in every space at each point."""
+    keys = [f"spaces.{space}.compensation.lambda" for space in ("heads", "mlp")]
+    how = ("--recipe", "ridge", "--set", "ratio=0.5", *TRAIN, "--window", "16")
+    evaluated = ("--evaluate", "calib.txt", "--evaluate-samples", "4")
+    rows, sweep = swept("dense", *how, "--sweep", f"{','.join(keys)}=0.001,10", *evaluated)
+    assert rows[0].split()[0] == ",".join(keys)
+    for point, strength in zip(sweep["points"], (0.001, 10), strict=True):
+        assert [point[key] for key in keys] == [strength, strength]
+        settings = [part for key in keys for part in ("--set", f"{key}={strength}")]
+        _, alone = by_hand("dense", *how, *settings)
+        assert point["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
+    assert sweep["points"][0]["perplexity"] != sweep["points"][1]["perplexity"]
+
+
 def test_images(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with quiet_transformers():

@@ -26,6 +26,16 @@ def oracle(tokens: torch.Tensor) -> tuple[float, int]:
     return math.exp(-sum(p * math.log(p) for p in shares)), k
 
 
+def count_inputs(tokens: torch.Tensor) -> int:
+    """Inputs of most variance, taken one after the other until they hold 95 %."""
+    variances = sorted(((x - sum(x) / len(x)) ** 2).sum() for x in tokens.numpy().T)
+    k, explained = 0, 0.0
+    while explained < (0.95 - 1e-12) * sum(variances):
+        k += 1
+        explained += variances[-k]
+    return k
+
+
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -46,12 +56,14 @@ def test_equals_the_svd_of_centred_activations(tokens, d):
     rank, k95 = oracle(x)
     assert measure_spectrum(x) == (pytest.approx(rank, rel=1e-7), k95)
     assert d == 1 or 1 < rank < d
+    assert spectrum(moments_of(x)).k95_inputs == count_inputs(x) >= k95
 
 
 @pytest.mark.parametrize(("d", "k95"), [(1, 1), (10, 10), (20, 19), (41, 39), (80, 76), (120, 114)])
 def test_isotropic(d, k95):
     """95 % of 20 equal directions is exactly 19 of them; sums of 80 or 120 shares fall a rounding short of it."""
     assert measure_spectrum(isotropic(d)) == (pytest.approx(d), k95)
+    assert spectrum(moments_of(isotropic(d))).k95_inputs == k95
 
 
 def test_active_is_the_mean_share():
@@ -62,7 +74,7 @@ def test_active_is_the_mean_share():
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e4])
 def test_inputs_that_never_vary_have_no_rank(value):
     result = spectrum(moments_of(torch.full((30, 5), value).double(), torch.float32))
-    assert (result.effective_rank, result.k95, result.active) == (0.0, 0, float(value > 0))
+    assert dataclasses.astuple(result) == (0.0, 0, 0, float(value > 0))
 
 
 def test_refusals():

@@ -363,6 +363,22 @@ def test_a_map_of_the_importance():
     assert heat_map.panels == {"before": [[1.0, 0.5]], "after": [[0.0, 4.0]]}
 
 
+def test_histograms_of_the_importance():
+    """Bars from the first to the last that holds a weight in any of the four; the middle one of 61 is at 0 decibels."""
+    bars = [0] * 29
+    before = {"kept": [*bars, 0, 3, 1, *bars], "zeroed": [*bars, 4, 0, 0, *bars]}
+    after = {"kept": [*bars, 0, 0, 4, *bars], "zeroed": [*bars, 4, 0, 0, *bars]}
+    own = {"weight": "o.weight", "rows": 4, "columns": 2, "before": [[0.0]], "after": [[0.0]]}
+    learned = make_learned_rotation(0) | {"map": own | {"histograms": {"before": before, "after": after}}}
+    figures = sections(make_mask_report([linear(0)], learned))["Rotation"].figures
+    drawn = {figure.title: figure.lines for figure in figures if "by importance" in figure.title}
+    assert list(drawn) == [f"o.weight: weights by importance, {when} rotation" for when in ("before", "after")]
+    (kept, zeroed), (kept_after, _) = drawn.values()
+    assert [(point.place, point.value) for point in kept.points] == [(-2, 0), (0, 3), (2, 1)]
+    assert [(point.place, point.value) for point in zeroed.points] == [(-2, 4), (0, 0), (2, 0)]
+    assert [point.value for point in kept_after.points] == [0, 0, 4]
+
+
 # ---- recovery ------------------------------------------------------------------------------------------------------
 
 

@@ -32,4 +32,12 @@ def test_phases_of_a_run(dense, tmp_path, name, ratio, before, blocks):
     settled = job_on(
         folder, load_recipe(name, ("container=any",) if name != "wanda-50" else (), ratio), live=windows(), folds=4
     )
-    assert phases_of(prune(settled, tmp_path / "out")) == [*before, ("blocks", blocks), *BEHIND]
+    report = prune(settled, tmp_path / "out")
+    assert phases_of(report) == [*before, ("blocks", blocks), *BEHIND]
+    (walked,) = (stage for stage in report["stages"] if stage["name"] == "blocks")
+    assert [each["block"] for each in walked["blocks"]] == [0, 1, 2]
+    assert {name for each in walked["blocks"] for name in each["phases"]} == blocks
+    for name in blocks:  # the stream's beginning is of no block; each figure rounds at 5e-5
+        parts = [each["phases"].get(name, 0) for each in walked["blocks"]]
+        assert 0 < sum(parts) <= walked["phases"][name] + 5e-5 * (len(parts) + 1)
+    assert sum(each["seconds"] for each in walked["blocks"]) <= walked["seconds"] + 1e-3

@@ -33,6 +33,7 @@ from ckpt_prune.common.finite import all_finite
 from ckpt_prune.parallel.devices import multiplies_bfloat16
 from ckpt_prune.recipe.names import Backbone
 from ckpt_prune.sparsity.damping import DAMP, SingularHessianError, damped_cholesky, live_mean
+from ckpt_prune.stages.rotation.records import BIN, FARTHEST
 
 CELLS = 24
 """Cells of a map along each side, at most."""
@@ -64,8 +65,27 @@ def share_of_largest(values: Tensor, share: float = LARGEST) -> float:
     return float(most) / total if total > 0 else 0.0
 
 
-def importance_map(name: str, before: Tensor, after: Tensor) -> dict[str, Any]:
-    """Return what the report's `ImportanceMap` holds, from importance (rows, columns) before and after rotation."""
+def count_by_importance(values: Tensor, keep: Tensor) -> dict[str, list[int]]:
+    """Count the weights that stay, and those that go, by importance (rows, columns): bars of a histogram.
+
+    Bar i of 2 · FARTHEST / BIN + 1 is of weights whose importance is BIN · i − FARTHEST decibels of the mean over all
+    of the matrix, give or take half a bar; the first and the last have all that lies beyond as well.
+    """
+    wide = values.double()
+    levels = 10 * (wide / wide.mean().clamp_min(torch.finfo(wide.dtype).tiny)).log10()
+    bars = ((levels.clamp(-FARTHEST, FARTHEST) + FARTHEST) / BIN).round().long()
+    most = 2 * FARTHEST // BIN + 1
+    return {
+        name: torch.bincount(bars[chosen], minlength=most).tolist()
+        for name, chosen in (("kept", keep), ("zeroed", ~keep))
+    }
+
+
+def importance_map(name: str, before: Tensor, after: Tensor, choose: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return what the report's `ImportanceMap` holds, from importance (rows, columns) before and after rotation.
+
+    `choose` returns the mask of the weights that stay (rows, columns) by their importance.
+    """
     rows, columns = before.shape
     return {
         "weight": name,
@@ -75,6 +95,10 @@ def importance_map(name: str, before: Tensor, after: Tensor) -> dict[str, Any]:
         "after": cell_means(after),
         "largest_before": share_of_largest(before),
         "largest_after": share_of_largest(after),
+        "histograms": {
+            when: count_by_importance(values, choose(values.double()))
+            for when, values in (("before", before), ("after", after))
+        },
     }
 
 

@@ -118,6 +118,7 @@ class Learner:
     Args:
         groups: M of the mask's N:M pattern if importance is concentrated inside its groups; else None.
         samples: how many the moments are of.
+        choose: importance of a weight (rows, columns), float64 → those that a mask by it keeps, for a histogram.
         source: learner → source of the dense model's moments, of every linear's input and with the Grams of `grams`.
     """
 
@@ -126,6 +127,7 @@ class Learner:
     backbone: Backbone
     groups: int | None
     samples: int
+    choose: Callable[[Tensor], Tensor]
     source: Callable[["Learner"], MomentSource]
     device: torch.device
 
@@ -214,7 +216,7 @@ class Learner:
         assert weight is not None
         term = replace(term, weight=weight, inputs=inputs)
         before, after = importance(term, self.backbone, None, None), importance(term, self.backbone, r1, r2)
-        return {"map": importance_map(name, before, after)}
+        return {"map": importance_map(name, before, after, self.choose)}
 
     # ---- one rotation for all blocks --------------------------------------------------------------------------
 

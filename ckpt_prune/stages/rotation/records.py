@@ -4,6 +4,20 @@ from pydantic import Field
 
 from ckpt_prune.common.records import Amount, Block, Count, Figure, FixedRecord
 
+BIN, FARTHEST = 2, 60
+"""Width of a bar of a histogram in decibels (10 of them are a factor of ten), and the last bar on either side."""
+
+
+class Histogram(FixedRecord):
+    """Numbers of weights by importance, in bars of two decibels of the mean (`importance.count_by_importance`).
+
+    Attributes:
+        kept, zeroed: of the weights that a mask by this importance keeps, and of the others.
+    """
+
+    kept: list[Count]
+    zeroed: list[Count]
+
 
 class ImportanceMap(FixedRecord):
     """Importance of the cells of a weight, before and after it was rotated (DenoiseRotator, Figure 2).
@@ -12,7 +26,10 @@ class ImportanceMap(FixedRecord):
         rows, columns: shape of the weight.
         before, after: means over cells, from the first row on, as shares of the mean over the whole weight.
         largest_before, largest_after: share of the importance in the largest hundredth of the weights.
+        histograms: before and after, under these names.
     """
+
+    optional = frozenset({"histograms"})
 
     weight: str
     rows: Count
@@ -21,6 +38,7 @@ class ImportanceMap(FixedRecord):
     after: list[list[Figure]]
     largest_before: Figure = None
     largest_after: Figure = None
+    histograms: dict[str, Histogram] = Field(default_factory=dict)
 
 
 class Learned(FixedRecord):

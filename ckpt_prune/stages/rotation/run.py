@@ -17,6 +17,7 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.job.step import Step, Tensors
 from ckpt_prune.measure.moment_sources import CachedMoments, MomentSource, NoMoments, SequentialMoments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
+from ckpt_prune.sparsity.masks import keep_groups, keep_share
 from ckpt_prune.stages.mask.keys import Mask
 from ckpt_prune.stages.rotation.keys import Rotation
 from ckpt_prune.stages.rotation.learner import Learner, WrittenRotations, journal_entry
@@ -102,8 +103,14 @@ def learner_of(prepared: Prepared) -> Learner:
         samples = len(prepared.live.samples)
     else:
         samples = 0 if prepared.statistics is None else prepared.statistics.index.samples
+
+    def choose(importance: torch.Tensor) -> torch.Tensor:
+        if mask.groups is not None:
+            return keep_groups(importance, mask.groups)
+        return keep_share(importance, recipe.ratio, mask.compared)
+
     backbone = rotation.importance_for(recipe)
-    return Learner(prepared.model, rotation, backbone, groups, samples, source, prepared.device)
+    return Learner(prepared.model, rotation, backbone, groups, samples, choose, source, prepared.device)
 
 
 class InTurn:

@@ -1,6 +1,7 @@
 """Sections of the stage `rotation`."""
 
 import math
+from operator import itemgetter
 
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.show.section import (
@@ -17,7 +18,7 @@ from ckpt_prune.show.section import (
     number_under,
 )
 from ckpt_prune.stages.report import Report
-from ckpt_prune.stages.rotation.records import ImportanceMap, Learned, RotationRecord
+from ckpt_prune.stages.rotation.records import BIN, FARTHEST, ImportanceMap, Learned, RotationRecord
 
 _ABSORBED = "which is absorbed by the weights and adds no computation at run time"
 
@@ -55,7 +56,7 @@ def sections(report: Report) -> list[Section]:
             {f"block {entry.block}": entry.curve for entry in learned},
             "step",
         ),
-        *(heat_map for entry in learned if entry.map is not None for heat_map in _heat_map(entry.map)),
+        *(figure for entry in learned if entry.map is not None for figure in _figures_of(entry.map)),
     ]
     details = make_tables(
         "Every rotation",
@@ -102,6 +103,34 @@ def _steps(entry: Learned) -> str:
 
 def _change(before: float | None, after: float | None) -> str:
     return f"{after / before - 1:+.1%}" if before is not None and after is not None and before > 0 else ""
+
+
+def _figures_of(own: ImportanceMap) -> list[Figure | HeatMap]:
+    return [*_heat_map(own), *_histograms(own)]
+
+
+def _histograms(own: ImportanceMap) -> list[Figure]:
+    """Draw the weights of each importance that stay and go, before and after (DenoiseRotator, Figure 2 c and d)."""
+    bars = [bar for each in own.histograms.values() for side in (each.kept, each.zeroed) for bar in enumerate(side)]
+    filled = [number for number, count in bars if count]
+    span = slice(min(filled, default=0), max(filled, default=0) + 1)
+    figures: list[Figure] = []
+    for when, each in own.histograms.items():
+        lines = []
+        for name, counts in (("kept", each.kept), ("zeroed", each.zeroed)):
+            levels = [(BIN * number - FARTHEST, count) for number, count in enumerate(counts)]
+            lines.append(draw_line(name, levels[span], itemgetter(1), place=itemgetter(0)))
+        figures += draw_figure(
+            f"{own.weight}: weights by importance, {when} rotation",
+            f"Where the zeroed weights lie far to the left, little is lost. A mark every {BIN} decibels, 10 of which "
+            "are a factor of ten; zeroed is what a mask by this importance takes.",
+            "weights",
+            *lines,
+            log=False,
+            across="decibels of the mean importance",
+            joined=True,
+        )
+    return figures
 
 
 def _heat_map(own: ImportanceMap) -> list[HeatMap]:

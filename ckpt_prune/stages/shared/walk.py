@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ckpt_prune.checkpoint.block_thread import BlockThread
+from ckpt_prune.common.phases import time_block
 from ckpt_prune.common.progress import track
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.step import Step, Tensors
@@ -61,12 +62,13 @@ def walk(
             stack.enter_context(step.progress())
         silent = any(step.shows_progress for step in steps.values())
         for block in blocks if silent else track(blocks, doing, total=len(blocks)):
-            tensors, of_block, inputs = _take(view, steps, block, store, thread)
-            for key, step in steps.items():
-                records[key] += of_block[key]
-                if step.needs_input:
-                    step.advance_input(block, inputs.pop(key))
-                step.advance(block, tensors)
+            with time_block(block):
+                tensors, of_block, inputs = _take(view, steps, block, store, thread)
+                for key, step in steps.items():
+                    records[key] += of_block[key]
+                    if step.needs_input:
+                        step.advance_input(block, inputs.pop(key))
+                    step.advance(block, tensors)
     return records
 
 

@@ -314,9 +314,13 @@ FIGURES: Sequence[tuple[str, str, str, Pick | Mapping[str, Pick], Mapping[str, A
     ("ρ² per head", f"Higher is better. {_PER_HEAD}", _DROPPED, _of_heads("rho2"), {"full": (0, 1)}),
     (
         "{space}: rank of the inputs",
-        "Lower means more redundant, easier to prune. k95: directions that hold 95 % of the variance.",
+        "Lower means more redundant, easier to prune. k95: directions, or inputs, that hold 95 % of the variance.",
         "share of the width",
-        {"effective rank": _of_inputs("effective_rank"), "k95": _of_inputs("k95")},
+        {
+            "effective rank": _of_inputs("effective_rank"),
+            "k95": _of_inputs("k95"),
+            "k95 of inputs": _of_inputs("k95_inputs"),
+        },
         {"log": False},
     ),
     (
@@ -413,6 +417,7 @@ def _details(sites: Sequence[SiteRecord]) -> list[Table]:
                 "ρ²": number_under("rho2"),
                 "effective rank": number_under("effective_rank"),
                 "k95": number_under("k95"),
+                "k95 of inputs": number_under("k95_inputs"),
                 "active": number_under("active"),
             },
             words=3,

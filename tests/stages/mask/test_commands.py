@@ -198,6 +198,8 @@ def test_rotations_and_masks(here, recipe):
     assert [entry["block"] for entry in learned] == ([None] if shared else [0, 1])
     assert all(entry["entropy_after"] < entry["entropy_before"] and entry["steps"] == 3 for entry in learned)
     assert [entry["map"]["weight"] for entry in learned if "map" in entry] == ["model.layers.0.self_attn.o_proj.weight"]
+    for histogram in learned[0]["map"]["histograms"].values():
+        assert sum(histogram["kept"]) == sum(histogram["zeroed"]) == 16 * 16 // 2
     before, after = (sum(entry[f"entropy_{when}"] for entry in learned) for when in ("before", "after"))
     importance = next(method for method in ("magnitude", "wanda", "sparsegpt") if method in recipe)
     rotated = (

@@ -269,7 +269,8 @@ class ColumnSolver(Solver):
             plan.j0, plan.floor, plan.rho2 = errors.uncompensated, errors.floor, errors.rho2
         if self.has_spectrum:
             plan.width, spread = moments.width, spectrum(moments)
-            plan.effective_rank, plan.k95, plan.active = spread.effective_rank, spread.k95, spread.active
+            plan.effective_rank, plan.k95, plan.k95_inputs = spread.effective_rank, spread.k95, spread.k95_inputs
+            plan.active = spread.active
 
     def _methods(self, block: int, tensors: Tensors) -> list[str]:
         return self.own.compensation.methods(biased=self._consumer(block, "bias") in tensors)
