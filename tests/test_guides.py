@@ -21,6 +21,7 @@ from tests.graphs import traced_before, with_layers
 from tests.images import CLASSES, write_csv, write_images, write_vit
 from tests.pairs import choose_cases
 from tests.stages.vocabulary.tokenizers_of_tests import byte_level, page, save_llama
+from tests.talks import WINDOW, write_rows, write_talker
 
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
 GUIDES = sorted((Path(__file__).parents[1] / "recipes" / "guides").glob("*.md"))
@@ -83,6 +84,10 @@ def test_every_command_of_a_guide_runs(guide, monkeypatch):
         pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
         shutil.rmtree("MODEL")
         save(Path("MODEL"), "llama", tie_word_embeddings=True)
+    if guide.stem == "vision":  # an image takes more tokens than a word
+        write_talker(Path("VLM"), "qwen3_vl")
+        write_rows(Path())
+        monkeypatch.setitem(SMALLER, "--window", str(WINDOW))
     if guide.stem == "vocabulary":  # tokens that are whole words split into none
         shutil.rmtree("MODEL")
         save_llama(Path("MODEL"), byte_level())

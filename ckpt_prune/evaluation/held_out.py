@@ -13,8 +13,9 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.evaluation.images import measure_images
 from ckpt_prune.evaluation.pair import Pair, lack_of_room
 from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsResult
-from ckpt_prune.evaluation.texts import measure_texts
+from ckpt_prune.evaluation.texts import measure_talks, measure_texts
 from ckpt_prune.measure.samples.choose import choose_fresh_samples
+from ckpt_prune.measure.samples.image_text import ImageTextWindows
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.model.model import Model
@@ -63,7 +64,8 @@ def choose_held_out(
     fresh = choose_fresh_samples(model, wanted, used, trust=trust, say=lambda _line: None)
     samples = fresh.samples
     assert isinstance(samples, TokenWindows | ImageSamples)
-    names = ", ".join(path.name for path in options.text) or str(options.images and options.images.name)
+    places = [*options.text, *filter(None, (options.images, options.talks))]
+    names = ", ".join(path.name for path in places)
     what = f"{len(samples)} windows of {samples.tokens} tokens" if is_text else plural(len(samples), "image")
     words = f"{what} of {names}"
     if fresh.seen is None:
@@ -90,6 +92,8 @@ def measure_held_out(pair: Pair, held_out: HeldOut) -> ScoredResult[Any] | Compa
     lacking = lack_of_room((folder for folder in pair.folders if folder not in pair.streamed), pair.device)
     if lacking is not None:
         raise UserError(lacking)
+    if isinstance(samples, ImageTextWindows):
+        return replace(measure_talks(pair, EvaluationOptions(), samples), on=held_out.words)
     if isinstance(samples, ImageSamples):
         return replace(measure_images(pair, EvaluationOptions(), samples), on=held_out.words)
     result = measure_texts(pair, EvaluationOptions(window=samples.tokens), samples.windows)

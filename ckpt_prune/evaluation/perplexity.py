@@ -13,6 +13,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_same_vocabulary, check_windows, iterate_rows
 from ckpt_prune.evaluation.display import Columns, Figures
 from ckpt_prune.evaluation.streamed import StreamedModel, Strip
+from ckpt_prune.measure.samples.image_text import ImageTextWindows
+from ckpt_prune.measure.samples.samples import move_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +33,8 @@ class PerplexityScore(Figures):
     Attributes:
         perplexity: exp(nll).
         nll: mean negative log-likelihood, nats per scored token.
-        tokens: that were scored: windows × (window − 1), because nothing predicts the first token of a window.
+        tokens: that were scored: windows × (window − 1), because nothing predicts the first token of a window. Those
+            that stand for images are left out.
     """
 
     columns: ClassVar[Columns] = (
@@ -143,16 +146,18 @@ class PredictionSums:
         return math.exp(nll) if nll < 700 else math.inf, nll
 
 
-def perplexity(model: LanguageModel, windows: Tensor, *, what: str = "perplexity") -> PerplexityScore:
+def perplexity(
+    model: LanguageModel, windows: Tensor | ImageTextWindows, *, what: str = "perplexity"
+) -> PerplexityScore:
     """Measure perplexity on windows, int64 (windows, window): exp of the mean over every token but each window's first.
 
     Puts the model in evaluation mode.
     """
-    return PerplexityScore(*_add_up([model], windows, what).perplexity(0), *_count(windows))
+    return _score(_add_up([model], windows, what), 0, windows)
 
 
 def compare(
-    model: LanguageModel, reference: LanguageModel, windows: Tensor, *, what: str = "comparing"
+    model: LanguageModel, reference: LanguageModel, windows: Tensor | ImageTextWindows, *, what: str = "comparing"
 ) -> TokenComparison:
     """Measure both perplexities, KL(reference ‖ model) and top-1 agreement in one pass over the windows.
 
@@ -160,17 +165,19 @@ def compare(
     """
     check_same_vocabulary(model, reference)
     sums = _add_up([model, reference], windows, what)
-    score, reference_score = (PerplexityScore(*sums.perplexity(place), *_count(windows)) for place in range(2))
+    score, reference_score = (_score(sums, place, windows) for place in range(2))
     return TokenComparison(score, reference_score, sums.kl / sums.tokens, sums.agreeing / sums.tokens, sums.spread)
 
 
 @torch.no_grad()
-def _add_up(models: Sequence[LanguageModel], windows: Tensor, what: str) -> PredictionSums:
+def _add_up(models: Sequence[LanguageModel], samples: Tensor | ImageTextWindows, what: str) -> PredictionSums:
+    shown = None if isinstance(samples, Tensor) else samples
+    windows = samples if isinstance(samples, Tensor) else samples.windows
     for model in models:
         check_windows(model, windows)
     # One after the other: what is run block by block holds none of its blocks afterwards.
     readers = [
-        model.read(windows, what) if isinstance(model, StreamedModel) else WholeLogits(model.eval(), windows)
+        model.read(windows, what) if isinstance(model, StreamedModel) else WholeLogits(model.eval(), windows, shown)
         for model in models
     ]
     sums, device = PredictionSums(), models[0].device
@@ -181,26 +188,46 @@ def _add_up(models: Sequence[LanguageModel], windows: Tensor, what: str) -> Pred
             for start in range(0, len(tokens) - 1, positions):
                 targets = tokens[start + 1 : start + 1 + positions]
                 part = slice(start, start + len(targets))
-                sums.add([strip(row, part).to(device) for strip in strips], targets)
+                logits = [strip(row, part).to(device) for strip in strips]
+                if shown is not None:
+                    scored = shown.scored[rows][row, part.start + 1 : part.stop + 1].to(device)
+                    logits, targets = [each[scored] for each in logits], targets[scored]
+                if len(targets):
+                    sums.add(logits, targets)
     return sums
 
 
 @dataclass(frozen=True)
 class WholeLogits:
-    """Logits of windows by a model that is in memory as a whole, those of a batch at once."""
+    """Logits of windows by a model that is in memory as a whole, those of a batch at once.
+
+    `shown` has the windows with their images, which are run one by one.
+    """
 
     model: "PreTrainedModel"
     windows: Tensor
+    shown: ImageTextWindows | None = None
 
     @torch.inference_mode()
     def of_batch(self, rows: slice) -> Strip:
         """Return what gives the logits of some windows."""
+        if self.shown is not None:
+            return self._of_shown(rows)
         ids = self.windows[rows].to(self.model.device)
         logits = self.model(input_ids=ids, use_cache=False).logits
         return lambda row, part: logits[row, part]
 
+    def _of_shown(self, rows: slice) -> Strip:
+        assert self.shown is not None
+        logits = []
+        for row in range(*rows.indices(len(self.shown))):
+            inputs = move_batch(self.shown.whole_inputs(row), self.model.device, self.model.dtype)
+            logits.append(self.model(**inputs, use_cache=False).logits[0])
+        return lambda row, part: logits[row][part]
 
-def _count(windows: Tensor) -> tuple[int, int, int]:
-    """Return the scored tokens, the tokens in a window, and how many windows there are."""
-    count, window = windows.shape
-    return count * (window - 1), window, count
+
+def _score(sums: PredictionSums, place: int, windows: Tensor | ImageTextWindows) -> PerplexityScore:
+    """Return the score of one of the models that were added up."""
+    ids = windows if isinstance(windows, Tensor) else windows.windows
+    count, window = ids.shape
+    return PerplexityScore(*sums.perplexity(place), sums.tokens, window, count)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.sentence_modules import MODULES, read_modules, read_ranked_tokens
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_windows
@@ -29,7 +30,8 @@ from ckpt_prune.evaluation.purpose import (
 from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsResult
 from ckpt_prune.evaluation.sentences import compare_sentences, cut_texts, open_embedder
 from ckpt_prune.evaluation.streamed import StreamedModel
-from ckpt_prune.evaluation.whole_model import auto_class, purpose_of_folder, read_config
+from ckpt_prune.evaluation.whole_model import auto_class, config_of, purpose_of_folder, read_config
+from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import (
     add_frame,
@@ -100,6 +102,35 @@ def measure_texts(pair: Pair, options: EvaluationOptions, given: Tensor | None =
     return _join(options, results)
 
 
+def measure_talks(pair: Pair, options: EvaluationOptions, given: ImageTextWindows | None = None) -> ScoredResult[Any]:
+    """Measure a vision language model on the text of conversations with images, and compare it with its reference.
+
+    Args:
+        pair: both of them.
+        options: the conversations, and the window.
+        given: windows in place of those of the conversations.
+    """
+    check_same_kind(pair.folder, pair.reference)
+    if purpose_of_folder(pair.folder) != "image-text-to-text":
+        raise UserError(f"{pair.folder} is no vision language model: --data does not go with it; measure it on --text")
+    if given is None:
+        assert options.data is not None
+        assert options.window is not None
+        checkpoint = Checkpoint.open(str(pair.folder), packed=True)
+        given = pack_windows(
+            Reader(checkpoint, trust=pair.trust),
+            options.data,
+            samples=options.samples,
+            window=options.window,
+            seed=None,
+            config=config_of(pair.folder),
+        )
+    models = [pair.load(), *([] if pair.reference is None else [pair.load_reference()])]
+    if len(models) == 1:
+        return ScoredResult(pair.name, perplexity(models[0], given))
+    return _pair_scores(pair, compare(models[0], models[1], given))
+
+
 def _join(options: EvaluationOptions, results: Sequence[TextResult]) -> TextResult | TextsResult:
     return results[0] if len(results) == 1 else TextsResult(tuple(zip(options.text, results, strict=True)))
 
@@ -157,7 +188,7 @@ def _measure_perplexity(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows
     return _pair_scores(pair, both)
 
 
-def _pair_scores(pair: Pair, both: TokenComparison) -> TextResult:
+def _pair_scores(pair: Pair, both: TokenComparison) -> ScoredResult[Any]:
     scores = both.score, pair.reference_name, both.reference_score
     return ScoredResult(pair.name, *scores, both.kl, both.top1_agreement, spread=both.spread)
 

@@ -14,6 +14,7 @@ from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.job.layout import Output
 from ckpt_prune.job.model_view import Basis, ModelView
 from ckpt_prune.job.plan import Plan
+from ckpt_prune.measure.samples.samples import reads_whole
 from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
@@ -154,6 +155,13 @@ class Prepared:
     def sequential(self) -> bool:
         """True if moments are measured on the pruned prefix."""
         return self.live is not None and self.recipe.target != "dense" and self.recipe.measures_prefix
+
+    @property
+    def sees_images(self) -> bool:
+        """True if the text part of a model was, or is to be, measured on images with their text."""
+        if self.live is not None and (self.sequential or self.statistics is None):
+            return reads_whole(self.live.samples)
+        return self.statistics is not None and self.statistics.index.modality == "image-text"
 
     @property
     def lacks_moments(self) -> bool:

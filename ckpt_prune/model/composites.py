@@ -56,6 +56,14 @@ class Part(StrictModel):
     keeps: dict[SpaceName, str] = Field(default_factory=dict)
     note: str
 
+    def outer_name(self, inner: str) -> str:
+        """Return the name in the whole of a module inside the part's stock class."""
+        for outer, own in self.modules.items():
+            if not own or inner == own or inner.startswith(f"{own}."):
+                path = inner.removeprefix(own).removeprefix(".")
+                return f"{outer}.{path}" if path else outer
+        raise ValueError(f"{inner} is of no module of the part")
+
 
 class Composite(StrictModel):
     """A model made of others: its stock class, the Auto class that loads it, and its parts.

@@ -1,5 +1,6 @@
 """Options that say what a model is run on: text, images or audio."""
 
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -25,6 +26,11 @@ class TextOptions(Options):
     """Text file. May be repeated."""
     window: int | None = option(default=None, ge=2)
     """Tokens per window."""
+
+    @property
+    def talks(self) -> Path | None:
+        """File of conversations with images, for commands that take one."""
+        return None
 
     @model_validator(mode="after")
     def _find_named_texts(self) -> Self:
@@ -80,9 +86,17 @@ class SampleOptions(TextOptions):
 class CalibrationOptions(SampleOptions):
     """Samples to measure statistics on."""
 
+    data: Input = option(default=None, metavar="FILE", digest="content")
+    """Conversations with images (.jsonl, .json) to run a vision language model on, in place of --text, for --part text:
+    rows of messages as its chat template takes them, whose images are paths relative to FILE."""
     folds: int | None = option(default=None, ge=1)
     """Keep sums apart for this many groups of samples. Recipes that choose lambda by folds need it, and so do held-out
     errors. [default: 1, 2 if the recipe sees whether fits win, 4 if it chooses by folds]"""
+
+    @property
+    def talks(self) -> Path | None:
+        """The file of --data."""
+        return self.data
 
 
 class TrainingOptions(SampleOptions):
@@ -117,11 +131,19 @@ class EvaluationOptions(TextOptions, LabelledImageOptions):
     images: Input = option(default=None, metavar="DIR")
     """Folder of images to measure an image classifier on: with a labels.csv, with a sub-folder per class, or, with
     --against, plain."""
+    data: Input = option(default=None, metavar="FILE")
+    """Conversations with images (.jsonl, .json) to measure a vision language model on: perplexity on the tokens of the
+    text. It needs --window, too."""
     samples: int | None = option(default=None, ge=1)
     """Use only this many: the first windows of each text, images at random (seed 0), or each task's first items.
     [default: all]"""
     bos: Bos = option(default="auto")
     """Put a begin-of-sequence token before the text. auto: if the tokenizer itself adds one."""
+
+    @property
+    def talks(self) -> Path | None:
+        """The file of --data."""
+        return self.data
 
 
 class ProofOptions(TextOptions, LabelledImageOptions):
@@ -153,14 +175,20 @@ class QualityOptions(Options):
     --evaluate; of --text and --images an eighth as many as calibrated on, 2 to 8 windows or 16 to 64 images]"""
 
 
-def has_data(options: SampleOptions) -> bool:
-    """Return True if there is something to run the model on; raise UserError if there are two things."""
+def given_data(options: SampleOptions) -> str | None:
+    """Return the option that says what the model is run on, if any does; raise UserError if there are two."""
     data = {
         "--text": bool(options.text),
         "--images": options.images is not None,
         "--audio": options.audio is not None,
+        "--data": options.talks is not None,
     }
     given = [name for name, is_given in data.items() if is_given]
     if len(given) > 1:
         raise UserError(f"give {' or '.join(given)}, not both")
-    return bool(given)
+    return given[0] if given else None
+
+
+def has_data(options: SampleOptions) -> bool:
+    """Return True if there is something to run the model on; raise UserError if there are two things."""
+    return given_data(options) is not None

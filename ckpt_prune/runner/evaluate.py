@@ -22,7 +22,7 @@ from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_generates
 from ckpt_prune.evaluation.results import CombinedResult, PlainResult, Result
 from ckpt_prune.evaluation.streamed import StreamedModel
-from ckpt_prune.evaluation.texts import measure_texts, read_windows
+from ckpt_prune.evaluation.texts import measure_talks, measure_texts, read_windows
 from ckpt_prune.evaluation.whole_model import default_dtype
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.options.commands import EvaluateOptions
@@ -38,7 +38,9 @@ def evaluate_model(options: EvaluateOptions) -> Result:
         graph, folder = _place(options.model)
         other, reference = (None, None) if options.against is None else _place(options.against)
         device = resolve_device(options.device)
-        keeps = sum(map(bool, (options.text, options.tasks, options.generate))) > 1 or len(options.text) > 1
+        keeps = (
+            sum(map(bool, (options.text, options.data, options.tasks, options.generate))) > 1 or len(options.text) > 1
+        )
         trust = options.trust_remote_code
         pair = Pair(folder, reference, device, trust, graph, other, _open_graph, keeps=keeps, foresee=_foresee)
         if options.dry_run:
@@ -72,8 +74,12 @@ def _measure(pair: Pair, options: EvaluateOptions) -> Result:
         results["tasks"] = _lm_eval(options, names, pair)
     if options.text:
         results["text"] = measure_texts(pair, options)
+    if options.data is not None:
+        results["data"] = measure_talks(pair, options)
     if len(results) > 1:
-        return CombinedResult({name: results[name] for name in ("text", "tasks", "generate") if name in results})
+        return CombinedResult(
+            {name: results[name] for name in ("text", "data", "tasks", "generate") if name in results}
+        )
     return next(iter(results.values())) if results else measure_images(pair, options)
 
 
@@ -105,7 +111,7 @@ def _note_loss(options: EvaluateOptions, result: Result) -> None:
     if not is_source(out, dense):
         return
     # Names without folders: a card is shown to others.
-    read = [Path(text).name for text in options.text] or [Path(str(options.images)).name]
+    read = [Path(place).name for place in (*options.text, options.data, options.images) if place is not None]
     loss = loss.model_copy(update={"data": ", ".join([*read, loss.data])})
     try:
         note_loss(out, loss)

@@ -31,10 +31,10 @@ def messages(prepared: Prepared) -> list[str]:
     within = model.checkpoint.within
     if within is not None:
         composite = load_composite(str(within.whole.config["model_type"]))
-        lines.append(
-            f"all figures are of the {within.part} part of this {composite.model_type}: "
-            f"{composite.part(within.part).note}"
+        note = (
+            "it is calibrated on images with their text" if prepared.sees_images else composite.part(within.part).note
         )
+        lines.append(f"all figures are of the {within.part} part of this {composite.model_type}: {note}")
     lines += change_lines(prepared)
     if prepared.output.container.note:
         lines.append(prepared.output.container.note)

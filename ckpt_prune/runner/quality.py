@@ -20,7 +20,9 @@ _SAMPLES = 16
 
 def is_measured(options: Any, losses: Any = None) -> bool:
     """Return whether an output is to be measured: there is data, and no earlier run has done it (`losses`)."""
-    has_data = options.evaluate_samples != 0 and bool(options.evaluate or options.text or options.images)
+    has_data = options.evaluate_samples != 0 and bool(
+        options.evaluate or options.text or options.images or options.talks
+    )
     return has_data and bool(options.evaluate or not losses)
 
 

@@ -10,7 +10,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.model.runtimes import read_target
 from ckpt_prune.options.commands import PruneOptions, RecipeOptions
-from ckpt_prune.options.data import has_data
+from ckpt_prune.options.data import given_data
 from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.recipe.origin import Origin
 from ckpt_prune.recipe.places import locate_recipe
@@ -56,8 +56,8 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
     else:
         file, recipe = recipe_of(options, options.mask_changes, options.vocabulary)
         origin = file.origin
-    if has_data(options) and not any(keys.trains or keys.runs_model for keys in recipe.stages):
-        given = "--text" if options.text else "--images" if options.images is not None else "--audio"
+    given = given_data(options)
+    if given is not None and not any(keys.trains or keys.runs_model for keys in recipe.stages):
         if plan is not None:
             raise UserError(f"a plan has settled its statistics: {given} does not go with it")
         if options.statistics is not None:

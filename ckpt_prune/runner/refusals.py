@@ -52,6 +52,8 @@ def refuse_prune(options: PruneOptions) -> None:
     if options.has_output:
         _check_place(options.model, options.output, resume=options.resume, overwrite=options.may_replace)
     check_supported(options.model, options.family, options.part)
+    if options.vocabulary is not None and options.data is not None:
+        raise UserError("--vocabulary chooses tokens by text: it does not go with --data; prune in two steps")
     check_texts(options.text)
     _check_quality(options, options.model)
     if options.statistics is not None:
@@ -244,6 +246,7 @@ def _check_measured(options: EvaluateOptions) -> None:
     given = {
         "--text": bool(options.text),
         "--images": options.images is not None,
+        "--data": options.data is not None,
         "--tasks": options.tasks is not None,
         "--generate": bool(options.generate),
     }
@@ -251,13 +254,16 @@ def _check_measured(options: EvaluateOptions) -> None:
     if len(given_flags) > 1 and options.images is not None:
         raise UserError(f"{' and '.join(given_flags)}: a model reads either images or text; measure each by itself")
     if not given_flags:
-        raise UserError("evaluate needs --text FILE, --images DIR for a vision model, --tasks, or --generate PROMPT")
-    if options.text and options.window is None:
+        raise UserError(
+            "evaluate needs --text FILE, --images DIR for a vision model, --data FILE for one that reads both, "
+            "--tasks, or --generate PROMPT"
+        )
+    if (options.text or options.data) and options.window is None:
         raise UserError(
             "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
         )
-    if not options.text and options.window is not None:
-        raise UserError(f"--window goes with --text, not with {given_flags[0]}")
+    if not (options.text or options.data) and options.window is not None:
+        raise UserError(f"--window goes with --text or --data, not with {given_flags[0]}")
     if options.tasks is not None:
         _check_tasks(options)
 

@@ -74,7 +74,7 @@ def describe_data(prepared: Prepared) -> dict[str, Any]:
         samples, once = prepared.live.samples, "" if prepared.recipe.true_sequential else ", once per block"
         return {
             "target": prepared.whole.recipe.target + once,
-            "modality": prepared.model.family.modality,
+            "modality": "image-text" if prepared.sees_images else prepared.model.family.modality,
             "data": samples.fingerprint,
             **({"windows": origin} if (origin := getattr(samples, "origin", "")) else {}),
             "samples": len(samples),

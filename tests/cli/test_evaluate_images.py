@@ -119,7 +119,7 @@ def test_options_that_do_not_go_together(pictures):
             f"{named}: a model reads either images or text; measure each by itself"
         )
     assert read_refusal("evaluate", "vit", "--images", "listed", "--window", "16") == (
-        "--window goes with --text, not with --images"
+        "--window goes with --text or --data, not with --images"
     )
     assert read_refusal("evaluate", "vit", "--labels", "listed/labels.csv") == "--labels goes with --images"
     assert read_refusal("evaluate", "vit", "--tasks", "arc_easy", "--trust-remote-code") == (

@@ -19,7 +19,7 @@ from tests.evaluation.tiny import tiny_tokenizer
 
 NOTE = (
     "all figures are of the text part of this llava: it is calibrated on text alone: what its blocks see of images "
-    "plays no part in what goes\n"
+    "plays no part in what goes; --data FILE calibrates it on both\n"
 )
 RIDGE = ["prune", "llava", "--part", "text", "--recipe", "ridge", "--ratio", "0.5", *TEXT]
 

@@ -44,7 +44,7 @@ CHANGES = {
     "perplexity_after": "1",
 }
 """Another value for options that change what is written."""
-UNREAD = {"statistics", "plan", "images", "labels", "audio", "family"}
+UNREAD = {"statistics", "plan", "images", "labels", "audio", "data", "family"}
 """Files and folders that a job of text does not read; of those that are read, the content is in the digest."""
 HARMLESS: dict[str, Any] = {
     "evaluate": ("held_out.txt",),

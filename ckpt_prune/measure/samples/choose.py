@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import NoneLeftError, UserError
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.measure.samples.audio import AudioSamples, find_audio
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows
 from ckpt_prune.measure.samples.images import ImageSamples, PatchSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import (
@@ -44,6 +46,10 @@ def check_kind(model: Model, options: SampleOptions) -> str:
     folder, modality = model.checkpoint.path, model.family.modality
     given = {"image": options.images, "audio": options.audio}
     needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE"}[modality]
+    if options.talks is not None:
+        if modality != "text" or model.checkpoint.within is None:
+            raise UserError(f"--data is for --part text of a vision language model, which {folder} is not opened as")
+        return "--data FILE"
     if any(given.values()) if modality == "text" else given[modality] is None:
         raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}")
     return needed
@@ -73,6 +79,8 @@ def choose_samples(
         NoneLeftError: there are no other samples than those that are skipped.
     """
     needed, folder, modality = check_kind(model, options), model.checkpoint.path, model.family.modality
+    if options.talks is not None:
+        return _choose_talks(model, options, trust, most, skip, say)
     if modality == "text":
         return _choose_windows(model, options, most, skip, say)
     if options.window is not None or options.bos != "auto":
@@ -87,11 +95,7 @@ def choose_samples(
 
 
 def _choose_windows(model: Model, options: SampleOptions, most: int | None, skip: int, say: Say) -> TokenWindows:
-    causal = model.family.causal
-    window = options.window or model.tokens
-    limit = context_length(model.config)
-    if limit is not None and window > limit:
-        raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
+    causal, window = model.family.causal, _window_of(model, options)
     tokenizer = tokenizer_of(model.checkpoint)
     # What generates text reads one long text; others read each window between the tokenizer's own tokens.
     if not causal and options.bos != "auto":
@@ -124,6 +128,33 @@ def _choose_windows(model: Model, options: SampleOptions, most: int | None, skip
         for file, share, (_, talks) in zip(options.text, shares, texts, strict=True)
     ]
     return TokenWindows(windows, ", ".join(origin))
+
+
+def _choose_talks(
+    model: Model, options: SampleOptions, trust: bool, most: int | None, skip: int, say: Say
+) -> ImageTextWindows:
+    """Put conversations with images into windows, in random order unless the first are asked for."""
+    assert options.talks is not None
+    assert model.checkpoint.within is not None
+    if options.bos != "auto" or options.choose in ("offsets", "documents"):
+        raise UserError("--bos, --choose offsets and --choose documents are for --text: they do not go with --data")
+    requested, window = options.samples or most or DEFAULT_WINDOWS, _window_of(model, options)
+    seed = None if options.choose == "first" else options.seed
+    reader = Reader(model.checkpoint.within.whole, trust=trust)
+    windows = pack_windows(
+        reader, options.talks, samples=requested, window=window, seed=seed, skip=skip, config=model.config
+    )
+    if len(windows) < requested and (most is None or _should_tell(options, skip)):
+        say(_all_used(f"{options.talks} has {plural(len(windows), 'window')} of {window} tokens", skip, requested))
+    return windows
+
+
+def _window_of(model: Model, options: SampleOptions) -> int:
+    """Return the tokens of a window; UserError if the model cannot read so many."""
+    window, limit = options.window or model.tokens, context_length(model.config)
+    if limit is not None and window > limit:
+        raise UserError(f"--window {window} is longer than the model's context of {limit} tokens")
+    return window
 
 
 def _draw_windows(

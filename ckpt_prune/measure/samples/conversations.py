@@ -31,9 +31,16 @@ def write_conversation(where: str, row: dict[str, Any], tokenizer: "PreTrainedTo
             f"{where}: a conversation, and the tokenizer{whose} has no chat template: give plain texts "
             '({"text": "…"}), or put the chat_template.jinja of the model\'s chat version into its folder'
         )
+    return write_messages(where, messages, tokenizer, tokenizer.get_chat_template())
+
+
+def write_messages(
+    where: str, messages: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", template: str
+) -> str:
+    """Write out messages by a chat template: that of a tokenizer, or of its processor. `where` is their place."""
     try:
         text = tokenizer.apply_chat_template(
-            messages, chat_template=_CLOCK + tokenizer.get_chat_template(), tokenize=False, date_string=_DAY
+            messages, chat_template=_CLOCK + template, tokenize=False, date_string=_DAY
         )
     except Exception as error:  # templates raise what they like
         raise UserError(f"{where}: the model's chat template does not take it: {one_line(error)}") from error

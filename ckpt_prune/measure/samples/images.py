@@ -56,7 +56,7 @@ class ImageSamples:
         for index, path in enumerate(track(files.paths, "checking images", unit="image")):
             try:
                 data = read_unchanged(path, self._stamps)
-                _decode(data)
+                decode_image(data)
             except Exception as error:  # Pillow's decoders raise anything: OSError, SyntaxError, struct.error, ...
                 bad.append((path, describe_error(error)))
             else:
@@ -106,7 +106,7 @@ class ImageSamples:
 
     def _read_pixels(self, path: Path) -> Tensor:
         try:
-            image = _decode(read_unchanged(path, self._stamps))
+            image = decode_image(read_unchanged(path, self._stamps))
         except UserError:
             raise
         except Exception as error:
@@ -166,7 +166,8 @@ class PatchSamples(ImageSamples):
         return patches
 
 
-def _decode(data: bytes) -> Image.Image:
+def decode_image(data: bytes) -> Image.Image:
+    """Decode an image in eight bits of red, green and blue, the right side up. Pillow raises anything."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # odd metadata, or palettes with transparency: the pixels are there
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:

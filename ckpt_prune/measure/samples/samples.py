@@ -2,12 +2,42 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ckpt_prune.measure.samples.text import fingerprint_windows
+
+
+def whole_inputs(samples: "Samples", row: int) -> dict[str, Tensor] | None:
+    """Return what the whole that a model is a part of is called with for one sample, images and all.
+
+    None if samples are of the part alone.
+    """
+    if isinstance(samples, _Part):
+        return whole_inputs(samples.samples, samples.place(row))
+    own: Any = samples
+    inputs: dict[str, Tensor] | None = own.whole_inputs(row) if reads_whole(samples) else None
+    return inputs
+
+
+def scored_tokens(samples: "Samples", rows: slice) -> Tensor | None:
+    """Return which tokens a loss counts, (rows, T) bool: those of text, not of images; None for all."""
+    if not reads_whole(samples):
+        return None
+    if isinstance(samples, _Part):
+        places = range(*rows.indices(len(samples)))
+        scored = [scored_tokens(samples.samples, slice(place, place + 1)) for place in map(samples.place, places)]
+        return torch.cat([each for each in scored if each is not None])
+    own: Any = samples
+    counted: Tensor = own.scored[rows]
+    return counted
+
+
+def reads_whole(samples: "Samples") -> bool:
+    """Return whether samples are of the whole that a model is a part of (`whole_inputs`)."""
+    return reads_whole(samples.samples) if isinstance(samples, _Part) else hasattr(samples, "whole_inputs")
 
 
 class Samples(Protocol):
@@ -72,6 +102,9 @@ class _Part:
 
     samples: Samples
 
+    def __len__(self) -> int:
+        return len(self.samples)
+
     @property
     def tokens(self) -> int:
         """Tokens of one sample inside the model."""
@@ -81,6 +114,10 @@ class _Part:
     def fingerprint(self) -> str:
         """Fingerprint of the whole set."""
         return self.samples.fingerprint
+
+    def place(self, row: int) -> int:
+        """Return the number in the whole set of a sample."""
+        return row
 
 
 @dataclass(frozen=True)
@@ -98,6 +135,10 @@ class SampleRange(_Part):
         first, last, _ = rows.indices(len(self))
         return self.samples.batch(slice(self.start + first, self.start + last))
 
+    def place(self, row: int) -> int:
+        """Return the number in the whole set of a sample."""
+        return self.start + row
+
 
 @dataclass(frozen=True)
 class SpreadSamples(_Part):
@@ -110,9 +151,13 @@ class SpreadSamples(_Part):
 
     def batch(self, rows: slice) -> dict[str, Tensor]:
         """Return what the model is called with; rows are counted among those that are left."""
-        places = [row * len(self.samples) // self.count for row in range(*rows.indices(self.count))]
+        places = [self.place(row) for row in range(*rows.indices(self.count))]
         batches = [self.samples.batch(slice(place, place + 1)) for place in places]
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+    def place(self, row: int) -> int:
+        """Return the number in the whole set of a sample."""
+        return row * len(self.samples) // self.count
 
 
 @dataclass(frozen=True)
@@ -125,9 +170,6 @@ class ShortWindows(_Part):
     def tokens(self) -> int:
         """Tokens of one sample inside the model."""
         return self.length
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def batch(self, rows: slice) -> dict[str, Tensor]:
         """Return what the model is called with."""

@@ -44,7 +44,7 @@ class StatisticsIndex(BaseModel):
     model: str
     tokenizer: str | None
     dtype: str
-    modality: Modality = "text"
+    modality: Modality | Literal["image-text"] = "text"
     data: list[str]
     texts: str = ""
     seed: int

@@ -21,7 +21,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.moments.inputs import Taylor
 from ckpt_prune.measure.moments.logits import choose_form, packed_width
-from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.samples.samples import Samples, reads_whole
 from ckpt_prune.measure.samples.shards import share_samples
 from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.files import INDEX, STATISTICS, Collect
@@ -219,7 +219,7 @@ def measure_into(
         model=checkpoint.fingerprint,
         tokenizer=reader,
         dtype=str(model.dtype).removeprefix("torch."),
-        modality=model.family.modality,
+        modality="image-text" if reads_whole(samples) else model.family.modality,
         data=[samples.fingerprint],
         texts=getattr(samples, "origin", ""),
         seed=seed,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.common.progress import track
-from ckpt_prune.measure.samples.samples import Samples, split_batches
+from ckpt_prune.measure.samples.samples import Samples, scored_tokens, split_batches
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import READOUT_TOKENS, DrawnGradients, Readout
 from ckpt_prune.measure.streams.state_memory import Allocate
@@ -71,7 +71,8 @@ def draw_end_gradients(
     for draw in range(draws):
         own: list[DrawnGradients] = []
         for rows in split_batches(samples, READOUT_TOKENS):
-            for index, drawn in enumerate(readout.gradients(samples.batch(rows), states[rows], generator)):
+            scored = scored_tokens(samples, rows)
+            for index, drawn in enumerate(readout.gradients(samples.batch(rows), states[rows], generator, scored)):
                 if index == len(own):
                     values = allocate(tuple(states.shape), torch.float32)
                     # There is no second draw where the first output has one prediction.

@@ -58,6 +58,16 @@ class BlockFactory:
         of_block = re.escape(self.family.block).replace(re.escape("{block}"), r"(\d+)")
         self._of_block = re.compile(rf"{of_block}(.+)\.(weight|bias)")
 
+    @property
+    def layers(self) -> str:
+        """Path of the blocks in the model."""
+        return self.family.layers
+
+    @property
+    def name(self) -> str:
+        """The model's type, for messages."""
+        return self.family.model_type
+
     def build_block(self, index: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> nn.Module:
         """Build block `index` with the given on-disk tensors as its parameters, in `dtype` or the factory's.
 

@@ -13,14 +13,21 @@ from torch.nn import functional
 from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
-from ckpt_prune.measure.samples.samples import SampleRange, Samples, move_batch
+from ckpt_prune.measure.samples.samples import (
+    SampleRange,
+    Samples,
+    move_batch,
+    reads_whole,
+    scored_tokens,
+    whole_inputs,
+)
 from ckpt_prune.measure.streams.block_memory import AllSeenError, BlockMemory, Structure, find_structure
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.experts import SplitExperts, saw_too_few
 from ckpt_prune.measure.streams.observers import OBSERVERS, Observer, watch_inputs
-from ckpt_prune.measure.streams.outside import ReadTensors, load_outside, make_recorders
+from ckpt_prune.measure.streams.outside import ReadTensors, Whole, load_outside, make_recorders
 from ckpt_prune.measure.streams.readout import Readout
-from ckpt_prune.measure.streams.recorders import HandedArguments, Rows, sample_axis
+from ckpt_prune.measure.streams.recorders import HandedAlone, HandedArguments, Rows, sample_axis
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import ALONE, Group
@@ -101,25 +108,34 @@ class HiddenStream:
         # An accelerator computes faster than its results are fetched.
         stays = getattr(allocate, "has_room", lambda _: True) if factory.device.type == "cpu" else lambda _: False
         self.memory = BlockMemory(stays)
-        per_batch = max(1, TOKENS_PER_BATCH // samples.tokens)
+        # What blocks are passed differs from window to window where images are in them.
+        alone = reads_whole(samples)
+        per_batch = 1 if alone else max(1, TOKENS_PER_BATCH // samples.tokens)
         # No batch straddles two folds, so each fold's moments are sums over whole batches.
         self.batches: list[tuple[int, slice]] = [
             (fold, slice(start - share.start, min(start + per_batch, run.stop, share.stop) - share.start))
             for fold, run in enumerate(split_folds(len(samples), folds))
             for start in range(max(run.start, share.start), min(run.stop, share.stop), per_batch)
         ]
-        self._handed = HandedArguments(len(self.samples), allocate, factory.family.model_type)
-        self._enter(set(sizes), allocate)
+        self._handed: HandedArguments | HandedAlone = HandedArguments(len(self.samples), allocate, factory.name)
+        if alone:
+            self._handed = HandedAlone(allocate, factory.name)
+        self._enter(set() if alone else set(sizes), allocate)
 
     # no_grad and not inference_mode throughout: what is recorded here also goes through blocks that are being trained.
     @torch.no_grad()
     def _enter(self, sizes: set[int], allocate: Allocate) -> None:
         """Run what comes before the blocks, and record what blocks are passed."""
         family, factory = self.factory.family, self.factory
-        head = f"{family.head}.weight"
-        ties = factory.names.ties
-        model = load_outside(factory, self._tensors, self._read, {head} - ties.keys() - set(ties.values()))
-        recorders = make_recorders(factory, model)
+        alone = isinstance(self._handed, HandedAlone)
+        if alone:
+            whole = Whole(factory)
+            model = whole.load(self._read)
+            recorders = make_recorders(whole, model, adds=True)
+        else:
+            head, ties = f"{family.head}.weight", factory.names.ties
+            model = load_outside(factory, self._tensors, self._read, {head} - ties.keys() - set(ties.values()))
+            recorders = make_recorders(factory, model)
 
         def stop(_: Tensor) -> Tensor:
             raise _LastBlockReachedError
@@ -131,7 +147,8 @@ class HiddenStream:
         # A cache would be among what is recorded, and go on filling at every batch.
         options = {"use_cache": False} if family.modality == "text" else {}
         for position, rows in enumerate([*batches, *more]):
-            inputs = move_batch(self.samples.batch(rows), factory.device, factory.dtype) | options
+            batch = (whole_inputs(self.samples, rows.start) if alone else None) or self.samples.batch(rows)
+            inputs = move_batch(batch, factory.device, factory.dtype) | options
             with suppress(_LastBlockReachedError), refuse_data():
                 recorders.run(partial(model, **inputs))
             self._handed.keep(rows, recorders.handed)
@@ -339,7 +356,10 @@ class HiddenStream:
             batch = self.samples.batch(slice(number, number + 1))
             (logits,) = readout.outputs(batch, hidden[None])
             targets = batch["input_ids"][0, 1:].to(logits.device)
-            loss += functional.cross_entropy(logits[0, :-1].float(), targets, reduction="sum").double().item()
+            scored = scored_tokens(self.samples, slice(number, number + 1))
+            kept = slice(None) if scored is None else scored[0, 1:].to(logits.device)
+            predicted, targets = logits[0, :-1][kept].float(), targets[kept]
+            loss += functional.cross_entropy(predicted, targets, reduction="sum").double().item()
             tokens += len(targets)
         parts = self.group.gather((loss, tokens)) or []
         return self.group.once(lambda: sum(loss for loss, _ in parts) / sum(tokens for _, tokens in parts))

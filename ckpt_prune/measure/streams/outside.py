@@ -3,20 +3,99 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Set
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.recorders import Recorders
-from ckpt_prune.model.skeleton import is_stored_buffer, missing_pooler, parameters_on_meta
+from ckpt_prune.model.composites import load_composite
+from ckpt_prune.model.skeleton import (
+    Names,
+    build_skeleton,
+    is_stored_buffer,
+    missing_pooler,
+    parameters_on_meta,
+    parse_config,
+)
 
 ReadTensors = Callable[[list[str]], dict[str, Tensor]]
 """Reads on-disk tensors by name."""
 
 
-def load_outside(factory: BlockFactory, tensors: Iterable[str], read: ReadTensors, unread: Set[str]) -> nn.Module:
+class Surroundings(Protocol):
+    """A model on the meta device, and the tensors on disk that its parameters are made of. A `BlockFactory` is one.
+
+    `layers` is the path of the blocks in it.
+    """
+
+    @property
+    def skeleton(self) -> nn.Module: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def layers(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def find_parameters(self, disk: str) -> tuple[str, ...]: ...
+    def split(self, disk: str, tensor: Tensor) -> tuple[Tensor, ...]: ...
+
+
+class Whole:
+    """The composite around the blocks of one of its parts (`Surroundings`).
+
+    Args:
+        factory: of the part's blocks.
+    """
+
+    def __init__(self, factory: BlockFactory) -> None:
+        within = factory.model.checkpoint.within
+        assert within is not None
+        self._within, self.device, self.dtype = within, factory.device, factory.dtype
+        self.name = str(within.whole.config["model_type"])
+        composite = load_composite(self.name)
+        self.config = parse_config(within.whole.config)
+        self.skeleton = build_skeleton(self.config, composite.architecture)
+        self.layers = composite.part(within.part).outer_name(factory.layers)
+        self._part_names = {stored: name for name, stored in within.names.items()}
+
+    @cached_property
+    def names(self) -> Names:
+        """Names and shapes of the composite on disk."""
+        return Names(self.skeleton)
+
+    def find_parameters(self, disk: str) -> tuple[str, ...]:
+        """Find the names in the composite of what a tensor on disk holds."""
+        return self.names.parameters(disk)
+
+    def split(self, disk: str, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Split a tensor on disk into the rows of the parameters that it holds."""
+        rows = self.names.rows(disk)
+        return tensor.chunk(len(self.find_parameters(disk))) if rows is None else torch.split(tensor, rows)
+
+    def load(self, read: ReadTensors) -> nn.Module:
+        """Load everything outside the part's blocks but the head. `read` reads tensors of the part, by its names."""
+
+        def read_any(names: list[str]) -> dict[str, Tensor]:
+            inside = {self._part_names[name]: name for name in names if name in self._part_names}
+            own = {inside[name]: tensor for name, tensor in read([*inside]).items()} if inside else {}
+            rest = [name for name in names if name not in self._part_names]
+            return own | (self._within.whole.read(rest) if rest else {})
+
+        model: Any = self.skeleton
+        heads = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+        ties = self.names.ties
+        unread = {f"{name}.weight" for name in heads} - ties.keys() - set(ties.values())
+        return load_outside(self, self._within.whole.tensors, read_any, unread)
+
+
+def load_outside(factory: Surroundings, tensors: Iterable[str], read: ReadTensors, unread: Set[str]) -> nn.Module:
     """Return the model with everything outside its blocks loaded. The blocks have no memory, and must not run.
 
     Args:
@@ -28,7 +107,7 @@ def load_outside(factory: BlockFactory, tensors: Iterable[str], read: ReadTensor
     Raises:
         ValueError: a parameter outside the blocks has no tensor.
     """
-    layers: Any = factory.skeleton.get_submodule(factory.family.layers)
+    layers: Any = factory.skeleton.get_submodule(factory.layers)
     # The blocks' own modules are shared with the skeleton, not copied.
     shells = {id(layer): copy.copy(layer) for layer in layers}
     model: Any = copy.deepcopy(factory.skeleton, dict(shells)).to("meta")
@@ -57,20 +136,20 @@ def load_outside(factory: BlockFactory, tensors: Iterable[str], read: ReadTensor
     return model  # type: ignore[no-any-return]
 
 
-def make_recorders(factory: BlockFactory, model: nn.Module) -> Recorders:
-    """Put recorders in place of the blocks of a model that `load_outside` returned."""
-    layers: Any = model.get_submodule(factory.family.layers)
+def make_recorders(factory: Surroundings, model: nn.Module, *, adds: bool = False) -> Recorders:
+    """Put recorders in place of the blocks of a model that `load_outside` returned; `adds` as for `Recorders`."""
+    layers: Any = model.get_submodule(factory.layers)
     outside = [module for path, module in model.named_modules() if path and is_outside(factory, path)]
-    return Recorders(layers, outside, factory.family.model_type)
+    return Recorders(layers, outside, factory.name, adds=adds)
 
 
-def is_outside(factory: BlockFactory, path: str) -> bool:
+def is_outside(factory: Surroundings, path: str) -> bool:
     """Return whether a module or parameter of the model is outside its blocks."""
-    layers = factory.family.layers
+    layers = factory.layers
     return path != layers and not path.startswith(f"{layers}.")
 
 
-def _give_buffers(factory: BlockFactory, model: nn.Module) -> None:
+def _give_buffers(factory: Surroundings, model: nn.Module) -> None:
     """Make the buffers that no checkpoint stores, of modules outside the blocks. The model is changed in place.
 
     Modules compute them themselves, off the meta device.
@@ -87,7 +166,7 @@ def _give_buffers(factory: BlockFactory, model: nn.Module) -> None:
                 module.register_buffer(name, values.to(factory.device), persistent=False)
 
 
-def _make_again(factory: BlockFactory, module: nn.Module, path: str) -> nn.Module:
+def _make_again(factory: Surroundings, module: nn.Module, path: str) -> nn.Module:
     """Return a module whose buffers are real."""
     build: Any = type(module)
     if next(iter(inspect.signature(build).parameters), None) == "config":

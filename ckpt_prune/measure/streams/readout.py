@@ -88,7 +88,7 @@ class Readout:
         self._recorders = make_recorders(factory, self._model)
 
     def gradients(
-        self, batch: Mapping[str, Tensor], states: Tensor, generator: torch.Generator
+        self, batch: Mapping[str, Tensor], states: Tensor, generator: torch.Generator, scored: Tensor | None = None
     ) -> list[DrawnGradients]:
         """Return the gradients at the last states of what labels drawn from the model's own predictions cost it.
 
@@ -96,12 +96,16 @@ class Readout:
         the predictions by KL ≈ ½ E[(∂ℓ·δ)²], the mean over them (measure/README.md, section 5). Without a head
         ℓ = √2 vᵀh / ‖h‖, v ~ N(0, I), which gives ‖δh‖² / ‖h‖² in place of KL. For every output, in the model's order,
         there is one draw if a sample has many predictions, `DRAWS` if it has one; the generator is on CPU. `batch` and
-        `states` are as in `outputs`.
+        `states` are as in `outputs`. `scored`, (B, T) bool, says which tokens are worth predicting from those before
+        them, by default all: a causal language model's predictions of others count nothing.
         """
         head = self._slice_head(batch, states)
         if head is not None:
             draw = LabelDraw(states.shape[0] * states.shape[1], generator, self.factory.device)
-            share = states.shape[1] ** -0.5
+            share: Tensor | float = states.shape[1] ** -0.5
+            if scored is not None:
+                counted = torch.cat([scored[:, 1:], torch.ones_like(scored[:, :1])], 1).to(self.factory.device).float()
+                share = (counted / counted.sum(1, keepdim=True).sqrt()).view(-1, 1)
             return [DrawnGradients(head.log_p_gradients(self._place(states), draw, share), False, 1.0)]
         entering, outputs = self._run_with_gradients(batch, states)
         drawn = []

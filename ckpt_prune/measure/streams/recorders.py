@@ -21,10 +21,15 @@ RESULTS = (0, 2, 3)
 
 
 class Handed(NamedTuple):
-    """The arguments of a block's call, without the hidden states."""
+    """The arguments of a block's call, without the hidden states.
+
+    `added` is what the model adds to these before the block, in their shape: features of images, from one depth of the
+    tower for each block (DeepStack, Meng et al. 2024). None if it adds nothing.
+    """
 
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+    added: Tensor | None = None
 
 
 class _OtherResultsError(Exception):
@@ -38,6 +43,8 @@ class Recorders:
         layers: the blocks, whose `forward` is replaced.
         outside: modules outside the blocks. The first of them to run behind the last block tells what it was passed.
         name: of the model, for messages.
+        adds: whether the model may add to hidden states between blocks. Recorders then return zeros, so that what the
+            next one is passed is what was added, to the bit.
 
     Attributes:
         results: how many things the model takes a block to return (`RESULTS`); None before a model has run.
@@ -46,12 +53,18 @@ class Recorders:
         leave: turns the hidden states that the last block was passed into those that it returns.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], outside: Iterable[nn.Module], name: str) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], outside: Iterable[nn.Module], name: str, *, adds: bool = False
+    ) -> None:
         self.results: int | None = None
         self.handed: list[Handed] = []
         self.leave: Callable[[Tensor], Tensor] = lambda states: states
-        self._name, self._count, self._states = name, len(layers), torch.empty(0)
-        self._outside = list(outside)
+        self._name, self._count, self._states, self._adds = name, len(layers), torch.empty(0), adds
+        self._outside, self._base = list(outside), 0.0
+        self._changed = (
+            f"blocks of {name} cannot run one by one: something changes the hidden states between them, or they return "
+            "more than the model names"
+        )
         for index, layer in enumerate(layers):
             layer.forward = self._recorder(index)
 
@@ -61,7 +74,12 @@ class Recorders:
         UserError if blocks do not run one after the other, once each, on what the one before them returned.
         """
         try:
-            return self._find_results(call) if self.results is None else self._call(call)
+            if self.results is not None:
+                return self._call(call)
+            result = self._find_results(call)
+            if any(handed.added is not None for handed in self.handed):
+                self._check_sums(call)
+            return result
         finally:
             self._states = torch.empty(0)
 
@@ -82,10 +100,20 @@ class Recorders:
                 self.results = None
                 if len(self.handed) in (0, self._count) and self._count > 1:  # it comes of no block's results
                     raise
-        raise UserError(
-            f"blocks of {self._name} cannot run one by one: something changes the hidden states between them, or they "
-            "return more than the model names"
-        )
+        raise UserError(self._changed)
+
+    def _check_sums(self, call: Callable[[], Any]) -> None:
+        """Refuse a model that does more between blocks than add: another number has to come out as the same sum."""
+        zero = [handed.added for handed in self.handed]
+        self._base = 1.0
+        self._call(call)
+        self._base = 0.0
+        for before, handed in zip(zero, self.handed, strict=True):
+            if (before is None) != (handed.added is None) or (
+                before is not None and handed.added is not None and not torch.equal(before + 1, handed.added)
+            ):
+                raise UserError(self._changed)
+        self._call(call)
 
     def _recorder(self, index: int) -> Callable[..., Any]:
         # The model holds this function: if that held all of this, what it holds would stay when it is done with, until
@@ -109,8 +137,11 @@ class Recorders:
         if index == 0:
             self.entering = states
         elif states is not self._states:
-            raise _OtherResultsError
+            if not self._adds or states.shape != self._states.shape:
+                raise _OtherResultsError
+            handed = handed._replace(added=states)
         self.handed.append(handed)
+        states = torch.full_like(states, self._base) if self._adds else states
         self._states = states if index < self._count - 1 else self.leave(states)
         return (self._states, *[None] * (self.results - 1)) if self.results else self._states
 
@@ -132,6 +163,41 @@ class Recorders:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+class HandedAlone:
+    """The arguments of all blocks' calls for samples that are entered, and run, one by one (`HandedArguments`).
+
+    What blocks share is kept once for a sample. The arguments are those of `HandedArguments`.
+    """
+
+    def __init__(self, allocate: Allocate, name: str) -> None:
+        self._allocate, self._name = allocate, name
+        self._of: dict[int, list[Handed]] = {}
+
+    def keep(self, rows: slice, handed: Sequence[Handed]) -> None:
+        """Keep what blocks were passed with one sample."""
+        kept: dict[int, Tensor] = {}
+
+        def keep(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in kept:
+                kept[id(value)] = self._allocate(tuple(value.shape), value.dtype).copy_(value)
+            return kept[id(value)]
+
+        self._of[rows.start] = [_replace(own, map(keep, _leaves(own))) for own in handed]
+
+    def call(self, module: nn.Module, block: int, states: Tensor, rows: Rows, count: int) -> Tensor:
+        """Run a block on the hidden states of samples, and return those that it makes."""
+        numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else [int(row) for row in rows]
+        assert len(numbers) == count
+        made = []
+        for number, one in zip(numbers, torch.split(states, 1), strict=True):
+            handed = self._of[number][block]
+            leaves = (leaf.to(states.device) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(handed))
+            made.append(_run(module, block, _replace(handed, leaves), one, self._name))
+        return torch.cat(made)
 
 
 class HandedArguments:
@@ -186,30 +252,38 @@ class HandedArguments:
         if not values:
             return handed
         leaves = iter([values[n].to(device) if n in values else leaf for n, leaf in enumerate(_leaves(handed))])
-        return Handed(_replace(handed.arguments, leaves), _replace(handed.options, leaves))
+        placed: Handed = _replace(handed, leaves)
+        return placed
 
     def call(self, module: nn.Module, block: int, states: Tensor, rows: Rows, count: int) -> Tensor:
         """Run a block on the hidden states of `count` samples `rows`, and return those that it makes.
 
-        `count` is a number that was asked for beforehand. UserError if the block reads what an earlier one has put into
-        a mapping that all are passed: others have changed that by then.
+        `count` is a number that was asked for beforehand. UserError as from `_run`.
         """
-        arguments, options = self._of(block, count, rows, states.device)
-        shared = [leaf for leaf in _leaves((arguments, options)) if isinstance(leaf, MutableMapping)]
-        try:
-            output = module(states, *arguments, **options)
-        except KeyError as error:
-            if not shared:
-                raise
-            raise UserError(
-                f"blocks of {self._name} cannot run one by one: block {block} reads more than hidden states of those "
-                "before it"
-            ) from error
-        finally:
-            for mapping in shared:
-                mapping.clear()
-        result: Tensor = output if isinstance(output, Tensor) else output[0]
-        return result
+        return _run(module, block, self._of(block, count, rows, states.device), states, self._name)
+
+
+def _run(module: nn.Module, block: int, handed: Handed, states: Tensor, name: str) -> Tensor:
+    """Return the hidden states that a block makes.
+
+    UserError if the block reads what an earlier one has put into a mapping that all are passed: others have changed
+    that by then.
+    """
+    states = states if handed.added is None else states + handed.added
+    shared = [leaf for leaf in _leaves(handed) if isinstance(leaf, MutableMapping)]
+    try:
+        output = module(states, *handed.arguments, **handed.options)
+    except KeyError as error:
+        if not shared:
+            raise
+        raise UserError(
+            f"blocks of {name} cannot run one by one: block {block} reads more than hidden states of those before it"
+        ) from error
+    finally:
+        for mapping in shared:
+            mapping.clear()
+    result: Tensor = output if isinstance(output, Tensor) else output[0]
+    return result
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -225,6 +299,8 @@ def _replace(value: Any, leaves: Iterator[Any]) -> Any:
     """Return the same tuples, lists and dicts around other leaves."""
     if isinstance(value, dict) and value:
         return {key: _replace(part, leaves) for key, part in value.items()}
+    if isinstance(value, Handed):
+        return Handed(*(_replace(part, leaves) for part in value))
     if isinstance(value, tuple | list) and value:
         return type(value)([_replace(part, leaves) for part in value])
     return next(leaves)

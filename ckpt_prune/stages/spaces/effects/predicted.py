@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.progress import track
-from ckpt_prune.measure.samples.samples import Samples, ShortWindows
+from ckpt_prune.measure.samples.samples import Samples, ShortWindows, reads_whole
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.readout import measure_divergences
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
@@ -67,7 +67,7 @@ def measure_spaces(
     """
     model = refits.model
     longest = max(1, SPACING * POSITIONS // len(samples))
-    if model.family.causal and samples.tokens > longest:
+    if model.family.causal and samples.tokens > longest and not reads_whole(samples):
         samples = ShortWindows(samples, longest)
         end = None if end is None else end[:, :longest]
     variants = [variant for space in refits.spaces for variant in _list_variants(model, space)]
