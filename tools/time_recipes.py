@@ -11,29 +11,25 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+from ckpt_prune import prune
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.containers.opening import Opening, open_model
-from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.recipe.shipped import shipped_recipes
-from ckpt_prune.runner.read_job import read_job
-from ckpt_prune.runner.read_recipe import read_recipe
-from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.stages.recipe_files import load_recipe
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-LLAMA = {"model": str(DATA / "llama-stories260k"), "text": (DATA / "text-tinystories" / "calib_bos.txt",)}
+LLAMA = {"model": str(DATA / "llama-stories260k"), "text": DATA / "text-tinystories" / "calib_bos.txt"}
 VIT = {"model": str(DATA / "vit-tiny-imagenet"), "images": DATA / "imagenet-1per-class" / "images"}
 BESIDE = "ridge"
 
 
-def seconds(recipe: str, where: dict[str, object], samples: int) -> float:
+def seconds(recipe: str, where: dict[str, Any], samples: int) -> float:
     """Processor time of one prune."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.process_time()
-        options = PruneOptions(recipe=recipe, samples=samples, output=Path(folder) / "out", device="cpu", **where)
-        chosen, model = read_recipe(options), open_model(options.model, Opening.of(options))
-        run_job(read_job(options, chosen, model, print), options.output)
+        output = Path(folder) / "out"
+        prune(recipe=recipe, samples=samples, output=output, device="cpu", evaluate_samples=0, progress=False, **where)
         return time.process_time() - start
 
 
