@@ -22,31 +22,36 @@ LESS_ACCURACY = (0.02, 0.05, 0.25)
 
 def judge(loss: Loss, remedy: str = "") -> Loss:
     """Return a loss with its verdict: a sentence, with a remedy, if the output is bad; None if it is not."""
-    reached = max(_levels(loss), default=0)
+    by_choices, by_figure = _level_of_choices(loss), _level_of_figure(loss)
+    reached = max(by_choices, by_figure)
     if not reached:
         return loss.model_copy(update={"verdict": None})
     figures = ", ".join(figures_of(loss))
-    beside = loss.against or "the dense model"
-    sentence = f"the output is {WORDS[reached - 1]} {beside}: {figures}{f'; {remedy}' if remedy else ''}"
-    return loss.model_copy(update={"verdict": sentence})
+    worse = f"the output is {WORDS[reached - 1]} {loss.against or 'the dense model'}"
+    worse += " by its first choices" if by_choices > by_figure else ""
+    return loss.model_copy(update={"verdict": f"{worse}: {figures}{f'; {remedy}' if remedy else ''}"})
 
 
-def _levels(loss: Loss) -> list[int]:
-    """Return for each figure how many of its limits it passes."""
-    levels = []
+def _level_of_choices(loss: Loss) -> int:
+    """Return how many of their limits the first choices pass."""
     # Models that predict the same but for rounding share a first choice unless two are alike.
-    if loss.agreement is not None and not (loss.kl is not None and loss.kl < SAME_KL):
-        levels.append(sum(loss.agreement < limit for limit in LESS_AGREEMENT))
+    if loss.agreement is None or (loss.kl is not None and loss.kl < SAME_KL):
+        return 0
+    return sum(loss.agreement < limit for limit in LESS_AGREEMENT)
+
+
+def _level_of_figure(loss: Loss) -> int:
+    """Return how many of its limits a perplexity, an accuracy or a cosine passes."""
     if loss.after is None:
         # A perplexity that no number holds.
-        return [*levels, len(WORDS)] if loss.before is not None else levels
+        return 0 if loss.before is None else len(WORDS)
     if loss.before is None:
-        return [*levels, sum(loss.after < limit for limit in LESS_COSINE)]
+        return sum(loss.after < limit for limit in LESS_COSINE)
     if loss.of.endswith("perplexity"):
-        return [*levels, sum(loss.after >= limit * loss.before for limit in MORE_PERPLEXITY)]
+        return sum(loss.after >= limit * loss.before for limit in MORE_PERPLEXITY)
     if loss.of == "bits per byte":
-        return [*levels, sum(loss.after >= limit * loss.before for limit in MORE_BITS)]
-    return [*levels, sum(loss.before - loss.after >= limit for limit in LESS_ACCURACY)]
+        return sum(loss.after >= limit * loss.before for limit in MORE_BITS)
+    return sum(loss.before - loss.after >= limit for limit in LESS_ACCURACY)
 
 
 def figures_of(loss: Loss) -> list[str]:
