@@ -7,11 +7,12 @@ from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.options.machine import SpreadOptions
 
 Label = Literal["A", "B"]
-Phase = Literal["prefill", "decode", "forward"]
-Runtime = Literal["PyTorch", "onnxruntime", "PyTorch 2:4"]
-"""The last is PyTorch with torch's semi-structured kernels for weights that hold 2:4."""
+Phase = Literal["prefill", "decode", "forward", "block"]
+Runtime = Literal["PyTorch", "onnxruntime", "PyTorch 2:4", "PyTorch, unturned", "PyTorch 2:4, unturned"]
+"""2:4: with torch's semi-structured kernels for weights that hold 2:4. Unturned: without the matrices that turn the
+residual stream between blocks, which is another function in less time."""
 Timing = dict[Phase, list[float]]
-"""Phase → seconds: one figure, or in decode one per step."""
+"""Phase → seconds: one figure, in decode one per step, and of blocks one for each."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Participant:
     dtype: GraphType
     """PyTorch computes in fp32 or fp16; a graph has its own type, which names its file."""
     trust: bool = False
+    blocks: bool = False
+    """Whether each of its blocks is timed as well."""
     spread: SpreadOptions | None = None
 
     def __str__(self) -> str:

@@ -18,10 +18,11 @@ class Row(Frozen):
     Attributes:
         p50_ms, p95_ms: percentiles of all timings.
         throughput: tokens or images per second, at the median.
-        p50_ratio: of p50 to that of A in the same runtime (2:4 kernels: in PyTorch); None if A was not timed in it.
-        flops: of one timing: the batch, or in decode the mean step.
+        p50_ratio: of p50 to that of A in the same runtime (2:4 kernels, and without turns: in PyTorch); None if A was
+            not timed in it.
+        flops: of one timing: the batch, or in decode the mean step; None of a block.
         flops_ratio: to those of A.
-        latencies_ms: timings by round: one, or in decode one per step.
+        latencies_ms: timings by round: one, in decode one per step, and of blocks one for each.
     """
 
     label: Label
@@ -116,6 +117,8 @@ def make_blocks(
         timings: of each participant, by round.
         costs: of A and of B; None if they are not known.
     """
+    phases = dict.fromkeys(phase for own in timings for phase in own[0])
+    timed = {phase: [place for place, own in enumerate(timings) if phase in own[0]] for phase in phases}
     return [
         Block(
             phase=phase,
@@ -123,9 +126,15 @@ def make_blocks(
             tokens=workload.tokens if workload.modality == "text" else None,
             steps=workload.steps,
             unit="tokens" if workload.modality == "text" else "images",
-            rows=_make_rows(workload, phase, participants, [[each[phase] for each in own] for own in timings], costs),
+            rows=_make_rows(
+                workload,
+                phase,
+                [participants[place] for place in places],
+                [[each[phase] for each in timings[place]] for place in places],
+                {label: None if phase == "block" else known for label, known in costs.items()},
+            ),
         )
-        for phase in workload.phases
+        for phase, places in timed.items()
     ]
 
 
@@ -142,7 +151,7 @@ def _make_rows(
     flops = {label: known.flops(workload, phase) if known else None for label, known in costs.items()}
     rows = []
     for own, rounds, each, median in zip(participants, latencies, seconds, medians, strict=True):
-        base: Runtime = "PyTorch" if own.runtime == "PyTorch 2:4" else own.runtime
+        base: Runtime = "PyTorch" if own.runtime.startswith("PyTorch") else own.runtime
         count, dense_count = flops[own.label], flops["A"]
         rows.append(
             Row(

@@ -131,6 +131,8 @@ def take_turns(
 
 def _uses_onnxruntime(models: Sequence[BenchmarkModel], options: BenchmarkOptions) -> bool:
     graphs = [model.name for model in models if model.checkpoint is None]
+    if options.blocks and len(graphs) == len(models):
+        raise UserError(f"--blocks times blocks in PyTorch, and {graphs[0]} is an exported graph")
     if options.onnx or len(graphs) == len(models):
         return True
     if graphs:
@@ -170,12 +172,22 @@ def _list_participants(
         name = (model.label, model.name)
         if model.checkpoint is not None:
             participant = Participant(
-                *name, "PyTorch", str(model.folder), device, threads, dtype, options.trust_remote_code, spread
+                *name,
+                "PyTorch",
+                str(model.folder),
+                device,
+                threads,
+                dtype,
+                options.trust_remote_code,
+                options.blocks,
+                spread,
             )
-            in_torch.append(participant)
+            turns = options.blocks and bool(model.checkpoint.config.get("ckpt_prune_rotations"))
+            in_torch += [participant, replace(participant, runtime="PyTorch, unturned")][: 1 + turns]
             if options.two_four:
                 if (reason := why_not_two_four(model.checkpoint, device, options.dtype)) is None:
                     packed.append(replace(participant, runtime="PyTorch 2:4"))
+                    packed += [replace(participant, runtime="PyTorch 2:4, unturned")] * turns
                 else:
                     say(f"{model.name} is not timed with 2:4: {reason}")
         if uses_onnx and model.manifest is not None:

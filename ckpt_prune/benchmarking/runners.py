@@ -1,6 +1,7 @@
 """Loaded models that can be timed on a workload, in PyTorch or in onnxruntime."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ckpt_prune.benchmarking.participants import Participant, Timing
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.evaluation.device_map import spread
 from ckpt_prune.evaluation.whole_model import load_model
@@ -76,7 +78,7 @@ class TorchTimer:
 
 
 class TorchRunner(TorchTimer):
-    """A checkpoint as transformers loads it; for the runtime "PyTorch 2:4" with packed weights."""
+    """A checkpoint as transformers loads it, with packed weights or without turns if the runtime says so."""
 
     def __init__(self, participant: Participant) -> None:
         torch.set_num_threads(participant.threads)
@@ -85,8 +87,28 @@ class TorchRunner(TorchTimer):
         with spread(participant.spread):
             folder, trust = Path(participant.folder), participant.trust
             super().__init__(load_model(folder, device=device, dtype=dtype, trust_remote_code=trust), device)
-        if participant.runtime == "PyTorch 2:4":
+        if participant.runtime.startswith("PyTorch 2:4"):
             pack_two_four(self._model)
+        if participant.runtime.endswith("unturned"):
+            stop_turning(self._model)
+        self._blocks = find_blocks(self._model) if participant.blocks else []
+
+    def time(self, workload: Workload) -> Timing:
+        timing = super().time(workload)
+        return {**timing, "block": self._time_blocks(workload)} if self._blocks else timing
+
+    @torch.inference_mode()
+    def _time_blocks(self, workload: Workload) -> list[float]:
+        """Run the workload once more, without a cache, and return the seconds of each block."""
+        inputs = {name: self._place(value) for name, value in workload.make_inputs().items()}
+        flags = {"use_cache": False} if workload.generates else {}
+        began, seconds = [0.0], []
+        with ExitStack() as stack:
+            for block in self._blocks:
+                stack.enter_context(block.register_forward_pre_hook(lambda *_: began.append(self._now())))
+                stack.enter_context(block.register_forward_hook(lambda *_: seconds.append(self._now() - began[-1])))
+            self._model(**inputs, **flags)
+        return seconds
 
 
 class OnnxRunner:
@@ -191,6 +213,27 @@ def pack_two_four(module: nn.Module, pack: Callable[[Tensor], Tensor] = torch.sp
             linear.weight = nn.Parameter(pack(linear.weight.detach().contiguous()), requires_grad=False)
             count += 1
     return count
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model: of the lists of modules that are in no other, those of the one with most weights.
+
+    Raises UserError if it has no such list.
+    """
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
+    inner = {id(own) for each in lists for own in each.modules() if own is not each}
+    outer = [each for each in lists if id(each) not in inner]
+    if not outer:
+        raise UserError(f"{type(module).__name__} has no list of blocks to time")
+    return list(max(outer, key=lambda each: sum(weight.numel() for weight in each.parameters())))
+
+
+def stop_turning(module: nn.Module) -> None:
+    """Take out the matrices that turn the residual stream as it enters and leaves blocks."""
+    for each in module.modules():
+        for side in ("entry_rotation", "exit_rotation"):
+            if hasattr(each, side):
+                setattr(each, side, None)
 
 
 def _fits(shape: tuple[int, ...]) -> bool:

@@ -57,6 +57,8 @@ def _block(block: "Block") -> str:
 
     if block.phase == "decode":
         what = f"decode, one of {block.steps} tokens after {block.tokens}"
+    elif block.phase == "block":
+        what = "a block" if block.tokens is None else f"a block on {block.tokens} tokens"
     else:
         what = "forward" if block.tokens is None else f"{block.phase} of {block.tokens} tokens"
     rows = [

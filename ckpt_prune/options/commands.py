@@ -688,6 +688,9 @@ class BenchmarkOptions(SpreadOptions, DeviceOptions, TrustOptions):
     two_four: bool = option(default=False)
     """Also time checkpoints whose weights hold 2:4 with torch's semi-structured kernels. This needs an NVIDIA GPU of
     compute capability 8.0 or later and --dtype fp16; elsewhere a line says why it was left out."""
+    blocks: bool = option(default=False)
+    """Also time the blocks of each checkpoint one by one, in PyTorch; and models that turn the residual stream between
+    blocks once more without these matrices, to see what they cost."""
 
 
 class ReportOptions(OverwriteOptions):

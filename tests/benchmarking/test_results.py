@@ -49,6 +49,26 @@ def test_prefill_and_decode():
     assert a.flops == 2 * (10 + 4 * 23 // 2)
 
 
+def test_blocks_are_of_those_that_were_timed_by_the_block():
+    participants = [participant("A"), participant("B", "PyTorch 2:4, unturned"), participant("A", "onnxruntime")]
+    timings = [
+        [{"forward": [1.0], "block": [0.2, 0.4]}],
+        [{"forward": [1.0], "block": [0.1, 0.2]}],
+        [{"forward": [2.0]}],
+    ]
+    costs = {"A": Costs(7, 0, 10, 4), "B": Costs(5, 0, 5, 2)}
+    forward, block = make_blocks(text(0), participants, timings, costs)
+    assert [row.runtime for row in forward.rows] == ["PyTorch", "PyTorch 2:4, unturned", "onnxruntime"]
+    assert [(row.p50_ms, row.p50_ratio) for row in block.rows] == [
+        (pytest.approx(300), 1),
+        (pytest.approx(150), pytest.approx(0.5)),
+    ]
+    assert [(row.flops, row.flops_ratio, row.latencies_ms) for row in block.rows] == [
+        (None, None, [[pytest.approx(200), pytest.approx(400)]]),
+        (None, None, [[pytest.approx(100), pytest.approx(200)]]),
+    ]
+
+
 def test_ratios_are_to_a_in_the_same_runtime():
     participants = [
         participant("A"),

@@ -10,6 +10,7 @@ from ckpt_prune.benchmarking.participants import Participant
 from ckpt_prune.benchmarking.runners import OnnxRunner, TorchRunner
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.onnx.session import Session
 from tests.encoders import IMAGE
@@ -79,6 +80,33 @@ def test_onnxruntime_reads_the_text_and_generates_with_the_cache(exported, way):
     lengths = [(v if way == "_call" else v.numpy()).shape[2] for _, past in read[1:] for v in past.values()]
     assert lengths == [length for length in (6, 7, 8, 9) for _ in range(2 * blocks)]
     assert (runner.device, runner.note, runner.gpu_memory()) == ("cpu", None, None)
+
+
+def test_every_block_is_timed_once(exported):
+    """In order, on all tokens, without a cache; the others are timed as before."""
+    model, _ = exported("llama-gqa-tied")
+    runner = TorchRunner(participant(model, blocks=True))
+    seen: list[tuple[torch.nn.Module, int]] = []
+    for layer in runner._model.model.layers:
+        layer.register_forward_hook(lambda layer, args, _out: seen.append((layer, args[0].shape[1])))
+    timing = runner.time(GENERATION)
+    assert {phase: len(seconds) for phase, seconds in timing.items()} == {"prefill": 1, "decode": 4, "block": 2}
+    assert seen[-2:] == [(layer, 6) for layer in runner._model.model.layers]
+    assert all(seconds > 0 for seconds in timing["block"])
+    with pytest.raises(UserError, match=r"^Linear has no list of blocks to time$"):
+        runners.find_blocks(torch.nn.Linear(2, 2))
+
+
+def test_the_blocks_are_the_outer_list_with_most_weights():
+    """Not the experts inside a block, nor another list beside the blocks."""
+
+    def rows(count, module):
+        return torch.nn.ModuleList(module() for _ in range(count))
+
+    model = torch.nn.Module()
+    model.heads = rows(9, lambda: torch.nn.Linear(2, 2))
+    model.layers = rows(2, lambda: torch.nn.ModuleDict({"experts": rows(5, lambda: torch.nn.Linear(4, 4))}))
+    assert runners.find_blocks(model) == list(model.layers)
 
 
 @pytest.mark.parametrize("runtime", [TorchRunner, OnnxRunner])

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from ckpt_prune.benchmarking import run as benchmark
 from ckpt_prune.benchmarking.processes import Worker, start_workers
 from ckpt_prune.benchmarking.results import Benchmark, Block, Machine, Row, TimedModel
+from ckpt_prune.benchmarking.runners import stop_turning
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
+from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.onnx.records import Manifest, Source
 from tests.benchmarking import targets
 from tests.benchmarking.forking import fork_what_has_imported
-from tests.cli.running import read_refusal, run
+from tests.cli.running import ok, read_refusal, run
 from tests.graphs import exports, traced_before
 
 DENSE = {"label": "A", "model": "dense"}
@@ -249,3 +251,23 @@ def test_two_of_four_is_left_out_on_a_cpu_with_a_reason(place, monkeypatch):
     result = run("benchmark", "dense", "dense", "--two-four", "--dtype", "fp16", "--device", "cpu")
     why = "dense is not timed with 2:4: torch's kernels for 2:4 run on NVIDIA GPUs alone, and this is cpu"
     assert result.stderr.splitlines() == [why, why, "Error: PyTorch A, PyTorch B"]
+
+
+def test_blocks_are_timed_with_their_turns_and_without(place, monkeypatch):
+    """Without turns the rotated model computes something else by the same blocks; the dense one has none."""
+    ok("prune", "dense", "--recipe", "cayley-rotator-magnitude-50", "--set", "rotation.steps=3", "-o", "turned")
+    fork_what_has_imported(monkeypatch)
+    how = ("--blocks", "--rounds", "1", "--warmup", "0", "--tokens", "8", "--generate", "0", "--json")
+    timed = json.loads(run("benchmark", "dense", "turned", *how).stdout)["blocks"]
+    assert [block["phase"] for block in timed] == ["prefill", "block"]
+    rows = [(row["label"], row["runtime"], len(row["latencies_ms"][0])) for row in timed[1]["rows"]]
+    assert rows == [("A", "PyTorch", 2), ("B", "PyTorch", 2), ("B", "PyTorch, unturned", 2)]
+    turned, plain = (load_model(Path("turned"), device="cpu") for _ in range(2))
+    stop_turning(plain)
+    assert sum(module.numel() for module in turned.parameters()) - sum(p.numel() for p in plain.parameters()) == 16 * 16
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert not torch.allclose(turned(input_ids=ids).logits, plain(input_ids=ids).logits)
+    graph_folder("graph")
+    message = read_refusal("benchmark", "graph", "graph", "--blocks")
+    assert message == "--blocks times blocks in PyTorch, and graph is an exported graph"
