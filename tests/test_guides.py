@@ -85,7 +85,7 @@ def test_every_command_of_a_guide_runs(guide, monkeypatch):
         shutil.rmtree("MODEL")
         save(Path("MODEL"), "llama", tie_word_embeddings=True)
     if guide.stem == "vision":  # an image takes more tokens than a word
-        write_talker(Path("VLM"), "qwen3_vl")
+        write_talker(Path("VLM"), "llava")
         write_rows(Path())
         monkeypatch.setitem(SMALLER, "--window", str(WINDOW))
     if guide.stem == "vocabulary":  # tokens that are whole words split into none

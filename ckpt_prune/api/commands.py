@@ -99,6 +99,10 @@ def prune_as(options: PruneOptions, tell: "Tell | None" = None) -> "Pruned":
     refuse_prune(options)
     from ckpt_prune.runner.read_recipe import read_recipe
 
+    if options.part == "all":
+        from ckpt_prune.runner.prune_parts import prune_parts
+
+        return prune_parts(options, tell)
     chosen = read_recipe(options)  # without transformers, which takes seconds
     from ckpt_prune.runner.prune import prune_model
 

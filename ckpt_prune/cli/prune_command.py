@@ -37,7 +37,8 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
     if as_json:
         echo_json(pruned.data())
     elif pruned.report is None:
-        _print_dry(pruned)
+        for each in filter(None, (pruned.tower, pruned)):
+            _print_dry(each)
     else:
         _print_new(pruned, done[-1][0])
         if pruned.fewer_bits is not None:
@@ -48,7 +49,7 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
 
 def _print_new(pruned: "Pruned", before: "Pruned | None") -> None:
     """Print what has come about since `before`: each thing before the next begins, which takes long and may fail."""
-    if before is None:
+    if before is None or before.goes_on:
         _print_done(pruned)
         return
     lines: list[str] = []
@@ -86,7 +87,8 @@ def _print_done(pruned: "Pruned") -> None:
             click.echo(line)
         for warning in report.warnings:
             click.echo(f"warning: {warning}")
-        click.echo(f"written to {pruned.path}")
+        if not pruned.goes_on:
+            click.echo(f"written to {pruned.path}")
         for hint in hints(pruned, settled) if sys.stderr.isatty() else []:
             click.echo(escape_controls(hint), err=True)
 
@@ -96,7 +98,7 @@ def hints(pruned: "Pruned", settled: Any) -> list[str]:
     from ckpt_prune.model.runtimes import places
 
     container, out = settled.output.container, pruned.path
-    source = settled.model.checkpoint.adapter or settled.model.checkpoint.path
+    source = pruned.dense or settled.model.checkpoint.adapter or settled.model.checkpoint.path
     masked = any("zeros" in keys.changes(settled.recipe, set()) for keys in settled.recipe.stages)
     family = settled.model.family
     runtimes = places(container.config, masked=masked, generates=family.causal, auto_class=family.auto_class)

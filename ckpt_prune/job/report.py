@@ -196,6 +196,7 @@ class CommonReport(FixedRecord):
         ignored: tensors of the source that are left out, because its class does not load them or another that it ties
             to them has the same values.
         part: of a source that is made of several models; all other figures are about this part.
+        others: reports of the other parts of it that were pruned before, the last one first.
         asked: what the recipe was changed for.
         changes: keys of the recipe that the model, the data or runtimes gave another value.
         loss: measured on held-out data when the output was complete, or by `evaluate`; None if it was not.
@@ -208,7 +209,7 @@ class CommonReport(FixedRecord):
         job: digest of all that the output depends on: another run of the same job has nothing to do. None in old files.
     """
 
-    optional = frozenset({"origin", "ignored", "part", "changes", "latency", "loss", "warnings"})
+    optional = frozenset({"origin", "ignored", "part", "others", "changes", "latency", "loss", "warnings"})
 
     version: Literal[1] = 1
     ckpt_prune: str = UNKNOWN
@@ -220,6 +221,7 @@ class CommonReport(FixedRecord):
     source: Source
     ignored: list[str] = Field(default_factory=list)
     part: str | None = None
+    others: list[dict[str, Any]] = Field(default_factory=list)
     asked: Asked | None = None
     changes: list[RecipeChange] = Field(default_factory=list)
     calibration: Record

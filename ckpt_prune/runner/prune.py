@@ -52,6 +52,9 @@ class Pruned:
         report: as in the output's ckpt_prune.json; None after a dry run.
         graph: the ONNX graph or GGUF file of a recipe with `export`.
         evaluation: what was measured of it beside the dense model, as `cp.evaluate` returns it; None if nothing was.
+        goes_on: whether another part of the model is pruned next, in the same call, and the path goes.
+        dense: the model it was made from, if that is not the one that was opened: its tower was pruned before.
+        tower: what a dry run says of the tower, if it is of both parts.
         estimate: of time, memory and disk, after a dry run.
     """
 
@@ -63,6 +66,9 @@ class Pruned:
     evaluation: "Result | None" = None
     pushed: "Pushed | None" = None
     estimate: Estimate | None = None
+    goes_on: bool = False
+    dense: str | None = None
+    tower: "Pruned | None" = None
 
     def __repr__(self) -> str:
         job = self.settled if self.report is None else None
@@ -81,7 +87,8 @@ class Pruned:
 
     def data(self) -> dict[str, Any]:
         if self.report is None:
-            return self._dry_data() | {"fewer_bits": self.fewer_bits}
+            tower = {} if self.tower is None else {"vision": self.tower.data()}
+            return self._dry_data() | {"fewer_bits": self.fewer_bits} | tower
         data: dict[str, Any] = self.report.data() | {"fewer_bits": self.fewer_bits}
         if self.settled is not None:
             data["messages"] = messages(self.settled)
@@ -113,8 +120,19 @@ Tell = Callable[[Pruned, str], None]
 """Told of whatever is complete: the output so far, and the key in `Pruned.data` of what follows, or ""."""
 
 
-def prune_model(options: PruneOptions, chosen: ChosenRecipe, tell: Tell | None = None) -> Pruned:
-    """Prune a model (`ckpt_prune.prune`), by the recipe that options name."""
+def foresee(options: PruneOptions, chosen: ChosenRecipe) -> Prepared:
+    """Refuse what cannot work, as far as that is known without data; return what is decided without it."""
+    job = _read(options, chosen, Notices())
+    return preview_job(job, check_job(job, needs_data=False))
+
+
+def prune_model(
+    options: PruneOptions, chosen: ChosenRecipe, tell: Tell | None = None, *, dense: str | None = None
+) -> Pruned:
+    """Prune a model (`ckpt_prune.prune`), by the recipe that options name.
+
+    `dense` is what the output is measured beside, if another part of the model that options name is pruned already.
+    """
     out, say, told = options.output, Notices(), tell or (lambda _pruned, _following: None)
 
     # 1. Read model and data, and decide all that needs no measuring. What cannot work is refused.
@@ -157,7 +175,7 @@ def prune_model(options: PruneOptions, chosen: ChosenRecipe, tell: Tell | None =
             afterwork=afterwork,
         )
     report = time_output(done.report, job, out, say)
-    pruned = Pruned(out, None if done.finished else done.prepared, report)
+    pruned = Pruned(out, None if done.finished else done.prepared, report, dense=dense)
     pruned = _add_exported(pruned, done, say, told)
 
     # 4. Measure it beside the dense model, and push it. An earlier run that did everything has measured, too.
@@ -220,9 +238,10 @@ def _measure(options: PruneOptions, pruned: Pruned, job: Job) -> Pruned:
     """Measure the output and the dense model on held-out data."""
     say = Notices()
     try:
-        results = measure_quality(pruned.path, job, options, say, options.model)
+        beside = pruned.dense or options.model
+        results = measure_quality(pruned.path, job, options, say, beside, whole=pruned.dense)
     except UserError as error:
-        again = f"`ckpt-prune evaluate {pruned.path} --against {options.model}`"
+        again = f"`ckpt-prune evaluate {pruned.path} --against {beside}`"
         raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
     report, notices = find_report(pruned.path), (*pruned.notices, *say.lines)
     return replace(pruned, evaluation=results[0] if results else None, report=report, notices=notices)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.job import Job
@@ -47,7 +48,14 @@ def count_windows(options: Any, job: Job) -> tuple[int, int]:
 
 
 def measure_quality(
-    out: Path, job: Job, options: Any, say: Notices, beside: str, others: Sequence[Path] = ()
+    out: Path,
+    job: Job,
+    options: Any,
+    say: Notices,
+    beside: str,
+    others: Sequence[Path] = (),
+    *,
+    whole: str | None = None,
 ) -> "list[Result]":
     """Measure an output beside its model on held-out data, and note it in the output's record and card.
 
@@ -61,6 +69,7 @@ def measure_quality(
         say: takes a line.
         beside: the model it was made from, as the user named it.
         others: further models to measure it beside.
+        whole: the same as `beside`, if the job's model is not that.
 
     Returns:
         The result beside the model, and beside each of the others; none if nothing was measured.
@@ -85,7 +94,8 @@ def measure_quality(
     results: list[Result] = []
     try:
         held_out = choose_held_out(job.model, options, job.used, count, trust=job.trust)
-        for place in ((job.dense or job.model).checkpoint.whole, *others):
+        dense = (job.dense or job.model).checkpoint.whole if whole is None else resolve_model(whole)
+        for place in (dense, *others):
             # A model's own code runs where data to measure on was named, as in `evaluate`, and not here.
             result = measure_held_out(Pair(out, place, job.device, trust=False), held_out)
             results.append(result)

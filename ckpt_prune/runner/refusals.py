@@ -51,7 +51,15 @@ def refuse_prune(options: PruneOptions) -> None:
         check_recipe(options.recipe)
     if options.has_output:
         _check_place(options.model, options.output, resume=options.resume, overwrite=options.may_replace)
-    check_supported(options.model, options.family, options.part)
+    parts = ("vision", "text") if options.part == "all" else (options.part,)
+    for part in parts:
+        check_supported(options.model, options.family, part)
+    if options.part == "all" and (options.plan is not None or options.statistics is not None or size is not None):
+        raise UserError("--plan, --statistics and --target-* are of one part: they do not go with --part all")
+    if options.part != "all" and (options.vision_recipe is not None or options.vision_ratio is not None):
+        raise UserError("--vision-recipe and --vision-ratio go with --part all")
+    if options.vision_recipe is not None:
+        check_recipe(options.vision_recipe)
     if options.vocabulary is not None and options.data is not None:
         raise UserError("--vocabulary chooses tokens by text: it does not go with --data; prune in two steps")
     check_texts(options.text)

@@ -3,15 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.records import Record
 from ckpt_prune.common.versions import versions
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.job.report import Asked, Latency, UsedRecipe
+from ckpt_prune.job.report import Asked, Latency, Source, UsedRecipe
 from ckpt_prune.job.run import Run
 from ckpt_prune.runner.changes import changes_of
 from ckpt_prune.runner.messages import warnings
 from ckpt_prune.stages.folders import stages_of
-from ckpt_prune.stages.report import Report
+from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.stages.shared.source_facts import source_of, stored_as, stored_whole
 from ckpt_prune.stages.spaces.size_search import Sized, dense_size, size_at
 
@@ -25,7 +26,9 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
     """
     whole, checkpoint, sized = prepared.whole, prepared.model.checkpoint, prepared.facts(Sized)
     unsized = None if sized is None else sized.recipe
-    used = versions()
+    used, source, others = versions(), source_of(whole.model.checkpoint), _other_parts(checkpoint)
+    if others:  # named after the model that both parts are of
+        source = Source.model_validate(others[-1]["source"] | {"fingerprint": source.fingerprint})
     fields: dict[str, Any] = {"sites": []}
     for stage in stages_of(whole.recipe):
         fields |= stage.report(prepared, records.get(stage.keys.key, []), run)
@@ -39,9 +42,10 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
         recipe=UsedRecipe.model_validate(whole.recipe.model_dump(mode="json", by_alias=True)),
         recipe_digest=whole.recipe.digest,
         origin=whole.job.origin,
-        source=source_of(whole.model.checkpoint),
+        source=source,
         ignored=sorted([*checkpoint.ignored, *checkpoint.shadowed]),
         part=None if checkpoint.within is None else checkpoint.within.part,
+        others=others,
         asked=asked_for,
         changes=changes_of(prepared),
         calibration=Record.model_validate(describe_data(prepared)),
@@ -53,6 +57,17 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
         warnings=warnings(prepared),
         **fields,
     )
+
+
+def _other_parts(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Return the reports of other parts of a part's whole that were pruned before."""
+    before = None if checkpoint.within is None else find_report(checkpoint.path)
+    if before is None or before.part is None:
+        return []
+    files = ("others", "files", "side_files", "job", "stages")
+    own = {key: value for key, value in before.data().items() if key not in files}
+    part = checkpoint.within and checkpoint.within.part
+    return [each for each in (own, *before.others) if each["part"] != part]
 
 
 def describe_data(prepared: Prepared) -> dict[str, Any]:

@@ -28,12 +28,18 @@ def name_report(report: Report) -> str:
     """Return a heading: the model and what was done to it."""
     recipe = report.recipe
     how = recipe.name if recipe.elsewhere else f"pruned by recipe {recipe.name}"
+    for other in map(Report.read, report.others):
+        how = f"{how}, and its {other.part} part by {other.recipe.name}"
     how = how if report.part is None else f"its {report.part} part {how}"
     return f"{report.source.name}, {how}{' and recovered' if is_recovered(report) else ''}"
 
 
 def all_sections(report: Report) -> list[Section]:
-    return [size_section(report), *recipe_sections(report), *stage_sections(report), provenance(report)]
+    sections = [size_section(report), *recipe_sections(report), *stage_sections(report), provenance(report)]
+    for other in map(Report.read, report.others):
+        own = [size_section(other), *recipe_sections(other), *stage_sections(other)]
+        sections += [replace(section, title=f"{section.title}, {other.part} part") for section in own]
+    return sections
 
 
 # ---- the recipe --------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Proving that a checkpoint is whole: it loads, it is finite, and it is what its report says it is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,9 +107,34 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
         checks.append(run_check("kept units", lambda: check_kept(part, shape_source(dense, report), report)))
         against_dense = find_functions("checks_against", "verify")
         checks += [check for checks_of in against_dense for check in checks_of(part, dense, report)]
+    others = list[str]()
+    for other in [] if report is None else map(Report.read, report.others):
+        assert other.part is not None
+        if dense is None or dense.within is None:
+            checks += _check_pruned_part(checkpoint, None, other)
+        elif _has_all_parts(dense.within.whole, report):  # and none was pruned before
+            checks += _check_pruned_part(checkpoint, extract_part(dense.within.whole, other.part), other)
+            others.append(other.part)
     if part.within is not None and dense is not None:
-        checks.append(run_check("other parts", lambda: _check_other_parts(part, dense)))
+        checks.append(run_check("other parts", lambda: _check_other_parts(part, dense, others)))
     return checks
+
+
+def _has_all_parts(whole: Checkpoint, report: Report | None) -> bool:
+    """Return whether a model is the one that was there before the first of several parts was pruned."""
+    first = None if report is None or not report.others else Report.read(report.others[-1])
+    return first is not None and first.source.fingerprint == extract_part(whole, str(first.part)).fingerprint
+
+
+def _check_pruned_part(checkpoint: Checkpoint, dense: Checkpoint | None, report: Report) -> list[Check]:
+    """Check a part that was pruned before the one that the output's own report is about."""
+    part = extract_part(checkpoint, str(report.part))
+    checks = [check for checks_of in find_functions("checks", "verify") for check in checks_of(part, report)]
+    if dense is not None:
+        checks.append(run_check("kept units", lambda: check_kept(part, shape_source(dense, report), report)))
+        against_dense = find_functions("checks_against", "verify")
+        checks += [check for checks_of in against_dense for check in checks_of(part, dense, report)]
+    return [replace(check, name=f"{check.name} ({report.part})") for check in checks]
 
 
 def run_side_file_check(folder: Path) -> list[Check]:
@@ -160,7 +185,9 @@ def open_dense(folder: Path, report: Report | None, against: Path, description: 
         raise UserError(f"{folder} has no {REPORT}: it cannot be compared with the model it was made from")
     if report.part is not None:
         dense = extract_part(dense, report.part)
-    if report.source.fingerprint != dense.fingerprint:
+    if report.source.fingerprint != dense.fingerprint and not (
+        dense.within is not None and _has_all_parts(dense.within.whole, report)
+    ):
         raise UserError(f"{folder} was not made from {dense.path}: its report names {report.source.name}")
     return dense
 
@@ -223,17 +250,26 @@ def _check_digests(folder: Path, report: Report | None) -> tuple[bool | None, st
     return True, f"{detail}{author}{former}"
 
 
-def _check_other_parts(part: Checkpoint, dense: Checkpoint) -> tuple[bool, str]:
-    """Compare what is outside the pruned part with the dense model, byte for byte."""
+def _check_other_parts(part: Checkpoint, dense: Checkpoint, others: Sequence[str]) -> tuple[bool, str]:
+    """Compare what is outside the pruned parts, this one and others, with the dense model, byte for byte."""
     assert part.within is not None
     assert dense.within is not None
     ours, theirs = part.within, dense.within
     if ours.rest.keys() != theirs.rest.keys():
         return False, "the two have other tensors outside the part"
-    for name in track(list(ours.rest), "comparing what is outside the part", unit="tensor"):
+    inside = {name for each in others for name in _names_of(ours.whole, each)}
+    names = [name for name in ours.rest if name not in inside]
+    for name in track(names, "comparing what is outside the part", unit="tensor"):
         tensor, expected = (side.whole.read([name])[name] for side in (ours, theirs))
         if tensor.dtype != expected.dtype or not torch.equal(
             tensor.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)
         ):
             return False, f"{name} is not the dense model's"
-    return True, f"{len(ours.rest)} tensors outside the {ours.part} part are the dense model's, bit for bit"
+    parts = f"{ours.part} part" if not others else f"{' and '.join([ours.part, *others])} parts"
+    return True, f"{len(names)} tensors outside the {parts} are the dense model's, bit for bit"
+
+
+def _names_of(whole: Checkpoint, part: str) -> Iterable[str]:
+    within = extract_part(whole, part).within
+    assert within is not None
+    return within.names.values()

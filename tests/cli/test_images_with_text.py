@@ -1,12 +1,15 @@
 """`--data` of conversations with images, through the commands that take it, and what is refused."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 import ckpt_prune
-from tests.cli.running import ok, read_json, read_refusal
+from ckpt_prune.runner import prune_parts
+from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
 from tests.talks import write_rows, write_talker
 
 DATA = ("--data", "rows.jsonl", "--window", "64", "--samples", "4")
@@ -63,9 +66,101 @@ def test_what_cannot_be_read_is_refused(qwen: Path) -> None:
         "rows.jsonl: 3 rows fill no window of 256 tokens: give more, or say a shorter --window"
     )
     assert read_refusal("prune", "dense", "--data", "rows.jsonl", "-o", "out") == (
-        "--data is for --part text of a vision language model, which dense is not opened as"
+        "--data is for --part of a vision language model, which dense is not opened as"
     )
     Path("qwen/preprocessor_config.json").unlink()
     assert read_refusal(*prune) == (
         "qwen: no image processor (preprocessor_config.json); copy the model's preprocessor_config.json into the folder"
+    )
+
+
+TOWER = ("--vision-recipe", "corp-mlp", "--vision-ratio", "0.5")
+ALL = ("prune", "llava", "--part", "all", *RIDGE[2:], *TOWER, *DATA)
+
+
+@pytest.fixture
+def both(place: Path) -> None:
+    write_rows(place)
+    write_talker(place / "llava", "llava")
+
+
+@pytest.mark.usefixtures("both")
+def test_tower_and_text_in_one_call() -> None:
+    dry = ok(*ALL, "--dry-run")
+    assert (dry.count("checked, nothing written"), Path("out").exists()) == (2, False)
+    output = ok(*ALL, "-o", "out")
+    assert output.index("of the vision part of this llava") < output.index("of the text part of this llava")
+    assert output.count("written to out\n") == 1
+    assert not Path("out.vision").exists()
+    config = read_json("out/config.json")
+    assert (config["vision_config"]["mlp_ratio"], config["text_config"]["intermediate_size"]) == (1, 11)
+    report = read_json("out/ckpt_prune.json")
+    assert (report["part"], report["source"]["name"]) == ("text", "llava")
+    assert [other["part"] for other in report["others"]] == ["vision"]
+    checked = ok("verify", "out", "--against", "llava")
+    assert "FAILED" not in checked
+    assert "kept units (vision): " in checked
+    assert "tensors outside the text and vision parts are the dense model's, bit for bit\n" in checked
+    assert "its text part pruned by recipe ridge, and its vision part by corp-mlp" in Path("out/README.md").read_text()
+    ok("report", "out")
+    assert "Units, vision part" in Path("out.report.html").read_text()
+
+    def shift(tensors):
+        (name, *_) = (name for name in tensors if "vision_tower" in name and name.endswith("mlp.fc1.weight"))
+        tensors[name] += 1
+
+    edit_weights("out", shift)
+    checked = run("verify", "out", "--against", "llava").stdout
+    assert re.search(r"^kept units \(vision\) +FAILED$", checked, re.MULTILINE)
+    assert re.search(r"^kept units +ok$", checked, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("both")
+def test_parts_one_after_the_other_are_the_same() -> None:
+    ok(*ALL, "-o", "out")
+    vision = ("--part", "vision", "--recipe", "corp-mlp", "--ratio", "0.5", "--data", "rows.jsonl")
+    ok("prune", "llava", *vision, "-o", "tower")
+    ok("prune", "tower", *RIDGE, *DATA, "-o", "whole")
+    assert Path("whole/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
+    assert "FAILED" not in ok("verify", "whole", "--against", "llava")
+    assert "FAILED" not in ok("verify", "whole", "--against", "tower")
+
+
+@pytest.mark.usefixtures("both")
+def test_a_stopped_run_goes_on_behind_the_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    prune, parts = prune_parts.prune_model, []
+
+    def stop(options, *args, **kwargs):
+        parts.append(options.part)
+        if parts == ["vision", "text"]:
+            raise KeyboardInterrupt
+        return prune(options, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prune_parts, "prune_model", stop)
+        run(*ALL, "-o", "out")
+    assert (Path("out.vision").is_dir(), Path("out").exists()) == (True, False)
+    time = Path("out.vision/model.safetensors").stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_args, **_options: None)
+        ok(*ALL, "-o", "out", "--resume")
+    assert Path("out.vision/model.safetensors").stat().st_mtime_ns == time  # it was not made again
+    ok(*ALL, "-o", "whole")
+    assert Path("whole/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
+
+
+@pytest.mark.usefixtures("both")
+def test_what_does_not_go_with_both_parts() -> None:
+    assert read_refusal(*ALL, "--statistics", "own", "-o", "out") == (
+        "--plan, --statistics and --target-* are of one part: they do not go with --part all"
+    )
+    assert read_refusal("prune", "llava", "--part", "text", "--vision-ratio", "0.2", *DATA, "-o", "out") == (
+        "--vision-recipe and --vision-ratio go with --part all"
+    )
+    write_talker(Path("no-tower"), "qwen3_vl")
+    assert read_refusal("prune", "no-tower", "--part", "all", *DATA, "-o", "out") == (
+        "--part vision of qwen3_vl cannot be pruned: this version has no description of its vision tower"
+    )
+    assert read_refusal(*ALL[:4], "--recipe", "corp-qk", "--ratio", "0.5", *TOWER, *DATA, "-o", "out").startswith(
+        "recipe corp-qk "
     )

@@ -13,7 +13,7 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.measure.samples.audio import AudioSamples, find_audio
 from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
 from ckpt_prune.measure.samples.image_processor import load_processor
-from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows
+from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows, read_talks
 from ckpt_prune.measure.samples.images import ImageSamples, PatchSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import (
@@ -47,8 +47,8 @@ def check_kind(model: Model, options: SampleOptions) -> str:
     given = {"image": options.images, "audio": options.audio}
     needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE"}[modality]
     if options.talks is not None:
-        if modality != "text" or model.checkpoint.within is None:
-            raise UserError(f"--data is for --part text of a vision language model, which {folder} is not opened as")
+        if modality == "audio" or model.checkpoint.within is None:
+            raise UserError(f"--data is for --part of a vision language model, which {folder} is not opened as")
         return "--data FILE"
     if any(given.values()) if modality == "text" else given[modality] is None:
         raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}")
@@ -79,7 +79,7 @@ def choose_samples(
         NoneLeftError: there are no other samples than those that are skipped.
     """
     needed, folder, modality = check_kind(model, options), model.checkpoint.path, model.family.modality
-    if options.talks is not None:
+    if options.talks is not None and modality == "text":
         return _choose_talks(model, options, trust, most, skip, say)
     if modality == "text":
         return _choose_windows(model, options, most, skip, say)
@@ -195,10 +195,14 @@ def _choose_images(
     skip: int,
     say: Say,
 ) -> ImageSamples:
-    assert options.images is not None
     processor = load_processor(model.checkpoint.path, trust_remote_code=trust)
-    files = find_images(options.images, labels=options.labels, split="calib")
-    chosen = _choose_files(files, options.images, "image", options, most, skip, say)
+    if options.talks is not None:
+        place = options.talks
+        files = ImageFiles(tuple(sorted({image for talk in read_talks(place) for image in talk.images})))
+    else:
+        assert options.images is not None
+        place, files = options.images, find_images(options.images, labels=options.labels, split="calib")
+    chosen = _choose_files(files, place, "image", options, most, skip, say)
     kind = PatchSamples if model.family.usual else ImageSamples
     samples = kind(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
     if samples.skipped:
