@@ -7,10 +7,11 @@ model's own predictions (`measure.statistics.fisher`), and D = Ŵ − W what rou
 
 since errors of different rows are rounded apart from each other. So a few rows of a matrix, drawn at random, tell of
 all. Gradient and input are those of the same token: the few tokens with huge states have tiny gradients. Divergences of
-all matrices add up.
+all matrices add up. A runtime that rounds what a matrix reads adds W (x̂ − x) in place of D x.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ _TOKENS = 1024
 
 RoundRows = Callable[[str, Tensor], Mapping[str, Tensor]]
 """On-disk name of a weight, and some of its rows, (n, d_in) float32 → name of a type → the same rows, rounded."""
+RoundInputs = Mapping[str, Callable[[Tensor], Tensor]]
+"""Name of a way → inputs of a matrix, (…, d_in) float32 → the same, rounded as a runtime does before it multiplies."""
 Losses = dict[str, dict[str, float]]
 """On-disk name of a weight → name of a type → divergence that it adds, in nats a prediction."""
 
@@ -48,6 +51,7 @@ def predict_losses(
     device: torch.device,
     compute_dtype: torch.dtype,
     allocate: Allocate = allocate_in_memory,
+    round_inputs: RoundInputs | None = None,
 ) -> Losses:
     """Predict what rounding adds, for all linear modules of the blocks, the embedding and the head.
 
@@ -59,6 +63,7 @@ def predict_losses(
         model: a causal language model without experts.
         samples: a few; all of them are run.
         round_rows: rounds rows to every type that is in question for a weight; no type leaves a weight out.
+        round_inputs: what a runtime does to the inputs of matrices of the blocks; each way is told of like a type.
     """
     stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
     states = states_at_ends(model, stream, allocate)
@@ -66,9 +71,10 @@ def predict_losses(
     _add(losses, _head_losses(stream, model, samples, states[-1], round_rows))
     gradients = draw_end_gradients(stream.readout(), samples, states.pop(), allocate)
     backward = read_ahead(model.read_block, range(model.blocks - 1, -1, -1))
+    ways = round_inputs or {}
     for block, tensors in track(backward, "what rounding costs", total=model.blocks):
         module = stream.factory.build_block(block, tensors).requires_grad_(False)
-        _add(losses, _block_losses(stream, module, block, tensors, states.pop(), gradients, round_rows))
+        _add(losses, _block_losses(stream, module, block, tensors, states.pop(), gradients, round_rows, ways))
     _add(losses, _embedding_losses(stream, model, samples, gradients, round_rows))
     return losses
 
@@ -89,29 +95,54 @@ def _block_losses(
     entering: Tensor,
     gradients: Sequence[DrawnGradients],
     round_rows: RoundRows,
+    round_inputs: RoundInputs,
 ) -> Losses:
     factory = stream.factory
     family = factory.family
     names = {family.tensor(block, linear): linear for linear in family.linears}
     paths = {name: factory.module_path(block, linear) for name, linear in names.items() if name in tensors}
     generator = torch.Generator().manual_seed(block)
-    changes: dict[str, tuple[Tensor, list[str], Tensor]] = {}
+    drawn_rows: dict[str, Tensor] = {}
+    errors: dict[str, _Errors] = {}
     for name, path in paths.items():
         weight = module.get_submodule(path).weight
-        rows = torch.randperm(weight.shape[0], generator=generator)[:ROWS]
-        changes[name] = (rows, *_changes(name, weight[rows.to(weight.device)].float(), round_rows))
-    sums = {name: torch.zeros(len(kinds), dtype=torch.float64) for name, (_, kinds, _) in changes.items()}
+        rows = drawn_rows[name] = torch.randperm(weight.shape[0], generator=generator)[:ROWS]
+        some = weight[rows.to(weight.device)].float()
+        kinds, change = _changes(name, some, round_rows)
+        errors[name] = _Errors([*kinds, *round_inputs], change, some, list(round_inputs.values()))
+    sums = {name: torch.zeros(len(own.names), dtype=torch.float64) for name, own in errors.items()}
     values = [drawn.values for drawn in gradients]
     for batch in pass_back(stream, module, block, entering, values, paths.values()):
         for name, path in paths.items():
             if path in batch.gradients:
-                rows, _, change = changes[name]
-                moved = _squares(batch, path, rows, change, gradients[batch.index])
+                rows = drawn_rows[name]
+                moved = _squares(batch, path, rows, errors[name], gradients[batch.index])
                 sums[name] += moved * (module.get_submodule(path).weight.shape[0] / len(rows))
     scale = 0.5 / len(stream.samples)
-    return {
-        name: dict(zip(kinds, (sums[name] * scale).tolist(), strict=True)) for name, (_, kinds, _) in changes.items()
-    }
+    return {name: dict(zip(own.names, (sums[name] * scale).tolist(), strict=True)) for name, own in errors.items()}
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """What moves some of a matrix's outputs.
+
+    Attributes:
+        names: of the types, and then of the ways to round inputs.
+        change: of the rows by each type, (types, n, d_in) float32.
+        rows: themselves, (n, d_in) float32.
+        round_inputs: the ways.
+    """
+
+    names: list[str]
+    change: Tensor
+    rows: Tensor
+    round_inputs: Sequence[Callable[[Tensor], Tensor]]
+
+    def of(self, inputs: Tensor) -> Tensor:
+        """Return how far each moves the outputs of inputs (…, d_in), (…, names, n)."""
+        moved = (inputs @ self.change.flatten(0, 1).T).view(*inputs.shape[:-1], *self.change.shape[:2])
+        others = [(rounded(inputs) - inputs) @ self.rows.T for rounded in self.round_inputs]
+        return torch.cat([moved, *(each.unsqueeze(-2) for each in others)], -2)
 
 
 def _changes(name: str, rows: Tensor, round_rows: RoundRows) -> tuple[list[str], Tensor]:
@@ -120,17 +151,16 @@ def _changes(name: str, rows: Tensor, round_rows: RoundRows) -> tuple[list[str],
     return list(rounded), torch.stack([each.to(rows) - rows for each in rounded.values()])
 
 
-def _squares(batch: BackwardBatch, path: str, rows: Tensor, change: Tensor, drawn: DrawnGradients) -> Tensor:
-    """Return Σ (g_o δ_o)² over tokens and rows for every type, (types,) float64."""
+def _squares(batch: BackwardBatch, path: str, rows: Tensor, errors: _Errors, drawn: DrawnGradients) -> Tensor:
+    """Return Σ (g_o δ_o)² over tokens and rows for everything that moves outputs, (names,) float64."""
     inputs, gradient = batch.inputs[path].float(), batch.gradients[path].float()[..., rows]
     if drawn.whole:  # a sample has one prediction, which the errors of all its tokens move together
-        moved = torch.einsum("bto,bti,koi->bko", gradient, inputs, change)
+        moved = torch.einsum("bto,btko->bko", gradient, errors.of(inputs))
         return drawn.weight * moved.square().sum((0, 2)).double().cpu()
-    total, flat = torch.zeros(len(change), dtype=torch.float64), change.flatten(0, 1).T
+    total = torch.zeros(len(errors.names), dtype=torch.float64)
     inputs, gradient = inputs.flatten(0, -2), gradient.flatten(0, -2)
     for x, g in zip(torch.split(inputs, _TOKENS), torch.split(gradient, _TOKENS), strict=True):
-        moved = (x @ flat).view(len(x), len(change), -1).mul_(g[:, None])
-        total += moved.square().sum((0, 2)).double().cpu()
+        total += errors.of(x).mul_(g[:, None]).square_().sum((0, 2)).double().cpu()
     return drawn.weight * total
 
 
@@ -159,6 +189,12 @@ def _embedding_losses(
     return {name: {kind: total / 2 / len(samples) for kind, total in zip(kinds, sums, strict=True)}}
 
 
+def name_of_head(model: Model) -> str:
+    """Return the on-disk name of the head's weight, which may be the embedding."""
+    own = f"{model.family.head}.weight"
+    return own if own in model.checkpoint.tensors else model.family.embedding_weight
+
+
 @torch.no_grad()
 def _head_losses(
     stream: HiddenStream, model: Model, samples: Samples, leaving: Tensor, round_rows: RoundRows
@@ -166,9 +202,8 @@ def _head_losses(
     """Predict what rounding the head does: half the variance that its errors give the logits, under the predictions."""
     readout = stream.readout()
     linear = readout.head
-    names = f"{model.family.head}.weight", model.family.embedding_weight
-    name = next((each for each in names if each in model.checkpoint.tensors), None)
-    if linear is None or name is None:
+    name = name_of_head(model)
+    if linear is None or name not in model.checkpoint.tensors:
         return {}
     spacing = max(1, len(samples) * samples.tokens // HEAD_TOKENS)
     inputs, chances, factors = [], [], []

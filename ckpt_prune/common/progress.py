@@ -21,6 +21,8 @@ _LINE_SECONDS = 60.0
 _silent: ContextVar[bool] = ContextVar("silent", default=False)
 _began: ContextVar[float | None] = ContextVar("began", default=None)
 """When the call that is running began."""
+_printed: ContextVar[list[float] | None] = ContextVar("printed", default=None)
+"""When the call that is running printed its last line of progress, or began."""
 _said: ContextVar[set[str] | None] = ContextVar("said", default=None)
 """Lines of `say_once` in the call that is running."""
 
@@ -35,12 +37,14 @@ def show_progress(shown: bool) -> Iterator[None]:
     """Print bars, lines and notices within this context, or nothing at all."""
     token, said, began = _silent.set(not shown), _said.get(), _began.get()
     inside, start = _said.set(set() if said is None else said), _began.set(time.monotonic() if began is None else began)
+    printed = _printed.set(_printed.get() or [now()])
     try:
         yield
     finally:
         _silent.reset(token)
         _said.reset(inside)
         _began.reset(start)
+        _printed.reset(printed)
 
 
 def elapsed() -> float:
@@ -101,7 +105,7 @@ def track(
         return
     if total is None and isinstance(items, Sized):
         total = len(items)
-    lines = _Lines(what, total, unit, clock or now)
+    lines = _Lines(what, total, unit, clock)
     for item in items:
         yield item
         lines.update()
@@ -110,15 +114,18 @@ def track(
 class _Lines:
     """Prints what a bar would show, as a line whenever a minute has passed. It has the methods of a tqdm bar.
 
+    Minutes are those of the whole call: of several short loops some print a line.
+
     Args: as in `track`.
 
     Attributes:
         n: steps that are done.
     """
 
-    def __init__(self, what: str, total: int | None, unit: str, clock: Clock) -> None:
-        self._what, self._total, self._unit, self._clock = what, total, unit, clock
-        self._start = self._printed = clock()
+    def __init__(self, what: str, total: int | None, unit: str, clock: Clock | None) -> None:
+        self._what, self._total, self._unit, self._clock = what, total, unit, clock or now
+        self._start = self._clock()
+        self._printed = (_printed.get() if clock is None else None) or [self._start]
         self._postfix = ""
         self.n = 0
 
@@ -129,10 +136,10 @@ class _Lines:
     def update(self, steps: int = 1) -> None:
         """Count more steps as done."""
         self.n += steps
-        now = self._clock()
-        if now - self._printed >= _LINE_SECONDS:
-            self._printed = now
-            _print(self._line(now - self._start))
+        time_now = self._clock()
+        if time_now - self._printed[0] >= _LINE_SECONDS:
+            self._printed[0] = time_now
+            _print(self._line(time_now - self._start))
 
     def _line(self, seconds: float) -> str:
         parts = [f"{self._unit} {self.n}"]
@@ -183,7 +190,7 @@ def meter(total: int, what: str, *, unit: str = "step", clock: Clock | None = No
         yield Meter(None)
         return
     if not _is_terminal():
-        yield Meter(_Lines(what, total, unit, clock or now))
+        yield Meter(_Lines(what, total, unit, clock))
         return
     size = _terminal_size()
     with tqdm(total=total, desc=what, unit=unit, ncols=size.columns, nrows=size.lines) as bar:

@@ -132,6 +132,11 @@ class PredictionSums:
             self.agreeing += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
 
     @property
+    def mean_kl(self) -> float:
+        """KL(reference ‖ model), nats a token; two models were added up."""
+        return self.kl / self.tokens
+
+    @property
     def spread(self) -> Spread:
         """How single tokens are apart; two models were added up."""
         return Spread(torch.cat(self._divergences).clamp_min(0), self._accepted / self.tokens)
@@ -166,7 +171,7 @@ def compare(
     check_same_vocabulary(model, reference)
     sums = _add_up([model, reference], windows, what)
     score, reference_score = (_score(sums, place, windows) for place in range(2))
-    return TokenComparison(score, reference_score, sums.kl / sums.tokens, sums.agreeing / sums.tokens, sums.spread)
+    return TokenComparison(score, reference_score, sums.mean_kl, sums.agreeing / sums.tokens, sums.spread)
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ class TypeChoice:
         others: types of its matrices, each of which is named.
         bytes: of the file.
         kl: what it is predicted to lose, in nats a token.
+        by_columns: part of it that fewer columns add.
         columns: block → columns that its MLP keeps, if any MLP loses some.
     """
 
@@ -48,6 +49,7 @@ class TypeChoice:
     others: OtherTypes
     bytes: int
     kl: float
+    by_columns: float = 0.0
     columns: Mapping[int, int] = field(default_factory=dict)
 
     def words(self) -> str:
@@ -194,7 +196,7 @@ class TypeBudget:
         by_columns = sum(self.columns[block][width] for block, width in (widths or {}).items())
         fewer = {block: width for block, width in (widths or {}).items() if width < max(self.columns[block])}
         kept = {block: (widths or {})[block] for block in self.columns} if fewer else {}
-        return TypeChoice(chosen, others, size, self.predict(kinds, shares) + by_columns, kept)
+        return TypeChoice(chosen, others, size, self.predict(kinds, shares) + by_columns, by_columns, kept)
 
     def _shares(self, widths: Mapping[int, int]) -> dict[str, Fraction]:
         """Return the share that stays of matrices of MLPs with so many columns."""

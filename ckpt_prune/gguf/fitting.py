@@ -20,7 +20,6 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
-from ckpt_prune.compensation.methods import derive_strength
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.rounding import Array, encode
 from ckpt_prune.gguf.types import head_of
@@ -30,19 +29,16 @@ from ckpt_prune.measure.moment_sources import SequentialMoments
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.rounding.codes import CODES
-from ckpt_prune.rounding.feedback import importance_of, output_error, round_with_feedback
-from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
+from ckpt_prune.rounding.feedback import HEAD_DAMP, damp_for, importance_of, output_error, round_with_feedback
+from ckpt_prune.sparsity.damping import DAMP
 
 FOLDS = 4
 """Folds of the samples, of which the last one decides between two ways to round."""
 ROWS = 128
 """Rows of a matrix that decide between them."""
-_HEAD_DAMP = 0.1
-"""The embedding is also what tokens begin with: its own weights must stay nearer than outputs alone would say."""
 _UNROUNDED = (Kind.F32, Kind.F16, Kind.BF16)
 
 
@@ -220,16 +216,9 @@ class Fitter:
         name = head_of(self._matrices.layout.tensors)
         if name not in self._kinds:
             return
-        checkpoint = self.model.checkpoint
-        readout = Readout(stream.factory, list(checkpoint.tensors), checkpoint.read)
-        sums = [Moments.zeros(stream.states.shape[-1], gram=self._feedback) for _ in range(stream.folds)]
-        for fold, rows in stream.batches:
-            inputs = readout.head_inputs(stream.samples.batch(rows), stream.states[rows])
-            sums[fold] = sums[fold].accumulate(inputs)
-        del readout
-        place = self._matrices.place(name)
-        self._matrices.now.update(checkpoint.read(place.sources))
-        yield name, self._round(name, [self._place(each, place) for each in sums], least_damp=_HEAD_DAMP)
+        sums, place = stream.observe_head(gram=self._feedback), self._matrices.place(name)
+        self._matrices.now.update(self.model.checkpoint.read(place.sources))
+        yield name, self._round(name, [self._place(each, place) for each in sums], least_damp=HEAD_DAMP)
 
     def _round(self, name: str, folds: Sequence[Moments], *, least_damp: float = DAMP) -> Path:
         """Round a matrix in the way that loses less on the last fold; return the file of its bytes."""
@@ -241,20 +230,18 @@ class Fitter:
         def by_importance(rows: Tensor) -> Array:
             return np.concatenate(list(encode(name, rows, kind, importance))).reshape(len(rows), -1)
 
-        ways: dict[str, Callable[[Tensor], Array]] = {"importance": by_importance}
+        way, encoded = "importance", None
         if self._feedback and kind in CODES and gram is not None and held_out is not None:
-            damp = max(least_damp, min(MOST_DAMP, derive_strength(weight.shape[1], seen.count)))
-            ways["error feedback"] = lambda rows: round_with_feedback(rows, gram, kind, damp)
-        way = "importance"
-        if len(ways) > 1 and held_out is not None:
+            encoded = round_with_feedback(weight, gram, kind, damp_for(weight.shape[1], seen.count, least_damp))
             # Every row is rounded by itself, so that a few tell which way is better.
-            some = weight[:: -(-len(weight) // ROWS)]
-            errors = {each: output_error(some, rounded(some), kind, held_out) for each, rounded in ways.items()}
-            way = min(errors, key=lambda each: errors[each])
+            some = slice(None, None, -(-len(weight) // ROWS))
+            fed, weighed = encoded[some], by_importance(weight[some])
+            if output_error(weight[some], fed, kind, held_out) < output_error(weight[some], weighed, kind, held_out):
+                way = "error feedback"
         self.ways[way] += 1
         file = self._folder / f"{name}.npy"
         with disk_failures(file):
-            np.save(file, ways[way](weight))
+            np.save(file, by_importance(weight) if encoded is None or way == "importance" else encoded)
         return file
 
     def describe(self) -> str:

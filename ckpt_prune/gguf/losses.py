@@ -1,26 +1,71 @@
 """Predict how much each type of each matrix of a GGUF file adds to the divergence of the model's output."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
+import gguf
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.budget.rounding_losses import predict_losses
+from ckpt_prune.budget.rounding_losses import name_of_head, predict_losses
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.gguf.importance import Importance
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.rounding import round_rows
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
+from ckpt_prune.rounding.codes import CODES
+from ckpt_prune.rounding.feedback import HEAD_DAMP, damp_for, round_with_feedback
+from ckpt_prune.sparsity.damping import DAMP
 
 TYPES = (Kind.Q8_0, Kind.Q6_K, Kind.Q5_K, Kind.Q4_K, Kind.IQ4_XS, Kind.Q3_K, Kind.IQ3_S, Kind.IQ3_XXS, Kind.Q2_K)
 """Types with blocks of 256 that are in question, besides those of 32."""
 SMALL_TYPES = (Kind.Q8_0, Kind.Q5_1, Kind.Q5_0, Kind.Q4_1, Kind.IQ4_NL, Kind.Q4_0)
 """Types for rows that do not divide by 256; q4_0 is as large as iq4_nl, and there to tell what mixtures of it lose."""
+_FED = " by error feedback"
+_INPUTS = {size: f"inputs in blocks of {size}" for size in (32, 256)}
+
+Grams = Mapping[str, Moments]
+"""On-disk name of a weight → moments of its inputs, with the Gram, on samples that losses are not predicted on."""
+Losses = dict[str, dict[Kind, float]]
+"""Name of a matrix in the file → type → divergence that it adds, in nats a token."""
+
+
+@dataclass(frozen=True)
+class TypeLosses:
+    """What types add to the divergence, what llama.cpp rounds of the inputs of matrices among it.
+
+    Attributes:
+        weighed: rounded by ggml with the importance of inputs.
+        fitted: rounded by error feedback where that loses less.
+    """
+
+    weighed: Losses
+    fitted: Losses
+
+    def note(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return what a journal keeps."""
+        return {
+            way: {name: {kind.name: value for kind, value in own.items()} for name, own in losses.items()}
+            for way, losses in (("weighed", self.weighed), ("fitted", self.fitted))
+        }
+
+    @classmethod
+    def read(cls, note: Mapping[str, Mapping[str, Mapping[str, float]]]) -> "TypeLosses":
+        """Read what `note` returned."""
+        return cls(
+            **{
+                way: {name: {Kind[kind]: value for kind, value in own.items()} for name, own in losses.items()}
+                for way, losses in note.items()
+            }
+        )
 
 
 def types_for(columns: int) -> Sequence[Kind]:
@@ -29,9 +74,12 @@ def types_for(columns: int) -> Sequence[Kind]:
 
 
 def predict_type_losses(
-    model: Model, samples: Samples, importance: Importance, chosen: GgufType, **how: Any
-) -> dict[str, dict[Kind, float]]:
+    model: Model, samples: Samples, importance: Importance, chosen: GgufType, *, grams: Grams | None = None, **how: Any
+) -> TypeLosses:
     """Predict what every type of every matrix of a file adds (`predict_losses`), in nats a token.
+
+    Error feedback is tried on the weights in `grams`, which may be those of a few blocks and the head. A matrix of
+    another block keeps the share that error feedback leaves of the loss of the same matrix in these.
 
     Args:
         model: that the file is of.
@@ -40,6 +88,7 @@ def predict_type_losses(
         chosen: type of the file, by which columns may be filled up.
         how: device and dtype that it is run in.
     """
+    known, head = grams or {}, name_of_head(model)
     layout, sources = lay_out(model, chosen), find_sources(model, chosen)
     weights = {name: importance.get(file_name) for file_name, names in sources.items() for name in names}
 
@@ -48,20 +97,68 @@ def predict_type_losses(
         filled = functional.pad(rows, (0, -columns % 32))
         fitting = weight if weight is not None and len(weight) == filled.shape[1] else None
         kinds = types_for(filled.shape[1])
-        return {kind.name: round_rows(filled, kind, fitting)[:, :columns] for kind in kinds}
+        rounded = {kind.name: round_rows(filled, kind, fitting)[:, :columns] for kind in kinds}
+        if name in known and filled.shape == rows.shape:
+            least, inputs = HEAD_DAMP if name == head else DAMP, known[name]
+            damp = damp_for(columns, inputs.count, least)
+            for kind in [kind for kind in kinds if kind in CODES]:
+                assert inputs.gram is not None
+                encoded = round_with_feedback(rows, inputs.gram, kind, damp)
+                rounded[kind.name + _FED] = torch.from_numpy(gguf.dequantize(encoded, kind))
+        return rounded
 
-    by_weight = predict_losses(model, samples, round_all, **how)
-    losses: dict[str, dict[Kind, float]] = {}
+    ways = {name: partial(round_inputs, size=size) for size, name in _INPUTS.items()}
+    by_weight = predict_losses(model, samples, round_all, round_inputs=ways, **how)
+    fed = _find_fed(model, by_weight)
+    found = TypeLosses({}, {})
     for file_name, names in sources.items():
         weight = layout.tensors[file_name]
-        known = [by_weight[name] for name in names if by_weight.get(name)]
-        if len(known) < len(names):
+        if not all(by_weight.get(name) for name in names):
             continue
         elements = sum(prod(model.checkpoint.tensors[name].shape) for name in names)
         share = min(1.0, prod(weight.shape) / elements)  # less, if a fused one was split
-        kinds = [kind for kind in types_for(weight.shape[-1]) if all(kind.name in each for each in known)]
-        losses[file_name] = {kind: share * sum(each[kind.name] for each in known) for kind in kinds}
-    return losses
+        kinds = [kind for kind in types_for(weight.shape[-1]) if all(kind.name in by_weight[name] for name in names)]
+        for losses, left in ((found.weighed, {}), (found.fitted, fed)):
+            losses[file_name] = {
+                kind: share * sum(_lost(by_weight[name], kind, left.get(name, {})) for name in names) for kind in kinds
+            }
+    return found
+
+
+def _lost(by_kind: Mapping[str, float], kind: Kind, left: Mapping[Kind, float]) -> float:
+    of_inputs = by_kind.get(_INPUTS[GGML_QUANT_SIZES[kind][0]], 0.0)
+    return by_kind[kind.name] * left.get(kind, 1.0) + of_inputs
+
+
+def _find_fed(model: Model, by_weight: Mapping[str, Mapping[str, float]]) -> dict[str, dict[Kind, float]]:
+    """Return for every weight and type the share of the loss that error feedback leaves, 1 at most.
+
+    It is that of all weights together that it was tried on and that stand in the same place of their blocks.
+    """
+    places = [[model.family.tensor(block, linear) for block in range(model.blocks)] for linear in model.family.linears]
+    shares: dict[str, dict[Kind, float]] = {}
+    for names in (*places, [name_of_head(model)]):
+        tried = [own for name in names if (own := by_weight.get(name))]
+        left: dict[Kind, float] = {}
+        for kind in CODES:
+            both = [(own[kind.name], own[kind.name + _FED]) for own in tried if kind.name + _FED in own]
+            if whole := sum(weighed for weighed, _ in both):
+                left[kind] = sum(map(min, both)) / whole
+        shares |= dict.fromkeys(names, left)
+    return shares
+
+
+def round_inputs(inputs: Tensor, size: int) -> Tensor:
+    """Return inputs (…, columns) as llama.cpp multiplies them with rounded weights: in 8 bits with a scale for `size`.
+
+    Its types with blocks of 32 take them as q8_0 or q8_1, those with blocks of 256 as q8_K (ggml-quants.c). Columns
+    that fill no block stay.
+    """
+    if inputs.shape[-1] % size:
+        return inputs
+    blocks = inputs.reshape(*inputs.shape[:-1], -1, size)
+    step = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(inputs.dtype).tiny)
+    return (blocks / step).round_().mul_(step).flatten(-2)
 
 
 def find_sources(model: Model, chosen: GgufType) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.perplexity import PredictionSums
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.gguf.llama_cpp import Task, run_llama_cpp
@@ -19,6 +20,8 @@ GENERATED = 64
 """Tokens that are generated, to be timed."""
 _TOKENS = 128
 """Tokens whose logits are held at once."""
+_CHECKED = 32
+"""Tokens at which a model's logits are compared with those of its head."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +90,59 @@ class FileScore:
 
 @torch.inference_mode()
 def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> Reference:
-    """Run a checkpoint WHOLE in PyTorch, and keep what its head reads: the logits themselves would take gigabytes.
+    """Run a checkpoint in PyTorch as a whole, and keep what its head reads: all logits would take gigabytes.
 
     Raises:
         UserError: its logits are not what a linear head, a factor and a cap make.
     """
+    head, states = _read_states(folder, windows, trust=trust)
+    sums = PredictionSums()
+    for own, ids in zip(track(states, "its predictions", unit="window"), windows, strict=True):
+        for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
+            sums.add([head.logits(own[part])], ids[part + 1])
+    return Reference(windows, states, head, sums.perplexity(0)[0])
+
+
+@torch.inference_mode()
+def diverge_from(reference: Reference, folder: Path, windows: int) -> float:
+    """Return the mean KL of a checkpoint, run in PyTorch, from a model on the first windows, in nats a token."""
+    ids = reference.windows[:windows]
+    head, states = _read_states(folder, ids, trust=True)
+    return _compare(head, states, replace(reference, windows=ids, states=reference.states[:windows])).mean_kl
+
+
+def _read_states(folder: Path, windows: Tensor, *, trust: bool) -> tuple[Head, Tensor]:
+    """Return a checkpoint's head, and what it reads at every token of windows, (windows, length, hidden) float32."""
     model: Any = load_model(folder, device="cpu", dtype=torch.float32, trust_remote_code=trust)
-    linear = model.get_output_embeddings()
-    seen: list[Tensor] = []
-    linear.register_forward_hook(lambda _module, args, _made: seen.append(args[0]))
-    head = Head(linear.weight.detach().clone(), 1.0, None, linear.bias)
+    head, seen = _find_head(model, windows[:1, :_CHECKED], folder), list[Tensor]()
+
+    def see(_module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        seen.append(args[0])
+        return (args[0][:, :1],)  # the product with the vocabulary is made for some tokens at a time
+
+    model.get_output_embeddings().register_forward_pre_hook(see)
+    for window in track(windows, f"running {folder.name}", unit="window"):
+        model(input_ids=window[None], use_cache=False)
+    return head, torch.cat(seen)
+
+
+def _compare(head: Head, states: Tensor, reference: Reference) -> PredictionSums:
+    """Compare what a head makes of states, (windows, length, hidden), with a model's predictions."""
+    sums, theirs = PredictionSums(), zip(reference.states, reference.windows, strict=True)
+    for ours, (own, ids) in zip(track(states, "comparing", unit="window"), theirs, strict=True):
+        for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
+            sums.add([head.logits(ours[part]), reference.head.logits(own[part])], ids[part + 1])
+    return sums
+
+
+def _find_head(model: Any, ids: Tensor, folder: Path) -> Head:
+    """Return the head of a model by the logits that it makes of a few tokens, (1, tokens)."""
+    linear, seen = model.get_output_embeddings(), list[Tensor]()
+    hook = linear.register_forward_hook(lambda _module, args, _made: seen.append(args[0]))
+    logits = model(input_ids=ids, use_cache=False).logits[0]
+    hook.remove()
+    head = Head(linear.weight.detach(), 1.0, None, linear.bias)
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    logits = model(input_ids=windows[:1], use_cache=False).logits[0]
     if cap is None:
         made = head.logits(seen[0][0]).double()
         head = replace(head, factor=float((logits * made).sum() / made.square().sum()))
@@ -106,14 +150,7 @@ def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> Ref
         head = replace(head, cap=float(cap))
     if not torch.allclose(head.logits(seen[0][0]), logits, rtol=1e-3, atol=1e-3):
         raise UserError(f"{folder}: its head does more than multiply, so that files of it are not measured here")
-    for window in windows[1:]:
-        model(input_ids=window[None], use_cache=False)
-    states = torch.cat(seen)
-    sums = PredictionSums()
-    for own, ids in zip(states, windows, strict=True):
-        for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
-            sums.add([head.logits(own[part])], ids[part + 1])
-    return Reference(windows, states, head, sums.perplexity(0)[0])
+    return head
 
 
 @torch.inference_mode()
@@ -135,15 +172,11 @@ def score_file(file: Path, reference: Reference, *, threads: int = 0, scratch: P
         states=True,
     )
     answer = run_llama_cpp(task, scratch)
-    head, states = _head_of(file), torch.from_numpy(answer.states)
-    sums = PredictionSums()
-    for ours, theirs, ids in zip(states, reference.states, windows, strict=True):
-        for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
-            sums.add([head.logits(ours[part]), reference.head.logits(theirs[part])], ids[part + 1])
+    sums = _compare(_head_of(file), torch.from_numpy(answer.states), reference)
     spread = sums.spread
     return FileScore(
         bytes=file.stat().st_size,
-        kl=sums.kl / sums.tokens,
+        kl=sums.mean_kl,
         **spread.data(),
         top1=sums.agreeing / sums.tokens,
         perplexity=sums.perplexity(0)[0],

@@ -1,5 +1,6 @@
 """Options that say what a model is run on: text, images or audio."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -173,6 +174,12 @@ class QualityOptions(Options):
     evaluate_samples: int | None = option(default=None, ge=0, digest="none")
     """Windows, or images, to measure OUT and MODEL on. 0: measure nothing. [default: 16 of
     --evaluate; of --text and --images an eighth as many as calibrated on, 2 to 8 windows or 16 to 64 images]"""
+
+
+def words_of_windows(texts: Iterable[Path], samples: int, window: int, seed: int) -> list[str]:
+    """Return the options of a command line that choose windows of text."""
+    words = [word for text in texts for word in ("--text", str(text))]
+    return [*words, "--samples", str(samples), "--window", str(window), "--seed", str(seed)]
 
 
 def given_data(options: SampleOptions) -> str | None:

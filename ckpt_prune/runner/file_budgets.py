@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+from torch import Tensor
 
 from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.budget.rounding_losses import name_of_head
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
@@ -22,14 +23,17 @@ from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
 from ckpt_prune.gguf.layout import lay_out
-from ckpt_prune.gguf.losses import predict_type_losses, types_for
-from ckpt_prune.gguf.types import OUTER
+from ckpt_prune.gguf.losses import Grams, TypeLosses, predict_type_losses, types_for
+from ckpt_prune.measure.moments.inputs import Moments, sum_folds
+from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.fisher import LIMITS
-from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.folder import Statistics, write_tensors
 from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.model import Model
-from ckpt_prune.rounding.codes import CODES
+from ckpt_prune.options.commands import FrontierOptions, PruneOptions
+from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE, PredictedColumns, predict_columns
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 
@@ -37,16 +41,16 @@ MOST_COLUMNS = 3
 """An MLP keeps more than one part of so many of its columns."""
 PRUNE_FROM = 0.15
 """Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
-REFITTED = 1.5
-"""Measured loss of fewer columns over the loss that gradients of a few windows predict."""
-OF_HEAD, OF_SMALL, OF_LARGE = 0.35, 0.6, 0.87
-"""Loss of error feedback over that of rounding by importance: of the embedding and the head, in types with blocks
-of 32, and with blocks of 256 whose codes are of single weights (tools/notes/frontier.md)."""
+TRIED = 4
+"""Blocks, spread over the model, whose matrices error feedback is tried on."""
 HEAD = 4096
 """Bytes that the head of a file may grow by where blocks differ in width."""
 _FOLDS = 4
-"""Folds of the samples that fewer columns are predicted on, of which the last is held out."""
+"""Folds of the samples. Types are predicted on the first, and error feedback tried there by the others. Fewer columns
+are predicted with the last one held out."""
 _STATISTICS, _LOSSES, _COLUMNS = "statistics", "losses of types", "losses of columns"
+_HEAD = "head.safetensors"
+"""File with moments of what the head reads."""
 """Entries of the journal."""
 
 
@@ -72,6 +76,20 @@ class FileBudgets:
     device: torch.device
     compute_dtype: torch.dtype
 
+    @classmethod
+    def of(
+        cls,
+        options: FrontierOptions | PruneOptions,
+        planner: FilePlanner,
+        samples: Samples,
+        folder: Path,
+        journal: Journal,
+    ) -> Self:
+        """Return the budgets of a file for the device and dtype that options name."""
+        device = resolve_device(options.device)
+        dtype = resolve_compute_dtype(options.compute_dtype, device, planner.model.dtype)
+        return cls(planner, samples, options.seed, folder, journal, device, dtype)
+
     @property
     def model(self) -> Model:
         return self.planner.model
@@ -80,40 +98,81 @@ class FileBudgets:
     def _how(self) -> dict[str, Any]:
         return {"device": self.device, "compute_dtype": self.compute_dtype}
 
+    @property
+    def _folds(self) -> int:
+        return min(_FOLDS, len(self.samples))
+
+    @property
+    def _tried(self) -> list[int]:
+        """Blocks that error feedback is tried on."""
+        count = min(TRIED, self.model.blocks)
+        return [(2 * place + 1) * self.model.blocks // (2 * count) for place in range(count)]
+
     @cached_property
     def statistics(self) -> Path:
         """Statistics that tell how much each input of a matrix matters."""
         place = self.folder / "statistics"
         if not place.is_dir():
             measure_statistics(
-                self.model, self.samples, place, seed=self.seed, folds=1, collect=("moments", "linears"), **self._how
+                self.model,
+                self.samples,
+                place,
+                seed=self.seed,
+                folds=self._folds,
+                collect=("moments", "linears"),
+                grams=self._tried if self._folds > 1 else (),
+                see_states=self._see_states if self._folds > 1 else None,
+                **self._how,
             )
             self.journal.record(_STATISTICS)  # from here on Ctrl-C keeps what is done
         return place
 
+    def _see_states(self, block: int, states: Tensor) -> None:
+        """Keep the Gram of what the head reads, of the states behind the last block."""
+        if block == self.model.blocks - 1:
+            stream = open_stream(self.model, self.samples, folds=self._folds, **self._how)
+            stream.states = states
+            fitted = sum_folds(stream.observe_head(gram=True)[1:])
+            assert isinstance(fitted, Moments)
+            assert fitted.gram is not None
+            write_tensors(self.folder, _HEAD, {"count": torch.tensor(fitted.count), "gram": fitted.gram})
+
+    def _grams(self) -> Grams:
+        """Return moments of the inputs of matrices that error feedback is tried on; of none if there is one fold."""
+        if self._folds < 2:
+            return {}
+        model, statistics, found = self.model, Statistics(self.statistics), dict[str, Moments]()
+        for block in self._tried:
+            readers = {model.moments_name(block, first): modules for first, modules in model.inputs(block).items()}
+            for name, folds in statistics.read_moments(block, readers).items():
+                moments = sum_folds(select_input_moments(folds)[1:])
+                found |= {model.tensor(block, module): moments for module in readers[name]}
+        head = load_file(self.folder / _HEAD)
+        gram = head["gram"]
+        squares = gram.diagonal().double()
+        moments = Moments(int(head["count"]), squares, squares, squares, squares, gram)
+        return found | {name_of_head(model): moments}
+
     @cached_property
-    def types(self) -> TypeBudget:
-        """The budget of types that are rounded by importance, with all columns."""
+    def _losses(self) -> TypeLosses:
         notes = self.journal.notes
         statistics = Statistics(self.statistics)
         if _LOSSES not in notes:
             importance = importance_of_statistics(statistics, self.model, "q8_0")
             few = SampleRange(self.samples, 0, min(len(self.samples), LIMITS["text"]))
-            by_kind = predict_type_losses(self.model, few, importance, "q8_0", **self._how)
-            named = {matrix: {kind.name: value for kind, value in own.items()} for matrix, own in by_kind.items()}
-            self.journal.record(_LOSSES, note=named)
-        noted: dict[str, dict[str, float]] = notes[_LOSSES]
-        losses = {name: {Kind[kind]: value for kind, value in own.items()} for name, own in noted.items()}
-        return TypeBudget(self.planner, losses, fitted=True)
+            found = predict_type_losses(self.model, few, importance, "q8_0", grams=self._grams(), **self._how)
+            self.journal.record(_LOSSES, note=found.note())
+        return TypeLosses.read(notes[_LOSSES])
+
+    @cached_property
+    def types(self) -> TypeBudget:
+        """The budget of types that are rounded by importance, with all columns."""
+        return TypeBudget(self.planner, self._losses.weighed, fitted=True)
 
     @cached_property
     def fitted(self) -> TypeBudget:
         """The budget of types that are rounded by error feedback."""
-        losses = {
-            name: {kind: loss * _left_by_feedback(name, kind) for kind, loss in by_kind.items()}
-            for name, by_kind in self.types.losses.items()
-        }
-        return replace(self.types, losses=losses)
+        return replace(self.types, losses=self._losses.fitted)
 
     @cached_property
     def joint(self) -> TypeBudget:
@@ -159,7 +218,7 @@ class FileBudgets:
                     self.samples,
                     place,
                     seed=self.seed,
-                    folds=min(_FOLDS, len(self.samples)),
+                    folds=self._folds,
                     collect=("moments", "gram", "fisher"),
                     finish=lambda statistics: add_gradients(
                         self.model, statistics, self.samples, spaces=[SPACE], distances=False, **self._how
@@ -184,17 +243,7 @@ class FileBudgets:
         choice = self.joint.at_bytes(limit)
         if choice.columns and choice.bytes > limit - HEAD:
             choice = self.joint.at_bytes(limit - HEAD)
-        # The choice itself is better without this factor.
-        by_columns = sum(self.joint.columns[block][kept] for block, kept in choice.columns.items())
-        return replace(choice, kl=choice.kl + (REFITTED - 1) * by_columns)
-
-
-def _left_by_feedback(name: str, kind: Kind) -> float:
-    if kind not in CODES:
-        return 1.0
-    if name in OUTER:
-        return OF_HEAD
-    return OF_SMALL if GGML_QUANT_SIZES[kind][0] == 32 else OF_LARGE
+        return choice
 
 
 def recipe_of(columns: Mapping[int, int], score: str, export: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.options.commands import PruneOptions
-from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import parse_size
 from ckpt_prune.runner.read_recipe import ChosenRecipe
 from ckpt_prune.stages import FullRecipe
@@ -56,12 +55,10 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
         model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite, inputs=options.text
     )
     samples = choose_samples(model, options, trust=options.trust_remote_code, say=say)
-    device = resolve_device(options.device)
-    dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
     with disk_failures(options.output):
         folder = Path(mkdtemp(prefix=f".{options.output.name}-", dir=options.output.absolute().parent))
     try:
-        budgets = FileBudgets(planner, samples, options.seed, folder, Journal(folder, "file"), device, dtype)
+        budgets = FileBudgets.of(options, planner, samples, folder, Journal(folder, "file"))
         try:
             choice = budgets.at_bytes(limit - _CARD)
         except BudgetError as error:

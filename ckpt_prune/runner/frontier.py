@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
@@ -34,7 +35,6 @@ from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import digested_options
-from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import parse_size
 from ckpt_prune.runner.file_budgets import FileBudgets, check_reach
 from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
@@ -68,6 +68,20 @@ class _Search:
     maker: Maker
     limit: int | None
     loss: float | None
+
+    @cached_property
+    def choice(self) -> TypeChoice | None:
+        """Types, and columns if types alone lose much, that are predicted to be best; None if nothing is."""
+        budgets = self.maker.budgets
+        try:
+            return budgets.fitted.at_loss(self.loss or 0) if self.limit is None else budgets.at_bytes(self.limit)
+        except BudgetError:
+            return None
+
+    @property
+    def is_beyond_use(self) -> bool:
+        """Whether the best file of the size is predicted to be too bad to be made: predictions are low there."""
+        return self.limit is not None and self.choice is not None and self.choice.kl > math.log(USABLE)
 
 
 def explore_frontier(options: FrontierOptions) -> Frontier:
@@ -105,10 +119,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
 
             # 2. Measure the model once, and tell from that what each type of each matrix loses.
             reference = read_reference(model.checkpoint.whole, held_out, trust=options.trust_remote_code)
-            device = resolve_device(options.device)
-            dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
-            place, journal = staging.scratch, staging.journal
-            budgets = FileBudgets(planner, samples, options.seed, place, journal, device, dtype)
+            budgets = FileBudgets.of(options, planner, samples, staging.scratch, staging.journal)
             maker = Maker(options, budgets, reference, staging)
             search = _Search(maker, limit, loss)
             say(_foresee(search))
@@ -116,11 +127,13 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
             # 3. Make the candidates one at a time, and measure them.
             found: list[Measured] = []
             for candidate in _candidates(search, found):
-                found.append(maker.measure(candidate, keep=_best(search, found)))
+                found.append(maker.measure(candidate, _best(search, found), say))
                 say(found[-1].line(reference.perplexity))
 
             # 4. Keep the best, and say how it is made.
-            frontier = make_frontier(options, maker, found, _best(search, found), _asked(search), _reach(search))
+            frontier = make_frontier(
+                options, maker, found, _best(search, found), _asked(search), _found_by(search), _reach(search)
+            )
             write_frontier(frontier, staging.path, maker)
             staging.publish()
     return frontier
@@ -142,22 +155,14 @@ def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:
 
 def _foresee(search: _Search) -> str:
     """Say what the target is predicted to mean, before anything is made."""
-    try:
-        choice = _choose(search)
-    except BudgetError:
+    choice = search.choice
+    if choice is None:
         return "nothing within the target is predicted"
     pruned = f", and {min(choice.columns.values())} columns at the least in an MLP" if choice.columns else ""
     return (
         f"predicted {_asked(search)}: {choice.bytes / 1e6:.2f} MB, a divergence (KL) of {choice.kl:.3f}, about "
         f"{math.exp(choice.kl):.2f} times the perplexity{pruned}"
     )
-
-
-def _choose(search: _Search) -> TypeChoice:
-    """Return types, and columns if types alone lose much, that are predicted to be best; BudgetError if none are."""
-    if search.limit is not None:
-        return search.maker.budgets.at_bytes(search.limit)
-    return search.maker.budgets.fitted.at_loss(float(search.loss or 0))
 
 
 def _candidates(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
@@ -168,14 +173,12 @@ def _candidates(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
 def _sized(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
     """Yield what keeps to a size."""
     assert search.limit is not None
-    maker = search.maker
-    try:
-        choice = _choose(search)
-    except BudgetError:
-        yield from maker.mixture_within(search.limit, math.inf)
+    maker, choice = search.maker, search.choice
+    if search.is_beyond_use:
         return
-    yield from maker.mixture_within(search.limit, IN_QUESTION * choice.kl)
-    yield Candidate.of_types("by budget", choice, feedback=True)
+    yield from maker.mixture_within(search.limit, math.inf if choice is None else IN_QUESTION * choice.kl)
+    if choice is not None:
+        yield Candidate.of_types("by budget", choice, feedback=True)
 
 
 def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
@@ -221,9 +224,19 @@ def _asked(search: _Search) -> str:
     return f"within a loss of {search.loss or 0:.3f} nats a token"
 
 
+def _found_by(search: _Search) -> str:
+    """Say what a file that is beyond use was predicted to lose, or nothing."""
+    if search.choice is None or not search.is_beyond_use:
+        return ""
+    kl = search.choice.kl
+    return f": KL {kl:.2f} is predicted, {math.exp(kl):.1f} times the perplexity, and {USABLE:g} times is the bound"
+
+
 def _reach(search: _Search) -> int | None:
-    """Return the bytes of the smallest file of all weights that is predicted to be usable."""
+    """Return the bytes of the smallest file that is predicted to be usable, of fewer columns if these are known."""
+    budgets = search.maker.budgets
+    budget = budgets.joint if search.choice is not None and search.choice.columns else budgets.fitted
     try:
-        return search.maker.budgets.fitted.at_loss(math.log(USABLE)).bytes
+        return budget.at_loss(math.log(USABLE)).bytes
     except BudgetError:
         return None

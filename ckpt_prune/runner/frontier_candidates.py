@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ import yaml
 
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
-from ckpt_prune.common.progress import show_progress
+from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.score import FileScore, Reference, score_file
+from ckpt_prune.gguf.score import FileScore, Reference, diverge_from, score_file
 from ckpt_prune.gguf.types import NO_OTHERS
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.samples.samples import Samples
@@ -35,6 +35,8 @@ MIXTURES: tuple[GgufType, ...] = (
 """llama.cpp's own mixtures that are in question."""
 DATA = ("choose", "bos", "compute_dtype")
 """Options of the samples, beside their number and length, that other commands have, too."""
+PRUNED_WINDOWS = 8
+"""Windows on which a model with fewer columns is held against the dense one before it is rounded."""
 PRUNED = "pruned"
 """Folder of a model with fewer columns."""
 
@@ -48,6 +50,7 @@ class Candidate:
         chosen, others: types of its matrices.
         bytes: of the file, to the byte.
         kl: what it is predicted to lose, nats a token; None if that is not known.
+        by_columns: part of it that fewer columns add; once they are gone, what was measured of that.
         columns: that the MLP of each block keeps; empty: all.
         types: in words.
         feedback: matrices are also rounded by error feedback, behind those that are rounded.
@@ -61,11 +64,13 @@ class Candidate:
     columns: tuple[int, ...] = ()
     types: str = ""
     feedback: bool = False
+    by_columns: float = 0.0
 
     @classmethod
     def of_types(cls, name: str, choice: TypeChoice, *, feedback: bool = False) -> "Candidate":
-        columns = tuple(choice.columns.values())
-        return cls(name, choice.chosen, choice.others, choice.bytes, choice.kl, columns, choice.words(), feedback)
+        columns, types = tuple(choice.columns.values()), choice.words()
+        how = choice.chosen, choice.others, choice.bytes, choice.kl, columns, types, feedback, choice.by_columns
+        return cls(name, *how)
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,7 @@ class Maker:
         """Make a candidate's file, unless it is there."""
         place, model = self.place(candidate), self._model(candidate)
         if not place.is_file():
-            with show_progress(False):
+            with show_progress(candidate.feedback):  # others are made at once
                 how: dict[str, Any] = {"statistics": self.budgets.statistics}
                 if candidate.feedback:
                     how = {"live": LiveSamples(self.samples, 1, self.budgets.compute_dtype), "feedback": True}
@@ -198,11 +203,25 @@ class Maker:
                 )
         return place
 
-    def measure(self, candidate: Candidate, keep: Measured | None) -> Measured:
+    def _foresee(self, candidate: Candidate, say: Notices) -> Candidate:
+        """Return a candidate whose columns are gone, with what that has lost in place of what it was predicted to.
+
+        The prediction is of second order, and of one block at a time: it is low where many columns go. What rounding
+        adds needs no such correction.
+        """
+        lost = diverge_from(self.reference, self._model(candidate).checkpoint.whole, PRUNED_WINDOWS)
+        kl = (candidate.kl or 0) - candidate.by_columns + lost
+        say(f"without columns KL {lost:.3f} (predicted {candidate.by_columns:.3f}); as a file {kl:.3f} is predicted")
+        return replace(candidate, kl=kl, by_columns=lost)
+
+    def measure(self, candidate: Candidate, keep: Measured | None, say: Notices) -> Measured:
         """Make a candidate and measure it, unless an earlier run has; leave its file, and that of the best so far."""
         notes = self.staging.journal.notes
         if candidate.name in notes:
             return Measured.read(notes[candidate.name])
+        say(f"making and measuring: {candidate.name}")
+        if candidate.columns:
+            candidate = self._foresee(candidate, say)
         kept = {self.place(candidate), *([] if keep is None else [self.place(keep.candidate)])}
         for file in set(self.staging.scratch.glob("*.gguf")) - kept:
             file.unlink()

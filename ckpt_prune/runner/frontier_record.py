@@ -15,6 +15,7 @@ from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GGUF_FILES
 from ckpt_prune.options.commands import FrontierOptions
+from ckpt_prune.options.data import words_of_windows
 from ckpt_prune.runner.frontier_candidates import DATA, PRUNED, Candidate, Maker, Measured
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
@@ -25,7 +26,8 @@ RECIPE = "recipe.yaml"
 """The recipe of the file, if columns go."""
 FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
 USABLE = 2.0
-"""Times the dense model's perplexity from which on nothing is called usable."""
+"""Times the dense model's perplexity from which on nothing is called usable; what is predicted to lose more than its
+logarithm in nats is not made."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Frontier:
         found: in the order they were made.
         best: within the target; None if nothing is.
         asked: the target in words.
+        beyond_use: why nothing was made, in words; empty if something was.
         reach: bytes of the smallest file that is predicted to be usable; None if that is not known.
         commands: that make the best one.
         data_words: what was measured on.
@@ -49,6 +52,7 @@ class Frontier:
     found: Sequence[Measured]
     best: Measured | None
     asked: str
+    beyond_use: str
     reach: int | None
     commands: Sequence[str]
     data_words: str
@@ -73,7 +77,7 @@ class Frontier:
         if self.best is None or not self.passed:
             beside = "" if self.best is None else f"; the best, {self.best.candidate.name}, has {self._figures}"
             more = "" if self.reach is None else f"; ask for {human_bytes(self.reach)} or more"
-            return f"nothing usable {self.asked}{beside}{more}"
+            return f"nothing usable {self.asked}{self.beyond_use}{beside}{more}"
         candidate = self.best.candidate
         first = "drop columns of MLPs and refit what stays" if candidate.columns else "keep all weights"
         size = f"{self.best.score.bytes / 1e6:.2f} MB"
@@ -157,8 +161,7 @@ def _row(measured: Measured) -> dict[str, Any]:
 
 def commands_of(options: FrontierOptions, candidate: Candidate, maker: Maker) -> list[str]:
     """Return the commands that make a candidate without this one."""
-    data = [word for text in options.text for word in ("--text", str(text))]
-    data += ["--samples", str(len(maker.samples)), "--window", str(maker.samples.tokens), "--seed", str(options.seed)]
+    data = words_of_windows(options.text, len(maker.samples), maker.samples.tokens, options.seed)
     trust = ["--trust-remote-code"] if options.trust_remote_code else []
     for name in DATA:
         if (value := getattr(options, name)) != FrontierOptions.model_fields[name].default:
@@ -183,6 +186,7 @@ def make_frontier(
     found: Sequence[Measured],
     best: Measured | None,
     asked: str,
+    beyond_use: str,
     reach: int | None,
 ) -> Frontier:
     """Return the record of what was found."""
@@ -194,6 +198,7 @@ def make_frontier(
         found=found,
         best=best,
         asked=asked,
+        beyond_use=beyond_use,
         reach=reach,
         commands=[] if best is None else commands_of(options, best.candidate, maker),
         data_words=f"{windows} windows of {length} tokens of {', '.join(path.name for path in options.held_out)}",

@@ -65,3 +65,32 @@ def test_divergences_of_the_blocks_add_up(folder, windows, predicted):
     told = sum(predicted[name]["noise"] for name in names)
     # Labels are drawn once for 512 predictions: the mean of their squares is within a few times 1 / sqrt(512).
     assert told == pytest.approx(measured, rel=0.3)
+
+
+# ---- inputs that a runtime rounds ------------------------------------------------------------------------------------
+
+
+def test_inputs_that_a_runtime_rounds_are_told_of(folder, windows):
+    """All linear modules of the blocks read noise that follows from the inputs alone."""
+
+    def noisy(x):
+        return x + STEP * x.square().mean(-1, keepdim=True).sqrt() * torch.sin(1e4 * x)
+
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        expected = dense(windows).logits.log_softmax(-1)
+        for name, module in dense.named_modules():
+            if ".layers." in name and isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(lambda _module, args: (noisy(args[0]),))
+        other = dense(windows).logits.log_softmax(-1)
+    measured = float((expected.exp() * (expected - other)).sum(-1).mean())
+    how = {"device": torch.device("cpu"), "compute_dtype": torch.float32, "round_inputs": {"noise": noisy}}
+    told = predict_losses(open_model(str(folder), Opening()), TokenWindows(windows), unchanged, **how)
+    of_blocks = [own for name, own in told.items() if ".layers." in name]
+    assert sum(own["noise"] for own in of_blocks) == pytest.approx(measured, rel=0.3)
+    assert all(own["same"] == 0 for own in told.values())
+    assert all("noise" not in own for name, own in told.items() if ".layers." not in name)
+
+
+def unchanged(_name, rows):
+    return {"same": rows}

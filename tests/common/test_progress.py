@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from ckpt_prune.common.progress import Clock, Meter, meter, track
+from ckpt_prune.common.progress import Clock, Meter, meter, show_progress, track
 
 
 class Terminal(io.StringIO):
@@ -49,6 +49,14 @@ def test_what_is_no_terminal_gets_a_line_a_minute(capsys, items):
     assert lines[-2] == "calibrating: 90%, block 27 of 30, 11 min so far, about 75 s left"
     assert lines[-1] == "calibrating: 100%, block 30 of 30, 12 min so far"
     assert len(lines) == 10
+
+
+def test_several_short_loops_print_a_line_a_minute_together(capsys, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.common.progress.now", ticking(25))
+    with show_progress(True):
+        for _ in range(4):
+            list(track("a", "reading"))  # two looks at the clock
+    assert capsys.readouterr().err.splitlines() == ["reading: 100%, block 1 of 1, 25 s so far"] * 2
 
 
 def test_long_work_is_told_in_hours(capsys):

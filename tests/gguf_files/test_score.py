@@ -9,16 +9,17 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.budget.choices import BudgetError
-from ckpt_prune.evaluation.perplexity import perplexity
+from ckpt_prune.evaluation.perplexity import compare, perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.gguf.choosing import TypeBudget
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
-from ckpt_prune.gguf.losses import predict_type_losses
-from ckpt_prune.gguf.score import read_reference, score_file
+from ckpt_prune.gguf.losses import predict_type_losses, round_inputs
+from ckpt_prune.gguf.score import diverge_from, read_reference, score_file
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
 from tests.gguf_files.tiny import save
@@ -55,7 +56,8 @@ def budget(folder, windows, statistics):
     model = open_model(str(folder), Opening())
     importance = importance_of_statistics(statistics, model, "q8_0")
     losses = predict_type_losses(model, TokenWindows(windows), importance, "q8_0", **CPU)
-    return TypeBudget(FilePlanner(model), losses)
+    assert losses.weighed == losses.fitted  # error feedback was tried nowhere
+    return TypeBudget(FilePlanner(model), losses.weighed)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,60 @@ def test_the_smallest_file_within_a_loss_is_no_larger_than_one_that_loses_as_muc
 def test_every_matrix_is_named_once(budget):
     choice = budget.at_bytes((5 * budget.least) // 4)
     assert sum(map(int, re.findall(r" in (\d+)", choice.words()))) == 2 * 7
+
+
+@pytest.mark.parametrize("size", [32, 256])
+def test_inputs_are_rounded_as_llama_cpp_rounds_them(size):
+    """ggml's q8_0 and q8_K hold the same codes; the scale of q8_0 is a float16."""
+    libgguf = pytest.importorskip("libgguf")
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(3)) * torch.logspace(0, 4, 5)[:, None]
+    rounded = round_inputs(x, size)
+    if size == 32:
+        kind = Kind.Q8_0
+        theirs = torch.from_numpy(libgguf.dequantize_rows(libgguf.quantize_rows(x.numpy(), kind), kind)).view(5, 512)
+        torch.testing.assert_close(rounded, theirs, rtol=2**-11 + 2**-22, atol=0)
+    step = x.view(5, -1, size).abs().amax(-1, keepdim=True) / 127
+    codes = rounded.view(5, -1, size) / step
+    assert torch.allclose(codes, codes.round(), rtol=0, atol=127 * 2**-21)
+    assert ((rounded - x).view_as(codes).abs() <= step * (0.5 + 127 * 2**-22)).all()
+    assert round_inputs(x[:, :48], size).equal(x[:, :48])  # they fill no blocks
+
+
+def test_error_feedback_is_tried_where_grams_are_known(folder, windows, statistics):
+    """What it leaves in one block, on other windows, holds for the same matrices of the other block."""
+    pytest.importorskip("libgguf")
+    model, others = open_model(str(folder), Opening()), torch.randint(3, 2000, (32, 40))
+    importance = importance_of_statistics(statistics, model, "q8_0")
+    stream = open_stream(model, TokenWindows(others), **CPU)
+    inputs = dict.fromkeys(model.family.inputs, True)
+    grams = {}
+    for block in range(model.blocks):
+        moments = stream.observe(block, model.read_block(block), inputs, advance=True)
+        if block == 0:
+            for first, modules in model.inputs(block).items():
+                grams |= {model.tensor(block, module): moments[first][0] for module in modules}
+    grams["lm_head.weight"] = stream.observe_head(gram=True)[0]
+    losses = predict_type_losses(model, TokenWindows(windows), importance, "q8_0", grams=grams, **CPU)
+    shares = {
+        name: {kind: losses.fitted[name][kind] / value for kind, value in own.items()}
+        for name, own in losses.weighed.items()
+    }
+    assert all(share <= 1 for own in shares.values() for share in own.values())
+    for matrix in ("attn_q", "attn_output", "ffn_up", "ffn_down"):
+        first, second = (shares[f"blk.{block}.{matrix}.weight"] for block in range(2))
+        assert first.keys() == second.keys()
+        assert any(share < 1 for share in second.values())
+    assert min(shares["output.weight"].values()) < 1
+    assert all(share == 1 for share in shares["token_embd.weight"].values())
+
+
+def test_a_checkpoint_diverges_from_another_as_evaluation_says(folder, place, reference, windows):
+    other = save(
+        place / "other", "llama", initializer_range=0.21, hidden_size=64, intermediate_size=256, num_hidden_layers=2
+    )
+    models = [load_model(each, device="cpu", dtype=torch.float32) for each in (other, folder)]
+    assert diverge_from(reference, other, 3) == pytest.approx(compare(*models, windows[:3]).kl, rel=1e-4)
+    assert diverge_from(reference, folder, 4) < 1e-6
 
 
 # ---- types and columns together --------------------------------------------------------------------------------------

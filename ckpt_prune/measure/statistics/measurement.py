@@ -1,7 +1,7 @@
 """Measure statistics: the dense model's blocks run over the samples, and moments are written block by block."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import combinations
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.checkpoint.digests import READER_FILES
@@ -23,7 +23,6 @@ from ckpt_prune.measure.moments.inputs import Taylor
 from ckpt_prune.measure.moments.logits import choose_form, packed_width
 from ckpt_prune.measure.samples.samples import Samples, reads_whole
 from ckpt_prune.measure.samples.shards import share_samples
-from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.files import INDEX, STATISTICS, Collect
 from ckpt_prune.measure.statistics.fisher import Fisher
 from ckpt_prune.measure.statistics.folder import (
@@ -166,14 +165,16 @@ def measure_into(
     allocate: Allocate = allocate_in_memory,
     skeleton: nn.Module | None = None,
     journal: Journal | None = None,
-    ends: EndStates | None = None,
+    see_states: Callable[[int, Tensor], object] | None = None,
+    grams: Collection[int] = (),
 ) -> Statistics:
     """Measure the dense model's moments over samples into a folder that exists. One block is in memory at a time.
 
     `seed` of the choice of samples is for the record, `folds` are contiguous runs of samples whose moments are kept
     apart. `skeleton` is the model on the meta device, if it is not the stock one of its config. Every block is entered
-    in the journal when it is measured; blocks that are in it are run, but not measured again. `ends` keeps hidden
-    states behind every block.
+    in the journal when it is measured; blocks that are in it are run, but not measured again. `see_states` is given
+    every block and the hidden states behind it, (N, T, hidden), which change afterwards. Blocks in `grams` get the
+    Grams of all inputs, though `collect` does not say so.
     """
     checkpoint, blocks, group = model.checkpoint, model.blocks, process_group()
     run: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate, "group": group}
@@ -202,12 +203,12 @@ def measure_into(
             stream.advance(block, tensors)
             files[name_file("block", block)] = done[_entry(block)]
         else:
-            asked = {key: whole for key, whole in gram.items() if key in known}
+            asked = {key: whole or block in grams for key, whole in gram.items() if key in known}
             observed = stream.observe(block, tensors, asked, advance=True)
             named = {model.moments_name(block, key): moments for key, moments in observed.items()}
             group.on_first(partial(write, block, named))
-        if ends is not None:
-            ends.write(block, stream.states)
+        if see_states is not None:
+            see_states(block, stream.states)
     if "taylor" in collect:
         for block, importances in measure_taylor(model, samples, **run):
             group.on_first(partial(write_units, block, importances))

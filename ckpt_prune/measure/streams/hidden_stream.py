@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ckpt_prune.checkpoint.digests import PROCESSOR
 from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, select_input_moments
 from ckpt_prune.measure.samples.samples import (
     SampleRange,
@@ -340,6 +341,14 @@ class HiddenStream:
     def readout(self) -> Readout:
         """Return what makes the model's outputs of hidden states after the last block."""
         return Readout(self.factory, self._tensors, self._read)
+
+    def observe_head(self, *, gram: bool) -> tuple[Moments, ...]:
+        """Measure the moments of what the head reads, by fold: the stream is behind the last block."""
+        readout = self.readout()
+        sums = [Moments.zeros(self.states.shape[-1], gram=gram) for _ in range(self.folds)]
+        for fold, rows in self.batches:
+            sums[fold] = sums[fold].accumulate(readout.head_inputs(self.samples.batch(rows), self.states[rows]))
+        return tuple(sums)
 
     @torch.no_grad()
     def measure_nll(self, states: Iterable[Tensor] | None = None, rows: Tensor | None = None) -> float:

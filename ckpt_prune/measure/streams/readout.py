@@ -170,12 +170,15 @@ class Readout:
         """Return what `head` reads and makes, and the logits, at one of every `spacing` tokens, (tokens, …) float32."""
         assert self.head is not None
         seen: list[Tensor] = []
+        # Before the product with the vocabulary, which would be made at every token.
+        thin = self.head.register_forward_pre_hook(lambda _module, args: (args[0].flatten(0, -2)[None, ::spacing],))
         hook = self.head.register_forward_hook(lambda _module, args, made: seen.extend((args[0], made)))
         try:
             (logits,) = self._outputs(batch, states)
         finally:
             hook.remove()
-        read, made, logits = (each.flatten(0, -2)[::spacing].float() for each in (*seen, logits))
+            thin.remove()
+        read, made, logits = (each.flatten(0, -2).float() for each in (*seen, logits))
         return read, made, logits
 
     @torch.no_grad()

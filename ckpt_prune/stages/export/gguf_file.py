@@ -18,7 +18,7 @@ from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.tokenizer import read_tokenizer
 from ckpt_prune.gguf.types import bits_of, kinds_of, type_of
 from ckpt_prune.job.job import Job, LiveSamples
-from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.options.data import ProofOptions, words_of_windows
 from ckpt_prune.stages.export.keys import Export
 from ckpt_prune.stages.quantize.keys import Quantize
 
@@ -110,7 +110,6 @@ class GgufFile:
             words = ["export", str(output), "--format", "gguf", "--dtype", self.kind, "-o", file, *types]
             return shlex.join(["ckpt-prune", *words])
         samples = self.live.samples
-        data = [word for text in self.proving.text for word in ("--text", str(text))]
-        data += ["--samples", str(len(samples)), "--window", str(samples.tokens), "--seed", str(self.live.seed)]
+        data = words_of_windows(self.proving.text, len(samples), samples.tokens, self.live.seed)
         words = ["quantize", str(output), "--format", "gguf", "--type", self.kind, *types, *data, "-o", file]
         return shlex.join(["ckpt-prune", *words])

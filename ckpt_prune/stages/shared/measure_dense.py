@@ -151,7 +151,7 @@ def measure_first(
             **data,
             skeleton=None if prepared.stored is None else prepared.stored.skeleton(),
             journal=journal,
-            ends=ends,
+            see_states=None if ends is None else ends.write,
         )
         _record(journal, STATISTICS, [] if ends is None else ends.files)
     if not recipe.weighed_by_effect or prepared.ranked is not None:
