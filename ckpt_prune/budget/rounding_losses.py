@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.common.progress import track
@@ -30,6 +31,8 @@ ROWS = 128
 """Rows of a matrix that are rounded."""
 HEAD_ROWS = 4096
 """Classes of a head that are rounded: so many of the likeliest, and as many of the others."""
+EMBEDDED = 2
+"""Samples that are run with each type of the embedding."""
 HEAD_TOKENS = 256
 """Tokens at which the head's predictions are looked at."""
 _TOKENS = 1024
@@ -65,17 +68,18 @@ def predict_losses(
         round_rows: rounds rows to every type that is in question for a weight; no type leaves a weight out.
         round_inputs: what a runtime does to the inputs of matrices of the blocks; each way is told of like a type.
     """
-    stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
+    few = [min(EMBEDDED, len(samples))]
+    stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate, sizes=few)
     states = states_at_ends(model, stream, allocate)
     losses: Losses = {}
     _add(losses, _head_losses(stream, model, samples, states[-1], round_rows))
+    _add(losses, _embedding_losses(stream, model, samples, states[-1], round_rows))
     gradients = draw_end_gradients(stream.readout(), samples, states.pop(), allocate)
     backward = read_ahead(model.read_block, range(model.blocks - 1, -1, -1))
     ways = round_inputs or {}
     for block, tensors in track(backward, "what rounding costs", total=model.blocks):
         module = stream.factory.build_block(block, tensors).requires_grad_(False)
         _add(losses, _block_losses(stream, module, block, tensors, states.pop(), gradients, round_rows, ways))
-    _add(losses, _embedding_losses(stream, model, samples, gradients, round_rows))
     return losses
 
 
@@ -167,26 +171,38 @@ def _squares(batch: BackwardBatch, path: str, rows: Tensor, errors: _Errors, dra
 # ---- outside the blocks ----------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def _embedding_losses(
-    stream: HiddenStream, model: Model, samples: Samples, gradients: Sequence[DrawnGradients], round_rows: RoundRows
+    stream: HiddenStream, model: Model, samples: Samples, leaving: Tensor, round_rows: RoundRows
 ) -> Losses:
-    """Predict what rounding the rows of the tokens that were read does, by the gradients at the first block."""
+    """Measure what rounding the rows of the tokens that are read does: it is no sum over tokens.
+
+    Errors of all tokens are made at once, and what they have in common does not add up as products of gradients say
+    (Gemma 3 270M, iq4_nl by error feedback: 0.073 nats alone, and 0.12 by the gradients at the first block).
+    """
     name = model.family.embedding_weight
     if name not in model.checkpoint.tensors:
         return {}
-    ids = samples.batch(slice(0, len(samples)))["input_ids"]
-    used, places = torch.unique(ids, return_inverse=True)
-    rows = model.checkpoint.read([name])[name][used].float()
-    kinds, change = _changes(name, rows, round_rows)
-    entering = stream.states.float()
+    rows = slice(0, min(EMBEDDED, len(samples)))
+    batch, entering = samples.batch(rows), stream.states[rows].float()
+    used, places = torch.unique(batch["input_ids"], return_inverse=True)
+    weight = model.checkpoint.read([name])[name][used].float()
+    kinds, change = _changes(name, weight, round_rows)
     # Some models multiply the embedding before the first block.
-    own = rows[places]
+    own = weight[places]
     factor = float((entering * own).sum() / own.square().sum())
-    sums = [0.0] * len(kinds)
-    for drawn in gradients:
-        for place, each in enumerate(change):
-            sums[place] += drawn.measure_shift(drawn.values, factor * each[places])
-    return {name: {kind: total / 2 / len(samples) for kind, total in zip(kinds, sums, strict=True)}}
+    states = [(entering + factor * each[places]).to(stream.states) for each in change]
+    for block, tensors in read_ahead(model.read_block, range(model.blocks)):
+        module = stream.factory.build_block(block, tensors)
+        states = [stream.run(module, block, own, rows).cpu() for own in states]
+    readout, spacing = stream.readout(), max(1, entering[..., 0].numel() // HEAD_TOKENS)
+
+    def predict(states: Tensor) -> Tensor:
+        return readout.at_head(batch, states, spacing)[2].log_softmax(-1)
+
+    dense = predict(leaving[rows])
+    kl = [functional.kl_div(predict(each), dense, reduction="none", log_target=True).sum(-1).mean() for each in states]
+    return {name: dict(zip(kinds, map(float, kl), strict=True))}
 
 
 def name_of_head(model: Model) -> str:

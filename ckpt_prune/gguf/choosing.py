@@ -41,16 +41,18 @@ class TypeChoice:
         others: types of its matrices, each of which is named.
         bytes: of the file.
         kl: what it is predicted to lose, in nats a token.
-        by_columns: part of it that fewer columns add.
+        by_pruning: part of it that fewer columns and fewer tokens add.
         columns: block → columns that its MLP keeps, if any MLP loses some.
+        rows: tokens that stay; None: all.
     """
 
     chosen: GgufType
     others: OtherTypes
     bytes: int
     kl: float
-    by_columns: float = 0.0
+    by_pruning: float = 0.0
     columns: Mapping[int, int] = field(default_factory=dict)
+    rows: int | None = None
 
     def words(self) -> str:
         """Say which types matrices of each kind have, of how many blocks, and how many columns stay."""
@@ -64,6 +66,8 @@ class TypeChoice:
         if self.columns:
             least, most = min(self.columns.values()), max(self.columns.values())
             shown["columns of MLPs"] = f"{most}" if least == most else f"{least} to {most}"
+        if self.rows is not None:
+            shown["tokens"] = f"{self.rows:,}"
         return "; ".join(f"{name} {kinds}" for name, kinds in shown.items() if kinds)
 
 
@@ -79,6 +83,8 @@ class TypeBudget:
         losses: of every matrix whose type is chosen.
         columns: of blocks whose MLPs may keep fewer columns than they have, the full number among them.
         alike: all blocks keep as many.
+        rows: tokens that stay of a model with more; None: all.
+        by_rows: what the others' absence adds.
         fitted: matrices will be rounded by what reaches them, which the file says.
     """
 
@@ -87,6 +93,8 @@ class TypeBudget:
     columns: ColumnLosses = field(default_factory=dict)
     alike: bool = False
     fitted: bool = False
+    rows: int | None = None
+    by_rows: float = 0.0
 
     @cached_property
     def _plan(self) -> FilePlan:
@@ -160,7 +168,7 @@ class TypeBudget:
 
     def at_loss(self, limit: float) -> TypeChoice:
         """Return the smallest file that is predicted to lose at most `limit`; BudgetError if none does."""
-        return min(self._solve(save, limit), key=lambda choice: choice.bytes)
+        return min(self._solve(save, limit - self.by_rows), key=lambda choice: choice.bytes)
 
     def _solve(self, solve: Callable[[Sequence[Choices], float], list[int]], limit: float) -> list[TypeChoice]:
         found, failed = [], None
@@ -193,10 +201,11 @@ class TypeBudget:
         embedding, head = (kinds[name].name.lower() if name in kinds else None for name in OUTER)
         others = OtherTypes(embedding, head, _patterns(kinds))  # type: ignore[arg-type]
         size = self._outside + sum(self.size(name, kind, shares.get(name, _WHOLE)) for name, kind in kinds.items())
-        by_columns = sum(self.columns[block][width] for block, width in (widths or {}).items())
+        by_pruning = self.by_rows + sum(self.columns[block][width] for block, width in (widths or {}).items())
         fewer = {block: width for block, width in (widths or {}).items() if width < max(self.columns[block])}
         kept = {block: (widths or {})[block] for block in self.columns} if fewer else {}
-        return TypeChoice(chosen, others, size, self.predict(kinds, shares) + by_columns, by_columns, kept)
+        kl = self.predict(kinds, shares) + by_pruning
+        return TypeChoice(chosen, others, size, kl, by_pruning, kept, self.rows)
 
     def _shares(self, widths: Mapping[int, int]) -> dict[str, Fraction]:
         """Return the share that stays of matrices of MLPs with so many columns."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
+from pathlib import Path
 
 import gguf
 from gguf import GGMLQuantizationType as Kind
@@ -38,13 +39,13 @@ class FilePlan:
 
 
 class FilePlanner:
-    """Plans files of a model and of what it is pruned to; reads its tokenizer once.
+    """Plans files of a model and of what it is pruned to; reads its tokenizer once, from another folder if given one.
 
     `FilePlanner(open_model("MODEL")).plan("q4_k_m", OtherTypes(matrices={"ffn_down": "q6_k"})).bytes` is a size.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Model, tokenizer: Path | None = None) -> None:
+        self.model, self._folder = model, tokenizer or model.checkpoint.whole
 
     def plan(
         self,
@@ -98,7 +99,7 @@ class FilePlanner:
     @cached_property
     def _tokenizer(self) -> FileTokenizer:
         rows = int(lay_out(self.model).values["vocab_size"])
-        return read_tokenizer(self.model.checkpoint.whole, rows)
+        return read_tokenizer(self._folder, rows)
 
     @property
     def _bare_tokenizer(self) -> FileTokenizer:

@@ -1,6 +1,7 @@
 """The predictions of a GGUF file in llama.cpp beside those of a model in PyTorch, at every token."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ _TOKENS = 128
 """Tokens whose logits are held at once."""
 _CHECKED = 32
 """Tokens at which a model's logits are compared with those of its head."""
+
+
+TokenParts = Callable[[int], Sequence[int]]
+"""A model's token → the tokens of a model with fewer that stand in its place."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ class Reference:
 class FileScore:
     """A file's predictions beside a model's.
 
+    Of a file with fewer tokens, which does not predict the same ones, `kl` is what the text costs more, in nats a token
+    as the model writes it, which KL is on average over text that the model writes. `perplexity` is of such a token.
+
     Attributes:
         bytes: of the file.
         kl, kl_median, kl_90, kl_99: KL(model ‖ file) in nats a token: mean, and what half, 90 % and 99 % do not pass.
@@ -79,13 +87,13 @@ class FileScore:
 
     bytes: int
     kl: float
-    kl_median: float
-    kl_90: float
-    kl_99: float
-    accepted: float
-    top1: float
     perplexity: float
     speeds: tuple[float, float]
+    kl_median: float | None = None
+    kl_90: float | None = None
+    kl_99: float | None = None
+    accepted: float | None = None
+    top1: float | None = None
 
 
 @torch.inference_mode()
@@ -104,11 +112,39 @@ def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> Ref
 
 
 @torch.inference_mode()
-def diverge_from(reference: Reference, folder: Path, windows: int) -> float:
-    """Return the mean KL of a checkpoint, run in PyTorch, from a model on the first windows, in nats a token."""
-    ids = reference.windows[:windows]
+def diverge_from(reference: Reference, folder: Path, windows: int, parts: TokenParts | None = None) -> float:
+    """Return the mean KL of a checkpoint, run in PyTorch, from a model on the first windows, in nats a token.
+
+    With `parts` it is what the text costs more (`FileScore`).
+    """
+    part = replace(reference, windows=reference.windows[:windows], states=reference.states[:windows])
+    if parts is None:
+        return _compare(*_read_states(folder, part.windows, trust=True), part).mean_kl
+    ids, starts = _write_with(part.windows, parts)
     head, states = _read_states(folder, ids, trust=True)
-    return _compare(head, states, replace(reference, windows=ids, states=reference.states[:windows])).mean_kl
+    own = _add_nll(part.head, part.states, part.windows, [(1, part.windows.shape[1])] * len(part.windows))
+    return (_add_nll(head, states, ids, starts) - own) / (part.windows[:, 1:].numel())
+
+
+def _write_with(windows: Tensor, parts: TokenParts) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Return windows as a model with fewer tokens writes them, filled up at their ends, and what is predicted of each.
+
+    That begins behind the first token of a window, and ends where it is filled up.
+    """
+    written = [[parts(token) for token in window] for window in windows.tolist()]
+    flat = [[part for token in window for part in token] for window in written]
+    longest = max(map(len, flat))
+    ids = torch.tensor([own + own[:1] * (longest - len(own)) for own in flat])
+    return ids, [(len(window[0]), len(own)) for window, own in zip(written, flat, strict=True)]
+
+
+def _add_nll(head: Head, states: Tensor, windows: Tensor, ranges: Sequence[tuple[int, int]]) -> float:
+    """Return −Σ log p of the tokens in a range of each window, in nats."""
+    sums = PredictionSums()
+    for own, ids, (start, stop) in zip(track(states, "comparing", unit="window"), windows, ranges, strict=True):
+        for part in torch.split(torch.arange(start - 1, stop - 1), _TOKENS):
+            sums.add([head.logits(own[part])], ids[part + 1])
+    return sums.nll[0]
 
 
 def _read_states(folder: Path, windows: Tensor, *, trust: bool) -> tuple[Head, Tensor]:
@@ -154,15 +190,18 @@ def _find_head(model: Any, ids: Tensor, folder: Path) -> Head:
 
 
 @torch.inference_mode()
-def score_file(file: Path, reference: Reference, *, threads: int = 0, scratch: Path | None = None) -> FileScore:
+def score_file(
+    file: Path, reference: Reference, parts: TokenParts | None = None, *, threads: int = 0, scratch: Path | None = None
+) -> FileScore:
     """Run a file in llama.cpp, and compare its predictions with a model's.
 
     llama.cpp gives what the head reads; the head's own product is made here, with its weights as the file has them.
+    `parts` is given for a file with fewer tokens.
 
     Raises:
         UserError: llama.cpp is not installed, or cannot load the file.
     """
-    windows = reference.windows
+    windows, ranges = (reference.windows, []) if parts is None else _write_with(reference.windows, parts)
     task = Task(
         model=str(file),
         context=windows.shape[1],
@@ -172,16 +211,14 @@ def score_file(file: Path, reference: Reference, *, threads: int = 0, scratch: P
         states=True,
     )
     answer = run_llama_cpp(task, scratch)
-    sums = _compare(_head_of(file), torch.from_numpy(answer.states), reference)
-    spread = sums.spread
-    return FileScore(
-        bytes=file.stat().st_size,
-        kl=sums.mean_kl,
-        **spread.data(),
-        top1=sums.agreeing / sums.tokens,
-        perplexity=sums.perplexity(0)[0],
-        speeds=(answer.prompt_speed, answer.generation_speed),
-    )
+    size, head, states = file.stat().st_size, _head_of(file), torch.from_numpy(answer.states)
+    speeds = (answer.prompt_speed, answer.generation_speed)
+    if parts is not None:
+        nll = _add_nll(head, states, windows, ranges) / reference.windows[:, 1:].numel()
+        return FileScore(size, nll - math.log(reference.perplexity), math.exp(nll), speeds)
+    sums = _compare(head, states, reference)
+    spread, top1 = sums.spread.data(), sums.agreeing / sums.tokens
+    return FileScore(size, sums.mean_kl, sums.perplexity(0)[0], speeds, **spread, top1=top1)
 
 
 def _head_of(file: Path) -> Head:

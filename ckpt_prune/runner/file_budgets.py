@@ -3,11 +3,13 @@
 `frontier` makes the file that these figures favour and measures it; `prune --target-bytes … --for llama.cpp` makes it.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -34,6 +36,7 @@ from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
+from ckpt_prune.runner.vocabularies import SmallerVocabulary, plan_with_rows, price_vocabularies
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE, PredictedColumns, predict_columns
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 
@@ -41,6 +44,8 @@ MOST_COLUMNS = 3
 """An MLP keeps more than one part of so many of its columns."""
 PRUNE_FROM = 0.15
 """Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
+CUT_FROM = 0.05
+"""Nats from which on fewer tokens are."""
 TRIED = 4
 """Blocks, spread over the model, whose matrices error feedback is tried on."""
 HEAD = 4096
@@ -49,9 +54,10 @@ _FOLDS = 4
 """Folds of the samples. Types are predicted on the first, and error feedback tried there by the others. Fewer columns
 are predicted with the last one held out."""
 _STATISTICS, _LOSSES, _COLUMNS = "statistics", "losses of types", "losses of columns"
+_VOCABULARIES = "smaller vocabularies"
+"""Entries of the journal."""
 _HEAD = "head.safetensors"
 """File with moments of what the head reads."""
-"""Entries of the journal."""
 
 
 @dataclass(frozen=True)
@@ -61,38 +67,30 @@ class FileBudgets:
     Attributes:
         planner: of the model's files.
         samples: of text, that the model is measured on.
-        seed: of their choice, for the record.
+        options: that chose them, with the device and the dtype that blocks run in.
         folder: for statistics.
         journal: of what is done.
-        device: where blocks run.
-        compute_dtype: that they run in.
     """
 
     planner: FilePlanner
     samples: Samples
-    seed: int
+    options: FrontierOptions | PruneOptions
     folder: Path
     journal: Journal
-    device: torch.device
-    compute_dtype: torch.dtype
-
-    @classmethod
-    def of(
-        cls,
-        options: FrontierOptions | PruneOptions,
-        planner: FilePlanner,
-        samples: Samples,
-        folder: Path,
-        journal: Journal,
-    ) -> Self:
-        """Return the budgets of a file for the device and dtype that options name."""
-        device = resolve_device(options.device)
-        dtype = resolve_compute_dtype(options.compute_dtype, device, planner.model.dtype)
-        return cls(planner, samples, options.seed, folder, journal, device, dtype)
 
     @property
     def model(self) -> Model:
         return self.planner.model
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where blocks run."""
+        return resolve_device(self.options.device)
+
+    @cached_property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that they run in."""
+        return resolve_compute_dtype(self.options.compute_dtype, self.device, self.model.dtype)
 
     @property
     def _how(self) -> dict[str, Any]:
@@ -117,7 +115,7 @@ class FileBudgets:
                 self.model,
                 self.samples,
                 place,
-                seed=self.seed,
+                seed=self.options.seed,
                 folds=self._folds,
                 collect=("moments", "linears"),
                 grams=self._tried if self._folds > 1 else (),
@@ -217,7 +215,7 @@ class FileBudgets:
                     self.model,
                     self.samples,
                     place,
-                    seed=self.seed,
+                    seed=self.options.seed,
                     folds=self._folds,
                     collect=("moments", "gram", "fisher"),
                     finish=lambda statistics: add_gradients(
@@ -231,32 +229,70 @@ class FileBudgets:
         losses = {int(block): {int(kept): lost for kept, lost in own.items()} for block, own in note["losses"].items()}
         return PredictedColumns(note["score"], losses)
 
+    @cached_property
+    def vocabularies(self) -> Sequence[SmallerVocabulary]:
+        """Smaller vocabularies that are in question. What they cost is measured when they are asked for first."""
+        notes = self.journal.notes
+        if _VOCABULARIES not in notes:
+            found = price_vocabularies(self.model, self.options)
+            self.journal.record(_VOCABULARIES, note=[[list(each.kept), each.lost] for each in found])
+        return [SmallerVocabulary(kept, lost) for kept, lost in notes[_VOCABULARIES]]
+
+    @cached_property
+    def _narrow(self) -> list[tuple[FilePlanner, SmallerVocabulary]]:
+        """Planners of files with fewer tokens."""
+        folder = self.folder / "tokenizers"
+        return [
+            (plan_with_rows(self.model, each.kept, folder / str(len(each.kept))), each) for each in self.vocabularies
+        ]
+
+    def _with_fewer_tokens(self, budget: TypeBudget) -> Iterator[TypeBudget]:
+        """Yield a budget with each smaller vocabulary: rounding the rows that stay is taken to lose as much."""
+        for planner, each in self._narrow:
+            yield replace(budget, planner=planner, rows=len(each.kept), by_rows=each.lost)
+
     def at_bytes(self, limit: int) -> TypeChoice:
-        """Return types, and columns if types alone lose much, that lose least; BudgetError if none fit."""
-        try:
-            choice = self.fitted.at_bytes(limit)
-            if choice.kl <= PRUNE_FROM or len(self.widths()) < 2:
-                return choice
-        except BudgetError:
-            if len(self.widths()) < 2:
-                raise
-        choice = self.joint.at_bytes(limit)
-        if choice.columns and choice.bytes > limit - HEAD:
-            choice = self.joint.at_bytes(limit - HEAD)
-        return choice
+        """Return what loses least: types, and columns or tokens that go if types lose much; BudgetError if none fit."""
+        found: list[TypeChoice] = []
+
+        def add(budgets: Iterable[TypeBudget]) -> float:
+            for budget in budgets:
+                with suppress(BudgetError):
+                    choice = budget.at_bytes(limit)
+                    if choice.columns and choice.bytes > limit - HEAD:
+                        choice = budget.at_bytes(limit - HEAD)
+                    found.append(choice)
+            return min((choice.kl for choice in found), default=math.inf)
+
+        least = add([self.fitted])
+        if least > CUT_FROM:
+            least = add(self._with_fewer_tokens(self.fitted))
+        if least > PRUNE_FROM and len(self.widths()) > 1:
+            add([self.joint, *self._with_fewer_tokens(self.joint)])
+        if not found:
+            raise BudgetError(limit, self.fitted.least)
+        return min(found, key=lambda choice: choice.kl)
 
 
-def recipe_of(columns: Mapping[int, int], score: str, export: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the recipe that leaves so many columns of each block's MLP, and ends in a file."""
-    keep = list(columns.values())
-    recipe: dict[str, Any] = {
-        "version": 1,
-        "name": "frontier",
-        "target": "drift",
-        "widths": "uniform" if len(set(keep)) == 1 else "per_layer",
-        "container": "any",
-        "spaces": {SPACE: {"score": score, "keep": keep, "compensation": {"method": "auto"}}},
-    }
+def recipe_of(
+    model: Model, columns: Sequence[int], rows: int | None, score: str, export: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the recipe that leaves so many tokens, and columns of each block's MLP if any go, and ends in a file.
+
+    One with a file also says that all columns stay: recipes that name no space read no text, which the file needs.
+    """
+    recipe: dict[str, Any] = {"version": 1, "name": "frontier"}
+    if export is not None:
+        columns = columns or model.unit_counts(SPACE)
+    if rows is not None:
+        recipe |= {"vocabulary": {"size": rows}}
+    if columns:
+        recipe |= {
+            "target": "drift",
+            "widths": "uniform" if len(set(columns)) == 1 else "per_layer",
+            "container": "any",
+            "spaces": {SPACE: {"score": score, "keep": list(columns), "compensation": {"method": "auto"}}},
+        }
     return recipe if export is None else recipe | {"export": dict(export)}
 
 

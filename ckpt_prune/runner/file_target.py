@@ -58,16 +58,15 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     with disk_failures(options.output):
         folder = Path(mkdtemp(prefix=f".{options.output.name}-", dir=options.output.absolute().parent))
     try:
-        budgets = FileBudgets.of(options, planner, samples, folder, Journal(folder, "file"))
+        budgets = FileBudgets(planner, samples, options, folder, Journal(folder, "file"))
         try:
             choice = budgets.at_bytes(limit - _CARD)
         except BudgetError as error:
             raise UserError(f"--target-bytes: no types make a file of {human_bytes(limit)}: ask for more") from error
-        columns = choice.columns or dict(enumerate(model.unit_counts("mlp")))
-        score = budgets.score if choice.columns else "obs"
+        columns, score = [*choice.columns.values()], budgets.score if choice.columns else "obs"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    recipe: dict[str, Any] = recipe_of(columns, score, export_of(choice.chosen, choice.others))
+    recipe: dict[str, Any] = recipe_of(model, columns, choice.rows, score, export_of(choice.chosen, choice.others))
     say(f"chosen for {human_bytes(choice.bytes)}: {choice.words()}; predicted divergence (KL) {choice.kl:.3f}")
     written = FullRecipe.model_validate(recipe)
     return (

@@ -15,9 +15,10 @@ from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.score import FileScore, Reference, diverge_from, score_file
+from ckpt_prune.gguf.score import FileScore, Reference, TokenParts, diverge_from, score_file
 from ckpt_prune.gguf.types import NO_OTHERS
 from ckpt_prune.job.job import LiveSamples
+from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
@@ -27,6 +28,8 @@ from ckpt_prune.options.option import check_options
 from ckpt_prune.runner.file_budgets import FileBudgets, export_of, recipe_of
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
+from ckpt_prune.runner.vocabularies import parts_of_tokens
+from ckpt_prune.stages.report import find_report
 
 MIXTURES: tuple[GgufType, ...] = (
     *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_nl", "iq4_xs"),
@@ -36,7 +39,7 @@ MIXTURES: tuple[GgufType, ...] = (
 DATA = ("choose", "bos", "compute_dtype")
 """Options of the samples, beside their number and length, that other commands have, too."""
 PRUNED_WINDOWS = 8
-"""Windows on which a model with fewer columns is held against the dense one before it is rounded."""
+"""Windows on which a pruned model is held against the dense one before it is rounded."""
 PRUNED = "pruned"
 """Folder of a model with fewer columns."""
 
@@ -50,10 +53,11 @@ class Candidate:
         chosen, others: types of its matrices.
         bytes: of the file, to the byte.
         kl: what it is predicted to lose, nats a token; None if that is not known.
-        by_columns: part of it that fewer columns add; once they are gone, what was measured of that.
+        by_pruning: part of it that fewer columns and tokens add; once they are gone, what was measured of that.
         columns: that the MLP of each block keeps; empty: all.
         types: in words.
         feedback: matrices are also rounded by error feedback, behind those that are rounded.
+        rows: tokens that stay; None: all.
     """
 
     name: str
@@ -64,13 +68,18 @@ class Candidate:
     columns: tuple[int, ...] = ()
     types: str = ""
     feedback: bool = False
-    by_columns: float = 0.0
+    by_pruning: float = 0.0
+    rows: int | None = None
+
+    @property
+    def prunes(self) -> bool:
+        return bool(self.columns) or self.rows is not None
 
     @classmethod
     def of_types(cls, name: str, choice: TypeChoice, *, feedback: bool = False) -> "Candidate":
         columns, types = tuple(choice.columns.values()), choice.words()
-        how = choice.chosen, choice.others, choice.bytes, choice.kl, columns, types, feedback, choice.by_columns
-        return cls(name, *how)
+        how = choice.chosen, choice.others, choice.bytes, choice.kl, columns, types, feedback
+        return cls(name, *how, choice.by_pruning, choice.rows)
 
 
 @dataclass(frozen=True)
@@ -146,10 +155,9 @@ class Maker:
 
     def recipe(self, candidate: Candidate, *, export: bool) -> dict[str, Any]:
         """Return the recipe that prunes as a candidate, and with `export` also writes its file."""
-        columns = dict(enumerate(candidate.columns))
-        if not export:
-            return recipe_of(columns, self.budgets.score, None)
-        return recipe_of(columns, self.budgets.score, export_of(candidate.chosen, candidate.others))
+        score = self.budgets.score if candidate.columns else "obs"
+        file = export_of(candidate.chosen, candidate.others) if export else None
+        return recipe_of(self.budgets.model, candidate.columns, candidate.rows, score, file)
 
     def prune_options(self) -> dict[str, Any]:
         """Return the options of `prune` that make a candidate by its recipe."""
@@ -166,10 +174,10 @@ class Maker:
 
     def _model(self, candidate: Candidate) -> Model:
         """Return the model of a candidate, pruned unless that is done."""
-        if not candidate.columns:
+        if not candidate.prunes:
             return self.budgets.model
-        digest = hashlib.sha256(json.dumps(candidate.columns).encode()).hexdigest()[:12]
-        place = self.staging.scratch / f"mlp-{digest}"
+        digest = hashlib.sha256(json.dumps([candidate.columns, candidate.rows]).encode()).hexdigest()[:12]
+        place = self.staging.scratch / f"{PRUNED}-{digest}"
         out, recipe = place / PRUNED, place / "recipe.yaml"  # a file says the name of the folder
         if not out.is_dir():
             place.mkdir(exist_ok=True)
@@ -190,7 +198,10 @@ class Maker:
             with show_progress(candidate.feedback):  # others are made at once
                 how: dict[str, Any] = {"statistics": self.budgets.statistics}
                 if candidate.feedback:
-                    how = {"live": LiveSamples(self.samples, 1, self.budgets.compute_dtype), "feedback": True}
+                    samples = self.samples
+                    if candidate.rows is not None:  # other tokens
+                        samples = choose_samples(model, self.options, most=len(samples), say=Notices())
+                    how = {"live": LiveSamples(samples, 1, self.budgets.compute_dtype), "feedback": True}
                 export_gguf(
                     str(model.checkpoint.path),
                     place,
@@ -198,21 +209,31 @@ class Maker:
                     kind=candidate.chosen,
                     others=candidate.others,
                     proof=False,
-                    trust=self.options.trust_remote_code or bool(candidate.columns),
+                    trust=self.options.trust_remote_code or candidate.prunes,
                     **how,
                 )
         return place
 
     def _foresee(self, candidate: Candidate, say: Notices) -> Candidate:
-        """Return a candidate whose columns are gone, with what that has lost in place of what it was predicted to.
+        """Return a pruned candidate with what that has lost, measured, in place of what it was predicted to lose.
 
         The prediction is of second order, and of one block at a time: it is low where many columns go. What rounding
         adds needs no such correction.
         """
-        lost = diverge_from(self.reference, self._model(candidate).checkpoint.whole, PRUNED_WINDOWS)
-        kl = (candidate.kl or 0) - candidate.by_columns + lost
-        say(f"without columns KL {lost:.3f} (predicted {candidate.by_columns:.3f}); as a file {kl:.3f} is predicted")
-        return replace(candidate, kl=kl, by_columns=lost)
+        folder = self._model(candidate).checkpoint.whole
+        lost = diverge_from(self.reference, folder, PRUNED_WINDOWS, self._parts(candidate))
+        kl = (candidate.kl or 0) - candidate.by_pruning + lost
+        say(f"pruned, KL {lost:.3f} (predicted {candidate.by_pruning:.3f}); as a file {kl:.3f} is predicted")
+        return replace(candidate, kl=kl, by_pruning=lost)
+
+    def _parts(self, candidate: Candidate) -> TokenParts | None:
+        """Return how a candidate with fewer tokens writes a token; None if it has all."""
+        if candidate.rows is None:
+            return None
+        report = find_report(self._model(candidate).checkpoint.whole)
+        assert report is not None
+        assert report.vocabulary is not None
+        return parts_of_tokens(self.budgets.model, report.vocabulary.kept_rows)
 
     def measure(self, candidate: Candidate, keep: Measured | None, say: Notices) -> Measured:
         """Make a candidate and measure it, unless an earlier run has; leave its file, and that of the best so far."""
@@ -220,11 +241,11 @@ class Maker:
         if candidate.name in notes:
             return Measured.read(notes[candidate.name])
         say(f"making and measuring: {candidate.name}")
-        if candidate.columns:
+        if candidate.prunes:
             candidate = self._foresee(candidate, say)
         kept = {self.place(candidate), *([] if keep is None else [self.place(keep.candidate)])}
         for file in set(self.staging.scratch.glob("*.gguf")) - kept:
             file.unlink()
-        measured = Measured(candidate, score_file(self.make(candidate), self.reference))
+        measured = Measured(candidate, score_file(self.make(candidate), self.reference, self._parts(candidate)))
         self.staging.journal.record(candidate.name, note=measured.note())
         return measured

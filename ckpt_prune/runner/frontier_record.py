@@ -25,6 +25,10 @@ RECORD, FILE, PAGE, CHART, COMMANDS = "frontier.json", "model.gguf", "frontier.h
 RECIPE = "recipe.yaml"
 """The recipe of the file, if columns go."""
 FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
+FEWER_TOKENS = (
+    "Of files with fewer tokens, KL is what the text costs more, in nats a token as all tokens write it, and so is the "
+    "perplexity."
+)
 USABLE = 2.0
 """Times the dense model's perplexity from which on nothing is called usable; what is predicted to lose more than its
 logarithm in nats is not made."""
@@ -79,7 +83,9 @@ class Frontier:
             more = "" if self.reach is None else f"; ask for {human_bytes(self.reach)} or more"
             return f"nothing usable {self.asked}{self.beyond_use}{beside}{more}"
         candidate = self.best.candidate
-        first = "drop columns of MLPs and refit what stays" if candidate.columns else "keep all weights"
+        drops = [] if candidate.rows is None else [f"all but {candidate.rows:,} tokens"]
+        drops += ["columns of MLPs and refit what stays"] if candidate.columns else []
+        first = f"drop {' and '.join(drops)}" if drops else "keep all weights"
         size = f"{self.best.score.bytes / 1e6:.2f} MB"
         return f"{self.asked}: {first}, and take {candidate.types}: {size}, {self._figures}"
 
@@ -114,10 +120,10 @@ class Frontier:
                     f"{score.bytes / 1e6:.2f}",
                     f"{score.kl:.4f}",
                     "–" if predicted is None else f"{predicted:.4f}",
-                    f"{score.kl_median:.4f}",
-                    f"{score.kl_90:.4f}",
+                    "–" if score.kl_median is None else f"{score.kl_median:.4f}",
+                    "–" if score.kl_90 is None else f"{score.kl_90:.4f}",
                     f"{score.perplexity:.2f}",
-                    f"{score.top1:.1%}",
+                    "–" if score.top1 is None else f"{score.top1:.1%}",
                     *(f"{speed:.0f}" for speed in score.speeds),
                 ]
             )
@@ -135,7 +141,8 @@ class Frontier:
         return draw_figure("Loss over size", note, "KL", *lines, across="MB", joined=True)
 
     def lines(self) -> list[str]:
-        return [self.sentence, *(["made by:", *self.commands] if self.commands else [])]
+        others = [FEWER_TOKENS] if any(each.candidate.rows is not None for each in self.found) else []
+        return [*others, self.sentence, *(["made by:", *self.commands] if self.commands else [])]
 
 
 def _line(name: str, several: Sequence[Measured]) -> Line:
@@ -148,13 +155,15 @@ def _line(name: str, several: Sequence[Measured]) -> Line:
 
 def _row(measured: Measured) -> dict[str, Any]:
     candidate = measured.candidate
-    pruned = {"mlp": list(candidate.columns)} if candidate.columns else None
+    pruned = ({"mlp": list(candidate.columns)} if candidate.columns else {}) | (
+        {} if candidate.rows is None else {"vocabulary": candidate.rows}
+    )
     types = {"file": candidate.chosen} | {name: each for name, each in asdict(candidate.others).items() if each}
     return {
         "name": candidate.name,
         **asdict(measured.score),
         "predicted_kl": candidate.kl,
-        "pruned": pruned,
+        "pruned": pruned or None,
         "types": types,
     }
 
@@ -167,7 +176,7 @@ def commands_of(options: FrontierOptions, candidate: Candidate, maker: Maker) ->
         if (value := getattr(options, name)) != FrontierOptions.model_fields[name].default:
             data += [f"--{name.replace('_', '-')}", str(value)]
     model, types = str(options.model), candidate.others.options
-    if candidate.columns:  # the recipe says all
+    if candidate.prunes:  # the recipe says all
         found = [["prune", model, *trust, "--recipe", RECIPE, *data, "--evaluate-samples", "0", "-o", PRUNED]]
     elif candidate.feedback:
         found = [["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", FILE]]
@@ -212,12 +221,14 @@ def write_frontier(frontier: Frontier, folder: Path, maker: Maker) -> None:
         files += [FILE, COMMANDS]
         best, lines = frontier.best.candidate, ["#!/bin/sh", "set -e", *frontier.commands]
         maker.make(best).rename(folder / FILE)
-        if best.columns:
+        if best.prunes:
             files.append(RECIPE)
             write_atomically(folder / RECIPE, yaml.safe_dump(maker.recipe(best, export=True), sort_keys=False))
             lines.append(f"mv {PRUNED}/{GGUF_FILES[best.chosen]} {FILE}")
         write_atomically(folder / COMMANDS, "\n".join([*lines, ""]))
     sentences = [frontier.sentence, f"Measured in llama.cpp on {frontier.data_words}; * marks what nothing beats."]
+    if any(each.candidate.rows is not None for each in frontier.found):
+        sentences.append(FEWER_TOKENS)
     section = Section("Smaller, by what?", sentences, tables=[frontier.table()], figures=frontier.figures())
     write_atomically(folder / PAGE, print_page(f"{frontier.model}: sizes and losses", [section]))
     for figure in frontier.figures():

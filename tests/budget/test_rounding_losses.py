@@ -59,6 +59,12 @@ def test_the_head_alone_is_told_to_second_order(folder, windows, predicted):
     assert predicted["lm_head.weight"]["noise"] == pytest.approx(measured, rel=0.15)
 
 
+def test_the_embedding_alone_is_measured(folder, windows, predicted):
+    """On two windows; the noise of its rows is drawn for those that are read, so that only its size is the same."""
+    measured = divergence(folder, windows[:2], {"model.embed_tokens.weight"}, change)
+    assert predicted["model.embed_tokens.weight"]["noise"] == pytest.approx(measured, rel=0.3)
+
+
 def test_divergences_of_the_blocks_add_up(folder, windows, predicted):
     names = {name for name in predicted if ".layers." in name}
     measured = divergence(folder, windows, names, change)

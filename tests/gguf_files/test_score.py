@@ -1,6 +1,7 @@
 """Choosing types of a file's matrices, and measuring files at every token in llama.cpp."""
 
 import itertools
+import math
 import re
 
 import gguf
@@ -83,6 +84,34 @@ def test_a_file_of_the_same_weights_predicts_the_same(folder, place, reference, 
     assert reference.perplexity == pytest.approx(dense, rel=1e-5)
     assert score.perplexity == pytest.approx(dense, rel=1e-3)
     assert min(score.speeds) > 0
+
+
+def test_what_a_text_costs_more_with_other_tokens_is_told_by_tokens_as_all_write_it(folder, place, windows, reference):
+    """With the same tokens nothing. With another token in place of one, what the model says of that text."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    export_gguf(str(folder), place / "tokens.gguf", ProofOptions(), kind="f32", proof=False)
+    assert score_file(place / "tokens.gguf", reference, lambda token: [token]).kl == pytest.approx(0, abs=1e-4)
+    gone = int(windows[0, 3])
+
+    def parts(token):
+        return [5, 6, 7] if token == gone else [token]
+
+    model, nll = load_model(folder, device="cpu", dtype=torch.float32), []
+    for window in windows:
+        ids = torch.tensor([[part for token in window.tolist() for part in parts(token)]])
+        first = len(parts(int(window[0])))
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0].log_softmax(-1)
+        nll.append(float(-logits[first - 1 : -1].gather(1, ids[0, first:, None]).sum()))
+    tokens = windows[:, 1:].numel()
+    dense = math.log(reference.perplexity) * tokens
+    score = score_file(place / "tokens.gguf", reference, parts)
+    assert score.kl == pytest.approx((sum(nll) - dense) / tokens, abs=1e-4)
+    assert score.perplexity == pytest.approx(math.exp(sum(nll) / tokens), rel=1e-3)
+    assert (score.top1, score.kl_median) == (None, None)
+    own = perplexity(model, windows[:2]).nll * windows[:2, 1:].numel()
+    told = diverge_from(reference, folder, 2, parts)
+    assert told == pytest.approx((sum(nll[:2]) - own) / windows[:2, 1:].numel(), abs=1e-4)
 
 
 def test_types_keep_to_the_bytes_of_a_file_and_lose_what_is_predicted(folder, place, statistics, budget, reference):

@@ -142,6 +142,33 @@ def test_without_a_target_mixtures_stand_beside_types_by_budget_that_are_as_larg
     assert by_name["bits by budget, as large as q8_0"]["bytes"] <= by_name["q8_0"]["bytes"]
 
 
+@pytest.fixture
+def all_tokens(monkeypatch):
+    """No smaller vocabulary is in question: the texts of these tests do without most tokens."""
+    monkeypatch.setattr("ckpt_prune.runner.file_budgets.price_vocabularies", lambda *_: [])
+
+
+def test_tokens_go_where_types_lose_more_and_the_recipe_makes_the_same_file(place, monkeypatch):
+    code, output = run(*command(place, "fewer", "--target-bytes", "243KB", "--choose", "first"))
+    assert code == 0, output
+    found = read(place, "fewer")
+    (candidate,) = found["candidates"]
+    assert candidate["pruned"] == {"vocabulary": 1024}
+    assert 0.95 * 243_000 < candidate["bytes"] <= 243_000
+    # The text has tokens that go, and a model that was never trained loses nothing by writing it with others.
+    assert candidate["kl"] is not None
+    assert candidate["top1"] is None
+    assert "drop all but 1,024 tokens" in found["sentence"]
+    assert "Of files with fewer tokens" in output
+    monkeypatch.chdir(place / "fewer")
+    code, output = run(*shlex.split(found["commands"][0])[1:])
+    assert code == 0, output
+    name = candidate["types"]["file"]
+    made = place / "fewer" / "pruned" / f"model-{name}.gguf"
+    assert made.read_bytes() == (place / "fewer" / "model.gguf").read_bytes()
+
+
+@pytest.mark.usefixtures("all_tokens")
 def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_file(place, monkeypatch):
     """A size that no types reach with all columns."""
     code, output = run(*command(place, "pruned", "--target-bytes", "243KB", "--choose", "first"))
@@ -159,6 +186,7 @@ def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_fi
     ).read_bytes()
 
 
+@pytest.mark.usefixtures("all_tokens")
 @pytest.mark.parametrize(("size", "widths"), [("300KB", {96}), ("243KB", {64, 96})])
 def test_prune_takes_a_size_for_llama_cpp_as_that_of_the_file(place, size, widths):
     """Where types alone reach it, the weights beside the file are those of the model."""

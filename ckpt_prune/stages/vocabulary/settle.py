@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,15 @@ class VocabularyChoice:
         stay = self._among.difference(self.removal.order[:gone])
         held = sum(each.total() for each in self._held)
         return self.growth(stay) / held if held else 0.0
+
+    def price(self, rows: int) -> tuple[list[int], float]:
+        """Return the rows that stay of so many, a few more if these must, and what they cost, measured on text.
+
+        Cost: nats a token of the held-out text, as all tokens write it.
+        """
+        kept = self.kept_without(max(0, len(self._among) - rows))
+        more = sum(each.more for each in self._lost(kept))
+        return kept, more * log(2) / sum(each.total() for each in self._held)
 
     # ---- the choice ------------------------------------------------------------------------------------------
 
