@@ -243,6 +243,14 @@ def skip_comparison() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory) -> Iterator[None]:
+    """Keep results in a folder of the run's own, and not in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def few_objects() -> None:
     """Keep the garbage collector away from what earlier tests left: an export looks for garbage each time."""

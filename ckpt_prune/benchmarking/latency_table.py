@@ -8,7 +8,6 @@ each. One more model, of half of everything, measures the error of that.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from ckpt_prune.benchmarking.workload import STEPS, Workload, choose_workloads, 
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import meter
+from ckpt_prune.common.user_cache import user_cache
 from ckpt_prune.job.latency import TRUSTED, Latencies, StreamTime
 from ckpt_prune.model.containers.choosing import ANY, REMOTE, choose_container
 from ckpt_prune.model.containers.remote import remote_model_class, with_block_facts
@@ -131,8 +131,7 @@ def load_or_measure_table(
         half: given if dimensions of the residual stream may go.
     """
     spaces = [space for space in spaces if max(model.unit_counts(space)) > 1]
-    base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
-    place = Path(base) / "ckpt-prune" / "latency" / f"{_cache_key(model, spaces, workload, device, half)}.json"
+    place = user_cache("latency") / f"{_cache_key(model, spaces, workload, device, half)}.json"
     with suppress(OSError, ValidationError):
         cached = LatencyTable.model_validate_json(place.read_bytes())
         if cached.error <= TRUSTED:

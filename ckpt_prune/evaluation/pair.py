@@ -30,6 +30,7 @@ class Pair:
         trust: run code that a folder brings.
         graph, reference_graph: their ONNX graphs, if they are graphs; the folders are those that they lie in.
         open_graph: opens a graph as what is called like a model. It belongs to another room.
+        tells_noise: where a KL is small, measure how far the reference is from itself in another dtype.
         keeps: hold each model once it is loaded, because several measurements follow.
         foresee: told what will be run block by block on how many windows of how many tokens, before it is. What it
             takes is known in another room.
@@ -42,6 +43,7 @@ class Pair:
     graph: Path | None = None
     reference_graph: Path | None = None
     open_graph: Callable[[Path], PreTrainedModel] | None = None
+    tells_noise: bool = False
     keeps: bool = False
     foresee: Callable[[list[StreamedModel], int, int], None] | None = None
     _loaded: dict[Path, PreTrainedModel] = field(default_factory=dict, init=False, repr=False)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -174,6 +174,12 @@ def compare(
     return TokenComparison(score, reference_score, sums.mean_kl, sums.agreeing / sums.tokens, sums.spread)
 
 
+def self_noise(model: StreamedModel, windows: Tensor) -> float:
+    """Measure how far a model is from itself in bfloat16, or in float32 if that is what it runs in: KL in nats."""
+    other = torch.float32 if model.dtype == torch.bfloat16 else torch.bfloat16
+    return _add_up([replace(model, dtype=other), model], windows, "the reference in another dtype").mean_kl
+
+
 @torch.no_grad()
 def _add_up(models: Sequence[LanguageModel], samples: Tensor | ImageTextWindows, what: str) -> PredictionSums:
     shown = None if isinstance(samples, Tensor) else samples
@@ -181,8 +187,11 @@ def _add_up(models: Sequence[LanguageModel], samples: Tensor | ImageTextWindows,
     for model in models:
         check_windows(model, windows)
     # One after the other: what is run block by block holds none of its blocks afterwards.
+    reference = models[1].model if len(models) > 1 and isinstance(models[1], StreamedModel) else None
     readers = [
-        model.read(windows, what) if isinstance(model, StreamedModel) else WholeLogits(model.eval(), windows, shown)
+        model.read(windows, what, keep=model.model is reference)
+        if isinstance(model, StreamedModel)
+        else WholeLogits(model.eval(), windows, shown)
         for model in models
     ]
     sums, device = PredictionSums(), models[0].device

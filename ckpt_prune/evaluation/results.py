@@ -58,6 +58,7 @@ class ScoredResult(Result, Generic[S]):
         skipped: names of the images that do not decode; None for text.
         on: what was measured on, in words, if it was chosen for the user.
         spread: of the divergences of single tokens, if they are known.
+        self_noise: KL of the reference from itself in another dtype, nats a token, if that was measured.
     """
 
     model: Path
@@ -69,6 +70,7 @@ class ScoredResult(Result, Generic[S]):
     skipped: tuple[str, ...] | None = field(default=None, repr=False)
     on: str | None = field(default=None, kw_only=True)
     spread: Spread | None = field(default=None, kw_only=True, repr=False)
+    self_noise: float | None = field(default=None, kw_only=True)
 
     def data(self) -> dict[str, Any]:
         data = {"model": str(self.model), **self.score.data()}
@@ -78,6 +80,7 @@ class ScoredResult(Result, Generic[S]):
         elif against is not None:
             spread = {} if self.spread is None else self.spread.data()
             data |= {"kl": self.kl, **spread, "top1_agreement": self.agreement, "against": against}
+            data |= {} if self.self_noise is None else {"self_noise": self.self_noise}
         return data
 
     def loss(self) -> Loss | None:
@@ -131,6 +134,8 @@ class ScoredResult(Result, Generic[S]):
                 f"of single tokens: median {shares['kl_median']:.4f}, 90% up to {shares['kl_90']:.4f}, 99% up to "
                 f"{shares['kl_99']:.4f}; as a draft of the other it would have {shares['accepted']:.1%} accepted"
             )
+        if self.self_noise is not None:
+            apart.append(f"the reference is {self.self_noise:.2g} nats from itself in another dtype")
         return apart + _name_skipped(self.skipped)
 
 
@@ -194,7 +199,11 @@ class TextsResult(Result):
         kl, agreement = (None if None in values else _mean(values, tokens) for values in apart)
         spreads = [part.spread for part in parts if part.spread is not None]
         spread = Spread.join(spreads) if len(spreads) == len(parts) else None
-        return ScoredResult(first.model, joined, first.against, reference, kl, agreement, spread=spread)
+        noises = [part.self_noise for part in parts if part.self_noise is not None]
+        noise = _mean(noises, tokens) if len(noises) == len(parts) else None
+        return ScoredResult(
+            first.model, joined, first.against, reference, kl, agreement, spread=spread, self_noise=noise
+        )
 
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints: the figures over all texts, and under "texts" those of each."""

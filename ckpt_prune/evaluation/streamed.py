@@ -14,6 +14,7 @@ from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.memory import available_bytes, return_freed_memory
 from ckpt_prune.common.progress import track
+from ckpt_prune.evaluation.kept_states import KeptStates
 from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
@@ -70,18 +71,26 @@ class StreamedModel:
         return self.model.config
 
     @torch.no_grad()
-    def read(self, windows: Tensor, work: str) -> "StreamedLogits":
-        """Run all blocks on windows, int64 (windows, window); `work` names it."""
+    def read(self, windows: Tensor, work: str, *, keep: bool = False) -> "StreamedLogits":
+        """Run all blocks on windows, int64 (windows, window); `work` names it.
+
+        With `keep` that is done once: the states are kept for the next time (kept_states.py).
+        """
         model = self.model
         return_freed_memory()
         view = ModelView(model, self.device, container=container_of(model) if model.has_remote_code else None)
         folder, what = Path(tempfile.gettempdir()), "hidden states that memory has no room for"
         allocate = StateMemory(states_limit(), folder, what=what, remedy="fewer --samples")
         stream = view.stream(TokenWindows(windows), self.dtype, allocate=allocate)
+        kept = KeptStates(model, windows, self.device, self.dtype) if keep else None
+        if kept is not None and kept.load_into(stream.states):
+            return StreamedLogits(stream, windows)
         blocks = track(read_ahead(view.block, range(model.blocks)), work, unit="block", total=model.blocks)
         for index, tensors in blocks:
             block = stream.factory.build_block(index, tensors)
             stream.pass_through(block, index, stream.states, stream.states)
+        if kept is not None:
+            kept.keep(stream.states)
         return StreamedLogits(stream, windows)
 
 

@@ -1,7 +1,7 @@
 """Measuring a model of text: perplexity, masked tokens, predictions, embeddings or features, whichever it gives."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.pair import Pair
-from ckpt_prune.evaluation.perplexity import TokenComparison, compare, perplexity
+from ckpt_prune.evaluation.perplexity import TokenComparison, compare, perplexity, self_noise
 from ckpt_prune.evaluation.purpose import (
     LABELLED,
     check_folder,
@@ -27,6 +27,7 @@ from ckpt_prune.evaluation.purpose import (
     is_vision,
     reference_of_base,
 )
+from ckpt_prune.evaluation.quality import SAME_KL
 from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsResult
 from ckpt_prune.evaluation.sentences import compare_sentences, cut_texts, open_embedder
 from ckpt_prune.evaluation.streamed import StreamedModel
@@ -184,8 +185,11 @@ def _measure_perplexity(pair: Pair, _tokenizer: PreTrainedTokenizerBase, windows
         pair.foresee([each for each in models if isinstance(each, StreamedModel)], *windows.shape)
     if len(models) == 1:
         return ScoredResult(pair.name, perplexity(models[0], windows))
-    both = compare(models[0], models[1], windows)
-    return _pair_scores(pair, both)
+    both, reference = compare(models[0], models[1], windows), models[1]
+    result = _pair_scores(pair, both)
+    if pair.tells_noise and both.kl < SAME_KL and isinstance(reference, StreamedModel):
+        return replace(result, self_noise=self_noise(reference, windows))
+    return result
 
 
 def _pair_scores(pair: Pair, both: TokenComparison) -> ScoredResult[Any]:

@@ -42,7 +42,9 @@ def evaluate_model(options: EvaluateOptions) -> Result:
             sum(map(bool, (options.text, options.data, options.tasks, options.generate))) > 1 or len(options.text) > 1
         )
         trust = options.trust_remote_code
-        pair = Pair(folder, reference, device, trust, graph, other, _open_graph, keeps=keeps, foresee=_foresee)
+        pair = Pair(
+            folder, reference, device, trust, graph, other, _open_graph, tells_noise=True, keeps=keeps, foresee=_foresee
+        )
         if options.dry_run:
             return _foresee_all(pair, options, places)
         result = _measure(pair, options)

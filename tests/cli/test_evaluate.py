@@ -50,9 +50,20 @@ def test_against(place):
     ]
     assert lines[8:] == [
         "",
-        f"the output is hardly of use beside dense: perplexity {after:.4g} for {before:.4g}, KL {figures['kl']:.4f} "
-        f"nats, the same first choice {figures['top1_agreement']:.1%}",
+        f"the output is hardly of use beside dense by its first choices: perplexity {after:.4g} for {before:.4g}, KL "
+        f"{figures['kl']:.4f} nats, the same first choice {figures['top1_agreement']:.1%}",
     ]
+
+
+def test_the_noise_of_a_reference_is_told_where_it_matters(place):
+    text = (*TEXT, "--samples", "3")
+    figures = json.loads(ok("evaluate", "dense", "--against", "dense", *text, "--json"))
+    assert figures["kl"] == 0 < figures["self_noise"]
+    lines = ok("evaluate", "dense", "--against", "dense", *text).splitlines()
+    assert f"the reference is {figures['self_noise']:.2g} nats from itself in another dtype" in lines
+    twice = json.loads(ok("evaluate", "dense", "--against", "dense", *text, "--text", "calib.txt", "--json"))
+    assert twice["self_noise"] == pytest.approx(figures["self_noise"])
+    assert "self_noise" not in json.loads(ok("evaluate", "pruned", "--against", "dense", *text, "--json"))
 
 
 def test_what_was_measured_against_the_dense_model_is_noted_in_the_output(place, monkeypatch):
@@ -69,7 +80,7 @@ def test_what_was_measured_against_the_dense_model_is_noted_in_the_output(place,
     assert Path("out/README.md").read_text() == card
     evaluation = json.loads(ok(*job, "--against", "dense", "--json"))
     loss = read_json("out/ckpt_prune.json")["loss"]
-    assert loss.pop("verdict").startswith("the output is hardly of use beside dense: perplexity ")
+    assert loss.pop("verdict").startswith("the output is hardly of use beside dense by its first choices: perplexity ")
     assert loss == {
         "of": "perplexity",
         "before": evaluation["against"]["perplexity"],
@@ -160,8 +171,7 @@ def test_text_tasks_and_prompts_in_one_call_load_each_model_once(place, monkeypa
     item = {"question": "the cat", "choices": [" sat", " ran"], "answer": 0}
     Path("items.jsonl").write_text(json.dumps(item))
     parts = {"text": TEXT, "tasks": ("--tasks", "items.jsonl"), "generate": ("--generate", "the cat")}
-    pair = ("evaluate", "dense", "--against", "copy")
-    shutil.copytree("dense", "copy")
+    pair = ("evaluate", "dense", "--against", "pruned")
     alone = {name: json.loads(ok(*pair, *part, "--json")) for name, part in parts.items()}
     loaded = []
 
@@ -172,5 +182,5 @@ def test_text_tasks_and_prompts_in_one_call_load_each_model_once(place, monkeypa
     monkeypatch.setattr("ckpt_prune.evaluation.pair.load_model", load)
     options = [option for part in parts.values() for option in part]
     assert json.loads(ok(*pair, *options, "--json")) == near(alone)
-    assert sorted(loaded) == ["copy", "dense"]
+    assert sorted(loaded) == ["dense", "pruned"]
     assert ok(*pair, *options) == "\n".join(ok(*pair, *part) for part in parts.values())

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from ckpt_prune._version import __version__
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.similar_names import NEAR, did_you_mean
+from ckpt_prune.common.user_cache import user_cache
 from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import known_families, parse_family
 from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, modules_of
@@ -135,8 +135,7 @@ def _place(plain: dict[str, Any], architecture: str) -> Path:
     small.pop("transformers_version", None)
     text = json.dumps([__version__, transformers.__version__, architecture, small], sort_keys=True, default=str)
     digest = hashlib.sha256(Path(module.__file__).read_bytes() + text.encode()).hexdigest()
-    base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
-    return Path(base) / "ckpt-prune" / "families" / f"{digest[:32]}.json"
+    return user_cache("families") / f"{digest[:32]}.json"
 
 
 def _find(plain: dict[str, Any], architecture: str, auto: str) -> Discovery:
