@@ -19,6 +19,7 @@ CANNOT = (
     "v_head_dim",
     "num_rotary_pairs",
     "num_kept_heads",
+    "ckpt_prune_absent",
     "ckpt_prune_rotations",
     "ckpt_prune_slicing",
 )

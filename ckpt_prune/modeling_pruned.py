@@ -2,7 +2,7 @@
 
 Their blocks differ in width, or have biases where the stock class has no slot for one, or have queries and keys
 narrower than values or wider, or without some of their rotary pairs, or fewer heads than the stock class allows, or
-linear modules that are two thin ones.
+linear modules that are two thin ones, or no attention in some blocks.
 
 This one file is both what `ckpt_prune.load` uses and what travels with such a checkpoint as its remote code. It needs
 transformers alone. `PrunedX` is the stock class `X` of transformers, whichever it is, with every block rebuilt from the
@@ -22,6 +22,7 @@ config's own keys, which one block's entry in `per_layer_config` may override:
   basis, by a square matrix each. Hidden states that are recorded between blocks are in the basis of their block. The
   gains of these blocks' norms stand in other modules, so that one number is left of each. Stock classes refuse its
   shape, where they would otherwise pass over the matrices and compute something else;
+- `ckpt_prune_absent`: blocks that have no attention, nor the norm that it alone reads (`Absent`);
 - `ckpt_prune_slicing`: the residual stream has fewer dimensions between the blocks than `hidden_size` says, which
   embedding, final norm and head keep. Every sub-layer reads it in a basis of its own, and matrices on the skip
   connections take it from one to the next (`Slicing`). Hidden states that are recorded between blocks are so narrow.
@@ -138,6 +139,20 @@ class Blocks(TypedDict):
     widths: dict[str, WidthPaths]
     rotary: NotRequired[tuple[AttentionPaths, RotaryFacts]]
     values: NotRequired[ValuePaths]
+
+
+class Absent(TypedDict):
+    """The config's `ckpt_prune_absent`.
+
+    Attributes:
+        attention: path in a block.
+        norm: path of the norm that nothing but attention reads; None where there is none.
+        blocks: those that have neither.
+    """
+
+    attention: str
+    norm: str | None
+    blocks: list[int]
 
 
 class SublayerPaths(TypedDict):
@@ -287,8 +302,12 @@ def make_block(stock: nn.Module, config: PreTrainedConfig, blocks: Blocks, index
         if linear.bias is None:
             linear.bias = nn.Parameter(torch.zeros(linear.out_features))
     for path, rank in (getattr(config, "ckpt_prune_ranks", None) or {}).items():
-        owner, _, name = path.rpartition(".")
-        setattr(layer.get_submodule(owner), name, FactoredLinear(layer.get_submodule(path), rank))
+        _set(layer, path, FactoredLinear(layer.get_submodule(path), rank))
+    absent: Absent | None = getattr(config, "ckpt_prune_absent", None)
+    if absent is not None and index in absent["blocks"]:
+        _set(layer, absent["attention"], NoAttention(layer.get_submodule(absent["attention"])))
+        if absent["norm"] is not None:
+            _set(layer, absent["norm"], nn.Identity())
     rotations = getattr(config, "ckpt_prune_rotations", None) or {}
     for side in ("entry", "exit"):
         if index in rotations.get(side, []):
@@ -512,8 +531,7 @@ def _slice(layer: Any, config: PreTrainedConfig, slicing: Slicing, index: int) -
         ends = index == slicing["blocks"] - 1 and place == len(slicing["sublayers"]) - 1
         out = config.hidden_size if ends else width
         for path in paths["norms"]:
-            owner, _, name = path.rpartition(".")
-            setattr(layer.get_submodule(owner), name, StreamNorm(layer.get_submodule(path), stream))
+            _set(layer, path, StreamNorm(layer.get_submodule(path), stream))
         for path in paths["reads"]:
             _replace(layer, path, columns=width)
         for path in paths["writes"]:
@@ -663,11 +681,15 @@ def _linear(old: Any, columns: int, rows: int) -> nn.Module:
     return nn.Linear(columns, rows, bias=old.bias is not None, device=old.weight.device, dtype=old.weight.dtype)
 
 
-def _replace(layer: nn.Module, path: str, *, columns: int | None = None, rows: int | None = None) -> None:
+def _set(layer: nn.Module, path: str, module: nn.Module) -> None:
     owner, _, name = path.rpartition(".")
+    setattr(layer.get_submodule(owner), name, module)
+
+
+def _replace(layer: nn.Module, path: str, *, columns: int | None = None, rows: int | None = None) -> None:
     old: Any = layer.get_submodule(path)
     dense_columns, dense_rows = _sizes(old)
-    setattr(layer.get_submodule(owner), name, _linear(old, columns or dense_columns, rows or dense_rows))
+    _set(layer, path, _linear(old, columns or dense_columns, rows or dense_rows))
 
 
 def _narrow(
@@ -709,6 +731,30 @@ def _derive_narrow(attention: type[nn.Module]) -> type:
     if attention not in _NARROWED:
         _NARROWED[attention] = _derive("Narrow", attention, narrow_forward)
     return _NARROWED[attention]
+
+
+# ---- blocks without attention -----------------------------------------------------------------------------------
+
+
+class NoAttention(nn.Module):
+    """Stands where a block has no attention: it adds zeros to the stream.
+
+    Models ask the cache of one block how many tokens there are, and an empty tensor counts as none. So it is given a
+    key and a value of each token that are one zero each.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.cache_name = cache_argument(attention.forward)
+        self.layer_idx = getattr(attention, "layer_idx", None)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Zeros of the shape of the states, and no attention weights."""
+        cache = kwargs.pop(self.cache_name, None) if self.cache_name else None
+        if cache is not None:
+            zeros = hidden_states.new_zeros(*hidden_states.shape[:2], 1).unsqueeze(1)
+            _update(cache, zeros, zeros, self, kwargs)
+        return torch.zeros_like(hidden_states), None
 
 
 # ---- attention without some of its rotary pairs -----------------------------------------------------------------

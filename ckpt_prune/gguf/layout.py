@@ -12,6 +12,7 @@ from torch import Tensor
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, OUTPUT, QUERY, VALUE, Architecture
+from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import is_stored_buffer
 
@@ -148,6 +149,8 @@ class Source:
             next((block[name] for name in names if name in block), None)
             for names in (("mlp.down_proj.weight", "mlp.c_proj.weight"), (f"{OUTPUT}.weight",))
         )
+        if down is not None and output is None and index in self._without_attention:
+            return BlockShape(0, 0, down.shape[-1])
         if down is None or output is None:
             raise CannotMapError(
                 f"block {index} has no {OUTPUT}.weight, or none that puts its columns back (down_proj)"
@@ -165,13 +168,19 @@ class Source:
             raise self._other_heads(index)
         return BlockShape(heads, kv_heads, down.shape[-1])
 
+    @cached_property
+    def _without_attention(self) -> set[int]:
+        """Blocks that have none, by config.json."""
+        return set((self.model.checkpoint.config.get(ABSENT_KEY) or {}).get("blocks", ()))
+
     def check_heads(self) -> None:
         """Refuse blocks whose heads are not as many as config.json says: they have other rows."""
         block_configs = (self.model.checkpoint.config.get("per_layer_config") or {}).items()
         stated = {int(name): values for name, values in block_configs if name.isdigit()}
         for index, shape in enumerate(self.shapes):
             values: Mapping[str, Any] = stated.get(index, {})
-            if shape.heads != values.get("num_attention_heads", self.value("num_attention_heads")):
+            heads = values.get("num_attention_heads", self.value("num_attention_heads"))
+            if index not in self._without_attention and shape.heads != heads:
                 raise self._other_heads(index)
 
     def _other_heads(self, index: int) -> CannotMapError:
@@ -205,6 +214,14 @@ class Source:
             if fused in stored:
                 filled[fused] = _fuse([filled.pop(part) for part in parts])
         return filled
+
+    def with_first_head(self) -> "Source":
+        """Return the same with an attention of one head in the first block, which adds zeros."""
+        hidden, dim = int(self.value("hidden_size")), self.head_dim
+        sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_INPUTS, (dim, hidden))
+        sizes |= {f"{OUTPUT}.weight": (hidden, dim), "input_layernorm.weight": (hidden,)}
+        zeros = {name: Weight(size, partial(torch.zeros, size), math.prod(size)) for name, size in sizes.items()}
+        return replace(self, blocks=({**zeros, **self.blocks[0]}, *self.blocks[1:]))
 
     def split(self) -> "Source":
         """Return the same with fused projections as several tensors."""
@@ -298,6 +315,12 @@ def _lay_out(source: Source, architecture: Architecture, kind: GgufType | None) 
     source.check_heads()
     notes = []
     shapes = source.shapes
+    if architecture.name != "deci" and any(shape.heads == 0 for shape in shapes):
+        raise CannotMapError("all of its blocks have attention, and here some have none")
+    if shapes[0].heads == 0:
+        source = source.with_first_head()
+        shapes = source.shapes
+        notes.append("block 0 has no attention, and gets one head of zeros: llama.cpp wants one in the first block")
     if not architecture.differs and len(set(shapes)) > 1:
         if wrong := next((shape for shape in shapes if shape.heads != shape.group * shape.kv_heads), None):
             raise CannotMapError(f"{wrong.heads} heads do not share {wrong.kv_heads} of keys and values evenly")

@@ -19,7 +19,7 @@ from ckpt_prune.measure.statistics.end_states import EndStates
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.containers.choosing import ANY, unprunable_spaces
-from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.containers.container import Container, container_of
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.model import Model
@@ -147,7 +147,9 @@ class Prepared:
     @property
     def stored(self) -> Container | None:
         """The container of the model, if it carries code of its own."""
-        return self.job.stored
+        if self.model is self.job.model:
+            return self.job.stored
+        return container_of(self.model) if self.model.has_remote_code else None
 
     # ---- what is measured ------------------------------------------------------------------------------------
 

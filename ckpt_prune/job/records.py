@@ -138,6 +138,7 @@ class DepthRecord(FixedRecord):
 
     Attributes:
         part: what is gone: the whole block, its attention or its mlp. Blocks without a part keep their numbers.
+        left_out: the output has no tensors of the attentions that are gone, nor of the norm before; else it has zeros.
         blocks: number of blocks of the dense model.
         kept: the blocks that stay, ascending; in the output they are numbered anew.
         choose: how the others were chosen; None if they were given.
@@ -146,12 +147,20 @@ class DepthRecord(FixedRecord):
             dimensions, too.
     """
 
+    optional = frozenset({"left_out"})
+
     part: Literal["block", "attention", "mlp"] = "block"
+    left_out: bool | None = None
     blocks: Annotated[int, Field(ge=1, le=10**6)]
     kept: list[Block]
     choose: str | None = None
     gaps: list[GapRecord] = Field(default_factory=list)
     tried: list[TriedDepth] = Field(default_factory=list)
+
+    @property
+    def gone(self) -> list[int]:
+        """The blocks that are gone, or have lost the part, ascending."""
+        return [block for block in range(self.blocks) if block not in set(self.kept)]
 
 
 class StatisticsReference(FixedRecord):

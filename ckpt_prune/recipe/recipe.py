@@ -433,9 +433,14 @@ class Recipe(Strict):
 
     # ---- spaces ----------------------------------------------------------------------------------------------
 
-    def refuse_keys_of_spaces(self, stage: str) -> None:
-        """Raise ValueError for keys that speak of units of spaces, on behalf of a stage that has none."""
-        defaults = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": "auto"}
+    def refuse_keys_of_spaces(self, stage: str, containers: Sequence[str] = ()) -> None:
+        """Raise ValueError for keys that speak of units of spaces, on behalf of a stage that has none.
+
+        Args:
+            containers: that mean something to the stage all the same.
+        """
+        container = self.container if self.container in containers else "auto"
+        defaults = {"allocation": "uniform", "widths": "uniform", "weigh_by": None, "container": container}
         changed = next((key for key, value in defaults.items() if getattr(self, key) != value), None)
         if changed is not None:
             raise ValueError(f"{changed} is about units of spaces: it does not go with {stage}")

@@ -9,12 +9,11 @@ from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
 from ckpt_prune.job.records import DepthRecord, SiteRecord
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.cost_record import Cost
-from ckpt_prune.model.depth import can_shorten
+from ckpt_prune.model.depth import can_shorten, shorten_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Site, SpaceName, first_expert_spaces
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.runner.plan import make_plan, prepare_plan
-from ckpt_prune.stages.depth.preview import without
 from ckpt_prune.stages.depth.runs import least_runs
 from ckpt_prune.stages.folders import find_functions
 from ckpt_prune.stages.report import Report
@@ -84,8 +83,9 @@ def depth_points_at(job: Job, ratios: Sequence[float]) -> list[DepthPoint]:
     for ratio in ratios:
         count = round(ratio * model.blocks)
         gone = least_runs(distances.divergence, count, 1, allowed) if 0 < count < model.blocks else None
-        if gone is not None and can_shorten(model, [block for block in range(model.blocks) if block not in gone]):
-            after = cost_of(without(model, gone))
+        kept = [block for block in range(model.blocks) if block not in (gone or ())]
+        if gone is not None and can_shorten(model, kept):
+            after = cost_of(shorten_model(model, kept))
             found.append(DepthPoint(ratio, count, after, distances.divergence[gone[0]][gone[-1] + 1]))
     return found
 

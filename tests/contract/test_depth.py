@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 import ckpt_prune
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.depth import PER_BLOCK
@@ -181,6 +182,30 @@ def test_a_part_that_is_gone_gives_nothing_to_the_stream(dense: Dense, case: Cas
                 )
         assert_same_outputs(outputs(ckpt_prune.load(out), other), outputs(model, other), KEPT)
         assert all(check.passed is not False for check in verify(out, dense.folder(case)))
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_block_without_attention_computes_what_one_with_zeros_does(dense: Dense, case: Case, tmp_path) -> None:
+    case, other = deep(case), deep(case).samples(4, seed=9)
+    values = {"version": 1, "name": "test", "depth": {"blocks": [0, 2], "part": "attention"}}
+    bare = FullRecipe.model_validate(values | {"container": "remote"})
+    if case.family.residual is None or case.family.attention.latent:
+        with pytest.raises(UserError, match=rf"^remote code cannot leave out the attention of a {case.model_type}:"):
+            prepare_plan(dense.request(case, bare))
+        return
+    report = run_job(dense.request(case, bare), tmp_path / "bare").report
+    run_job(dense.request(case, FullRecipe.model_validate(values)), tmp_path / "zeros")
+    assert report.container.remote_code
+    assert report.after.parameters < report.before.parameters
+    assert report.after.flops < report.before.flops
+    tensors = Checkpoint.open(tmp_path / "bare").tensors
+    attention = case.family.attention
+    assert case.family.tensor(1, attention.output) in tensors
+    for module in {attention.query, attention.key, attention.value, attention.output}:
+        assert not {case.family.tensor(block, module) for block in (0, 2)} & tensors.keys()
+    found = outputs(ckpt_prune.load(tmp_path / "bare"), other)
+    assert_same_outputs(found, outputs(ckpt_prune.load(tmp_path / "zeros"), other), KEPT)
+    assert all(check.passed is not False for check in verify(tmp_path / "bare", dense.folder(case)))
 
 
 def test_experts_beside_one_that_all_tokens_share_take_no_map(dense: Dense) -> None:

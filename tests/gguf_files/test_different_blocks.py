@@ -57,6 +57,35 @@ def test_blocks_of_their_own_shape_compute_what_pytorch_does(name, tmp_path):
     assert exported.proof.kl < 1e-5
 
 
+def drop_attention(folder, blocks):
+    out = folder.parent / "pruned"
+    settings = [f"depth={{part: attention, blocks: {blocks}}}", "container=remote"]
+    ckpt_prune.prune(folder, output=out, recipe="shortgpt", overrides=settings, evaluate_samples=0, progress=False)
+    return out
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("llama", [0, 2]), ("phi3", [1]), ("qwen2", [0, 1])])
+def test_blocks_without_attention_compute_what_pytorch_does(name, blocks, tmp_path):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    model_type, changes, _ = FORMS[name]
+    out = drop_attention(save(tmp_path / "model", model_type, **changes), blocks)
+    exported = export_gguf(str(out), tmp_path / "m.gguf", proving(out), kind="f32")
+    assert exported.architecture == "deci"
+    assert exported.passed, exported.proof
+    tensors = open_gguf(exported.path).tensors
+    has = {int(name.split(".")[1]) for name in tensors if name.endswith("attn_norm.weight")}
+    assert set(blocks) - has == set(blocks) - {0}
+    # llama.cpp divides by the heads of the first block.
+    assert (0 in blocks) == any(note.startswith("block 0 has no attention, and gets") for note in exported.notes)
+
+
+def test_blocks_without_attention_have_no_place_in_other_architectures(tmp_path):
+    folder = save(tmp_path / "model", "starcoder2", sliding_window=None)
+    out = drop_attention(folder, [1])
+    with pytest.raises(UserError, match=r"starcoder2: all of its blocks have attention, and here some have none"):
+        export_gguf(str(out), tmp_path / "m.gguf", proving(folder), proof=False)
+
+
 def test_columns_are_filled_up_to_whole_blocks_of_a_type(tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     folder = save(tmp_path / "model", "llama", intermediate_size=96)

@@ -175,7 +175,7 @@ def choose_depth(prepared: Prepared, journal: Journal | None = None) -> DepthRec
         assert prepared.plan.depth is not None
         return prepared.plan.depth
     gone, distances = _choose_blocks(prepared, journal)
-    record = depth_record(prepared.model, gone, depth_of(prepared))
+    record = depth_record(prepared, gone)
     if record.part == "block":
         check_shortened(prepared.model, record.kept)
     return record.model_copy(update={"gaps": [_with_distances(gap, distances) for gap in record.gaps]})

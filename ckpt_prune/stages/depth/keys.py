@@ -1,6 +1,6 @@
 """The keys of `depth`: whole blocks go, before anything else is done to those that stay."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +9,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.fields import Strict
 from ckpt_prune.compensation.methods import GRID
 from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.model.runtimes import Change
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.recipe.sizes import SizeKind
 
@@ -85,7 +86,8 @@ class Depth(StageKeys):
     part: DepthPart = Field(
         "block",
         description="What goes of a block: all of it, or its attention or MLP. The last projection of an attention or "
-        "MLP that goes becomes zeros: the output loads with a stock class, but is no smaller.",
+        "MLP that goes becomes zeros: the output loads with a stock class, but is no smaller. With container: remote "
+        "blocks have no attention at all, and no norm before it.",
     )
     drop: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         None,
@@ -162,7 +164,7 @@ class Depth(StageKeys):
                     "number) or depth.blocks"
                 )
             return
-        recipe.refuse_keys_of_spaces("depth alone")
+        recipe.refuse_keys_of_spaces("depth alone", containers=("auto", "remote") if self.part == "attention" else ())
         if self.blocks is not None and recipe.size is not None:
             raise ValueError("size and depth.blocks both say how much goes: leave one out")
         if self.drop is not None and recipe.size is not None:
@@ -185,6 +187,13 @@ class Depth(StageKeys):
                 "depth.drop: auto weighs blocks by what they do to the model's output, as the widths must be: say "
                 "allocation: least-error, without weigh_by"
             )
+
+    def leaves_out(self, recipe: Recipe) -> bool:
+        """Return whether attentions that go leave nothing behind, in remote code, where they would leave zeros."""
+        return self.part == "attention" and recipe.container == "remote"
+
+    def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
+        return {"attention"} if self.leaves_out(recipe) else set()
 
     def check_plannable(self, recipe: Recipe) -> None:
         if self.choice == "loss":

@@ -21,10 +21,10 @@ from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.measure.moments.inputs import Drift, Moments
 from ckpt_prune.measure.streams.drift import Residual
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.model.depth import output_tensors, shorten_model
+from ckpt_prune.model.depth import output_tensors
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import Kind, SpaceName
-from ckpt_prune.stages.depth.preview import depth_of, find_map_spaces
+from ckpt_prune.stages.depth.preview import depth_of, find_map_spaces, without
 
 
 @dataclass
@@ -46,7 +46,7 @@ def compensate(prepared: Prepared, record: DepthRecord, file: Path) -> DepthReco
     depth, gaps = depth_of(prepared), record.gaps
     maps: dict[str, Tensor] = {}
     if depth.part != "block":
-        maps = _zeros(prepared.model, record)
+        maps = {} if record.left_out else _zeros(prepared.model, record)
     elif depth.compensation.linear and gaps:
         gaps, maps = fit_maps(prepared, gaps)
     with disk_failures(file.parent):
@@ -58,7 +58,7 @@ def compensate(prepared: Prepared, record: DepthRecord, file: Path) -> DepthReco
 
 def remaining_model(model: Model, record: DepthRecord, file: Path) -> Model:
     """Return the model without the blocks that go. If the file exists, its tensors replace the model's."""
-    remaining = shorten_model(model, record.kept) if record.part == "block" else model
+    remaining = without(model, record)
     if not file.is_file():
         return remaining
     maps = {name: replace(info, file=str(file)) for name, info in read_header(file).tensors.items()}

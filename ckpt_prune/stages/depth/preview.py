@@ -8,6 +8,7 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord, GapRecord
+from ckpt_prune.model.containers.no_attention import absent_modules, without_attention
 from ckpt_prune.model.depth import can_shorten, check_shortened, shorten_model
 from ckpt_prune.model.family import DATA_OPTIONS, Family
 from ckpt_prune.model.model import Model
@@ -64,8 +65,11 @@ def wanted_depth(prepared: Prepared) -> Wanted:
     allowed = allowed_blocks(prepared)
     if depth.auto:
         return Wanted(_most(prepared, allowed), allowed)
-    if recipe.size is not None and depth.part != "block":
-        raise UserError(f"depth.part: {depth.part} leaves zeros, which save nothing: say --ratio, or part: block")
+    if recipe.size is not None and depth.part != "block" and not depth.leaves_out(recipe):
+        instead = "--container remote, " if depth.part == "attention" else ""
+        raise UserError(
+            f"depth.part: {depth.part} leaves zeros, which save nothing: say {instead}--ratio, or part: block"
+        )
     if recipe.size is not None and not recipe.spaces and not recipe.has("hidden"):
         count = _count_for_size(prepared, allowed)
     else:
@@ -113,7 +117,8 @@ def _fewest(prepared: Prepared, allowed: Sequence[int]) -> tuple[int | None, int
     assert size is not None
     limit, reached = limit_of(prepared), 0
     for count in range(min(len(allowed), model.blocks - 1) + 1):
-        reached = dense_size(replace(prepared, model=without(model, allowed[:count])), size.kind)
+        record = depth_record(prepared, allowed[:count])
+        reached = dense_size(replace(prepared, model=without(model, record)), size.kind)
         if reached <= limit:
             return count, reached
     return None, reached
@@ -125,8 +130,11 @@ def _most(prepared: Prepared, allowed: Sequence[int]) -> int:
     return prepared.model.blocks - 1 if count is None else count
 
 
-def without(model: Model, gone: Sequence[int]) -> Model:
-    return shorten_model(model, [block for block in range(model.blocks) if block not in set(gone)])
+def without(model: Model, record: DepthRecord) -> Model:
+    """Return a model without what goes, unless that leaves zeros."""
+    if record.part == "block":
+        return shorten_model(model, record.kept)
+    return without_attention(model, record.gone) if record.left_out else model
 
 
 def check_depth(prepared: Prepared) -> None:
@@ -172,6 +180,8 @@ def check_depth(prepared: Prepared) -> None:
     if prepared.plan is not None:
         _check_planned(model, prepared.plan)
         return
+    if depth.leaves_out(recipe):
+        absent_modules(model, ())
     wanted_blocks = wanted_depth(prepared)
     if depth.part != "block":
         return
@@ -227,7 +237,7 @@ def last_blocks(prepared: Prepared, count: int) -> Prepared:
     """Return the state in which `count` blocks are gone: the last ones, as placeholders."""
     allowed = wanted_depth(prepared).allowed
     gone = allowed[len(allowed) - count :]
-    return at_depth(prepared, depth_record(prepared.model, gone, depth_of(prepared)))
+    return at_depth(prepared, depth_record(prepared, gone))
 
 
 def drop_any_blocks(prepared: Prepared) -> Prepared:
@@ -244,10 +254,16 @@ def drop_any_blocks(prepared: Prepared) -> Prepared:
     return replace(shortened, foreseen=shortened.foreseen or prepared.recipe.joint or depth.choice is not None)
 
 
-def depth_record(model: Model, gone: Sequence[int], depth: Depth) -> DepthRecord:
-    kept = [block for block in range(model.blocks) if block not in set(gone)]
+def depth_record(prepared: Prepared, gone: Sequence[int]) -> DepthRecord:
+    """Return the record of blocks that go, without figures."""
+    depth, blocks = depth_of(prepared), prepared.model.blocks
     return DepthRecord(
-        blocks=model.blocks, kept=kept, part=depth.part, choose=depth.choice, gaps=gaps_of(gone, depth.part)
+        blocks=blocks,
+        kept=[block for block in range(blocks) if block not in set(gone)],
+        part=depth.part,
+        left_out=depth.leaves_out(prepared.recipe) or None,
+        choose=depth.choice,
+        gaps=gaps_of(gone, depth.part),
     )
 
 
@@ -257,13 +273,10 @@ def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None
     Args:
         model: what stays; its tensors are the dense model's by default.
     """
-    short = prepared.model if model is None else model
-    if model is None and record.part == "block":
-        short = shorten_model(prepared.model, record.kept)
     return replace(
         prepared,
         start=prepared.whole,
-        model=short,
+        model=without(prepared.model, record) if model is None else model,
         recipe=_left_to_do(at_own_size(prepared).recipe if depth_of(prepared).auto else prepared.recipe),
         statistics=None,
         plan=None,

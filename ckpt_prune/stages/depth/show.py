@@ -24,6 +24,8 @@ def show_depth(depth: DepthRecord) -> Section:
     sentences, explanations = [], []
     if depth.gaps and depth.part == "block":
         explanations = ["Whole blocks are gone, and those that stay are numbered anew."]
+    elif depth.gaps and depth.left_out:
+        explanations = [f"Blocks without {depth.part} have no tensors of it, nor of the norm before it."]
     elif depth.gaps:
         sentences = [
             f"The last projection of {depth.part} is zeros in {len(depth.gaps)} of them: a stock class computes it all "

@@ -9,8 +9,9 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.records import DepthRecord
-from ckpt_prune.model.depth import output_tensors, shorten_model
+from ckpt_prune.model.depth import output_tensors
 from ckpt_prune.model.model import Model
+from ckpt_prune.stages.depth.preview import without
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.shared.equality import find_difference
 
@@ -24,7 +25,7 @@ def shape_source(dense: Checkpoint, report: Report) -> Checkpoint:
     kept = depth.kept
     if depth.blocks != model.blocks or not kept or kept != sorted(set(kept)) or kept[-1] >= model.blocks:
         raise UserError(f"{REPORT} keeps blocks that the dense model has not")
-    return shorten_model(model, kept).checkpoint if depth.part == "block" else model.checkpoint
+    return without(model, depth).checkpoint
 
 
 def not_by_blocks(report: Report) -> str | None:
@@ -42,7 +43,7 @@ def check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRec
     if checkpoint.tensors.keys() != dense.tensors.keys():
         return False, "the tensors are not those of the dense model's blocks that stay"
     zeroed = []
-    if depth.part != "block":
+    if depth.part != "block" and not depth.left_out:
         model = Model.of(dense)
         zeroed = [name for gap in depth.gaps for name in output_tensors(model, gap.first, depth.part)]
     for name in zeroed:
@@ -52,7 +53,8 @@ def check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRec
     if difference := find_difference(checkpoint, dense, compared):
         return False, difference
     if depth.part != "block":
-        return True, f"{len(compared)} tensors are the dense ones, bit for bit, and {len(zeroed)} are zeros"
+        rest = f"{len(zeroed)} are zeros" if zeroed else f"{len(depth.gone)} blocks have no {depth.part}"
+        return True, f"{len(compared)} tensors are the dense ones, bit for bit, and {rest}"
     maps = sum(name.endswith("weight") for name in mapped)
     more = f"; {plural(maps, 'weight')} with a map absorbed not compared" if maps else ""
     return True, (

@@ -47,7 +47,7 @@ def _fit(recovery: Recovery, prepared: Prepared, run: Run, progress: Progress) -
     assert store is not None
     samples, dtype, allocate = training.samples, training.compute_dtype, training.allocate
     split, text = SampleSplit.of(len(samples), recovery.held_out), model.family.modality == "text"
-    dense_view = target_of(prepared) or ModelView(prepared.job.model, prepared.device, container=prepared.stored)
+    dense_view = target_of(prepared) or ModelView(prepared.job.model, prepared.device, container=prepared.job.stored)
     pruned = ModelInBlocks(
         pruned_view(prepared).stream(samples, dtype, sizes=split.sizes(recovery), allocate=allocate),
         lambda block: store.read(model, block)[0],

@@ -42,7 +42,8 @@ def output_at(prepared: Prepared, widths: Widths) -> Output:
     rotated = prepared.basis if isinstance(prepared.basis, RotatedCheckpoint) else None
     if prepared.stored is not None:
         # Only masks go into it (`runner.checks`), and they leave every shape as it is.
-        note = remote_note(prepared.stored.model_type, "as it was")
+        why = "as it was" if prepared.job.stored is not None else "blocks have no attention"
+        note = remote_note(prepared.stored.model_type, why)
         return Output(replace(prepared.stored, note=note), layout_of(model), cost_of(model))
     ranks = () if low_rank is None else ranks_of(prepared, low_rank)
     container = _container(prepared, widths, rotated, ranks)

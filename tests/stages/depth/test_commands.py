@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.stages.spaces.messages import SECOND_ORDER
 from tests.cli.running import (
@@ -287,3 +288,43 @@ def test_parts_by_loss_and_by_divergence(here) -> None:
     assert gap["divergence"] > 0
     assert run("verify", "b", "--against", "deep").exit_code == 0
     ok("recover", "b", "--dense", "deep", *TEXT, "--epochs", "1", "-o", "c")
+
+
+def test_blocks_without_attention(here) -> None:
+    """The first block has none either, of which models ask how many tokens the cache holds."""
+    depth = ("--recipe", "shortgpt", "--set", "depth={part: attention, blocks: [0, 3]}")
+    ok("prune", "deep", *depth, "-o", "zeros")
+    lines = without_quality(ok("prune", "deep", *depth, "--container", "remote", "-o", "bare"))
+    assert lines[-7:-3] == [
+        "gone: attention of block 0, block 3",
+        "Blocks",
+        "  attention of blocks .##.## 4 of 6 stay (. is gone)",
+        "  gone",
+    ]
+    sizes = [Path(folder, "model.safetensors").stat().st_size for folder in ("bare", "zeros", "deep")]
+    assert sizes[0] < sizes[1] == sizes[2]
+    assert read_json("bare/config.json")["ckpt_prune_absent"] == {
+        "attention": "self_attn",
+        "norm": "input_layernorm",
+        "blocks": [0, 3],
+    }
+    bare, zeros, ids = ckpt_prune.load("bare"), stock(Path("zeros")), windows()[:2, :6]
+    with torch.no_grad():
+        assert torch.equal(bare(input_ids=ids).logits, zeros(input_ids=ids).logits)
+    for cache in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **cache}
+        assert torch.equal(bare.generate(ids, **options), zeros.generate(ids, **options))
+    verified = ok("verify", "bare", "--against", "deep").splitlines()[-1]
+    assert verified == "kept units: 47 tensors are the dense ones, bit for bit, and 2 blocks have no attention"
+    ok("export", "bare", "-o", "graph", *TEXT)
+    message = read_refusal("prune", "bare", "--recipe", "ridge", *TEXT, "-o", "again")
+    assert "masks alone go into it" in message
+
+
+def test_attentions_go_until_a_size_is_met(here) -> None:
+    depth = ("--recipe", "shortgpt", "--set", "depth.part=attention", "--container", "remote", *TEXT)
+    ok("prune", "deep", *depth, "--target-params", "80%", "-o", "out")
+    report = read_json("out/ckpt_prune.json")
+    dense, left = report["before"]["parameters"], report["after"]["parameters"]
+    each = (dense - left) // len(report["depth"]["gaps"])
+    assert left <= 0.8 * dense < left + each
