@@ -225,7 +225,8 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     outer = [each for each in lists if id(each) not in inner]
     if not outer:
         raise UserError(f"{type(module).__name__} has no list of blocks to time")
-    return list(max(outer, key=lambda each: sum(weight.numel() for weight in each.parameters())))
+    blocks = max(outer, key=lambda each: sum(weight.numel() for weight in each.parameters()))
+    return list(blocks)
 
 
 def stop_turning(module: nn.Module) -> None:

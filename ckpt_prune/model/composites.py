@@ -137,6 +137,8 @@ def extract_part(whole: "Checkpoint", name: str) -> "Checkpoint":
     part = composite.part(name)
     names = composite_names(whole.config)
     whole = apply_ties(whole, ties_on_disk(whole, names))
+    if part.auto == "AutoModelForCausalLM":  # blocks that predict further tokens have the widths of the part's
+        whole = whole.ignore([stored for stored in whole.tensors if names.ignores(stored)])
     config = _part_config(part, parse_config(whole.config))
     if part.described is None and config["model_type"] not in known_families():
         if part.auto != "AutoModelForCausalLM":

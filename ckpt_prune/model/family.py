@@ -94,7 +94,6 @@ class Family(StrictModel):
     spaces: dict[SpaceName, AnySpace]
     absent: dict[SpaceName, str] = Field(default_factory=dict)
     experts: Experts | None = None
-    ahead: str | None = None
     together: list[str] = Field(default_factory=list)
     spaceless: list[str] = Field(default_factory=list)
     rope: bool = False
@@ -301,7 +300,7 @@ class Family(StrictModel):
         keys = {key for tried in self.dimensions.values() for key in tried} | set(self.settings or ())
         keys |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
         keys |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
-        keys |= {key for key in (self.sliding_window, self.variant, self.ahead) if key is not None}
+        keys |= {key for key in (self.sliding_window, self.variant) if key is not None}
         refused = [*self.refused, *(self.residual.refused if self.residual else ())]
         keys |= {refusal.key.split(".")[0] for refusal in refused}
         keys |= {key for space in self.spaces.values() for key in space.config}

@@ -60,7 +60,6 @@ def is_described(config: Mapping[str, Any]) -> bool:
         and named <= family.architectures.keys()
         and len(family.architectures) == 1
         and family.experts is None
-        and family.ahead is None
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ckpt_prune.common.formatting import human_bytes, human_count
+from ckpt_prune.common.formatting import human_bytes, human_count, plural
 from ckpt_prune.job.latency import TRUSTED
 from ckpt_prune.job.report import UNKNOWN, BlockTime, PhaseRecord
 from ckpt_prune.model.cost_record import Cost
@@ -150,8 +150,10 @@ def provenance(report: Report) -> Section:
         says_stored = container.note.startswith(_STORED)
         stored = container.note.removeprefix(_STORED) if says_stored else f"{stored}: {container.note}"
     written = f"ckpt_prune {report.ckpt_prune}, torch {report.torch}, transformers {report.transformers}"
+    left_out = f"{plural(len(report.ignored), 'tensor')} that the stock class does not load" if report.ignored else ""
     facts = {
         "dense model": report.source.name,
+        "left out of it": left_out,
         "its fingerprint": report.source.fingerprint,
         "recipe": recipe.name,
         "method from": recipe.source,

@@ -8,8 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_prune
-from tests.cli.running import edit_weights, ok, run
+from tests.cli.running import edit_weights, ok, read_json, run
 from tests.contract.models import LED
+from tests.contract.test_parts import PartCase
+from tests.evaluation.tiny import tiny_tokenizer
+from tests.undescribed import make_model
 
 AHEAD = {
     "eh_proj.weight": (22, 44),
@@ -53,3 +56,30 @@ def test_outputs_lack_it() -> None:
     assert "FAILED" not in ok("verify", "out", "--against", "dense")
     assert "tensors   FAILED" not in ok("verify", "dense")
     assert ckpt_prune.load("out") is not None
+
+
+CASES = {
+    "qwen3_next": ((), "mtp.fc.weight", "num_nextn_predict_layers"),
+    "qwen3_5": (("--part", "text"), "mtp.fc.weight", "mtp_num_hidden_layers"),
+}
+"""Classes that no description is of → options, a tensor that they do not load, and the key that counts such blocks."""
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_found_classes_and_parts_lack_it_too(model_type: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of descriptions that are found
+    part, tensor, key = CASES[model_type]
+    model = PartCase(model_type, "text", ()).model if part else make_model(model_type)
+    model.save_pretrained(model_type)
+    tiny_tokenizer("<s> $A").save_pretrained(model_type)
+    config = read_json(f"{model_type}/config.json")
+    (config["text_config"] if part else config)[key] = 1
+    Path(model_type, "config.json").write_text(json.dumps(config))
+    edit_weights(model_type, lambda tensors: tensors.update({tensor: torch.ones(4, 4)}))
+    output = ok("prune", model_type, *part, *PRUNE[2:-1], "0.5", "-o", "out")
+    assert f"does not load 1 tensor (16 numbers; {tensor}): they are left out" in output
+    config = read_json("out/config.json")
+    assert (config["text_config"] if part else config)[key] == 0
+    assert tensor not in load_file("out/model.safetensors")
+    assert "| left out of it | 1 tensor that the stock class does not load |" in Path("out/README.md").read_text()
+    assert "FAILED" not in ok("verify", "out", "--against", model_type)

@@ -170,6 +170,8 @@ def stock_multiple(model: Model, dimension: str, width: int) -> int | None:
     return next((ratio for ratio in ratios if multiple.width(hidden, ratio) == width), None)
 
 
+_AHEAD_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Keys that count blocks behind the last one, which predict further tokens (MTP)."""
 _UNPRUNABLE: "WeakKeyDictionary[Model, dict[SpaceName, str]]" = WeakKeyDictionary()
 
 
@@ -402,10 +404,8 @@ def _build(candidate: Family, output: _Output, *, remote: bool, reasons: list[st
     units = (multiples if remote else {}) | first
     changes = model.config_values(units) if has_own_keys else _stock_values(output)
     values |= {stored_key(key, values, model.config): value for key, value in changes.items()}
-    if family.ahead is not None and model.checkpoint.ignored:
-        ahead = stored_key(family.ahead, values, model.config)
-        if ahead in values:
-            values[ahead] = 0
+    if model.checkpoint.ignored:
+        values |= {key: 0 for key in _AHEAD_KEYS if values.get(key)}
     on_heads = [family.spaces[name] for name in first if family.attention.output in family.spaces[name].modules]
     if any(space.fixed is None for space in on_heads) or (remote and family.logits):
         values["head_dim"] = model.dimension("head_dim")
