@@ -25,6 +25,14 @@ from ckpt_prune.model.family import Family
 DISCOVERED = Path(__file__).resolve().parent / "discovered.json"
 ROOM = DISCOVERED.parents[1] / "ckpt_prune" / "model"
 PAGE = ROOM / "FAMILIES.md"
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "xmod": {"default_language": "en_XX"},
+}
+"""What every published config.json of a type states, and its class has no default for."""
 _HEAD = """# Families that can be pruned
 
 Written by `python tools/families.py` from the descriptions in `families/`, `composites/` and `unsupported.json`; do not
@@ -37,6 +45,7 @@ columns of shared ones, and of MLPs in their place). *Stays whole* are spaces th
 unit. *Rotates* says whether recipes may rotate the residual stream. *Also stored as* are stock types that an output may
 have if the family's own cannot state its shape.
 """
+_COLUMNS = {"mlp", "dense", "shared"}
 _TABLE = "| family | classes | spaces | stays whole | rotates | also stored as |\n|---|---|---|---|---|---|\n"
 
 
@@ -95,12 +104,17 @@ def discovered_page() -> str:
         "This is what it made of tiny random models of the types of transformers "
         f"{found['transformers']} (`python tools/families.py sweep`):\n*pruned* are those whose model went through "
         "`prune --recipe ridge` and `verify`.\n\n"
-        "| kind | types | pruned | of these described above |\n|---|---|---|---|\n"
+        "| kind | types | built small | spaces proven | columns | pruned | of these described above |\n"
+        "|---|---|---|---|---|---|---|\n"
     )
     known = set(known_families())
     for kind, types in found["types"].items():
         pruned = [name for name, own in types.items() if own["pruned"]]
-        text += f"| {kind} | {len(types)} | {len(pruned)} | {len(known.intersection(pruned))} |\n"
+        proven = [own["spaces"] for own in types.values() if own["spaces"]]
+        columns = sum(not _COLUMNS.isdisjoint(spaces) for spaces in proven)
+        built = sum(own.get("built", bool(own["spaces"])) for own in types.values())
+        text += f"| {kind} | {len(types)} | {built} | {len(proven)} | {columns} | {len(pruned)} | "
+        text += f"{len(known.intersection(pruned))} |\n"
     for kind, types in found["types"].items():
         text += f"\n### {kind.capitalize()}, not described\n\n| type | spaces proven | otherwise |\n|---|---|---|\n"
         for name, own in types.items():
@@ -144,26 +158,28 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
     """Prune and verify a tiny random model of a type, by discovery even where there is a description of it.
 
     Returns:
-        `spaces` that are proven, whether it was `pruned`, and `why` not, or what stays whole.
+        Whether it was `built`, `spaces` that are proven, whether it was `pruned`, and `why` not, or what stays whole.
     """
     from ckpt_prune.common.errors import UserError, one_line
     from ckpt_prune.model.discovery.discover import discover
 
+    found: dict[str, Any] = {"built": False, "spaces": [], "pruned": False}
     with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
         try:
             source = write_tiny(model_type, architecture, Path(folder) / "source")
+            found["built"] = True
             config = json.loads((source / "config.json").read_text())
             description = discover(config).description
             why = "; ".join(f"{space}: {reason}" for space, reason in description["found"]["whole"].items())
         except Exception as error:
-            return {"spaces": [], "pruned": False, "why": one_line(error)[:200]}
-        spaces = list(description["spaces"])
+            return found | {"why": one_line(error)[:200]}
+        found["spaces"] = list(description["spaces"])
         try:
             prune_and_verify(source, description)
         except (Exception, SystemExit) as error:
             text = str(error) if isinstance(error, UserError) else one_line(error)
-            return {"spaces": spaces, "pruned": False, "why": text.removeprefix(f"{source}: ")[:200]}
-        return {"spaces": spaces, "pruned": True, "why": why}
+            return found | {"why": text.removeprefix(f"{source}: ")[:200]}
+        return found | {"pruned": True, "why": why}
 
 
 def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
@@ -174,7 +190,7 @@ def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
     from tests.evaluation.tiny import tiny_tokenizer
 
     sizes = Sizes(hidden=64, heads=8, groups=4, head=16, mlp=48, expert_mlp=32, shared_mlp=40, experts=4)
-    config = {**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type}
+    config = {**CONFIG_MAPPING[model_type](**PUBLISHED.get(model_type, {})).to_dict(), "model_type": model_type}
     # Published configs state what some classes leave open.
     config |= {key: fill_in(key, value, vars(sizes)) for key, value in config.items()}
     model: Any = build_twin(config, architecture, sizes).model
@@ -191,6 +207,8 @@ def prune_and_verify(source: Path, description: dict[str, Any]) -> None:
     (source / "config.json").write_text(json.dumps(config))
     lacking = [space for space in ("heads", "mlp") if space not in description["spaces"]]
     optional = [word for space in lacking for word in ("--set", f"spaces.{space}.optional=true")]
+    if any("fixed" in space for space in description["spaces"].values()):
+        optional += ["--container", "any"]  # no stock class states its width
     output = str(source.parent / "output")
     data = ("--text", str(text), "--samples", "8", "--window", "16", "--evaluate-samples", "0")
     run_command("prune", str(source), "--recipe", "ridge", "--ratio", "0.5", *data, *optional, "-o", output)

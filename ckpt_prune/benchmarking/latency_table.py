@@ -238,7 +238,7 @@ def build_variant(model: Model, variant: Variant, half: HalfStream | None = None
     if variant.narrow and half is not None:
         short = half.of(short)
     widths = [variant.kept] * variant.blocks
-    biases = {module for module in short.family.linears if short.has(module, "bias")}
+    biases = {*short.biased}
     try:
         container = choose_container(short, widths, biases, requested=ANY)
     except UserError:

@@ -317,8 +317,8 @@ class Checkpoint:
         infos = {on_disk: replace(self.tensors[name], name=on_disk) for name, on_disk in disk.items()}
         for name, stack in self.stacks.items():
             first, count = self.tensors[stack.parts[0]], len(stack.parts)
-            shape = stack.shape(count, first.shape)
-            infos[name] = replace(first, name=name, shape=shape, nbytes=first.nbytes * count)
+            shape = stack.shape(count, first.stored_shape)
+            infos[name] = replace(first, name=name, shape=shape, nbytes=first.nbytes * count, transposed=False)
         return infos
 
     @property

@@ -75,8 +75,8 @@ def plan_layout(
             for name, shape in zip(factor_names(weight), ((rank, columns), (rows, rank)), strict=True):
                 shapes[name], files[name] = (dtype, shape), files[weight]
     turned = model.checkpoint.transposed
-    plain = stack_shapes(shapes, model.checkpoint.stacks)
-    stored = {name: shape[::-1] if name in turned else shape for name, (_, shape) in plain.items()}
+    plain = {name: (dtype, shape[::-1] if name in turned else shape) for name, (dtype, shape) in shapes.items()}
+    stored = {name: shape for name, (_, shape) in stack_shapes(plain, model.checkpoint.stacks).items()}
     if model.checkpoint.by_class:
         check_shapes(stored, container.names(), "the output")
     layout: Layout = {file: {} for file in model.checkpoint.files}

@@ -9,7 +9,7 @@ import transformers
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import load_family, parse_family
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.skeleton import Names, build_skeleton
+from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.model.spaces import ConsumerSpace, Dimension, product
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def _stock_kinds(
 def _stock_config(family: Family, blocks: int | None) -> "PreTrainedConfig":
     """Return a config with its class's own sizes and so many blocks."""
     variant = family.variant
+    if family.found is not None and family.found.config is not None:
+        return parse_config(family.found.config)
     config = transformers.AutoConfig.for_model(family.model_type, **({variant: True} if variant else {}))
     if blocks is not None:
         setattr(config, family.dimensions["layers"][0], blocks)

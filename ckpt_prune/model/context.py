@@ -20,7 +20,7 @@ def reserved_positions(config: Any) -> int:
 def context_length(config: Any) -> int | None:
     """Return how many tokens a text model reads at most, or None if its config does not say."""
     positions = getattr(config, "max_position_embeddings", None)
-    return None if positions is None else int(positions) - reserved_positions(config)
+    return None if positions is None or positions < 0 else int(positions) - reserved_positions(config)
 
 
 def _height_and_width(value: Any) -> tuple[int, int]:

@@ -76,9 +76,10 @@ def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tup
     for block in range(blocks):
         prefix = family.block.format(block=block)
         own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
-        for stack, (module,) in ({} if family.experts is None else family.experts.stacks).items():
+        for stack, (part,) in ({} if family.experts is None else family.experts.stacks).items():
             count, *shape = own.pop(stack, (0,))
-            own |= {f"{module.format(expert=expert)}.weight": tuple(shape) for expert in range(count)}
+            turned = family.experts is not None and family.experts.turned and part.endswith(".weight")
+            own |= {part.format(expert=e): tuple(reversed(shape) if turned else shape) for e in range(count)}
         found.append(own)
     return found
 
@@ -180,6 +181,8 @@ def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> No
         stock = Names(build_skeleton(changed, family.architecture)).shapes
         shapes = _shapes_inside(family, stock, family.dimension(changed, "layers"))
         for module in family.linears:
+            if module in family.expert_modules:
+                continue  # all have biases or none (`Experts.biased`), and none gets one
             slot = family.bias_slots.get(module, False)
             is_open = slot is True or slot in opened
             if (f"{module}.bias" in shapes) != is_open:
@@ -290,18 +293,14 @@ def _check_widths(
     for key in space.config:
         if not isinstance(getattr(parsed, key, None), int):
             raise UserError(f"spaces.{name}.config: config.json has no number under {key}")
-        dense, factors = units * product([*space.config[key]], dimension), [space.units, *space.config[key]]
+        dense, factors = units * product(space.config[key], dimension), [space.units, *space.config[key]]
         if getattr(parsed, key) != dense:
-            raise UserError(
-                f"spaces.{name}.config: {key} is {getattr(parsed, key)} in config.json, and {' times '.join(factors)} "
-                f"is {dense}"
-            )
+            stated, said = getattr(parsed, key), " times ".join(map(str, factors))
+            raise UserError(f"spaces.{name}.config: {key} is {stated} in config.json, and {said} is {dense}")
     others = {other.units: other.count(dimension) for other in family.spaces.values() if other.units != space.units}
     values = {}
     for key, factors in space.config.items():
-        values[key] = kept
-        for factor in factors:
-            values[key] *= others.get(factor, dimension(factor))
+        values[key] = kept * product(factors, lambda each: others[each] if each in others else dimension(each))
     states_head = hasattr(parsed, "head_dim") or "head_dim" in family.dimensions["head_dim"]
     if not isinstance(getattr(type(parsed), "head_dim", None), property) and states_head:
         values["head_dim"] = dimension("head_dim")

@@ -102,6 +102,7 @@ class Family(StrictModel):
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
+    shares: dict[str, int] = Field(default_factory=dict)
     positions_behind: str | None = None
     sliding_window: str | None = None
     norm_offset: float = 0.0
@@ -322,7 +323,7 @@ class Family(StrictModel):
         for key in self.dimensions[name]:
             value = getattr(config, key, None)
             if value is not None:
-                return int(value)
+                return int(value) // self.shares.get(name, 1)
         if name in self.derived:
             return product(self.derived[name], lambda factor: self.dimension(config, factor))
         if name == "head_dim":

@@ -46,6 +46,8 @@ class Rotary(StrictModel):
 
 GATE, UP, DOWN = "gate", "up", "down"
 """Roles of the linear modules of an expert."""
+SHIFT = "shift"
+"""The bias of an expert's last linear module, which the router weighs: no compensation adds to it."""
 GROUPED = 8
 """Columns of experts are a multiple of this, because torch's product of all experts needs rows of 16 bytes."""
 
@@ -60,6 +62,9 @@ class Experts(StrictModel):
     down: str
     module: str
     stacked: bool = False
+    bare: bool = False
+    turned: bool = False
+    biased: bool = False
     chosen: str
     groups: tuple[str, str] | tuple[()] = ()
     raters: int = 2
@@ -83,14 +88,27 @@ class Experts(StrictModel):
 
     @property
     def stacks(self) -> dict[str, tuple[str, ...]]:
-        """Tensor of a block that files hold for all experts → the module of one; empty if files hold them apart."""
-        return {f"{m.replace('.{expert}', '')}.weight": (m,) for m in self.roles} if self.stacked else {}
+        """Tensor of a block that files hold for all experts → that of one; empty if files hold them apart."""
+        if not self.stacked:
+            return {}
+        names = {module.replace(".{expert}", ""): module for module in self.roles}
+        kind = "" if self.bare else ".weight"
+        stacks: dict[str, tuple[str, ...]] = {f"{name}{kind}": (f"{own}.weight",) for name, own in names.items()}
+        kinds = {module: SHIFT if module == self.down else "bias" for module in self.roles}
+        return stacks | {f"{name}_bias": (f"{own}.{kinds[own]}",) for name, own in names.items() if self.biased}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Tensors that linear modules of an expert may have."""
+        return ("weight", "bias", SHIFT) if self.biased else ("weight",)
 
     @property
     def held(self) -> dict[str, tuple[str, ...]]:
-        """Tensor of a block that a model in memory has for all experts → the modules of one, in order of their rows."""
-        gates = tuple(dict.fromkeys((self.gate, self.up)))
-        return {f"{self.module}.gate_up_proj": gates, f"{self.module}.down_proj": (self.down,)}
+        """Tensor of a block that a model in memory has for all experts → those of one, in order of their rows."""
+        if self.bare:
+            return {}  # the same as in files
+        gates = tuple(f"{module}.weight" for module in dict.fromkeys((self.gate, self.up)))
+        return {f"{self.module}.gate_up_proj": gates, f"{self.module}.down_proj": (f"{self.down}.weight",)}
 
 
 class Refusal(StrictModel):
@@ -172,8 +190,10 @@ class Found(StrictModel):
         proofs: of each space.
         whole: what stays whole → why.
         transformers: its version.
+        config: a small one, of a class that cannot be built from its own defaults.
     """
 
     proofs: dict[str, Proof]
     whole: dict[str, str]
     transformers: str
+    config: dict[str, Any] | None = None

@@ -92,12 +92,15 @@ def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:
         for name, prefix, rest in matches:
             if rest in rows:
                 count = checkpoint.tensors[name].shape[0]
-                parts = (f"{prefix}{m.format(expert=e)}.weight" for e in range(count) for m in rows[rest])
+                parts = (f"{prefix}{part.format(expert=e)}" for e in range(count) for part in rows[rest])
                 stacks[name] = Stack(tuple(parts), len(rows[rest]))
         if any(rest in experts.held for *_, rest in matches):
             aliases = _aliases(checkpoint, family, stacks.keys())
     turned = (name for name, _, rest in matches if rest.removesuffix(".weight") in family.transposed)
-    return checkpoint.transpose(turned).split(stacks).rename(aliases)
+    checkpoint = checkpoint.transpose(turned).split(stacks).rename(aliases)
+    if experts is None or not experts.turned:
+        return checkpoint
+    return checkpoint.transpose(part for stack in stacks.values() for part in stack.parts if part.endswith(".weight"))
 
 
 def match_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, Family]:

@@ -29,7 +29,7 @@ from ckpt_prune.model.family import Family, inputs_of, linears_of
 from ckpt_prune.model.family_keys import GROUPED
 from ckpt_prune.model.matching import match_family, orient_checkpoint, tied_by_description
 from ckpt_prune.model.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
-from ckpt_prune.model.spaces import AnySpace, Axis, Kind, SpaceName, axis_dim, spaces_among
+from ckpt_prune.model.spaces import AnySpace, Axis, Kind, SpaceName, axis_dim, product, spaces_among
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -212,7 +212,7 @@ class Model:
         kept = {self.family.spaces[space].units: count for space, count in widths.items()}
         # A key that two spaces share (query heads: KV groups times those of each) is the product of both widths.
         return {
-            key: count * prod(kept.get(factor, self.dimension(factor)) for factor in factors)
+            key: count * product(factors, lambda each: kept[each] if each in kept else self.dimension(each))
             for space, count in widths.items()
             for key, factors in self.family.spaces[space].config.items()
         }
@@ -313,13 +313,24 @@ class Model:
         return any(self.tensor(block, module, kind) in self.checkpoint.tensors for block in range(self.blocks))
 
     @cached_property
-    def _expert_weights(self) -> dict[str, int]:
-        modules = self.family.expert_modules.items()
-        return {self.tensor(block, module): expert for block in range(self.blocks) for module, (expert, _) in modules}
+    def biased(self) -> frozenset[str]:
+        """Linear modules that have a bias in some block, but those of experts, which get none."""
+        modules = self.family.expert_modules
+        return frozenset(each for each in self.family.linears if each not in modules and self.has(each, "bias"))
+
+    @cached_property
+    def _expert_tensors(self) -> dict[str, int]:
+        experts = self.family.experts
+        return {
+            f"{self.family.block.format(block=block)}{module}.{kind}": expert
+            for block in range(self.blocks)
+            for module, (expert, _) in self.family.expert_modules.items()
+            for kind in (experts.kinds if experts else ())
+        }
 
     def expert_of(self, weight: str) -> int | None:
         """Return the expert that a weight on disk belongs to; None if it is of no single one."""
-        return self._expert_weights.get(weight)
+        return self._expert_tensors.get(weight)
 
     def block_names(self, block: int) -> list[str]:
         """Return the on-disk names of a block's tensors."""
@@ -406,9 +417,10 @@ class Model:
                     heads = next((n for s, n in units.items() if self.family.spaces[s].units == rotary.per), None)
                     shapes[self.pairs_name(block)] = torch.int16, (units[space] * (heads or self.copies(space)),)
             for space in self.family.expert_spaces.keys() & units.keys():
-                for module, (expert, _) in self.family.expert_modules.items():
-                    if expert >= units[space]:
-                        shapes.pop(self.tensor(block, module), None)
+                prefix = self.family.block.format(block=block)
+                for name, expert in self._expert_tensors.items():
+                    if expert >= units[space] and name.startswith(prefix):
+                        shapes.pop(name, None)
         return shapes
 
     def pairs_name(self, block: int) -> str:
@@ -442,11 +454,16 @@ class Model:
             rewritten: linear modules of an expert that are left out.
         """
         stay = next((kept[space].tolist() for space in self.family.expert_spaces if space in kept), [])
-        roles = [] if self.family.experts is None else [m for m in self.family.experts.roles if m not in rewritten]
+        experts = self.family.experts
+        if experts is None:
+            return {}
+        prefix = self.family.block.format(block=block)
         return {
-            self.tensor(block, module.format(expert=number)): self.tensor(block, module.format(expert=expert))
-            for module in roles
-            for number, expert in enumerate(stay)
+            f"{prefix}{module.format(expert=new)}.{kind}": f"{prefix}{module.format(expert=old)}.{kind}"
+            for module in experts.roles
+            for kind in experts.kinds
+            for new, old in enumerate(stay)
+            if module not in rewritten and f"{prefix}{module.format(expert=old)}.{kind}" in self.checkpoint.tensors
         }
 
     def drop_experts(self, block: int, tensors: Mapping[str, Tensor], kept: KeptUnits) -> dict[str, Tensor]:
@@ -454,8 +471,7 @@ class Model:
         moved = self.map_experts(block, kept)
         if not moved:
             return dict(tensors)
-        of_experts = {self.tensor(block, module) for module in self.family.expert_modules}
-        others = {name: tensor for name, tensor in tensors.items() if name not in of_experts}
+        others = {name: tensor for name, tensor in tensors.items() if name not in self._expert_tensors}
         return others | {name: tensors[before] for name, before in moved.items()}
 
     def line_numbers(self, module: str, dim: int) -> Tensor:

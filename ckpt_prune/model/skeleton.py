@@ -42,7 +42,10 @@ def _parse_config(config: str) -> "PreTrainedConfig":
     values.pop("auto_map", None)
     model_type = values.pop("model_type")
     try:
-        return transformers.AutoConfig.for_model(model_type, **values)
+        parsed: Any = transformers.AutoConfig.for_model(model_type, **values)
+        if getattr(parsed, "is_heterogeneous", False):
+            parsed.allow_global_per_layer_attribute_access = True  # a number that blocks override is that of the others
+        return parsed
     except Exception as error:  # the strict config classes raise several types of their own
         raise _refusal(error) from error
 
@@ -244,7 +247,7 @@ class Names:
         parameters = self.parameters(disk)
         if not parameters:
             return None
-        if self._is_stacked(disk):
+        if self.is_part(disk):
             return self.shapes.get(disk)
         first, *rest = (tuple(self._parameters[name].shape) for name in parameters)
         return (first[0] + sum(each[0] for each in rest), *first[1:]) if rest else first
@@ -259,13 +262,16 @@ class Names:
         stored |= {source for parameter, source in self.ties.items() if parameter in stored}
         lacking = {self.saved_as(parameter) for parameter in self._parameters if parameter not in stored}
         in_memory = {parameter for parameter in self._parameters if parameter in given}
-        stacked = (name for name in self.shapes if name not in given and self._is_stacked(name))
+        stacked = (name for name in self.shapes if name not in given and self.is_part(name))
         return sorted(lacking | {name for name in stacked if not in_memory.issuperset(self.parameters(name))})
 
-    def _is_stacked(self, disk: str) -> bool:
-        """Return whether a tensor on disk is one of several that a parameter stacks: a weight of one expert."""
+    def is_part(self, disk: str) -> bool:
+        """Return whether a parameter is made of several tensors on disk, of which this is one.
+
+        It stacks the weights of all experts, or has one tensor's rows behind another's.
+        """
         parameters, shape = self.parameters(disk), self.shapes.get(disk)
-        return shape is not None and len(parameters) == 1 and len(shape) < self._parameters[parameters[0]].dim()
+        return shape is not None and len(parameters) == 1 and shape != tuple(self._parameters[parameters[0]].shape)
 
 
 def stock_names(config: dict[str, Any], architecture: str) -> Names:

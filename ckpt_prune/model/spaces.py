@@ -170,7 +170,7 @@ class Space(StrictModel):
     rounding: Rounding
     rows: list[Incidence] = Field(min_length=1)
     tables: list[Incidence] = []
-    config: dict[str, list[str]]
+    config: dict[str, list[str | int]]
     fixed: str | None = None
     attributes: dict[str, list[str | int]] = {}
     whole: str | None = None

@@ -43,7 +43,7 @@ def recompute_blocks(folder: Path, dense: Path, statistics: Path) -> tuple[bool 
         raise UserError(f"{folder} was made from other statistics than {statistics}: give those")
     prepared = preview_job(Job(Model.open(dense), _recipe(report), measured))
     checkpoint = prepared.model.checkpoint
-    out = Checkpoint.open(folder).rename(checkpoint.aliases).transpose(checkpoint.transposed).split(checkpoint.stacks)
+    out = Checkpoint.open(folder).rename(checkpoint.aliases).split(checkpoint.stacks).transpose(checkpoint.transposed)
     pruners = [(stage, stage.pruner(prepared)) for stage in stages_of(prepared.recipe)]
     stage, pruner = next((stage, pruner) for stage, pruner in pruners if pruner is not None)
     source = open_moments(prepared, stage.grams(prepared))

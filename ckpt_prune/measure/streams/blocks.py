@@ -56,7 +56,7 @@ class BlockFactory:
         self._facts = block_facts(self.family, model.dimension)
         self._experts = self.family.expert_modules
         of_block = re.escape(self.family.block).replace(re.escape("{block}"), r"(\d+)")
-        self._of_block = re.compile(rf"{of_block}(.+)\.(weight|bias)")
+        self._of_block = re.compile(rf"{of_block}(.+)\.(weight|bias|shift)")
 
     @property
     def layers(self) -> str:
@@ -174,7 +174,7 @@ class BlockFactory:
         Raises:
             ValueError: a parameter is left without a tensor.
         """
-        for disk, tensor in self._stack_experts(module, path, tensors).items():
+        for disk, tensor in self._join_parts(module, path, tensors).items():
             parameters = () if is_stored_buffer(disk) else self.find_parameters(disk)
             parts = self.split(disk, tensor) if len(parameters) > 1 else [tensor] * len(parameters)
             for parameter, part in zip(parameters, parts, strict=True):
@@ -190,23 +190,24 @@ class BlockFactory:
             if value.is_meta:
                 raise ValueError(f"no tensor for {name}")
 
-    def _stack_experts(self, module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors with those of experts without a space stacked: files may hold them apart."""
+    def _join_parts(self, module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with those joined that make up one parameter: experts without a space, or fused rows."""
         given = dict(tensors)
-        stacked = {name: each.dim() for name, each in module.named_parameters() if each.dim() > 2}
+        joined = {name: each.dim() for name, each in module.named_parameters() if each.dim() > 2}
         apart: dict[str, dict[str, list[str]]] = {}  # parameter → linear module without its number → of each expert
-        for disk in tensors if stacked else ():
+        for disk in tensors if joined else ():
             parameters = () if is_stored_buffer(disk) else self.find_parameters(disk)
-            if len(parameters) == 1 and stacked.get(parameters[0].removeprefix(f"{path}.")) == given[disk].dim() + 1:
+            if len(parameters) != 1 or parameters[0].removeprefix(f"{path}.") not in joined:
+                continue
+            if self.names.is_part(disk):
                 apart.setdefault(parameters[0], {}).setdefault(re.sub(r"\.\d+\.", ".", disk), []).append(disk)
         for parameter, linears in apart.items():
-            order = {re.sub(r"\.\d+\.", ".", disk): None for disk in self.names.shapes}  # a gate's rows come first
-            stacks = [
-                torch.stack([given.pop(disk) for disk in _by_number(linears[each])])
-                for each in order
-                if each in linears
-            ]
-            given[parameter] = torch.cat(stacks, 1)
+            order = dict.fromkeys(re.sub(r"\.\d+\.", ".", disk) for disk in self.names.shapes)
+            parts = [[given.pop(disk) for disk in _by_number(linears[each])] for each in order if each in linears]
+            if joined[parameter.removeprefix(f"{path}.")] > parts[0][0].dim():
+                given[parameter] = torch.cat([torch.stack(each) for each in parts], 1)  # a gate's rows come first
+            else:
+                given[parameter] = torch.cat([tensor for each in parts for tensor in each])
         return given
 
     def find_parameters(self, disk: str) -> tuple[str, ...]:

@@ -1,19 +1,21 @@
 """Experts of a block with linear modules of their own; stock classes hold stacked weights.
 
-The router's weight of a token multiplies the input of an expert's last linear module, not its output: for a module
-without a bias that is the same. What is observed there is then weighted as the model weighs it. Outputs are what is
-added to the block's, and so are gradients at them.
+The router's weight of a token multiplies the input of an expert's last linear module, not its output, and its bias
+beside it, which is the same. What is observed there is then weighted as the model weighs it. Outputs are what is added
+to the block's, and so are gradients at them.
 """
 
 from collections.abc import Collection, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.family_keys import DOWN, GATE, UP, Experts
+from ckpt_prune.model.expert_classes import Inner, find_inner
+from ckpt_prune.model.family_keys import DOWN, GATE, SHIFT, UP, Experts
 
 FEW = 8
 """An expert has seen too few tokens if there are fewer than one for so many inputs of its last linear module."""
@@ -23,28 +25,29 @@ class Expert(nn.Module):
     """One expert.
 
     Args:
-        linears: role → linear module; without `up` the rows of `up` stand behind the gate's own.
-        activation: of the gate's output.
+        linears: role → linear module; without `up` the gate's has all rows.
+        inner: of their outputs.
     """
 
-    def __init__(self, linears: Mapping[str, nn.Linear], activation: Any) -> None:
+    def __init__(self, linears: Mapping[str, nn.Linear], inner: Inner) -> None:
         super().__init__()
         for name, linear in linears.items():
             self.add_module(name, linear)
-        self.activation = activation
+        self.inner = inner
 
     def forward(self, tokens: Tensor, weights: Tensor, *, unseen: bool = False) -> Tensor:
         """Return outputs for tokens (N, hidden), weighted by (N, 1). If `unseen`, linear modules run no hooks."""
 
         def apply(role: str, inputs: Tensor) -> Tensor:
             linear: Any = self.get_submodule(role)
-            outputs: Tensor = nn.functional.linear(inputs, linear.weight, linear.bias) if unseen else linear(inputs)
+            outputs: Tensor = linear.forward(inputs) if unseen else linear(inputs)
             return outputs
 
-        gate = apply(GATE, tokens)
-        gate, up = (gate, apply(UP, tokens)) if UP in self._modules else gate.chunk(2, dim=-1)
-        inner = self.activation(gate) * up
-        return apply(DOWN, (inner * weights).to(inner.dtype))
+        made = [apply(role, tokens) for role in (GATE, UP) if role in self._modules]
+        inner = self.inner(torch.cat(made, -1))
+        outputs = apply(DOWN, (inner * weights).to(inner.dtype))
+        shift: Tensor | None = getattr(self.get_submodule(DOWN), SHIFT, None)
+        return outputs if shift is None else outputs + (shift * weights).to(outputs.dtype)
 
 
 class SplitExperts(nn.ModuleList):
@@ -92,18 +95,42 @@ class SplitExperts(nn.ModuleList):
         return total
 
 
+class SortedExperts(SplitExperts):
+    """Experts of a class that weighs tokens before them, and hands all tokens to each, at zero to most (Llama 4)."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the outputs of every expert, (experts · N, hidden), for tokens of the same shape."""
+        given = hidden_states.view(len(self), -1, hidden_states.shape[-1])
+        made = torch.zeros_like(given)
+        self.routed, self.most = {}, 1
+        expert: Any
+        for number, expert in enumerate(self):
+            if number in self.shown:
+                expert(given[number], given.new_full((given.shape[1], 1), self.shown[number]))
+            token = given[number].abs().sum(-1).nonzero().flatten()
+            if not len(token):
+                continue
+            run = partial(expert.forward, unseen=True) if number in self.shown else expert
+            made[number, token] = run(given[number, token], given.new_ones((len(token), 1)))
+            self.routed[number] = token
+            self.mass[number] += float(len(token))
+        return made.view(hidden_states.shape)
+
+
 def split_experts(block: nn.Module, experts: Experts, family: str, count: int) -> None:
     """Put experts with linear modules of their own, on the meta device and without a size, into a stock block."""
     stock: Any = block.get_submodule(experts.module)
-    if not hasattr(stock, "act_fn"):
+    inner = find_inner(stock)
+    if inner is None:
         raise UserError(f"the experts of {family} are not an activation of one projection times another")
 
     def make_expert() -> Expert:
         linears = {role: nn.Linear(1, 1, bias=False, device="meta") for role in experts.roles.values()}
-        return Expert(linears, stock.act_fn)
+        return Expert(linears, inner)
 
     owner, _, name = experts.module.rpartition(".")
-    setattr(block.get_submodule(owner), name, SplitExperts([make_expert() for _ in range(count)]))
+    kind = SortedExperts if len(signature(stock.forward).parameters) == 1 else SplitExperts
+    setattr(block.get_submodule(owner), name, kind([make_expert() for _ in range(count)]))
 
 
 def saw_too_few(tokens: Collection[int], inputs: int) -> bool:

@@ -292,7 +292,7 @@ def _obstacle(candidate: Family, output: _Output, *, remote: bool, slotless_ok: 
         if reasons:
             return "; ".join(reasons.values())
     hidden = model.dimension("hidden")
-    heads_key = source.dimensions["query_heads"][0]
+    heads_key = next(iter(source.dimensions["query_heads"]), None)
     heads = {values[heads_key] for values in map(model.config_values, output.widths) if heads_key in values}
     odd = sorted(count for count in heads if hidden % count)
     refuses = candidate.heads_divide_hidden and not (remote and candidate.uneven)

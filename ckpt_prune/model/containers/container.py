@@ -83,8 +83,7 @@ def stored_container(checkpoint: Checkpoint) -> Container:
 
 def container_of(model: Model) -> Container:
     """Return what a model's checkpoint is stored as, with the linear modules that have a bias in it."""
-    biases = frozenset(module for module in model.family.linears if model.has(module, "bias"))
-    return replace(stored_container(model.checkpoint), biases=biases)
+    return replace(stored_container(model.checkpoint), biases=model.biased)
 
 
 def remote_skeleton(config: "PreTrainedConfig", remote_class: str) -> nn.Module:

@@ -23,7 +23,7 @@ from ckpt_prune.model.discovery.trace import (
     record_blocks,
     trace_block,
 )
-from ckpt_prune.model.discovery.twin import FIRST, Twin
+from ckpt_prune.model.discovery.twin import Twin
 from ckpt_prune.model.skeleton import Names, RefusedConfigError, build_skeleton, parse_config
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "experts_per_token", "moe_k")
@@ -61,6 +61,7 @@ class Describer:
         self.dimensions: dict[str, list[str]] = {}
         self.sizes: dict[str, int] = {}
         self.derived: dict[str, list[str | int]] = {}
+        self.shares: dict[str, int] = {}
         self.whole: dict[str, str] = {}
         self.spaces: dict[str, dict[str, Any]] = {}
 
@@ -120,7 +121,7 @@ class Describer:
 
     def describe(self) -> Draft:
         """Return a description of what every block has."""
-        traces = [(run, trace_block(run, packed_modules(run.block, FIRST.experts))) for run in self._kinds]
+        traces = [(run, trace_block(run, packed_modules(run.block, self.twin.sizes.experts))) for run in self._kinds]
         self.add_dimension(
             "hidden",
             self.runs[0].states.shape[-1],
@@ -154,6 +155,7 @@ class Describer:
             "lookups": [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)],
             "dimensions": self.dimensions,
             "derived": self.derived,
+            "shares": self.shares,
             "attention": attention,
             "transposed": self._transposed(),
             "spaces": {name: self.spaces[name] for name in order if name in self.spaces},
@@ -218,12 +220,12 @@ class Describer:
         mixing = [(run, each) for run, own in traces for each in own if each.mixes]
         mixing.sort(key=lambda found: len(found[1].used))  # attention has no tensors of its own beside linear modules
         ways = {(each.consumer, each.producers): (run, each) for run, each in mixing}
-        if not ways:
-            raise UserError(f"no linear module of {self.twin.architecture} reads what mixes tokens")
-        heads = self.key_of(FIRST.heads, "head|^n_head") or self.key_of(FIRST.heads)
-        if heads is None:
-            raise UserError(f"no config key counts the heads of {self.twin.architecture}")
-        self.add_dimension("query_heads", FIRST.heads, [heads])
+        heads = self.key_of(self.twin.sizes.heads, "head|^n_head") or self.key_of(self.twin.sizes.heads)
+        if not ways or heads is None:
+            unknown = "no config key counts its heads" if ways else "no linear module reads what mixes tokens"
+            self.whole |= dict.fromkeys(("queries", "heads"), unknown)
+            return self._unknown_attention(traces)
+        self.add_dimension("query_heads", self.twin.sizes.heads, [heads])
         attention: dict[str, Any] = {}
         chosen = ""
         reasons: dict[str, str] = {}
@@ -241,6 +243,20 @@ class Describer:
             self.whole[consumer] = reasons.get(consumer, "its tokens mix in another way than those of heads")
         return attention
 
+    def _unknown_attention(self, traces: Sequence[tuple[BlockRun, Sequence[Trace]]]) -> dict[str, Any]:
+        """Return what stands for attention if no linear module of it was found: a tensor without columns."""
+        self.dimensions |= {name: [] for name in ("query_heads", "kv_heads", "head_dim", "logits")}
+        self.derived |= {"query_heads": [1], "kv_heads": [1], "head_dim": ["hidden"], "logits": ["hidden"]}
+        ends = {trace.consumer for _, own in traces for trace in own if not trace.mixes}
+        makers = {path for _, own in traces for trace in own if not trace.mixes for path in trace.producers}
+        for run, _ in traces:
+            for name, tensor in run.block.named_parameters():
+                path, _, kind = name.rpartition(".")
+                if tensor.dim() > 1 and path not in ends | makers:
+                    place = self.on_disk(run, path) if kind == "weight" else self.on_disk(run, name, "")
+                    return dict.fromkeys(("query", "key", "value", "output"), place) | {"latent": True}
+        raise UserError(f"{self.twin.architecture} has no tensors but those of its MLPs")
+
     def _heads(self, run: BlockRun, trace: Trace, heads: str) -> tuple[dict[str, Any], str | None]:
         """Return the modules of one way to mix tokens; add its heads, or say why there are none."""
         roles = _roles(trace)
@@ -257,7 +273,7 @@ class Describer:
             return attention, "keys and values of all heads are made of one latent vector of a token"
         if shared:
             return attention, "its queries or keys are normalised over all heads together"
-        if count in (1, len(unit)) or len(unit) % count or not 1 < count <= FIRST.heads:
+        if count in (1, len(unit)) or len(unit) % count or not 1 < count <= self.twin.sizes.heads:
             return attention, "its heads depend on one another"
         return attention, self._add_heads(run, trace, unit, count, heads)
 
@@ -267,13 +283,14 @@ class Describer:
         group = (int(inner.max()) + 1) // count
         width = len(unit) // count // group
         kv_key = self.key_of(count, "kv|key_value|group") if group > 1 else heads
-        if kv_key is None or count * group != FIRST.heads:
+        if kv_key is None or count * group != self.twin.sizes.heads:
             return "no config key counts its groups of keys and values"
         self.add_dimension("kv_heads", count, list(dict.fromkeys([kv_key, heads])))
         self.add_dimension(
-            "head_dim", width, _keys(self.key_of(width, "head_dim|kv_channels|d_head|dim_head|head_size"))
+            "head_dim", width, [self.key_of(width, "head_dim|kv_channels|d_head|dim_head|head_size") or "head_dim"]
         )
-        named = self.named_sizes({"head_dim": width, "group": group, "kv_heads": count, "query_heads": FIRST.heads})
+        sizes = {"head_dim": width, "group": group, "kv_heads": count, "query_heads": self.twin.sizes.heads}
+        named = self.named_sizes(sizes)
         if group == 1:
             named.pop("group")
         rows = self._rows(run, trace, unit, count, named)
@@ -371,9 +388,9 @@ class Describer:
 
     def _columns(self, traces: Sequence[tuple[BlockRun, Sequence[Trace]]]) -> None:
         for run, own in traces:
-            has_experts = bool(packed_modules(run.block, FIRST.experts))
+            has_experts = bool(packed_modules(run.block, self.twin.sizes.experts))
             name = "shared" if has_experts else "dense" if "experts" in self.spaces else "mlp"
-            for trace in own:
+            for trace in sorted(own, key=lambda each: -each.columns):  # the widest is the MLP
                 if not trace.mixes and self.on_disk(run, trace.consumer) not in self.consumers():
                     why = self._add_columns(name, run, trace)
                     if why is not None:
@@ -390,23 +407,34 @@ class Describer:
         if int(unit.max()) + 1 != count:
             return f"columns of {trace.consumer} depend on one another"
         each: list[str] = []
+        expert = self.sizes["mlp"] if "experts" in self.spaces else self.twin.sizes.expert_mlp
         units, key = name, self.key_of(count, "intermediate|ffn|ff|inner|mlp|expert") or self.key_of(count)
         if "mlp" in self.spaces and key in self.spaces["mlp"]["config"]:
             units = "mlp"
-        elif name == "shared" and (key is None or count == FIRST.expert_mlp):
-            several = self.key_of(count // FIRST.expert_mlp, "shared") if count > FIRST.expert_mlp else None
-            key = self.key_of(FIRST.expert_mlp, "intermediate|ffn")
-            if count != FIRST.expert_mlp:
-                if several is None or count % FIRST.expert_mlp:
+        elif name == "shared" and (key is None or count == expert):
+            several = self.key_of(count // expert, "shared") if count > expert else None
+            key = self.key_of(expert, "intermediate|ffn")
+            if count != expert:
+                if several is None or count % expert:
                     return f"no config key states the columns of {trace.consumer}"
                 each = [several]
-                unit, count = unit // self.twin.config[several], FIRST.expert_mlp
+                unit, count = unit // self.twin.config[several], expert
             units = "mlp"
+        hidden, fixed = self.sizes["hidden"], None
         if key is None:
-            return f"no config key states the columns of {trace.consumer}"
-        self.add_dimension(units, count, [key])
-        if self.usual.get(key, 0) is None:
+            key = self.key_of(2 * count, "intermediate|ffn|ff|inner|mlp")
+            if key is None and count % hidden:
+                return f"no config key states the columns of {trace.consumer}"
+        if key is not None and self.twin.config[key] == 2 * count:
+            self.shares[units] = 2
+        elif key is None:
+            fixed = f"the {name} of {{model_type}} is always {count // hidden} times as wide as the hidden size"
+            self.derived[units] = [count // hidden, "hidden"]
+        elif "rank" in key:
+            return f"{trace.consumer} is of low rank by itself"
+        elif self.usual.get(key, 0) is None:
             self._derive(units, key, run, trace)
+        self.add_dimension(units, count, _keys(key))
         named = {units: count, **({each[0]: self.twin.config[each[0]]} if each else {})}
         rows = self._rows(run, trace, unit, count, named)
         ends = find_incidences(self.on_disk(run, trace.consumer), unit, count, named)
@@ -421,7 +449,8 @@ class Describer:
             "rows": rows,
             "columns": ends[0],
             **({"tables": tables} if tables else {}),
-            "config": {key: []},
+            "config": {key or "intermediate_size": [2] if units in self.shares else []},
+            **({"fixed": fixed} if fixed else {}),
             **self._effect(run, trace),
         }
         return None
@@ -437,30 +466,27 @@ class Describer:
             self.derived[units] = [columns // hidden, "hidden"]
 
     def _experts(self) -> dict[str, Any] | None:
-        run = next((run for run in self.runs if packed_modules(run.block, FIRST.experts)), None)
+        run = next((run for run in self.runs if packed_modules(run.block, self.twin.sizes.experts)), None)
         if run is None:
             return None
-        packed = packed_modules(run.block, FIRST.experts)
-        key, count_key = self.key_of(FIRST.expert_mlp), self.key_of(FIRST.experts, "expert")
-        columns = FIRST.expert_mlp
-        if key is None:
-            key, columns = self.key_of(FIRST.mlp, "intermediate|ffn"), FIRST.mlp
+        packed = packed_modules(run.block, self.twin.sizes.experts)
+        prefix = self.prefix.format(block=run.path.rpartition(".")[2])
+        found = find_experts(run.block, packed[0], self.names, prefix, run.path, self.twin.sizes.experts)
+        if isinstance(found, str):
+            self.whole["experts"] = self.whole["mlp"] = found
+            return None
+        key, count_key = self.key_of(found.columns, "intermediate|ffn"), self.key_of(self.twin.sizes.experts, "expert")
         chosen = next((each for each in _CHOSEN if isinstance(getattr(self.twin.parsed, each, None), int)), None)
         if key is None or count_key is None or chosen is None:
             self.whole["experts"] = self.whole["mlp"] = (
                 "no config key states how many experts there are, or their columns"
             )
             return None
-        index = run.path.rpartition(".")[2]
-        prefix = self.prefix.format(block=index)
-        found = find_experts(run.block, packed[0], self.names, prefix, run.path, FIRST.experts, columns)
-        if isinstance(found, str):
-            self.whole["experts"] = self.whole["mlp"] = found
-            return None
-        self.add_dimension("mlp", columns, [key])
-        self.add_dimension("experts", FIRST.experts, [count_key])
-        gates = [{"module": found.gate}, {"module": found.up}]
-        rows = [{"module": found.gate, "copies": 2}] if found.gate == found.up else gates
+        self.add_dimension("mlp", found.columns, [key])
+        self.add_dimension("experts", self.twin.sizes.experts, [count_key])
+        rows: list[dict[str, Any]] = [{"module": found.gate}, {"module": found.up}]
+        if found.gate == found.up:
+            rows = [{"module": found.gate} | ({"each": [2]} if found.interleaved else {"copies": 1 + found.gated})]
         common = {"rounding": "ceil", "unit": "column", "units": "mlp", "experts": True}
         self.spaces["mlp"] = {
             "ends": "columns",
@@ -487,7 +513,7 @@ class Describer:
             "down": found.down,
             "module": found.path,
             "chosen": chosen,
-            **({"stacked": True} if found.stacked else {}),
+            **found.flags,
             **({"groups": groups} if len(groups) == 2 else {}),
         }
 
@@ -563,8 +589,8 @@ def _roles(trace: Trace) -> dict[str, str]:
     across = [path for path in trace.producers if bool(trace.across[path].any())]
     own = [path for path in trace.producers if bool((~trace.across[path]).any())]
     rows_of = {path: int(trace.rows[path].sum(1).float().mean()) for path in trace.producers}
-    value = min(across, key=lambda path: rows_of[path])
     key = max(across, key=lambda path: rows_of[path])
+    value = min(across, key=lambda path: (rows_of[path], path == key))
     query = max(own, key=lambda path: rows_of[path]) if own else key
     return {"query": query, "key": key, "value": value}
 

@@ -16,6 +16,7 @@ from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.similar_names import NEAR, did_you_mean
 from ckpt_prune.common.user_cache import user_cache
+from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import known_families, parse_family
 from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, modules_of
@@ -131,7 +132,7 @@ def _place(plain: dict[str, Any], architecture: str) -> Path:
 
     parsed = parse_config(plain)
     module: Any = import_module(stock_class(architecture, parsed).__module__)
-    small = next(small_configs(plain, FIRST))
+    small, _ = next(small_configs(plain, FIRST))
     small.pop("transformers_version", None)
     text = json.dumps([__version__, transformers.__version__, architecture, small], sort_keys=True, default=str)
     digest = hashlib.sha256(Path(module.__file__).read_bytes() + text.encode()).hexdigest()
@@ -142,6 +143,12 @@ def _find(plain: dict[str, Any], architecture: str, auto: str) -> Discovery:
     import transformers
 
     start = time.process_time()
+    borrowing = getattr(parse_config(plain), "num_kv_shared_layers", 0)
+    if borrowing:
+        raise UserError(
+            f"the last {borrowing} blocks of this {plain['model_type']} read keys and values that others made "
+            "(num_kv_shared_layers), and this version prunes blocks one by one"
+        )
     first, other = (build_twin(plain, architecture, sizes) for sizes in (FIRST, OTHER))
     try:
         draft = Describer(first, auto, plain).describe()
@@ -154,7 +161,12 @@ def _find(plain: dict[str, Any], architecture: str, auto: str) -> Discovery:
         reasons = "; ".join(f"{space}: {why}" for space, why in draft.whole.items())
         raise UserError(f"no space of {architecture} is proven: {reasons}")
     proven = {name: proof.model_dump() for name, proof in proofs.items()}
-    draft.description["found"] = {"proofs": proven, "whole": draft.whole, "transformers": transformers.__version__}
+    found = {"proofs": proven, "whole": draft.whole, "transformers": transformers.__version__}
+    draft.description["found"] = found
+    try:
+        module_paths(parse_family(json.dumps(draft.description)))
+    except Exception:  # published configs state what its class has no default for, or each block its own
+        draft.description["found"] = found | {"config": other.config}
     return Discovery(description=draft.description, seconds=round(time.process_time() - start, 2))
 
 
@@ -195,6 +207,13 @@ def _settle(draft: Draft, twin: Twin) -> Family:
                 module = reason.split()[1].removesuffix(".weight")
                 spaces = draft.description["spaces"].items()
                 named = next((name for name, own in spaces if module in modules_of([own])), "")
+            if reason.startswith("attention.") and not draft.description["attention"].get("latent"):
+                draft.description["attention"]["latent"] = True  # its sizes are not those of heads
+                draft.description["dimensions"]["logits"] = []
+                draft.description["derived"]["logits"] = ["head_dim"]
+                if "heads" in draft.description["spaces"]:
+                    drop_space(draft, "heads", f"shapes contradict it: {reason}")
+                continue
             if named not in draft.description["spaces"]:
                 raise
             drop_space(draft, named, _FIXED if named in ("heads", "queries") else f"shapes contradict it: {reason}")

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckpt_prune.model.expert_classes import find_inner
 from ckpt_prune.model.skeleton import Names
-
-_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,11 @@ class FoundExperts:
         router: linear module on disk that chooses among them.
         tables: tensors of one number for each expert.
         stacked: files hold each linear module of all experts in one tensor.
+        bare: that tensor has the module's name.
+        turned: the weights of one are (inputs, outputs).
+        biased: linear modules have biases.
+        columns: of an expert.
+        gated: gate and up are two, whose rows lie one after the other, or `interleaved`.
     """
 
     path: str
@@ -33,6 +37,17 @@ class FoundExperts:
     router: str
     tables: tuple[str, ...]
     stacked: bool
+    bare: bool
+    turned: bool
+    biased: bool
+    columns: int
+    gated: bool
+    interleaved: bool
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Keys of a description that are true."""
+        return {key: True for key in ("stacked", "bare", "turned", "biased") if getattr(self, key)}
 
 
 def packed_modules(block: nn.Module, count: int) -> list[str]:
@@ -44,9 +59,7 @@ def packed_modules(block: nn.Module, count: int) -> list[str]:
     ]
 
 
-def find_experts(
-    block: nn.Module, path: str, names: Names, prefix: str, place: str, count: int, columns: int
-) -> FoundExperts | str:
+def find_experts(block: nn.Module, path: str, names: Names, prefix: str, place: str, count: int) -> FoundExperts | str:
     """Return the experts of a block, or why they cannot be described.
 
     Args:
@@ -54,29 +67,34 @@ def find_experts(
         names: of the model.
         prefix: of the block's tensors on disk.
         place: path of the block in the model.
-        columns: of an expert.
     """
     module: Any = block.get_submodule(path)
-    weights: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-    if {each.dim() for each in weights.values()} != {3} or len(weights) != 2:
-        return "its experts have more than two weights each, such as biases"
+    parameters: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+    weights = {name: each for name, each in parameters.items() if each.dim() == 3}
+    biases = [name for name in parameters if name not in weights]
+    turned, gated = bool(getattr(module, "is_transposed", False)), bool(getattr(module, "has_gate", True))
+    interleaved = not getattr(module, "is_concatenated", True)
+    if len(weights) != 2 or biases not in ([], [f"{name}_bias" for name in weights]):
+        return "its experts have other tensors than two weights each and their biases"
     first, last = weights
-    if not _computes_products(module, weights[first], weights[last], columns):
-        return "its experts are not an activation of one projection times another"
+    turned = turned or weights[first].shape[2] != weights[last].shape[1]  # some classes do not say so
+    if not _computes_sums(module, parameters, turned=turned):
+        return "its experts are not one linear module behind another, weighted by the router"
     disk: dict[str, list[str]] = {}
-    for parameter in (first, last):
+    for parameter in parameters:
         full = f"{place}.{path}.{parameter}"
         disk[parameter] = [each.removeprefix(prefix) for each in names.shapes if full in names.parameters(each)]
-    if [*disk[first], *disk[last]] == [f"{path}.{first}", f"{path}.{last}"]:
-        return "its files hold all experts in one tensor under a name that is not of a linear module"
     stacked = all(len(each) == 1 for each in disk.values())
+    bare = stacked and not disk[first][0].endswith(".weight")
     if stacked:
         modules = [f"{disk[each][0].removesuffix('.weight')}.{{expert}}" for each in (first, first, last)]
+        if biases and (not bare or any(disk[f"{each}_bias"] != [f"{disk[each][0]}_bias"] for each in weights)):
+            return "its files hold biases of experts in a way that is not described"
     else:
         gates, downs = (_generic(disk[each]) for each in (first, last))
-        if len(gates) != 2 or len(downs) != 1:
+        if len(gates) != 1 + gated or len(downs) != 1 or biases or turned:
             return "its files hold experts in a way that is not described"
-        modules = [*gates, *downs]
+        modules = [gates[0], gates[-1], *downs]
     gate, up, down = modules
     router = _find_router(block, path, count)
     if router is None:
@@ -87,7 +105,21 @@ def find_experts(
         for name in _of_each(block, path, count)
         if name.rpartition(".")[2] != "bias" and name in {*dict(block.named_parameters()), *_kept_buffers(block)}
     ]
-    return FoundExperts(path, gate, up, down, weight.removesuffix(".weight"), tuple(tables), stacked)
+    return FoundExperts(
+        path,
+        gate,
+        up,
+        down,
+        weight.removesuffix(".weight"),
+        tuple(tables),
+        stacked=stacked,
+        bare=bare,
+        turned=turned,
+        biased=bool(biases),
+        columns=weights[last].shape[1 if turned else 2],
+        gated=gated,
+        interleaved=interleaved,
+    )
 
 
 def _generic(disk: list[str]) -> list[str]:
@@ -121,23 +153,41 @@ def _find_router(block: nn.Module, path: str, count: int) -> str | None:
 
 
 @torch.no_grad()
-def _computes_products(module: Any, first: Tensor, last: Tensor, columns: int) -> bool:
-    """Return whether experts add up weight × down(activation(gate) × up), the gate's rows first."""
-    count, hidden = last.shape[0], last.shape[1]
-    is_usual = first.shape == (count, 2 * columns, hidden) and last.shape == (count, hidden, columns)
-    arguments = tuple(signature(module.forward).parameters)
-    if not is_usual or arguments != _ARGUMENTS or not hasattr(module, "act_fn"):
+def _computes_sums(module: Any, parameters: Mapping[str, Tensor], *, turned: bool) -> bool:
+    """Return whether experts add up what their last linear module makes, weighted by the router as `streams` does it.
+
+    A class may weigh tokens itself, and hand all of them to every expert.
+    """
+    inner = find_inner(module)
+    if inner is None:
         return False
+    first, last = (name for name, each in parameters.items() if each.dim() == 3)
+    count, hidden = parameters[last].shape[0], parameters[last].shape[2 if turned else 1]
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randn(5, hidden, generator=generator)
     chosen = torch.randint(count, (5, 2), generator=generator)
     chosen[:, 1] = (chosen[:, 0] + 1) % count
     weights = torch.rand(5, 2, generator=generator)
-    expected = torch.zeros_like(tokens)
-    for token in range(5):
-        for place in range(2):
-            expert = int(chosen[token, place])
-            gate, up = (first[expert] @ tokens[token]).chunk(2)
-            expected[token] += weights[token, place] * (last[expert] @ (module.act_fn(gate) * up))
-    given: Tensor = module(tokens, chosen, weights)
-    return bool(torch.allclose(given, expected, atol=1e-4 * float(expected.abs().max())))
+
+    def linear(name: str, expert: int, inputs: Tensor) -> Tensor:
+        weight, bias = parameters[name][expert], parameters.get(f"{name}_bias")
+        made = inputs @ weight if turned else weight @ inputs
+        return made if bias is None else made + bias[expert]
+
+    def run(expert: int, token: Tensor) -> Tensor:
+        return linear(last, expert, inner(linear(first, expert, token)))
+
+    try:
+        if len(signature(module.forward).parameters) == 1:
+            given = module(tokens.repeat(count, 1)).view(count, 5, hidden)
+            expected = torch.stack([torch.stack([run(expert, token) for token in tokens]) for expert in range(count)])
+        else:
+            given = module(tokens, chosen, weights)
+            pairs = [zip(own.tolist(), share, strict=True) for own, share in zip(chosen, weights, strict=True)]
+            expected = torch.stack(
+                [sum(w * run(e, token) for e, w in own) for own, token in zip(pairs, tokens, strict=True)]
+            )
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    near = 1e-4 * float(expected.abs().max())
+    return given.shape == expected.shape and bool(torch.allclose(given, expected, atol=near))

@@ -18,8 +18,8 @@ from ckpt_prune.model.cuts import list_cuts, remaining_lines
 from ckpt_prune.model.discovery.twin import Twin, make_skeleton_config, run
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.family_keys import Proof
-from ckpt_prune.model.skeleton import stock_class
-from ckpt_prune.model.spaces import AnySpace, Axis, Incidence, Kind, expert_of, first_expert_spaces
+from ckpt_prune.model.skeleton import Names, stock_class
+from ckpt_prune.model.spaces import AnySpace, Axis, Incidence, Kind, expert_of, first_expert_spaces, product
 
 SAME = 2e-4
 """Outputs are the same if no number differs by more of the largest: a sum in another order, in float32."""
@@ -65,12 +65,12 @@ class Prover:
         """Return tensors as descriptions name them: stacks of experts apart, and weights as (outputs, inputs)."""
         experts = self.family.experts
         for name, tensor in list(state.items()):
-            for stack, modules in ({} if experts is None else experts.stacks).items():
-                if name.endswith(f".{stack}") and tensor.dim() == 3:
+            for stack, (part,) in ({} if experts is None else experts.stacks).items():
+                if name.endswith(f".{stack}"):
                     prefix = name.removesuffix(stack)
                     del state[name]
-                    for number, part in enumerate(tensor):
-                        state |= {f"{prefix}{module.format(expert=number)}.weight": part for module in modules}
+                    for number, own in enumerate(self._turned(part, tensor)):
+                        state[f"{prefix}{part.format(expert=number)}"] = own
             if name.removesuffix(".weight").endswith(tuple(f".{each}" for each in self.family.transposed)):
                 state[name] = tensor.T
         return state
@@ -79,26 +79,41 @@ class Prover:
         """Undo `_split`."""
         joined = dict(state)
         experts = self.family.experts
-        for stack, modules in ({} if experts is None else experts.stacks).items():
+        for stack, (part,) in ({} if experts is None else experts.stacks).items():
             for block in self.blocks:
                 prefix = self.family.block.format(block=block)
-                names = [
-                    f"{prefix}{modules[0].format(expert=n)}.weight"
-                    for n in range(self.dimension(experts.count if experts else ""))
-                ]
+                count = self.dimension(experts.count if experts else "")
+                names = [f"{prefix}{part.format(expert=number)}" for number in range(count)]
                 present = [joined.pop(name) for name in names if name in joined]
                 if present:
-                    joined[f"{prefix}{stack}"] = torch.stack(present)
+                    joined[f"{prefix}{stack}"] = self._turned(part, torch.stack(present)).contiguous()
         for name, tensor in joined.items():
             if name.removesuffix(".weight").endswith(tuple(f".{each}" for each in self.family.transposed)):
                 joined[name] = tensor.T.contiguous()
         return joined
 
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return () if self.family.experts is None else self.family.experts.kinds
+
+    def _of_expert(self, block: int, module: str, expert: int, kind: str) -> str:
+        return f"{self.family.block.format(block=block)}{module.format(expert=expert)}.{kind}"
+
+    def _turned(self, part: str, stack: Tensor) -> Tensor:
+        experts = self.family.experts
+        return stack.mT if experts is not None and experts.turned and part.endswith(".weight") else stack
+
     @torch.no_grad()
-    def _outputs(self, state: Mapping[str, Tensor], config: Any = None) -> Tensor:
-        """Return what the stock class computes with these tensors; UserError if it does not load them all."""
+    def _outputs(self, state: Mapping[str, Tensor], config: Any = None, *, narrow: bool = False) -> Tensor:
+        """Return what the stock class computes with these tensors; UserError if it does not load them all.
+
+        Args:
+            narrow: its linear modules take the shapes of the tensors, as remote code makes them, whatever its config.
+        """
         parsed = make_skeleton_config(self.twin.config if config is None else config)
         joined = self._joined(state)
+        if narrow:
+            return self._narrow_outputs(joined, parsed)
         try:
             model, found = self.class_.from_pretrained(
                 None,
@@ -114,6 +129,17 @@ class Prover:
             if found[kind]:
                 first = min(each if isinstance(each, str) else each[0] for each in found[kind])
                 raise UserError(f"{kind.replace('_', ' ')}, such as {first}")
+        return run(model.eval(), self.twin.batch)
+
+    def _narrow_outputs(self, state: Mapping[str, Tensor], parsed: Any) -> Tensor:
+        names, model = Names(self.class_(parsed)), self.class_(parsed).float()
+        for disk, tensor in state.items():
+            for parameter in names.parameters(disk):  # one: fused tensors are of spaces that are not fixed
+                owner, _, attribute = parameter.rpartition(".")
+                module: Any = model.get_submodule(owner)
+                getattr(module, attribute).data = tensor
+                if hasattr(module, "nf"):  # Conv1D
+                    module.nf = tensor.shape[-1]
         return run(model.eval(), self.twin.batch)
 
     def _is_dense(self, state: Mapping[str, Tensor]) -> bool:
@@ -136,10 +162,11 @@ class Prover:
         if space.ends == "experts" and only is None:
             for block in blocks:
                 for module in self.family.experts.roles if self.family.experts else ():
-                    for new, old in enumerate(order.tolist()):
-                        tensor = self.state.get(self.family.tensor(block, module.format(expert=old)))
-                        if tensor is not None:
-                            state[self.family.tensor(block, module.format(expert=new))] = tensor
+                    for kind in self._kinds:
+                        for new, old in enumerate(order.tolist()):
+                            tensor = self.state.get(self._of_expert(block, module, old, kind))
+                            if tensor is not None:
+                                state[self._of_expert(block, module, new, kind)] = tensor
         return state
 
     def _blocks_with(self, space: AnySpace) -> list[int]:
@@ -191,7 +218,7 @@ class Prover:
         if space.units in self.family.together:
             named += [each for each, own in spaces.items() if own.units == space.units and each not in named]
         first = {each: spaces[each].first(kept, self.dimension) for each in named}
-        config = self.twin.config | self._values(space, kept)
+        config = None if space.fixed else self.twin.config | self._values(space, kept)
         shapes = {}
         pruned = [spaces[each] for each in named]
         for module in {module for own in pruned for module in [*own.modules, *(each.module for each in own.tables)]}:
@@ -214,21 +241,18 @@ class Prover:
         if space.ends == "experts":
             experts = self.family.experts
             gone = {
-                self.family.tensor(block, module.format(expert=number))
+                self._of_expert(block, module, number, kind)
                 for block in self.blocks
                 for module in (experts.roles if experts else ())
                 for number in range(kept, count)
+                for kind in self._kinds
             }
             self._outputs({each: tensor for each, tensor in cut.items() if each not in gone}, config)
             return None
-        return is_same(self._outputs(cut, config), self._outputs(zeroed))
+        return is_same(self._outputs(cut, config, narrow=space.fixed is not None), self._outputs(zeroed))
 
     def _values(self, space: AnySpace, kept: int) -> dict[str, int]:
-        values = {}
-        for key, factors in space.config.items():
-            values[key] = kept
-            for factor in factors:
-                values[key] *= self.dimension(factor)
+        values = {key: kept * product(factors, self.dimension) for key, factors in space.config.items()}
         if "head_dim" in self.twin.config and self.family.dimensions["head_dim"]:
             values["head_dim"] = self.dimension("head_dim")
         return values

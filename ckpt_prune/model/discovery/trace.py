@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Trace:
 
     Attributes:
         consumer: path of the linear module in the block.
+        columns: that it reads.
         producers: linear modules whose outputs it reads, in the order in which they ran.
         mixes: whether a token's input depends on other tokens.
         across: producer → whether other tokens read a row's output, bool (rows,).
@@ -38,6 +40,7 @@ class Trace:
     """
 
     consumer: str
+    columns: int
     producers: tuple[str, ...]
     mixes: bool
     across: Mapping[str, Tensor]
@@ -67,11 +70,14 @@ class BlockRun:
 
     Attributes:
         path: of the block in the model.
+        states: the residual stream, or several of them in one tensor (…, hidden).
+        places: samples and tokens of each.
     """
 
     path: str
     block: nn.Module
     states: Tensor
+    places: tuple[int, int]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
 
@@ -95,7 +101,8 @@ def record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
     def see(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = dict(options)
         states = arguments[0] if arguments else given.pop("hidden_states")
-        runs.append(BlockRun(f"{layers}.{numbers[block]}", block, states.clone(), arguments[1:], given))
+        places = (states.shape[0], states.shape[1]) if states.dim() == 3 else twin.places
+        runs.append(BlockRun(f"{layers}.{numbers[block]}", block, states.clone(), places, arguments[1:], given))
 
     hooks = [block.register_forward_pre_hook(see, with_kwargs=True) for block in blocks]
     try:
@@ -120,7 +127,7 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = ()) -> list[Trace]:
     """
     block = run.block.requires_grad_()
     noise = torch.randn(run.states.shape, generator=torch.Generator().manual_seed(4))
-    entering = (run.states + noise * run.states.std()).requires_grad_()  # so that no unit is dead at every token
+    entering = (run.states + noise * run.states.std()).requires_grad_()
     linears = {
         path: module
         for path, module in block.named_modules()
@@ -135,9 +142,9 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = ()) -> list[Trace]:
         traces = []
         for path in once:
             target = inputs[path]
-            if not target.requires_grad or target.numel() % (target.shape[-1] * entering.shape[0] * entering.shape[1]):
+            if not target.requires_grad or target.numel() % (target.shape[-1] * prod(run.places)):
                 continue
-            target = target.reshape(*entering.shape[:2], -1)  # some classes put all tokens in one axis
+            target = target.reshape(*run.places, -1)  # some classes put all tokens in one axis
             trace = _trace(
                 path, target, entering, leaving, {p: leaves[p] for p in once if p != path}, leaves[path], parameters
             )
@@ -148,7 +155,10 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = ()) -> list[Trace]:
 
 @contextmanager
 def _leaves(linears: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]]:
-    """Cut every linear module's output from its input, and note both."""
+    """Cut every linear module's output from its input, and note both.
+
+    What goes on is noise of their size, so that no unit is dead at every token.
+    """
     inputs: dict[str, Tensor] = {}
     leaves: dict[str, Tensor] = {}
     calls = dict.fromkeys(linears, 0)
@@ -157,7 +167,8 @@ def _leaves(linears: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Tensor
         def cut(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
             calls[path] += 1
             first = output[0] if isinstance(output, tuple) else output
-            leaf = first.detach().requires_grad_()
+            noise = torch.randn(first.shape, generator=torch.Generator().manual_seed(calls[path]))
+            leaf = (noise * first.detach().std()).requires_grad_()
             if arguments and isinstance(arguments[0], Tensor):
                 inputs[path], leaves[path] = arguments[0], leaf
             copy = leaf.clone()  # some classes change it in place
@@ -232,17 +243,19 @@ def _trace(
                     found[name][column] = moved.flatten(0, -2).any(0) if name in leaves else moved
         return found
 
-    return Trace(path, tuple(producers), mixes, across, tuple(used), depend, effect, factor)
+    return Trace(path, target.shape[-1], tuple(producers), mixes, across, tuple(used), depend, effect, factor)
 
 
 def _effect(leaf: Tensor, leaving: Tensor, generator: torch.Generator) -> tuple[str, float]:
     """Say how a linear module's output reaches the block's output."""
-    if leaf.numel() != leaving.numel() or not leaving.requires_grad:
+    if not leaving.requires_grad:
         return "none", 0.0
     noise = torch.randn(leaving.shape, generator=generator)
     (gradient,) = _gradients(leaving, [leaf], noise)
     if gradient is None or not bool(gradient.any()):
         return "none", 0.0
+    if leaf.numel() != leaving.numel():  # the block mixes several streams
+        return "changed", 0.0
     ratio = gradient.reshape(noise.shape) / noise
     near = 1e-4 * float(ratio.abs().median())
     factor = float(ratio.median())

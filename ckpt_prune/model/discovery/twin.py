@@ -7,7 +7,7 @@ and computes something.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,10 +43,10 @@ _KEYS: dict[str, str] = {
     "hidden": r"hidden_size|d_model|n_embd|embedding_dim|emb_dim|embedding_size|word_embed_proj_dim|"
     r"(in|out)put_embedding_size|attention_hidden_size|lru_width|hidden_dim",
     "mlp": r"intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size|(de|en)coder_ffn_dim|block_ff_dim|dff|dim_ff|"
-    r"d_inner|feed_forward_size|dense_intermediate_size|intermediate_size_mlp",
+    r"d_inner|feed_forward_size|dense_intermediate_size",
     "expert_mlp": r"moe_intermediate_size|expert_ffn_hidden_size",
-    "shared_mlp": r"(moe_)?shared_(experts?_)?intermediate_size",
-    "heads": r"num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads|"
+    "shared_mlp": r"(moe_)?shared_(experts?_)?intermediate_size|intermediate_size_mlp",
+    "heads": r"num_attention_heads(_per_layer)?|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads|"
     r"num_(de|en)coder_attention_heads|swa_num_attention_heads|linear_num_heads",
     "groups": r"(swa_)?num_key_value_heads|num_kv_heads|multi_query_group_num|kv_n_heads|num_query_groups",
     "head": r"(swa_|global_)?head_dim|kv_channels|d_head|dim_head|attention_head_size",
@@ -68,7 +68,10 @@ _NUMBERS: dict[str, int] = {
     r"v_head_dim|index_head_dim": 16,
     r"index_n_heads|index_topk_blocks|num_codebooks": 2,
     r"q_lora_rank|kv_lora_rank|laurel_rank|adapter_rank|gated_norm_rank|\w+_lora_rank": 28,
-    r"index_topk": 16,
+    r"index_topk|indexer_budget|indexer_head_dim": 16,
+    r"indexer_n_heads": 2,
+    r"indexer_kv_heads": 1,
+    r"indexer_compress_ratio": 4,
     r"ssm_state_size|mamba_d_state|state_size": 12,
     r"mamba_num_heads|mamba_n_heads|n_mamba_heads": 4,
     r"time_step_rank|mamba_dt_rank": 7,
@@ -83,6 +86,7 @@ _NUMBERS: dict[str, int] = {
 }
 """Config keys that are no axis of a space → a small number."""
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks"
+_HIDDEN = ("hidden_size", "d_model", "n_embd")
 _TOKEN = re.compile(r"(\w*_)?(token_id|token_index)|unk_index|mask_index")
 _MOST_COUNT = 2
 _MOST_LAYERS = 6
@@ -104,6 +108,12 @@ class Twin:
     parsed: Any
     batch: dict[str, Tensor]
     architecture: str
+    sizes: Sizes
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Samples and tokens of the batch."""
+        return (2, TOKENS)
 
     @torch.no_grad()
     def outputs(self) -> Tensor:
@@ -119,22 +129,23 @@ def run(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return result
 
 
-def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[dict[str, Any]]:
+def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dict[str, Any], Sizes]]:
     """Yield configs to try: first with every size free, then with those that classes derive or check against others."""
     whole = parse_config(dict(config)).to_dict()
-    for key in ("auto_map", "per_layer_config"):
-        whole.pop(key, None)
+    whole.pop("auto_map", None)
     divided = {"head": sizes.hidden // sizes.heads}
     alone = {"groups": sizes.heads}
+    even = {"heads": 12, "groups": 2}  # some classes halve groups, or have twice as many in some blocks
     for fills in (False, True):
-        for changes in ({}, divided, alone, divided | alone):
+        for changes in ({}, divided, alone, divided | alone, even):
+            changed = replace(sizes, **changes)
             for keeps_lists in (True, False):
-                small = _shrunk(whole, vars(sizes) | changes, keeps_lists)
+                small = _shrunk(whole, vars(changed), keeps_lists)
                 if "num_attention_heads" in small and small.get("head_dim") is None:
-                    yield small | {"head_dim": (vars(sizes) | changes)["head"]}  # many classes read it from a config
+                    yield small | {"head_dim": changed.head}, changed  # many classes read it from a config
                 if fills:  # defaults that a published config states and the class does not
-                    small |= {key: fill_in(key, value, vars(sizes) | changes) for key, value in small.items()}
-                yield small
+                    small |= {key: fill_in(key, value, vars(changed)) for key, value in small.items()}
+                yield small, changed
 
 
 def fill_in(key: str, value: Any, roles: Mapping[str, int]) -> Any:
@@ -151,8 +162,11 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
     counts = [key for key, value in values.items() if re.fullmatch(_LAYERS, key) and isinstance(value, int)]
     depth = max((values[key] for key in counts), default=0)
     blocks = _picked_blocks(values, depth)
+    hidden = next((values[key] for key in _HIDDEN if values.get(key)), 0)
     for key, value in values.items():
-        if isinstance(value, dict):
+        if key == "per_layer_config":
+            small[key] = _shrunk_overrides(value, values, blocks, roles)
+        elif isinstance(value, dict):
             small[key] = (
                 value
                 if key.startswith(("id2label", "label2id", "task_"))
@@ -182,8 +196,32 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
         elif key in counts:
             small[key] = len(blocks)
         else:
-            small[key] = _small_number(key, value, roles)
+            times = value // hidden if hidden and value > 0 and value % hidden == 0 else 1
+            is_hidden = re.fullmatch(_KEYS["hidden"], key)
+            small[key] = _small_number(key, value, roles) * (times if is_hidden else 1)
     _relate(small, values)
+    return small
+
+
+def _shrunk_overrides(
+    overrides: Mapping[str, Any], values: Mapping[str, Any], blocks: list[int], roles: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Return what blocks have instead of the config's numbers, small and in the same ratio to them."""
+    small: dict[str, dict[str, Any]] = {}
+    for name, own in overrides.items():
+        if int(name) in blocks:
+            changed = small[str(blocks.index(int(name)))] = dict(own)
+            for key, value in own.items():
+                usual = values.get(key)
+                if (
+                    isinstance(value, int)
+                    and isinstance(usual, int)
+                    and not isinstance(value, bool)
+                    and value
+                    and usual
+                ):
+                    size = _small_number(key, usual, roles)
+                    changed[key] = size * value // usual if size * value % usual == 0 else size
     return small
 
 
@@ -223,7 +261,7 @@ def _picked_blocks(values: Mapping[str, Any], depth: int) -> list[int]:
 
 def _relate(small: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Keep what a class checks or derives: products of two sizes that make up a third."""
-    hidden = next((small[key] for key in ("hidden_size", "d_model", "n_embd") if small.get(key)), None)
+    hidden = next((small[key] for key in _HIDDEN if small.get(key)), None)
     if hidden is None:
         return
     inner = hidden * int(values.get("mamba_expand") or values.get("expand") or 2)
@@ -252,27 +290,27 @@ def build_twin(config: Mapping[str, Any], architecture: str, sizes: Sizes) -> Tw
     """Build the twin of a config.json; UserError with the last reason if the class cannot be made small."""
     reason = "its config has no sizes"
     tried: list[dict[str, Any]] = []
-    for small in small_configs(config, sizes):
+    for small, changed in small_configs(config, sizes):
         if small in tried:
             continue
         tried.append(small)
         try:
-            return _build(small, architecture)
+            return _build(small, architecture, changed)
         except Exception as error:  # whatever the class runs into with sizes that it does not take
             reason = one_line(error)
     raise UserError(f"{architecture} cannot be built small ({len(tried)} configs tried; the last: {reason[:160]})")
 
 
-def _build(small: dict[str, Any], architecture: str) -> Twin:
+def _build(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
     parsed = parse_config(small)
     skeleton = build_skeleton(parsed, architecture)
     weights = sum(each.numel() for each in skeleton.parameters())
     if weights > MOST_WEIGHTS:
         raise UserError(f"it still has {weights / 1e6:.0f} million parameters")
-    return make_twin(small, architecture)
+    return make_twin(small, architecture, sizes)
 
 
-def make_twin(small: dict[str, Any], architecture: str) -> Twin:
+def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
     """Build a model of a small config with random weights, far from initial ones: none is zero or one by accident."""
     parsed = make_skeleton_config(small)
     with torch.random.fork_rng():
@@ -281,7 +319,7 @@ def make_twin(small: dict[str, Any], architecture: str) -> Twin:
         randomise(model)
     model = model.float().eval()
     tokens = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-    twin = Twin(model, small, parsed, {"input_ids": tokens}, architecture)
+    twin = Twin(model, small, parsed, {"input_ids": tokens}, architecture, sizes)
     if not bool(torch.isfinite(twin.outputs()).all()):
         raise UserError("its outputs are not finite")
     return twin

@@ -175,7 +175,7 @@ class SlicedCheckpoint(AbsorbedCheckpoint):
     @property
     def biases(self) -> frozenset[str]:
         """Linear modules of a block that have a bias in the output."""
-        return frozenset(m for m in self.model.family.linears if self.model.has(m, "bias")) | self.added_biases
+        return self.model.biased | self.added_biases
 
     def project(self, states: Tensor) -> Tensor:
         """Project the dense stream, (tokens, d) float64, into the shared basis: (tokens, k)."""

@@ -98,7 +98,7 @@ def _check_part(model: Model, container: Container, rotated: bool) -> None:
 
 def _container(prepared: Prepared, widths: Widths, rotated: RotatedCheckpoint | None, ranks: Ranks) -> Container:
     model, recipe = prepared.model, prepared.recipe
-    biases = {module for module in model.family.linears if model.has(module, "bias")}
+    biases = {*model.biased}
     for space, settings in recipe.spaces.items():
         if is_pruned(model, space, widths) and settings.compensation.opens_bias:
             biases |= set(model.family.spaces[space].list_rewritten(settings.compensation.method))

@@ -38,8 +38,15 @@ FOUND = {
     ARCEE: {"queries", "heads", "mlp"},
     ("ministral3", "Ministral3ForCausalLM"): {"queries", "heads", "mlp"},
     ("cohere2_moe", "Cohere2MoeForCausalLM"): {"queries", "heads", "mlp", "experts"},
-    ("gpt_oss", "GptOssForCausalLM"): {"queries", "heads"},
+    ("gpt_oss", "GptOssForCausalLM"): {"queries", "heads", "mlp", "experts"},
+    ("llama4_text", "Llama4ForCausalLM"): {"queries", "heads", "mlp", "shared", "experts"},
     ("bart", "BartForCausalLM"): {"mlp"},
+    ("xlnet", "XLNetLMHeadModel"): {"mlp"},  # its attention has no linear module
+    ("gpt_neox_japanese", "GPTNeoXJapaneseForCausalLM"): {"mlp"},  # no config key states its width
+    ("moshi", "MoshiForCausalLM"): {"queries", "heads", "mlp"},  # its key states twice the width
+    ("jais2", "Jais2ForCausalLM"): {"queries", "heads", "mlp"},  # columns that are zero at most tokens
+    ("diffllama", "DiffLlamaForCausalLM"): {"mlp"},  # it halves its groups
+    ("gemma4_text", "Gemma4ForCausalLM"): {"mlp"},  # blocks with numbers of their own
 }
 
 
@@ -54,21 +61,30 @@ def test_spaces_are_found_and_proven(named):
     assert parse_family(json.dumps(found)).model_type == named[0]
 
 
-def test_interleaved_experts_stay_whole_beside_heads_with_sinks():
+def test_interleaved_experts_with_biases_beside_heads_with_sinks():
     found = discover(config("gpt_oss", "GptOssForCausalLM")).description
     sinks = {"module": "self_attn.sinks"}
     assert found["spaces"]["heads"]["tables"] == [sinks | {"each": ["group"]}]
     assert found["spaces"]["queries"]["tables"] == [sinks]
-    assert found["found"]["whole"]["experts"] == "its experts have more than two weights each, such as biases"
-    assert {"mlp.router", "mlp.experts.gate_up_proj"} <= {*found["spaceless"]}
+    gate, down = "mlp.experts.gate_up_proj.{expert}", "mlp.experts.down_proj.{expert}"
+    assert found["spaces"]["mlp"]["rows"] == [{"module": gate, "each": [2]}]
+    assert found["spaces"]["mlp"]["columns"] == {"module": down}
+    keys = ("gate", "up", "down", "stacked", "bare", "turned", "biased")
+    assert [found["experts"][key] for key in keys] == [gate, gate, down, True, True, True, True]
 
 
 @pytest.mark.parametrize(
     ("named", "reason"),
     [
-        (("xlnet", "XLNetLMHeadModel"), "no linear module of XLNetLMHeadModel reads what mixes tokens"),
-        (("blt", "BltForCausalLM"), "BltForCausalLM cannot be built small (4 configs tried; the last: it still has "),
-        (("mamba", "MambaForCausalLM"), "no config key counts the heads of MambaForCausalLM"),
+        (("blt", "BltForCausalLM"), "BltForCausalLM cannot be built small (5 configs tried; the last: it still has "),
+        (
+            ("mamba", "MambaForCausalLM"),
+            "no space of MambaForCausalLM was found: queries: no config key counts its",
+        ),
+        (
+            ("gemma3n_text", "Gemma3nForCausalLM"),
+            "the last 15 blocks of this gemma3n_text read keys and values",
+        ),
     ],
 )
 def test_a_class_without_proven_spaces_is_refused(named, reason):

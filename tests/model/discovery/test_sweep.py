@@ -39,10 +39,11 @@ def test_thirty_types(model_type):
     assert (found["pruned"], found["spaces"]) == (True, kept["spaces"]), found["why"]
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neo", "moshi", "lara_mini"])
+@pytest.mark.parametrize("model_type", ["gpt_neo", "moshi", "lara_mini", "olmo_hybrid", "bloom", "lfm2_moe"])
 def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
     """Blocks that take their number by another name, or an argument that no config states; a fused tensor of parts
-    that differ in rows.
+    that differ in rows, and three tensors that make one; a width that no config key states; a class without defaults
+    for what published configs state.
     """
     found = try_type(model_type, CLASSES[model_type])
     assert found["pruned"], found["why"]
@@ -59,7 +60,7 @@ def test_blocks_that_only_their_model_can_run_are_refused():
     ("model_type", "spaces", "whole"),
     [
         ("qwen3_next", {"queries", "heads", "mlp", "shared", "experts"}, {"linear_attn.out_proj"}),
-        ("nemotron_h", {"queries", "heads", "mlp", "shared"}, {"mixer.out_proj", "experts", "mlp"}),
+        ("nemotron_h", {"queries", "heads", "mlp", "dense", "shared", "experts"}, {"mixer.out_proj"}),
     ],
 )
 def test_blocks_of_several_kinds(model_type, spaces, whole, tmp_path: Path):
