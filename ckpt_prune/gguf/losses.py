@@ -107,8 +107,11 @@ def predict_type_losses(
                 rounded[kind.name + _FED] = torch.from_numpy(gguf.dequantize(encoded, kind))
         return rounded
 
+    def is_plain(name: str) -> bool:
+        return not name.endswith(_FED)
+
     ways = {name: partial(round_inputs, size=size) for size, name in _INPUTS.items()}
-    by_weight = predict_losses(model, samples, round_all, round_inputs=ways, **how)
+    by_weight = predict_losses(model, samples, round_all, round_inputs=ways, is_plain=is_plain, **how)
     fed = _find_fed(model, by_weight)
     found = TypeLosses({}, {})
     for file_name, names in sources.items():

@@ -39,6 +39,7 @@ from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.runner.vocabularies import SmallerVocabulary, plan_with_rows, price_vocabularies
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE, PredictedColumns, predict_columns
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
 
 MOST_COLUMNS = 3
 """An MLP keeps more than one part of so many of its columns."""
@@ -235,8 +236,8 @@ class FileBudgets:
         notes = self.journal.notes
         if _VOCABULARIES not in notes:
             found = price_vocabularies(self.model, self.options)
-            self.journal.record(_VOCABULARIES, note=[[list(each.kept), each.lost] for each in found])
-        return [SmallerVocabulary(kept, lost) for kept, lost in notes[_VOCABULARIES]]
+            self.journal.record(_VOCABULARIES, note=[[pack_rows(each.kept), each.lost] for each in found])
+        return [SmallerVocabulary(unpack_rows(kept), lost) for kept, lost in notes[_VOCABULARIES]]
 
     @cached_property
     def _narrow(self) -> list[tuple[FilePlanner, SmallerVocabulary]]:

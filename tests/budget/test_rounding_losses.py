@@ -59,10 +59,22 @@ def test_the_head_alone_is_told_to_second_order(folder, windows, predicted):
     assert predicted["lm_head.weight"]["noise"] == pytest.approx(measured, rel=0.15)
 
 
-def test_the_embedding_alone_is_measured(folder, windows, predicted):
-    """On two windows; the noise of its rows is drawn for those that are read, so that only its size is the same."""
-    measured = divergence(folder, windows[:2], {"model.embed_tokens.weight"}, change)
-    assert predicted["model.embed_tokens.weight"]["noise"] == pytest.approx(measured, rel=0.3)
+def test_types_of_the_embedding_that_are_not_plain_are_measured_beside_those_that_are(folder, windows):
+    """A common shift of all rows, as large as the noise: gradients of single tokens do not tell what it does."""
+    name = "model.embed_tokens.weight"
+
+    def shift(_name, rows):
+        direction = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(5))
+        return rows + 3 * STEP * rows.std() * direction
+
+    def both(name, rows):
+        return {"noise": change(name, rows), "shift": shift(name, rows)}
+
+    how = {"device": torch.device("cpu"), "compute_dtype": torch.float32, "is_plain": lambda kind: kind == "noise"}
+    told = predict_losses(open_model(str(folder), Opening()), TokenWindows(windows), both, **how)[name]
+    noise, shifted = (divergence(folder, windows, {name}, by) for by in (change, shift))
+    assert told["noise"] == pytest.approx(noise, rel=0.3)
+    assert told["shift"] / told["noise"] == pytest.approx(shifted / noise, rel=0.4)
 
 
 def test_divergences_of_the_blocks_add_up(folder, windows, predicted):

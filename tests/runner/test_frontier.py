@@ -121,6 +121,16 @@ def test_a_size_that_nothing_reaches_is_said(place, monkeypatch):
     assert not (place / "none" / "model.gguf").exists()
 
 
+def test_a_file_that_is_predicted_to_be_beyond_use_is_not_made(place, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.runner.frontier.USABLE", 1.02)
+    code, output = run(*command(place, "beyond", "--target-bytes", "300KB"))
+    assert code == 1
+    assert "nothing usable within 0.3 MB: KL 0.0" in output
+    assert "and 1.02 times is the bound; ask for " in output
+    assert "making and measuring" not in output
+    assert not (place / "beyond" / "model.gguf").exists()
+
+
 def test_the_smallest_file_within_a_loss_is_found(place):
     code, output = run(*command(place, "loss", "--max-loss", "10%"))
     assert code == 0, output

@@ -77,20 +77,25 @@ class VocabularyRecord(FixedRecord):
     @property
     def kept_rows(self) -> list[int]:
         """The rows that stay, ascending. ValueError if the string is damaged."""
-        try:
-            data = zlib.decompress(base64.b64decode(self.kept))
-        except zlib.error as error:
-            raise ValueError("kept is damaged") from error
-        return [8 * place + bit for place, byte in enumerate(data) for bit in range(8) if byte >> bit & 1]
+        return unpack_rows(self.kept)
 
 
 def pack_rows(rows: Iterable[int]) -> str:
-    """Return rows as a string, from which `VocabularyRecord.kept_rows` reads them."""
+    """Return rows as a string, which `unpack_rows` reads."""
     rows = list(rows)
     data = bytearray(max(rows) // 8 + 1)
     for row in rows:
         data[row // 8] |= 1 << row % 8
     return base64.b64encode(zlib.compress(bytes(data), 9)).decode()
+
+
+def unpack_rows(packed: str) -> list[int]:
+    """Return the rows of a string that `pack_rows` made, ascending. ValueError if it is damaged."""
+    try:
+        data = zlib.decompress(base64.b64decode(packed))
+    except zlib.error as error:
+        raise ValueError("the rows that stay are damaged") from error
+    return [8 * place + bit for place, byte in enumerate(data) for bit in range(8) if byte >> bit & 1]
 
 
 class VocabularyFields(FixedRecord):
