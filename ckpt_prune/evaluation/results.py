@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 from ckpt_prune.checkpoint.model_folder import model_name
@@ -208,7 +209,22 @@ class TextsResult(Result):
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints: the figures over all texts, and under "texts" those of each."""
         together = {} if self.together is None else self.together.data()
+        mean, other = self.mean_perplexities
+        together |= {} if mean is None else {"mean_perplexity": mean}
+        together |= {} if other is None else {"against": together["against"] | {"mean_perplexity": other}}
         return together | {"texts": [{"text": str(text), **result.data()} for text, result in self.results]}
+
+    @property
+    def mean_perplexities(self) -> tuple[float | None, float | None]:
+        """The plain means of the texts' perplexities, of the model and of the reference, as papers print them.
+
+        None where there are none, or one is not finite. The perplexity over all tokens (`together`) is another number.
+        """
+        scores = [result for _, result in self.results if isinstance(result, ScoredResult)]
+        pairs = [[getattr(each, "perplexity", math.inf) for each in (own.score, own.reference)] for own in scores]
+        means = [fmean(each) for each in zip(*pairs, strict=True)] or [math.inf, math.inf]
+        model, reference = (mean if math.isfinite(mean) else None for mean in means)
+        return model, reference
 
     def loss(self) -> Loss | None:
         return None if self.together is None else self.together.loss()
@@ -224,6 +240,10 @@ class TextsResult(Result):
             assert isinstance(table, Table)
             tables.append(Table(["text", *table.columns], [[text, *row] for row in table.rows]))
             sentences += [f"{text}: {sentence}" for sentence in rest]
+        mean, other = self.mean_perplexities
+        if mean is not None:
+            before = "" if other is None else f"before {other:.3f}, after "
+            sentences.append(f"mean of the {len(self.results)} perplexities: {before}{mean:.3f}")
         return [Table(tables[0].columns, [row for table in tables for row in table.rows]), *sentences]
 
 

@@ -53,6 +53,10 @@ def test_each_text_is_measured_by_itself(place):
     rows = [line.split() for line in ok(*words).splitlines()[:4]]
     assert [row[0] for row in rows] == ["text", "calib.txt", "other.txt", "all"]
     assert [row[3] for row in rows[1:3]] == [f"{figures['perplexity']:.3f}" for figures in alone.values()]
+    means = both["against"]["mean_perplexity"], both["mean_perplexity"]
+    for mean, figures in zip(means, ([one["against"], other["against"]], [one, other]), strict=True):
+        assert mean == pytest.approx((figures[0]["perplexity"] + figures[1]["perplexity"]) / 2)
+    assert f"mean of the 2 perplexities: before {means[0]:.3f}, after {means[1]:.3f}" in ok(*words).splitlines()
     assert ckpt_prune.evaluate("dense", text=["calib.txt", "other.txt"], window=16, samples=5).data()["windows"] == 10
 
 
