@@ -15,8 +15,8 @@ from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.evaluation.batches import check_finite, iterate_samples
+from ckpt_prune.evaluation.label_maps import ClassTally, Depth, DepthTally, LabelMaps, Segmentation, Tally
 from ckpt_prune.measure.samples.samples import Samples, move_batch
-from tools.label_maps import LabelMaps
 
 _PREFIXES = ("decode_head.", "conv_seg.")
 """Of names in DINOv2's released heads, before `weight` and `bias` of the 1 × 1 convolution."""
@@ -92,31 +92,6 @@ def _shape(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.shape)) or "a single number"
 
 
-@dataclass(frozen=True)
-class Segmentation:
-    """How often a head is right about the class of a pixel.
-
-    Attributes:
-        miou: mean intersection over union of the classes that are labelled or predicted anywhere, 0 to 1.
-        accuracy: share of the labelled pixels, 0 to 1.
-        classes: intersection over union of each; None if it is neither labelled nor predicted.
-        pixels: that are labelled.
-    """
-
-    miou: float
-    accuracy: float
-    classes: tuple[float | None, ...]
-    pixels: int
-
-
-@dataclass(frozen=True)
-class Depth:
-    """Root of the mean squared error of a head's numbers over pixels that have one, in the unit of the maps."""
-
-    rmse: float
-    pixels: int
-
-
 def patch_grid(config: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
     """Return rows and columns of the patches that every image of a batch is cut into."""
     patch = config.patch_size
@@ -136,40 +111,21 @@ def measure_patch_head(
         there is one model, or the head gives numbers.
     """
     outputs, pixels, agreeing = len(head.weight), 0, 0
-    confusions = [torch.zeros(outputs, outputs, dtype=torch.int64) for _ in models]
-    errors = [0.0 for _ in models]
+    tallies: list[Tally] = [DepthTally(1.0) if outputs == 1 else ClassTally(outputs) for _ in models]
     for start, batch in iterate_samples(samples, "patches"):
         patches = [_run(model, batch, head) for model in models]
         grid = patch_grid(models[0].config, batch)
         for row in range(len(patches[0])):
             truth = maps.read(start + row)
-            labels = truth[truth >= 0]
-            size = (truth.shape[0], truth.shape[1])
-            planes = [head(tokens[row], grid, size)[:, truth >= 0] for tokens in patches]
-            pixels += len(labels)
-            picked = [plane.argmax(0) for plane in planes]
-            agreeing += int((picked[0] == picked[-1]).sum())
-            for place, plane in enumerate(planes):
-                if outputs == 1:
-                    errors[place] += (plane[0].double() - labels).square().sum().item()
-                else:
-                    cells = torch.bincount(labels * outputs + picked[place], minlength=outputs**2)
-                    confusions[place] += cells.view(outputs, outputs)
-    if not pixels:
-        raise UserError("no pixel of any label map is labelled")
-    if outputs == 1:
-        return [Depth((error / pixels) ** 0.5, pixels) for error in errors], None
-    return [segmentation(confusion) for confusion in confusions], agreeing / pixels if len(models) > 1 else None
-
-
-def segmentation(confusion: Tensor) -> Segmentation:
-    """Score pixels counted by class: (classes, classes) int64, labelled in rows, predicted in columns."""
-    right = confusion.diagonal()
-    union = confusion.sum(0) + confusion.sum(1) - right
-    shares = [int(hits) / int(both) if both else None for hits, both in zip(right, union, strict=True)]
-    present = [share for share in shares if share is not None]
-    pixels = int(confusion.sum())
-    return Segmentation(sum(present) / len(present), int(right.sum()) / pixels, tuple(shares), pixels)
+            there = truth >= 0
+            planes = [head(tokens[row], grid, (truth.shape[0], truth.shape[1]))[:, there] for tokens in patches]
+            told = [plane[0] if outputs == 1 else plane.argmax(0) for plane in planes]
+            for tally, own in zip(tallies, told, strict=True):
+                tally.add(own, truth[there])
+            pixels += int(there.sum())
+            agreeing += int((told[0] == told[-1]).sum())
+    scores = [tally.score() for tally in tallies]
+    return scores, agreeing / pixels if len(models) > 1 and outputs > 1 else None
 
 
 def _run(model: PreTrainedModel, batch: dict[str, Tensor], head: PatchHead) -> Tensor:

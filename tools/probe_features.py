@@ -11,7 +11,8 @@ mean eigenvalue) of least leave-one-out error. A labels.csv with splits says whi
 tested on (eval); else one half is chosen at random (seed 0).
 
 `patches` applies a linear head (patch_heads.py) to every patch, as DINOv2's linear segmentation heads are, and compares
-what it says with label maps (label_maps.py). Its answers are interpolated (bilinear) to the size that the model sees.
+what it says with label maps, as `evaluate --segmentation` and `--depth` compare what models with heads of their own
+say. Its answers are interpolated (bilinear) to the size of the image, so a processor must not crop.
 """
 
 import json
@@ -30,11 +31,11 @@ from transformers import PreTrainedModel
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_finite, iterate_samples
 from ckpt_prune.evaluation.images import choose_image_samples, images_refused, load_shared_processor
+from ckpt_prune.evaluation.label_maps import LabelMaps
 from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_folder, is_vision
 from ckpt_prune.measure.samples.image_files import LABELS, choose_images, find_images, read_label_rows, take_images
 from ckpt_prune.measure.samples.samples import Samples, move_batch
-from tools.label_maps import LabelMaps
 from tools.patch_heads import measure_patch_head, patch_grid, read_patch_head
 
 ProbeName = Literal["knn", "linear"]
@@ -239,12 +240,12 @@ def patches(
     pair, patch_head = _open_pair(model, against), read_patch_head(head)
     processor, files = load_shared_processor(pair), find_images(images, labels=labels, split="eval")
     samples = choose_image_samples(pair, files, processor, SimpleNamespace(**given))
-    height, width = samples.size[1:]
-    truth = LabelMaps(maps, samples.paths, processor, (height, width), classes=len(patch_head.weight))
+    outputs = len(patch_head.weight)
+    truth = LabelMaps(maps, samples.paths, classes=None if outputs == 1 else outputs)
     models = [pair.load()] if against is None else [pair.load(), pair.load_reference()]
     with images_refused():
         scores, agreement = measure_patch_head(models, patch_head, samples, truth)
-    output = {"model": str(model), **vars(scores[0]), "images": len(samples), "size": [height, width]}
+    output = {"model": str(model), **vars(scores[0]), "images": len(samples)}
     if against is not None:
         output |= {"agreement": agreement, "against": {"model": str(against), **vars(scores[1])}}
     click.echo(json.dumps(output, indent=2))

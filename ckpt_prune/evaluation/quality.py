@@ -7,7 +7,7 @@ from ckpt_prune.job.report import Loss
 
 WORDS = ("worse than", "much worse than", "hardly of use beside")
 MORE_PERPLEXITY = (1.05, 1.25, 5.0)
-"""Times the dense model's, from which on each of `WORDS` is said."""
+"""Times the dense model's, from which on each of `WORDS` is said; of an error of depths likewise."""
 MORE_BITS = (1.02, 1.08, 1.5)
 """Times the dense model's bits per byte, likewise: 2 % more bits is about 5 % more perplexity for a fair model."""
 LESS_AGREEMENT = (0.9, 0.75, 0.25)
@@ -47,7 +47,7 @@ def _level_of_figure(loss: Loss) -> int:
         return 0 if loss.before is None else len(WORDS)
     if loss.before is None:
         return sum(loss.after < limit for limit in LESS_COSINE)
-    if loss.of.endswith("perplexity"):
+    if loss.of.endswith("perplexity") or loss.of == "RMSE":
         return sum(loss.after >= limit * loss.before for limit in MORE_PERPLEXITY)
     if loss.of == "bits per byte":
         return sum(loss.after >= limit * loss.before for limit in MORE_BITS)

@@ -189,6 +189,8 @@ def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str
 
 def _part_config(part: Part, config: "PreTrainedConfig") -> dict[str, Any]:
     nested = config if part.config is None else getattr(config, part.config)
+    if nested is None:
+        raise UserError(f"this {config.model_type} has no {part.config}: its blocks are its own, and no part of it is")
     values: dict[str, Any] = nested.to_dict()
     model_type = part.family or values["model_type"]
     values["model_type"] = model_type

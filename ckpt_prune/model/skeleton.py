@@ -300,10 +300,13 @@ def is_stored_buffer(name: str) -> bool:
 PAIRS = "rotary_pairs"
 """Tensor of an attention that lacks rotary pairs: those that every KV head keeps, one head after the other."""
 
+_COUNTED = "num_batches_tracked"
+"""Tensor of a batch norm that says how long it was trained."""
+
 
 def is_parameter(name: str) -> bool:
     """Return whether a tensor of a checkpoint counts among its parameters: all but buffers."""
-    return not is_stored_buffer(name) and name.rpartition(".")[2] != PAIRS
+    return not is_stored_buffer(name) and name.rpartition(".")[2] not in (PAIRS, _COUNTED)
 
 
 def stored_key(key: str, values: Mapping[str, Any], config: "PreTrainedConfig") -> str:

@@ -543,6 +543,14 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
     TASK*.jsonl in FOLDER (FOLDER/suite:rcpu) or $CKPT_PRUNE_DATA/tasks, else by lm-eval."""
     include_path: Input = option(default=None, metavar="DIR", needs="tasks")
     """For --tasks: folder with lm-eval task files of your own."""
+    depth: Input = option(default=None, metavar="DIR", needs="images")
+    """Measure RMSE and δ1 of a depth model on --images: folder with a PNG for each image, of its name and size, whose
+    numbers are depths; 0 where none is known."""
+    depth_scale: float = option(default=1000.0, gt=0)
+    """Numbers of --depth for one of the model's unit: 1000 if maps have millimetres and the model tells metres."""
+    segmentation: Input = option(default=None, metavar="DIR", needs="images")
+    """Measure mIoU of a semantic segmentation model on --images: folder with a PNG for each image, of its name and
+    size, whose numbers are classes; 255 where there is none, or 0 if the image processor reduces labels."""
     generate: Strings = option(default=(), metavar="PROMPT")
     """Show what the model writes after PROMPT, greedily. May be repeated."""
     generate_tokens: int = option(default=64, ge=1)
@@ -550,6 +558,15 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
     dry_run: bool = option(default=False, group=MACHINE)
     """Print what measuring causal language models on --text takes, or with --device-map where the parts of any model
     would go; measure nothing."""
+
+    @model_validator(mode="after")
+    def _check_maps(self) -> "EvaluateOptions":
+        given = [f"--{name}" for name in ("depth", "segmentation") if getattr(self, name) is not None]
+        if len(given) > 1 or (given and (self.labels or self.text or self.tasks or self.generate)):
+            raise ValueError(f"{' and '.join(given)}: maps are measured alone, with --images")
+        if self.depth is None and self.depth_scale != 1000:
+            raise ValueError("--depth-scale is of --depth DIR")
+        return self
 
     @property
     def task_names(self) -> list[str]:

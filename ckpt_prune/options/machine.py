@@ -4,7 +4,7 @@ from typing import Literal
 
 from ckpt_prune.options.option import MACHINE, MODEL, Input, Model, Options, Strings, option
 
-PartName = Literal["text", "vision", "encoder", "decoder"]
+PartName = Literal["text", "vision", "encoder", "decoder", "backbone"]
 """Parts of a composite model that commands can name."""
 Provider = Literal["cpu", "cuda"]
 
@@ -27,7 +27,7 @@ class OpeningOptions(TrustOptions):
     family: Input = option(default=None, metavar="FILE", digest="content")
     """JSON file that describes the model's family, as those in ckpt_prune/model/families, for a family that this
     version does not know. `ckpt-prune inspect MODEL` drafts one. Outputs carry it along."""
-    part: Literal["text", "vision", "encoder", "decoder", "all"] | None = option(default=None)
+    part: Literal[PartName, "all"] | None = option(default=None)
     """Part of a model that is made of several (qwen2_5_vl, gemma3, llava, ...). Only this part is measured and pruned;
     every other tensor keeps its bytes. `prune` also takes all: the vision tower, on the images of --images or --data,
     and then the text part behind it, on --data or --text."""

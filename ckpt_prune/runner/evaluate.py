@@ -15,6 +15,7 @@ from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.datasets.suites import NamedSuite, parse_suite
 from ckpt_prune.evaluation.answers import measure_choices, measure_generation, name_files
 from ckpt_prune.evaluation.device_map import DeviceMap, spread
+from ckpt_prune.evaluation.image_maps import measure_maps
 from ckpt_prune.evaluation.images import measure_images
 from ckpt_prune.evaluation.label_tasks import is_labelled, measure_labelled
 from ckpt_prune.evaluation.memory_plan import memory_plans
@@ -82,7 +83,9 @@ def _measure(pair: Pair, options: EvaluateOptions) -> Result:
         return CombinedResult(
             {name: results[name] for name in ("text", "data", "tasks", "generate") if name in results}
         )
-    return next(iter(results.values())) if results else measure_images(pair, options)
+    if results:
+        return next(iter(results.values()))
+    return measure_images(pair, options) if options.depth is options.segmentation else measure_maps(pair, options)
 
 
 def _measure_suite(suite: NamedSuite, pair: Pair, options: EvaluateOptions) -> Result:

@@ -115,7 +115,7 @@ def test_what_cannot_be_done_is_refused_by_name(llava):
         f"--part is for models that are made of several ({', '.join(known_composites())}), which a llama is not"
     )
     assert read_refusal("prune", "llava", "--part", "audio", "-o", "out") == (
-        "--part: audio is not one of text, vision, encoder, decoder, all"
+        "--part: audio is not one of text, vision, encoder, decoder, backbone, all"
     )
     assert read_refusal(*RIDGE, "--container", "remote", "-o", "out") == (
         "--part text: blocks that need remote code have no place in another model: choose a recipe with widths: "

@@ -70,7 +70,29 @@ LLAVA = {
     "image_token_index": IMAGE,
     "vision_feature_layer": -1,
 }
+BACKBONE = EYES | {
+    "model_type": "dinov2",
+    "mlp_ratio": 4,
+    "out_indices": [0, 1, 2],
+    "image_size": 16,
+}
+DEPTH = {
+    "backbone_config": BACKBONE | {"reshape_hidden_states": False},
+    "neck_hidden_sizes": [4, 6, 8],
+    "reassemble_factors": [2, 1, 0.5],
+    "fusion_hidden_size": 8,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
+    "dpt": DEPTH | {"is_hybrid": False},
+    "depth_anything": DEPTH | {"reassemble_hidden_size": 16, "patch_size": 4},
+    "upernet": {
+        "backbone_config": BACKBONE,
+        "hidden_size": 8,
+        "pool_scales": [1, 2],
+        "auxiliary_channels": 4,
+        "auxiliary_in_channels": 16,
+        "num_labels": 5,
+    },
     "clip": {
         "text_config": TOWER,
         "vision_config": EYES | {"intermediate_size": 24, "projection_dim": 8},
@@ -275,6 +297,9 @@ CASES = [
     PartCase("qwen3_5", "text", MLP),
     PartCase("qwen3_vl", "text", (("heads", 0.5), *MLP)),
     PartCase("smolvlm", "text", (("heads", 0.5), *MLP)),
+    PartCase("dpt", "backbone", (("heads", 0.5), ("mlp", 0.5))),
+    PartCase("depth_anything", "backbone", (("heads", 0.5), ("mlp", 0.5))),
+    PartCase("upernet", "backbone", (("mlp", 0.5),)),
 ]
 NO_IMAGES = ("aya_vision", "idefics3", "internvl", "llava_next", "mistral3", "smolvlm")
 """Composites that are run on text alone here: their own classes cut images, or want sizes with them."""
@@ -387,3 +412,15 @@ def test_modules_of_parts_are_those_of_their_class() -> None:
         described = load_composite(case.model_type).part(case.part)
         modules = dict[str, nn.Module](case.model.named_modules())
         assert described.modules.keys() <= modules.keys()
+
+
+def test_a_model_whose_blocks_are_its_own_has_no_backbone(tmp_path: Path) -> None:
+    """A DPT with a ViT of its own: as published for MiDaS."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 8}
+    neck = {"backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [4, 4, 4, 4], "fusion_hidden_size": 8}
+    config = transformers.DPTConfig(**sizes, **neck, image_size=16, patch_size=4, is_hybrid=False)
+    with quiet_transformers():
+        transformers.DPTForDepthEstimation(config).save_pretrained(tmp_path / "dpt")
+    with pytest.raises(UserError) as caught:
+        open_model(str(tmp_path / "dpt"), Opening(part="backbone"))
+    assert str(caught.value) == "this dpt has no backbone_config: its blocks are its own, and no part of it is"
