@@ -44,7 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 4,
     },
     "gemma4_text": {
-        **{**DENSE, "layer_types": SLIDING, "sliding_window": 4, "num_kv_shared_layers": 0, "global_head_dim": 8},
+        **{**DENSE, "layer_types": SLIDING, "sliding_window": 4, "num_kv_shared_layers": 0, "global_head_dim": 16},
         **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 64},
     },
     "deepseek_v3": {

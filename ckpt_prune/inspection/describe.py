@@ -28,9 +28,10 @@ from ckpt_prune.model.containers.choosing import choose_container
 from ckpt_prune.model.containers.opening import Opening, apply_description, describe_unknown, open_checkpoint
 from ckpt_prune.model.containers.remote import remote_class
 from ckpt_prune.model.cost import cost_of, count_by_part
-from ckpt_prune.model.depth import check_shortened, shorten_model
+from ckpt_prune.model.depth import check_shortened
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.skeleton import is_parameter
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.model.supported import declared_family
 from ckpt_prune.options.commands import InspectOptions
@@ -118,8 +119,8 @@ def _block(model: Model) -> BlockDescription:
             check_shortened(model, range(model.blocks))
         except UserError as error:
             stay = str(error)
-    less = 0 if model.blocks < 2 else cost_of(shorten_model(model, range(model.blocks - 1))).parameters
-    return BlockDescription(parameters=cost_of(model).parameters - less, stay=stay)
+    names = filter(is_parameter, model.block_names(model.blocks - 1))
+    return BlockDescription(parameters=sum(model.checkpoint.tensors[name].numel for name in names), stay=stay)
 
 
 def _space(model: Model, name: SpaceName) -> SpaceDescription:

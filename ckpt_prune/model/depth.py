@@ -71,6 +71,9 @@ def shorten_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:
     for key in FIRST:
         if first := getattr(config, key, None):
             changes[key] = sum(old < first for old in kept)
+    if overrides := values.get("per_layer_config"):
+        numbered = {int(block): own for block, own in overrides.items()}
+        changes["per_layer_config"] = {str(new): numbered[old] for new, old in enumerate(kept) if old in numbered}
     others = {key: value for key, value in values.items() if key not in _BACKBONE_KEYS}
     return others | {stored_key(key, values, config): value for key, value in changes.items()}
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from ckpt_prune.checkpoint.files import Stamp, read_unchanged
 from ckpt_prune.common.errors import NoneLeftError, UserError, one_line
@@ -114,6 +113,9 @@ class Reader:
     """
 
     def __init__(self, checkpoint: "Checkpoint", *, trust: bool) -> None:
+        # It loads all that loads models.
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
         folder, model_type = checkpoint.path, str(checkpoint.config["model_type"])
         images, tokenizer = load_processor(folder, trust_remote_code=trust), tokenizer_of(checkpoint)
         name = PROCESSOR_MAPPING_NAMES.get(model_type)
