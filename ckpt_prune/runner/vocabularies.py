@@ -18,7 +18,7 @@ from ckpt_prune.stages.vocabulary.keys import Vocabulary
 from ckpt_prune.stages.vocabulary.settle import VocabularyChoice
 from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows, number_rows, vocabulary_rows
 
-SHARES = (50, 25, 12)
+SHARES = (75, 50, 25, 12)
 """Per cent of the rows of the embedding that are in question, besides all of them."""
 _LEAST_PART = 0.2
 """Share of the parameters from which on an embedding is large enough to be in question."""
