@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, create_model
 
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
+from ckpt_prune.stages.bare.keys import Bare
 from ckpt_prune.stages.depth.keys import Depth
 from ckpt_prune.stages.export.keys import Export
 from ckpt_prune.stages.hidden.keys import Hidden
@@ -21,7 +22,7 @@ from ckpt_prune.stages.spaces.keys import Spaces
 from ckpt_prune.stages.vocabulary.keys import Vocabulary
 
 STAGES: tuple[type[StageKeys], ...] = (
-    *(Vocabulary, Depth, Hidden, Rotation, Spaces, Mask, LowRank),
+    *(Vocabulary, Depth, Bare, Hidden, Rotation, Spaces, Mask, LowRank),
     *(Recovery, Quantize, Export),
 )
 

@@ -15,6 +15,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.job.records import PlanFile, SiteRecord
 from ckpt_prune.job.report import CommonReport, UsedRecipe
+from ckpt_prune.stages.bare.records import BareFields
 from ckpt_prune.stages.depth.records import DepthFields
 from ckpt_prune.stages.hidden.records import HiddenFields
 from ckpt_prune.stages.low_rank.records import LowRankFields
@@ -35,6 +36,7 @@ class Report(
     RotationFields,
     HiddenFields,
     DepthFields,
+    BareFields,
     VocabularyFields,
     CommonReport,
 ):

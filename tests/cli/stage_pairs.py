@@ -33,6 +33,10 @@ VARIANTS: dict[str, dict[str, Keys]] = {
         "part": {"depth": {"drop": 1, "part": "attention"}},
         "auto": {"depth": {"drop": "auto"}},
     },
+    "bare": {
+        "given": {"bare": {"blocks": [1], "epochs": 1}},
+        "tried": {"bare": {"epochs": 1}},
+    },
     "hidden": {
         "per-block": {"hidden": {"kind": "per-block", "drop": 8}},
         "shared": {"hidden": {"kind": "shared", "drop": 8}},
@@ -114,7 +118,7 @@ def recipe_of(*variants: Variant) -> Keys:
     keys: Keys = {"version": 1, "name": "pair", "ratio": 0.5}
     if "rotation" in stages - {"mask"}:
         keys |= _mask("wanda")
-    elif not stages & {"depth", "hidden", "spaces", "mask", "low_rank"}:
+    elif not stages & {"depth", "bare", "hidden", "spaces", "mask", "low_rank"}:
         keys |= VARIANTS["spaces"]["none"]
     for stage, name in variants:
         keys |= VARIANTS[stage][name]

@@ -21,8 +21,8 @@ from tests.gguf_files.tiny import save
 
 TOP = (
     "version, name, summary, source, goal, time, ratio, target, true_sequential, size, allocation, weigh_by, widths, "
-    "layers, container, runs_on, spaces, vocabulary, depth, hidden, rotation, mask, low_rank, recovery, quantize, "
-    "export"
+    "layers, container, runs_on, spaces, vocabulary, depth, bare, hidden, rotation, mask, low_rank, recovery, "
+    "quantize, export"
 )
 PACKAGE = Path(ckpt_prune.__file__).parent
 OTHERS = {
