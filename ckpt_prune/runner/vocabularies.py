@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.side_files import side_files_of
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
@@ -40,8 +41,8 @@ class SmallerVocabulary:
 def price_vocabularies(model: Model, options: SampleOptions) -> list[SmallerVocabulary]:
     """Measure on `--text` what smaller vocabularies cost.
 
-    There are none if the embedding is a small part of the model, its tokenizer cannot be made smaller, or the text is
-    too short to hold a part of it out.
+    There are none if the embedding is a small part of the model. A line says so if its tokenizer cannot be made
+    smaller, or the text is too short to hold a part of it out.
     """
     embedding = model.checkpoint.tensors[model.family.embedding_weight]
     if prod(embedding.shape) < _LEAST_PART * cost_of(model).parameters:
@@ -50,7 +51,8 @@ def price_vocabularies(model: Model, options: SampleOptions) -> list[SmallerVoca
         choice = VocabularyChoice(model, Vocabulary.model_validate({}), options)
         keep_rows(model, choice.pieces, choice.kept_without(0))
         priced = [choice.price(vocabulary_rows(model) * share // 100) for share in SHARES]
-    except UserError:
+    except UserError as error:
+        Notices()(f"no smaller vocabulary is tried: {error}")
         return []
     return [SmallerVocabulary(kept, max(0.0, lost)) for kept, lost in priced]
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from ckpt_prune.cli.main import main
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
@@ -155,7 +156,11 @@ def test_without_a_target_mixtures_stand_beside_types_by_budget_that_are_as_larg
 @pytest.fixture
 def all_tokens(monkeypatch):
     """No smaller vocabulary is in question: the texts of these tests do without most tokens."""
-    monkeypatch.setattr("ckpt_prune.runner.file_budgets.price_vocabularies", lambda *_: [])
+
+    def refuse(*_):
+        raise UserError("its tokenizer is of a kind of its own")
+
+    monkeypatch.setattr("ckpt_prune.runner.vocabularies.VocabularyChoice", refuse)
 
 
 def test_tokens_go_where_types_lose_more_and_the_recipe_makes_the_same_file(place, monkeypatch):
@@ -183,6 +188,7 @@ def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_fi
     """A size that no types reach with all columns."""
     code, output = run(*command(place, "pruned", "--target-bytes", "243KB", "--choose", "first"))
     assert code in (0, 1), output
+    assert output.count("no smaller vocabulary is tried: its tokenizer is of a kind of its own\n") == 1
     found = read(place, "pruned")
     assert found["candidates"]
     assert all(each["bytes"] <= 243_000 for each in found["candidates"])
