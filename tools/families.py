@@ -150,8 +150,8 @@ def sweep(only: list[str]) -> None:
             if not only or name in only:
                 types[name] = try_type(name, architecture)
                 print(kind, name, types[name], flush=True)
-        found["types"][kind] = dict(sorted(types.items()))
-        DISCOVERED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                found["types"][kind] = dict(sorted(types.items()))
+                DISCOVERED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def try_type(model_type: str, architecture: str) -> dict[str, Any]:
@@ -166,8 +166,12 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
     found: dict[str, Any] = {"built": False, "spaces": [], "pruned": False}
     with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
         try:
+            composite = load_composite(model_type) if model_type in known_composites() else None
+            architecture = architecture if composite is None else composite.architecture
             source = write_tiny(model_type, architecture, Path(folder) / "source")
             found["built"] = True
+            if composite is not None:
+                return found | try_part(source)
             config = json.loads((source / "config.json").read_text())
             description = discover(config).description
             why = "; ".join(f"{space}: {reason}" for space, reason in description["found"]["whole"].items())
@@ -180,6 +184,17 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
             text = str(error) if isinstance(error, UserError) else one_line(error)
             return found | {"why": text.removeprefix(f"{source}: ")[:200]}
         return found | {"pruned": True, "why": why}
+
+
+def try_part(source: Path) -> dict[str, Any]:
+    """Prune and verify the text part of a composite; `spaces` and whether it was `pruned`, as in `try_type`."""
+    from ckpt_prune.checkpoint.checkpoint import Checkpoint
+    from ckpt_prune.model.composites import extract_part
+
+    config = extract_part(Checkpoint.open(source), "text").config
+    spaces = config[descriptions.OUTSIDE_KEY]["spaces"]
+    prune_and_verify(source, config[descriptions.OUTSIDE_KEY], part="text")
+    return {"spaces": list(spaces), "pruned": True, "why": "--part text"}
 
 
 def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
@@ -199,16 +214,18 @@ def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
     return folder
 
 
-def prune_and_verify(source: Path, description: dict[str, Any]) -> None:
-    """Prune a model by `ridge` with the description in its config, and verify the output."""
+def prune_and_verify(source: Path, description: dict[str, Any], part: str | None = None) -> None:
+    """Prune a model by `ridge` with the description in its config, or a part of it, and verify the output."""
     text = source.parent / "calibration.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and runs away " * 100)
-    config = json.loads((source / "config.json").read_text()) | {descriptions.OUTSIDE_KEY: description}
-    (source / "config.json").write_text(json.dumps(config))
+    if part is None:
+        config = json.loads((source / "config.json").read_text()) | {descriptions.OUTSIDE_KEY: description}
+        (source / "config.json").write_text(json.dumps(config))
     lacking = [space for space in ("heads", "mlp") if space not in description["spaces"]]
     optional = [word for space in lacking for word in ("--set", f"spaces.{space}.optional=true")]
     if any("fixed" in space for space in description["spaces"].values()):
         optional += ["--container", "any"]  # no stock class states its width
+    optional += [] if part is None else ["--part", part]
     output = str(source.parent / "output")
     data = ("--text", str(text), "--samples", "8", "--window", "16", "--evaluate-samples", "0")
     run_command("prune", str(source), "--recipe", "ridge", "--ratio", "0.5", *data, *optional, "-o", output)

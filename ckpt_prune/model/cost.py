@@ -43,7 +43,8 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
     for block in range(model.blocks):
         attention = family.attention
         output = model.tensor(block, attention.output)
-        if output not in shapes and factor_names(output)[0] not in shapes:
+        needed = (output, model.tensor(block, attention.key))
+        if any(name not in shapes and factor_names(name)[0] not in shapes for name in needed):
             continue  # it mixes tokens in another way, or not at all
         if attention.latent:
             keys, mixed = (

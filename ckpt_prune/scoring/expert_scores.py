@@ -30,8 +30,14 @@ def reap(moments: RoutingMoments) -> Tensor:
     return moments.norm / moments.tokens.clamp_min(1)
 
 
+def reap_renormalised(moments: RoutingMoments) -> Tensor:
+    """`reap` with the router's weights of a token divided by their sum, whatever its class does (REAP's later code)."""
+    return moments.share / moments.tokens.clamp_min(1)
+
+
 EXPERT_SCORES: dict[str, Score] = {
     "routed-energy": Score(routed_energy),
     "frequency": Score(frequency),
     "reap": Score(reap),
+    "reap-renormalised": Score(reap_renormalised),
 }

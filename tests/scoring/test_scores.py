@@ -71,7 +71,12 @@ def test_scores_of_experts_by_hand():
     """The first expert is given two tokens, the second one, the third none."""
     moments = RoutingMoments.zeros(3)
     # Outputs are weighted: of norms 5 and 10, then 2.
-    moments.accumulate(0, torch.tensor([[0.5], [1.0]]), torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
-    moments.accumulate(1, torch.tensor([[0.25]]), torch.tensor([[0.0, 2.0]]))
+    # The first token has weights of 0.5 and 0.25, the second one of 1.
+    moments.accumulate(
+        0, torch.tensor([[0.5], [1.0]]), torch.tensor([[3.0, 4.0], [6.0, 8.0]]), torch.tensor([0.75, 1.0])
+    )
+    moments.accumulate(1, torch.tensor([[0.25]]), torch.tensor([[0.0, 2.0]]), torch.tensor([0.5]))
     scores = {name: score.function(moments).tolist() for name, score in EXPERT_SCORES.items()}
+    renormalised = scores.pop("reap-renormalised")
     assert scores == {"routed-energy": [125.0, 4.0, 0.0], "frequency": [2.0, 1.0, 0.0], "reap": [7.5, 2.0, 0.0]}
+    assert renormalised == pytest.approx([(5 / 0.75 + 10) / 2, 4.0, 0.0], rel=1e-7)

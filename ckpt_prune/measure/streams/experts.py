@@ -58,6 +58,7 @@ class SplitExperts(nn.ModuleList):
 
     Attributes:
         routed: expert → the tokens of the last batch that the router sent to it, ascending.
+        sums: expert → the sum of the weights of each of these tokens over all its experts.
         mass: expert → sum of the squared weights of its tokens in all batches.
         shown: experts that are shown all tokens, and at which weight; hooks do not see the router's tokens then.
         most: experts that see a token.
@@ -66,6 +67,7 @@ class SplitExperts(nn.ModuleList):
     def __init__(self, experts: list[Expert]) -> None:
         super().__init__(experts)
         self.routed: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
         self.mass = [0.0] * len(experts)
         self.shown: Mapping[int, float] = {}
         self.most = 1
@@ -87,6 +89,7 @@ class SplitExperts(nn.ModuleList):
             if not len(token):
                 continue
             weights = top_k_weights[token, place, None]
+            self.sums[number] = top_k_weights[token].sum(1)
             # `forward`, so that hooks on the expert itself do not run either.
             run = partial(expert.forward, unseen=True) if number in self.shown else expert
             total = total.index_add(0, token, run(hidden_states[token], weights).to(total.dtype))
@@ -110,6 +113,7 @@ class SortedExperts(SplitExperts):
             token = given[number].abs().sum(-1).nonzero().flatten()
             if not len(token):
                 continue
+            self.sums[number] = given.new_ones(len(token))
             run = partial(expert.forward, unseen=True) if number in self.shown else expert
             made[number, token] = run(given[number, token], given.new_ones((len(token), 1)))
             self.routed[number] = token

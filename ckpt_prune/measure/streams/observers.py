@@ -113,11 +113,13 @@ class RoutingObserver(Observer):
 
     def __init__(self, experts: SplitExperts, folds: list[RoutingMoments]) -> None:
         super().__init__(folds, [experts])
+        self._experts = experts
         self._handles += [expert.register_forward_hook(self._watch(number)) for number, expert in enumerate(experts)]
 
     def _watch(self, number: int) -> Any:
         def see(_module: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> None:
-            self._folds[self.fold].accumulate(number, args[1].detach(), output.detach())
+            sums = self._experts.sums[number].detach()
+            self._folds[self.fold].accumulate(number, args[1].detach(), output.detach(), sums)
 
         return see
 

@@ -139,8 +139,8 @@ class Describer:
         if not self.spaces:
             raise UserError(f"no space of {self.twin.architecture} was found: {self._said()}")
         model: Any = self.twin.model
-        embedding = _path(model, model.get_input_embeddings())
-        head = _path(model, model.get_output_embeddings())
+        embedding = self._stored_path(model.get_input_embeddings())
+        head = self._stored_path(model.get_output_embeddings())
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
         for key in used - self.dimensions.keys() - {"group"}:
             self.add_dimension(key, self.twin.config[key], [key])
@@ -175,6 +175,13 @@ class Describer:
         description["bias_slots"] = self._bias_slots(named)
         description["heads_divide_hidden"] = self._heads_divide_hidden()
         return Draft(description, self.whole)
+
+    def _stored_path(self, wanted: nn.Module | None) -> str | None:
+        """Return a module's path: of several, that under which its weight is saved."""
+        modules = self.twin.model.named_modules(remove_duplicate=False)
+        paths = [path for path, module in modules if wanted is not None and module is wanted]
+        stored = (path for path in paths if self.names.shapes.keys() & {f"{path}.weight"})
+        return next(stored, next(iter(paths), None))
 
     def _said(self) -> str:
         return "; ".join(f"{name}: {why}" for name, why in self.whole.items()) or "nothing ends in a linear module"
@@ -286,9 +293,9 @@ class Describer:
         if kv_key is None or count * group != self.twin.sizes.heads:
             return "no config key counts its groups of keys and values"
         self.add_dimension("kv_heads", count, list(dict.fromkeys([kv_key, heads])))
-        self.add_dimension(
-            "head_dim", width, [self.key_of(width, "head_dim|kv_channels|d_head|dim_head|head_size") or "head_dim"]
-        )
+        key = self.key_of(width, "head_dim|kv_channels|d_head|dim_head|head_size")
+        own = "head_dim" if hasattr(type(self.twin.parsed), "head_dim") else None  # of several widths, that of most
+        self.add_dimension("head_dim", width, _keys(key or own))
         sizes = {"head_dim": width, "group": group, "kv_heads": count, "query_heads": self.twin.sizes.heads}
         named = self.named_sizes(sizes)
         if group == 1:
@@ -573,12 +580,6 @@ def drop_space(draft: Draft, name: str, why: str) -> None:
 
 def _keys(key: str | None) -> list[str]:
     return [] if key is None else [key]
-
-
-def _path(model: nn.Module, wanted: nn.Module | None) -> str | None:
-    return (
-        next((path for path, module in model.named_modules() if module is wanted), None) if wanted is not None else None
-    )
 
 
 def _roles(trace: Trace) -> dict[str, str]:

@@ -49,6 +49,14 @@ def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
     assert found["pruned"], found["why"]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "spaces"), [("gemma4", {"mlp"}), ("gemma4_unified", {"mlp"}), ("fuyu", {"mlp"})]
+)
+def test_text_parts_of_composites_are_found(model_type, spaces):
+    found = try_type(model_type, CLASSES[model_type])
+    assert (found["pruned"], {*found["spaces"]}) == (True, spaces), found["why"]
+
+
 def test_blocks_that_only_their_model_can_run_are_refused():
     """Big Bird's model switches the attention of its blocks as it runs."""
     found = try_type("big_bird", CLASSES["big_bird"])

@@ -143,13 +143,15 @@ def rank_experts(case: Case, score: str) -> dict[int, list[int]]:
         stacked = model.get_submodule(f"{case.family.layers}.{block}.{case.family.experts.module}")
         values = []
         for expert in range(4):
-            norms = []
+            norms, shares = [], []
             for token, chosen, given in zip(tokens, places.tolist(), weights, strict=True):
                 if expert in chosen:
                     gate, up = (stacked.gate_up_proj[expert] @ token).chunk(2)
                     y = stacked.down_proj[expert] @ (stacked.act_fn(gate) * up)
                     norms.append(float(given[chosen.index(expert)].double() * y.norm()))
+                    shares.append(norms[-1] / float(given.double().sum()))
             by_score = {"routed-energy": np.square(norms).sum(), "frequency": len(norms), "reap": np.mean(norms)}
+            by_score["reap-renormalised"] = np.mean(shares)
             values.append(by_score[score])
         ranked[block] = sorted(np.argsort(values)[-KEEP:].tolist())
     return ranked
