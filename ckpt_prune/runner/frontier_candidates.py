@@ -30,6 +30,7 @@ from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.vocabularies import parts_of_tokens
 from ckpt_prune.stages.report import find_report
+from ckpt_prune.stages.vocabulary.show import kept_rows
 
 MIXTURES: tuple[GgufType, ...] = (
     *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_nl", "iq4_xs"),
@@ -231,9 +232,8 @@ class Maker:
         if candidate.rows is None:
             return None
         report = find_report(self._model(candidate).checkpoint.whole)
-        assert report is not None
-        assert report.vocabulary is not None
-        return parts_of_tokens(self.budgets.model, report.vocabulary.kept_rows)
+        rows = None if report is None else kept_rows(report)
+        return None if rows is None else parts_of_tokens(self.budgets.model, rows)
 
     def measure(self, candidate: Candidate, keep: Measured | None, say: Notices) -> Measured:
         """Make a candidate and measure it, unless an earlier run has; leave its file, and that of the best so far."""

@@ -57,6 +57,11 @@ def _cost_line(text: TextCost) -> str:
     )
 
 
+def kept_rows(report: Report) -> list[int] | None:
+    """Return the rows of the dense embedding that stay, ascending; None if all do."""
+    return None if report.vocabulary is None else report.vocabulary.kept_rows
+
+
 def size_axes(report: Report) -> dict[str, int]:
     """Return how many tokens stay, for a table of sizes."""
     return {} if report.vocabulary is None else {"tokens": report.vocabulary.rows_kept}
