@@ -20,6 +20,7 @@ from ckpt_prune.model.skeleton import (
     stored_key,
 )
 from ckpt_prune.model.spaces import Axis, SpaceName, axis_dim, product, recipe_space, spaces_among
+from ckpt_prune.model.width_switches import stating_config
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -42,9 +43,9 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
         raise UserError(f"architectures: transformers has no {family.auto_class}")
     if unknown := sorted(set(family.stand_ins) - set(known_families())):
         raise UserError(f"stand_ins: {unknown[0]} is not one of {', '.join(known_families())}")
-    parsed = parse_config(dict(config))
+    config = stating_config(config, family)
+    parsed = parse_config(config)
     family.check_config(parsed)
-    config = dict(config)
     for name, keys in family.dimensions.items():
         has_number = any(isinstance(getattr(parsed, key, None), int) for key in keys)
         if keys and not has_number and name not in family.derived and name != "head_dim":

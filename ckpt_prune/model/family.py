@@ -103,6 +103,7 @@ class Family(StrictModel):
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
     shares: dict[str, int] = Field(default_factory=dict)
+    width_switches: dict[str, bool] = Field(default_factory=dict)
     positions_behind: str | None = None
     sliding_window: str | None = None
     norm_offset: float = 0.0

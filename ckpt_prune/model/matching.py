@@ -13,6 +13,7 @@ from ckpt_prune.model.family import REMOTE_PREFIX, Family
 from ckpt_prune.model.skeleton import Names, is_stored_buffer, parse_config, stock_names
 from ckpt_prune.model.supported import declared_family
 from ckpt_prune.model.ties import TIE_KEY, apply_ties, ties_on_disk
+from ckpt_prune.model.width_switches import with_stated_widths
 
 
 def match_family(checkpoint: Checkpoint) -> Family:
@@ -77,9 +78,10 @@ def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     Weights of Conv1D modules are transposed, and stacks of experts are split, here and nowhere else. Experts may also
     be stored as transformers has them in memory (`save_pretrained(…, save_original_format=False)`): all gates and ups
     in one tensor, all last projections in another. Outputs are written with the names and shapes of the input. Tensors
-    that the class ignores (`Names.ignores`) are left out, and tied tensors are read as the class loads them.
+    that the class ignores (`Names.ignores`) are left out, and tied tensors are read as the class loads them. The config
+    is one that states widths.
     """
-    experts = family.experts
+    experts, checkpoint = family.experts, with_stated_widths(checkpoint, family)
     checkpoint = apply_family_ties(checkpoint.ignore(_list_ignored(checkpoint, family)), family)
     if not family.transposed and experts is None:
         return checkpoint

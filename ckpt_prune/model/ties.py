@@ -33,7 +33,8 @@ def apply_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> Checkpoint:
         return checkpoint.with_ties([*twice, *renamed.values()], renamed)
     absent = {name: stored[source] for name, source in ties.items() if name not in tensors and source in stored}
     untied = checkpoint.with_ties([], renamed | absent)
-    return replace(untied, config=untied.config | {TIE_KEY: False}, stated={TIE_KEY: checkpoint.config.get(TIE_KEY)})
+    stated = {TIE_KEY: checkpoint.config.get(TIE_KEY), **checkpoint.stated}
+    return replace(untied, config=untied.config | {TIE_KEY: False}, stated=stated)
 
 
 def ties_on_disk(

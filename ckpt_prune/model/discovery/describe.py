@@ -12,6 +12,7 @@ from torch import nn
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.discovery.experts import find_experts, packed_modules
 from ckpt_prune.model.discovery.layouts import find_incidences
+from ckpt_prune.model.discovery.switches import WidthSwitchError, find_switch
 from ckpt_prune.model.discovery.trace import (
     BlockRun,
     Trace,
@@ -431,6 +432,11 @@ class Describer:
         if key is None:
             key = self.key_of(2 * count, "intermediate|ffn|ff|inner|mlp")
             if key is None and count % hidden:
+                module: Any = run.block.get_submodule(trace.consumer)
+                axis = 1 if isinstance(module, nn.Linear) else 0
+                switch = find_switch(self.twin, f"{run.path}.{trace.consumer}.weight", axis)
+                if switch:
+                    raise WidthSwitchError(switch)
                 return f"no config key states the columns of {trace.consumer}"
         if key is not None and self.twin.config[key] == 2 * count:
             self.shares[units] = 2

@@ -21,6 +21,7 @@ from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import known_families, parse_family
 from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, modules_of
 from ckpt_prune.model.discovery.proofs import Prover
+from ckpt_prune.model.discovery.switches import WidthSwitchError
 from ckpt_prune.model.discovery.twin import FIRST, OTHER, Twin, build_twin, small_configs
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.family_keys import Proof
@@ -149,13 +150,7 @@ def _find(plain: dict[str, Any], architecture: str, auto: str) -> Discovery:
             f"the last {borrowing} blocks of this {plain['model_type']} read keys and values that others made "
             "(num_kv_shared_layers), and this version prunes blocks one by one"
         )
-    first, other = (build_twin(plain, architecture, sizes) for sizes in (FIRST, OTHER))
-    try:
-        draft = Describer(first, auto, plain).describe()
-    except UserError:
-        raise
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, StopIteration) as error:
-        raise UserError(f"the blocks of {architecture} cannot be run by themselves: {one_line(error)}") from error
+    draft, other = _draft(plain, architecture, auto)
     proofs = _prove(draft, other)
     if not draft.description["spaces"]:
         reasons = "; ".join(f"{space}: {why}" for space, why in draft.whole.items())
@@ -168,6 +163,21 @@ def _find(plain: dict[str, Any], architecture: str, auto: str) -> Discovery:
     except Exception:  # published configs state what its class has no default for, or each block its own
         draft.description["found"] = found | {"config": other.config}
     return Discovery(description=draft.description, seconds=round(time.process_time() - start, 2))
+
+
+def _draft(plain: dict[str, Any], architecture: str, auto: str) -> tuple[Draft, Twin]:
+    """Return a description of what the first twin shows, and the twin on which it is to be proven."""
+    first, other = (build_twin(plain, architecture, sizes) for sizes in (FIRST, OTHER))
+    try:
+        return Describer(first, auto, plain).describe(), other
+    except WidthSwitchError as switch:
+        draft, other = _draft(plain | switch.values, architecture, auto)
+        draft.description["width_switches"] = {**switch.values, **draft.description.get("width_switches", {})}
+        return draft, other
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, StopIteration) as error:
+        raise UserError(f"the blocks of {architecture} cannot be run by themselves: {one_line(error)}") from error
 
 
 def _prove(draft: Draft, twin: Twin) -> dict[str, Proof]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ckpt_prune.model.descriptions import known_families, load_family
@@ -55,6 +55,28 @@ def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
 def test_text_parts_of_composites_are_found(model_type, spaces):
     found = try_type(model_type, CLASSES[model_type])
     assert (found["pruned"], {*found["spaces"]}) == (True, spaces), found["why"]
+
+
+def test_a_width_that_a_class_derives_is_stated_by_outputs(tmp_path: Path):
+    """LFM2's published configs have it under a name of their own, and its class rounds two thirds of it up."""
+    source = write_tiny("lfm2", CLASSES["lfm2"], tmp_path / "source")
+    values = json.loads((source / "config.json").read_text())
+    values |= {"block_ff_dim": values.pop("intermediate_size"), "block_multiple_of": 16}
+    values |= {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+    parsed = AutoConfig.for_model(**values)
+    assert (parsed.block_auto_adjust_ff_dim, parsed.intermediate_size) == (True, 48)
+    AutoModelForCausalLM.from_config(parsed).save_pretrained(source)
+    (source / "config.json").write_text(json.dumps(values))
+    description = discover(values).description
+    assert description["width_switches"] == {"block_auto_adjust_ff_dim": False}
+    assert description["found"]["proofs"]["mlp"] == {"together": True, "alone": True, "fewer": True}
+    prune_and_verify(source, description)
+    output = json.loads((tmp_path / "output" / "config.json").read_text())
+    assert (output["block_auto_adjust_ff_dim"], output["intermediate_size"]) == (False, 16)  # half of 2 / 3 of 48
+    assert {"block_ff_dim", "auto_map"}.isdisjoint(output)
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "output", output_loading_info=True)
+    assert not any(loading.values())
+    assert model.model.layers[0].feed_forward.w2.in_features == 16
 
 
 def test_blocks_that_only_their_model_can_run_are_refused():
