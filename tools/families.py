@@ -214,7 +214,7 @@ def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
     return folder
 
 
-def prune_and_verify(source: Path, description: dict[str, Any], part: str | None = None) -> None:
+def prune_and_verify(source: Path, description: dict[str, Any], *options: str, part: str | None = None) -> None:
     """Prune a model by `ridge` with the description in its config, or a part of it, and verify the output."""
     text = source.parent / "calibration.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and runs away " * 100)
@@ -228,7 +228,7 @@ def prune_and_verify(source: Path, description: dict[str, Any], part: str | None
     optional += [] if part is None else ["--part", part]
     output = str(source.parent / "output")
     data = ("--text", str(text), "--samples", "8", "--window", "16", "--evaluate-samples", "0")
-    run_command("prune", str(source), "--recipe", "ridge", "--ratio", "0.5", *data, *optional, "-o", output)
+    run_command("prune", str(source), "--recipe", "ridge", "--ratio", "0.5", *data, *optional, *options, "-o", output)
     run_command("verify", output, "--against", str(source))
 
 

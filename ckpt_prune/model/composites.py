@@ -172,14 +172,21 @@ def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str
         part: as `extract_part` returns it.
         config: of the part, as it is to be.
     """
+    from ckpt_prune.model.ties import TIE_KEY
+
     within = part.within
     assert within is not None
     merged = copy.deepcopy(within.whole.config)
     inner = merged.get(within.key)
     place = inner if isinstance(inner, dict) else merged  # old files have the text model's keys beside the others
     heads = ("num_attention_heads", "num_key_value_heads")
+    derived = {key: value for key, value in part.stated.items() if key != TIE_KEY}  # widths, and what switches them
+    before = {**part.config, **derived}
+    for key, value in list(place.items()):  # names of a width that its class takes away (LFM2's block_ff_dim)
+        if key not in part.config and type(value) is int and value in derived.values():
+            del place[key]
     for key, value in config.items():
-        is_same = key in part.config and part.config[key] == value
+        is_same = key in before and before[key] == value
         # A derived width of heads stays derived if no head goes.
         is_derived = key == "head_dim" and all(part.config.get(each) == config.get(each) for each in heads)
         if not is_same and not is_derived:

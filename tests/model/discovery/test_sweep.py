@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ckpt_prune.model.descriptions import known_families, load_family
 from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.verification import forward_pass
+from tests.evaluation.tiny import tiny_tokenizer
 from tests.model.discovery.test_discovery import config
 from tools.families import DISCOVERED, prune_and_verify, try_type, write_tiny
 
@@ -77,6 +78,26 @@ def test_a_width_that_a_class_derives_is_stated_by_outputs(tmp_path: Path):
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "output", output_loading_info=True)
     assert not any(loading.values())
     assert model.model.layers[0].feed_forward.w2.in_features == 16
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.0])
+def test_a_composite_states_a_width_that_the_class_of_its_part_derives(ratio, tmp_path: Path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = sizes | {"block_ff_dim": 96, "block_multiple_of": 16, "num_key_value_heads": 2, "vocab_size": 101}
+    seen = sizes | {"intermediate_size": 48, "num_patches": 16, "patch_size": 4}
+    whole = AutoConfig.for_model("lfm2_vl", text_config=text, vision_config=seen, image_token_id=5)
+    AutoModelForImageTextToText.from_config(whole).save_pretrained(tmp_path / "source")
+    tiny_tokenizer().save_pretrained(tmp_path / "source")
+    values = json.loads((tmp_path / "source" / "config.json").read_text())
+    values["text_config"]["block_ff_dim"] = values["text_config"].pop("intermediate_size")
+    (tmp_path / "source" / "config.json").write_text(json.dumps(values))
+    found = {"spaces": {"heads": {}, "mlp": {}}}
+    prune_and_verify(tmp_path / "source", found, "--set", f"spaces.mlp.ratio={ratio}", part="text")
+    output = json.loads((tmp_path / "output" / "config.json").read_text())["text_config"]
+    assert (output["block_auto_adjust_ff_dim"], output["intermediate_size"]) == (False, 64 * (1 - ratio))
+    assert "block_ff_dim" not in output
+    _, loading = AutoModelForImageTextToText.from_pretrained(tmp_path / "output", output_loading_info=True)
+    assert not any(loading.values())
 
 
 def test_blocks_that_only_their_model_can_run_are_refused():
