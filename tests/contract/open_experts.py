@@ -48,7 +48,7 @@ def unstack_experts(family: Family, tensors: dict[str, Tensor]) -> dict[str, Ten
         for name in [name for name in tensors if name.endswith(f".{stack}")]:
             before = name.removesuffix(stack)
             parts = enumerate(unstacked.pop(name))
-            unstacked |= {f"{before}{pattern.format(expert=expert)}.weight": part for expert, part in parts}
+            unstacked |= {f"{before}{pattern.format(expert=expert)}": part for expert, part in parts}
     return unstacked
 
 

@@ -157,13 +157,13 @@ def _work(place: Path, target: str, seed: int, first: int, end: int, log: Path, 
         tell(done=True)
 
 
-def _reach(seen: list[str], runtime: str, task: RuntimeTask) -> tuple[RuntimeAnswer, int]:
+def _reach(seen: list[str], runtime: str, task: RuntimeTask) -> RuntimeAnswer:
     """Stand in for the process of a runtime, and see what code the runtime would run there."""
     folder = Path(task.folder)
     if runtime == "transformers":
         try:
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                return in_transformers.run(task), 0
+                return in_transformers.run(task)
         except Exception as error:  # whatever it is, `run_isolated` passes on its last line
             raise UserError(f"{runtime} does not run {task.folder}: {str(error)[:300]!r}") from None
     if runtime == "mlx":
