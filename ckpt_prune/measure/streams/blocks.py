@@ -43,11 +43,9 @@ class BlockFactory:
         dtype: torch.dtype,
         skeleton: nn.Module | None = None,
     ) -> None:
-        if skeleton is None:
-            self.skeleton = build_skeleton(model.config, model.family.architecture)
-        else:
-            config: Any = skeleton.config
-            self.skeleton, model = skeleton, model.with_config(config)
+        self.skeleton = build_skeleton(model.config, model.family.architecture) if skeleton is None else skeleton
+        config: Any = self.skeleton.config  # some classes copy theirs, and say in it how attention and masks are made
+        model = model.with_config(config)
         self.model, self.device, self.dtype = model, device, dtype
         self.family, self.config = model.family, model.config
         self.names = Names(self.skeleton)

@@ -40,11 +40,11 @@ def test_thirty_types(model_type):
     assert (found["pruned"], found["spaces"]) == (True, kept["spaces"]), found["why"]
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neo", "moshi", "lara_mini", "olmo_hybrid", "bloom", "lfm2_moe"])
+@pytest.mark.parametrize("model_type", ["gpt_neo", "moshi", "lara_mini", "olmo_hybrid", "bloom", "lfm2_moe", "pegasus"])
 def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
     """Blocks that take their number by another name, or an argument that no config states; a fused tensor of parts
     that differ in rows, and three tensors that make one; a width that no config key states; a class without defaults
-    for what published configs state.
+    for what published configs state; one that copies its config, and says in the copy how attention is made.
     """
     found = try_type(model_type, CLASSES[model_type])
     assert found["pruned"], found["why"]
