@@ -100,13 +100,20 @@ def test_another_number_of_processes_goes_on(tmp_path, monkeypatch, kind):
     assert messages == [f"{tmp_path / 'out'} is finished: nothing is left to do"]
 
 
-def test_what_one_process_does_alone_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("more", "does"),
+    [
+        ({"mask": {"method": "magnitude", "pattern": "1:2"}, "rotation": {"kind": "shared"}}, "rotates"),
+        ({"mask": {"method": "magnitude", "allocation": "alpha"}, "ratio": 0.5}, "shares a mask's zeros out"),
+    ],
+    ids=["rotation", "shares"],
+)
+def test_what_one_process_does_alone_is_refused(tmp_path, more, does):
     folder = families.make(tmp_path / "dense")
-    mask = {"method": "magnitude", "pattern": "1:2"}
-    rotating = FullRecipe.model_validate({**MASK, "target": "dense", "mask": mask, "rotation": {"kind": "shared"}})
+    recipe = FullRecipe.model_validate({**MASK, "target": "dense", **more})
     with pytest.raises(UserError) as caught:
-        prune_together(folder, tmp_path / "out", 2, rotating, samples=4)
-    assert str(caught.value) == "recipe masked rotates, which one process does alone: start it without torchrun"
+        prune_together(folder, tmp_path / "out", 2, recipe, samples=4)
+    assert str(caught.value) == f"recipe masked {does}, which one process does alone: start it without torchrun"
 
 
 def test_processes_at_other_jobs_are_refused(tmp_path):
