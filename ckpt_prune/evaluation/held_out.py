@@ -5,16 +5,19 @@ on, each read once by either model, where calibrating reads each of its own twic
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
+from ckpt_prune.evaluation.image_classes import class_names, is_classifier
 from ckpt_prune.evaluation.images import measure_images
 from ckpt_prune.evaluation.pair import Pair, lack_of_room
 from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsResult
 from ckpt_prune.evaluation.texts import measure_talks, measure_texts
 from ckpt_prune.measure.samples.choose import choose_fresh_samples
+from ckpt_prune.measure.samples.image_files import find_images
 from ckpt_prune.measure.samples.image_text import ImageTextWindows
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
@@ -64,6 +67,11 @@ def choose_held_out(
     fresh = choose_fresh_samples(model, wanted, used, trust=trust, say=lambda _line: None)
     samples = fresh.samples
     assert isinstance(samples, TokenWindows | ImageSamples)
+    config = model.checkpoint.config
+    if isinstance(samples, ImageSamples) and options.images is not None and is_classifier(config):
+        with suppress(UserError):  # images without classes are compared by what both models say
+            classes = class_names(config)
+            samples.take_classes(find_images(options.images, labels=options.labels, split="calib", id2label=classes))
     places = [*options.text, *filter(None, (options.images, options.talks))]
     names = ", ".join(path.name for path in places)
     what = f"{len(samples)} windows of {samples.tokens} tokens" if is_text else plural(len(samples), "image")

@@ -177,7 +177,7 @@ def compare(
 def self_noise(model: StreamedModel, windows: Tensor) -> float:
     """Measure how far a model is from itself in bfloat16, or in float32 if that is what it runs in: KL in nats."""
     other = torch.float32 if model.dtype == torch.bfloat16 else torch.bfloat16
-    return _add_up([replace(model, dtype=other), model], windows, "the reference in another dtype").mean_kl
+    return max(0.0, _add_up([replace(model, dtype=other), model], windows, "the reference in another dtype").mean_kl)
 
 
 @torch.no_grad()

@@ -132,11 +132,14 @@ class ScoredResult(Result, Generic[S]):
         if self.spread is not None:
             shares = self.spread.data()
             apart.append(
-                f"of single tokens: median {shares['kl_median']:.4f}, 90% up to {shares['kl_90']:.4f}, 99% up to "
-                f"{shares['kl_99']:.4f}; as a draft of the other it would have {shares['accepted']:.1%} accepted"
+                f"KL of single tokens: median {shares['kl_median']:.4f}, 90% up to {shares['kl_90']:.4f}, 99% up to "
+                f"{shares['kl_99']:.4f} nats; in speculative decoding, {shares['accepted']:.1%} of its tokens would be "
+                "accepted by the other"
             )
         if self.self_noise is not None:
-            apart.append(f"the reference is {self.self_noise:.2g} nats from itself in another dtype")
+            apart.append(
+                f"noise: the reference is {self.self_noise:.2g} nats from itself in another dtype (float32 or bfloat16)"
+            )
         return apart + _name_skipped(self.skipped)
 
 

@@ -124,7 +124,8 @@ class RecipeKeyOptions(SourceOptions):
     widths multiples of what that wants."""
     container: str | None = option(default=None, metavar="NAME")
     """What the output is stored as: a stock model_type; remote for remote code; any for remote code if no stock class
-    fits; padded for a stock class, filled up with zeros if it has no narrower shape."""
+    fits; padded for a stock class, filled up with zeros if it has no narrower shape; auto for a stock class that
+    fits. [default: the recipe's, mostly auto]"""
 
 
 class SizeOptions(Options):

@@ -21,6 +21,7 @@ from ckpt_prune.evaluation.label_tasks import is_labelled, measure_labelled
 from ckpt_prune.evaluation.memory_plan import memory_plans
 from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_generates
+from ckpt_prune.evaluation.quality import figures_of
 from ckpt_prune.evaluation.results import CombinedResult, PlainResult, Result
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.texts import measure_talks, measure_texts, read_windows
@@ -119,7 +120,10 @@ def _note_loss(options: EvaluateOptions, result: Result) -> None:
     read = [Path(place).name for place in (*options.text, options.data, options.images) if place is not None]
     loss = loss.model_copy(update={"data": ", ".join([*read, loss.data])})
     try:
-        note_loss(out, loss)
+        earlier = note_loss(out, loss)
+        if earlier is not None and earlier.data != loss.data:
+            was = ", ".join(figures_of(earlier))
+            Notices()(f"the model card of {out} says this now, in place of {was} on {earlier.data}")
     except UserError as error:
         Notices()(f"the model card of {out} does not say what was measured: {error}")
 

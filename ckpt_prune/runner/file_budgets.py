@@ -26,6 +26,7 @@ from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.losses import Grams, TypeLosses, predict_type_losses, types_for
+from ckpt_prune.gguf.types import OUTER
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
@@ -36,7 +37,13 @@ from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
-from ckpt_prune.runner.vocabularies import SmallerVocabulary, plan_with_rows, price_vocabularies
+from ckpt_prune.runner.vocabularies import (
+    SHARES,
+    SmallerVocabulary,
+    is_embedding_large,
+    plan_with_rows,
+    price_vocabularies,
+)
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE, PredictedColumns, predict_columns
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
 from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
@@ -305,7 +312,7 @@ def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
 
 
 def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") -> None:
-    """Refuse a size below that of the coarsest types with the fewest columns that are tried."""
+    """Refuse a size below that of the coarsest types with the fewest columns and tokens that are tried."""
     losses = {
         name: dict.fromkeys(types_for(weight.shape[-1]), 0.0)
         for name, weight in lay_out(planner.model).tensors.items()
@@ -314,11 +321,18 @@ def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") 
     budget, model = TypeBudget(planner, losses), planner.model
     columns = {block: {1: 0.0, MOST_COLUMNS: 0.0} for block in model.blocks_with(SPACE)}
     least = replace(budget, columns=columns).least
-    if limit < least:
+    fewest = least
+    if is_embedding_large(model):
+        rows = [name for name in OUTER if name in losses]
+        fewest -= (
+            sum(min(budget.size(name, kind) for kind in losses[name]) for name in rows) * (100 - SHARES[-1]) // 100
+        )
+    if limit < fewest:
+        tokens = "" if fewest == least else f", with {SHARES[-1]} % of its tokens {fewest / 1e6:.1f} MB"
         raise UserError(
             f"{flag}: {limit / 1e6:.4g} MB are out of reach: the coarsest types make a file of "
             f"{budget.least / 1e6:.1f} MB of {model.checkpoint.name}, and with a third of its MLP columns "
-            f"{least / 1e6:.1f} MB; ask for more, or drop tokens first (ckpt-prune prune MODEL --vocabulary auto)"
+            f"{least / 1e6:.1f} MB{tokens}; ask for more"
         )
 
 

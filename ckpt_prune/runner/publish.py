@@ -135,19 +135,23 @@ def replace_record(out: Path, report: Report) -> None:
     write_atomically(out / REPORT, pretty_json(report.data()))
 
 
-def note_loss(out: Path, loss: Loss) -> None:
-    """Note a measured loss in the record and the card of a finished output, in place of an earlier one.
+def note_loss(out: Path, loss: Loss) -> Loss | None:
+    """Note a measured loss in the record and the card of a finished output, and return the one that stood there.
 
     An output of `quantize` may have a loss for each model that it was compared with.
     """
     report, rounded = find_report(out), find_record(out)
     if report is not None:
         replace_record(out, report.model_copy(update={"loss": loss}))
-    elif rounded is not None:
-        losses = [*(each for each in rounded.losses if each.against != loss.against), loss]
+        return report.loss
+    if rounded is not None:
+        earlier = next((each for each in rounded.losses if each.against == loss.against), None)
+        losses = [*(each for each in rounded.losses if each is not earlier), loss]
         rounded = rounded.model_copy(update={"losses": losses})
         write_atomically(out / _CARD, make_card(rounded))
         write_atomically(out / QUANTISED_RECORD, pretty_json(rounded.data()))
+        return earlier
+    return None
 
 
 def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:

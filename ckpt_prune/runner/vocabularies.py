@@ -38,14 +38,19 @@ class SmallerVocabulary:
     lost: float
 
 
+def is_embedding_large(model: Model) -> bool:
+    """Return whether fewer tokens are in question: whether the embedding is a large part of the model."""
+    embedding = model.checkpoint.tensors[model.family.embedding_weight]
+    return prod(embedding.shape) >= _LEAST_PART * cost_of(model).parameters
+
+
 def price_vocabularies(model: Model, options: SampleOptions) -> list[SmallerVocabulary]:
     """Measure on `--text` what smaller vocabularies cost.
 
     There are none if the embedding is a small part of the model. A line says so if its tokenizer cannot be made
     smaller, or the text is too short to hold a part of it out.
     """
-    embedding = model.checkpoint.tensors[model.family.embedding_weight]
-    if prod(embedding.shape) < _LEAST_PART * cost_of(model).parameters:
+    if not is_embedding_large(model):
         return []
     try:
         choice = VocabularyChoice(model, Vocabulary.model_validate({}), options)

@@ -45,8 +45,9 @@ def test_against(place):
         "",
         f"KL divergence {figures['kl']:.4f} nats per token, top-1 agreement {figures['top1_agreement']:.1%}",
         "",
-        f"of single tokens: median {figures['kl_median']:.4f}, 90% up to {figures['kl_90']:.4f}, 99% up to "
-        f"{figures['kl_99']:.4f}; as a draft of the other it would have {figures['accepted']:.1%} accepted",
+        f"KL of single tokens: median {figures['kl_median']:.4f}, 90% up to {figures['kl_90']:.4f}, 99% up to "
+        f"{figures['kl_99']:.4f} nats; in speculative decoding, {figures['accepted']:.1%} of its tokens would be "
+        "accepted by the other",
     ]
     assert lines[8:] == [
         "",
@@ -60,7 +61,8 @@ def test_the_noise_of_a_reference_is_told_where_it_matters(place):
     figures = json.loads(ok("evaluate", "dense", "--against", "dense", *text, "--json"))
     assert figures["kl"] == 0 < figures["self_noise"]
     lines = ok("evaluate", "dense", "--against", "dense", *text).splitlines()
-    assert f"the reference is {figures['self_noise']:.2g} nats from itself in another dtype" in lines
+    noise = f"noise: the reference is {figures['self_noise']:.2g} nats from itself in another dtype"
+    assert f"{noise} (float32 or bfloat16)" in lines
     twice = json.loads(ok("evaluate", "dense", "--against", "dense", *text, "--text", "calib.txt", "--json"))
     assert twice["self_noise"] == pytest.approx(figures["self_noise"])
     assert "self_noise" not in json.loads(ok("evaluate", "pruned", "--against", "dense", *text, "--json"))

@@ -81,6 +81,12 @@ class ImageSamples:
         self.skipped = tuple(str(path) for path, _ in bad)
         self.size = tuple(self._read_pixels(self.paths[0]).shape)
 
+    def take_classes(self, files: ImageFiles) -> None:
+        """Take the classes of the images from files that have them, if those have all of these images."""
+        classes = dict(zip(files.paths, files.labels or (), strict=files.labels is not None))
+        if classes.keys() >= set(self.paths):
+            self.labels = torch.tensor([classes[path] for path in self.paths])
+
     def __len__(self) -> int:
         return len(self.paths)
 

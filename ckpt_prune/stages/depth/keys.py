@@ -132,7 +132,9 @@ class Depth(StageKeys):
         if self.blocks is not None and others:
             raise ValueError(f"blocks says which go: {others[0]} does not go with it")
         if self.part != "block" and self.compensation.linear:
-            raise ValueError(f"part: {self.part} has no map: say compensation method none")
+            raise ValueError(
+                f"part: {self.part} has no map: take recipe shortgpt, or say 'depth.compensation={{method: none}}'"
+            )
         if self.part != "block" and (self.runs is not None or self.choose == "cosine"):
             raise ValueError(f"part: {self.part} goes one by one: choose influence, divergence or loss, without runs")
         if self.runs is not None and self.choice in ("influence", "loss"):

@@ -50,6 +50,8 @@ def _cost_line(text: TextCost) -> str:
     line = f"{text.name}, its held-out eighth, takes {text.growth:.2%} more tokens"
     if text.loss is None:
         return line
+    if not text.windows:
+        return f"{line}: nothing of it is read otherwise"
     predicted = "" if text.predicted is None else f", {text.predicted:+.2%} predicted"
     return (
         f"{line} and {text.loss:+.2%} bits per byte ({text.bits_before:.4f} → {text.bits_after:.4f} on "
