@@ -12,7 +12,6 @@ from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import write_atomically
-from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GGUF_FILES
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.data import words_of_windows
@@ -80,7 +79,7 @@ class Frontier:
         """Say what to do for the target."""
         if self.best is None or not self.passed:
             beside = "" if self.best is None else f"; the best, {self.best.candidate.name}, has {self._figures}"
-            more = "" if self.reach is None else f"; ask for {human_bytes(self.reach)} or more"
+            more = "" if self.reach is None else f"; ask for {self.reach / 1e6:.1f} MB or more"
             return f"nothing usable {self.asked}{self.beyond_use}{beside}{more}"
         candidate = self.best.candidate
         drops = [] if candidate.rows is None else [f"all but {candidate.rows:,} tokens"]
