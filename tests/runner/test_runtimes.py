@@ -190,6 +190,7 @@ def test_multiples_say_what_they_cost_in_size(tmp_path, llama):
     sizes = [report["after"]["parameters"] for report in reports]
     more = human_count(sizes[1] - sizes[0])
     line = f"multiples for llama.cpp:q4_0 leave {more} parameters ("
+    assert "for llama.cpp:q4_0 widths are multiples of these numbers: heads 2, mlp 32\n" in output
     assert sizes[1] > sizes[0]
     assert line in output
     assert line in run("prune", *shared, "--for", "llama.cpp:q4_0", "-o", tmp_path / "dry", "--dry-run")
