@@ -238,11 +238,10 @@ def build_variant(model: Model, variant: Variant, half: HalfStream | None = None
     if variant.narrow and half is not None:
         short = half.of(short)
     widths = [variant.kept] * variant.blocks
-    biases = {*short.biased}
     try:
-        container = choose_container(short, widths, biases, requested=ANY)
+        container = choose_container(short, widths, short.biased, requested=ANY)
     except UserError:
-        container = choose_container(short, widths, biases, requested=REMOTE)
+        container = choose_container(short, widths, short.biased, requested=REMOTE)
     config = parse_config(container.config)
     with skip_initialisation():
         if container.remote_class is not None:

@@ -67,7 +67,7 @@ def predict_losses(
         model: a causal language model without experts.
         samples: a few; all of them are run.
         round_rows: rounds rows to every type that is in question for a weight; no type leaves a weight out.
-        round_inputs: what a runtime does to the inputs of matrices of the blocks; each way is told of like a type.
+        round_inputs: ways to round what matrices of the blocks read; the result has a loss for each.
         is_plain: whether a type, by its name, rounds every weight by itself, so that errors have nothing in common.
     """
     few = [min(EMBEDDED, len(samples))]
@@ -131,7 +131,7 @@ def _block_losses(
 
 @dataclass(frozen=True)
 class _Errors:
-    """What moves some of a matrix's outputs.
+    """Errors of some of a matrix's outputs, by each type and by each way to round inputs.
 
     Attributes:
         names: of the types, and then of the ways to round inputs.

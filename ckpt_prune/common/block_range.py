@@ -1,9 +1,16 @@
-"""Ranges of blocks as recipes write them: A:B, in numbers of blocks or shares of the depth."""
+"""Blocks as recipes write them: numbers, or a range A:B in numbers of blocks or shares of the depth."""
 
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import parse_percentage
+
+
+def checked_blocks(value: list[int] | None) -> list[int] | None:
+    """Return numbers of blocks as they are; raise ValueError if one is below 0 or there twice."""
+    if value is not None and (min(value) < 0 or len(set(value)) < len(value)):
+        raise ValueError("numbers of blocks, each once, counted from 0")
+    return value
 
 
 def checked_range(value: str | None) -> str | None:

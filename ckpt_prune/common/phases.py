@@ -16,7 +16,7 @@ output; scoring and choosing units; solving for the kept weights."""
 
 @dataclass(frozen=True)
 class Lap:
-    """What one block took: seconds of all, and of each phase in it; the rest is reading and writing."""
+    """Seconds of one block, and of each phase in it. The rest is reading and writing."""
 
     block: int
     seconds: float

@@ -1,4 +1,4 @@
-"""What a reference computes for a text, kept for the next model that is held against it.
+"""Keeps the predictions of a reference on a text, for the next model that is compared with it.
 
 Kept are the hidden states behind its last block: its head makes the logits of them anew, which would take a hundred
 times the room.
@@ -23,7 +23,7 @@ from ckpt_prune.measure.samples.text import fingerprint_windows
 from ckpt_prune.model.model import Model
 
 MOST_BYTES = 2**31
-"""Of all states that are kept together. Those that were used longest ago go first."""
+"""Limit for all kept states together. The least recently used are deleted first."""
 _NAME = "states"
 
 
@@ -75,10 +75,10 @@ class KeptStates:
 
 
 def _drop_oldest(folder: Path) -> None:
-    used = sorted((file.stat().st_mtime_ns, file.stat().st_size, file) for file in folder.glob("*.safetensors"))
-    total = sum(size for _, size, _ in used)
-    for _, size, file in used:
+    found = [(file, file.stat()) for file in folder.glob("*.safetensors")]
+    total = sum(status.st_size for _, status in found)
+    for file, status in sorted(found, key=lambda each: each[1].st_mtime_ns):
         if total <= MOST_BYTES:
             break
         file.unlink(missing_ok=True)
-        total -= size
+        total -= status.st_size

@@ -132,7 +132,7 @@ class Depth(Figures):
 
 
 class Tally(Protocol):
-    """What the figures of a model are added up from, image by image."""
+    """Sums over images, of which the figures of a model are made."""
 
     def add(self, told: Tensor, truth: Tensor) -> None:
         """Add what a model tells of the labelled pixels of an image, and their labels: (pixels,) both."""

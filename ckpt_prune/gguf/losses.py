@@ -40,7 +40,7 @@ Losses = dict[str, dict[Kind, float]]
 
 @dataclass(frozen=True)
 class TypeLosses:
-    """What types add to the divergence, what llama.cpp rounds of the inputs of matrices among it.
+    """Predicted loss of each type, including that of llama.cpp's rounding of what matrices read.
 
     Attributes:
         weighed: rounded by ggml with the importance of inputs.

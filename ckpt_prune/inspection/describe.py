@@ -134,9 +134,9 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
     # One unit fewer stands for any number: the first drop is what changes the container.
     fewer = max(1, units - (model.multiple(name) if space.ends == "experts" else 1))
     widths = [{space: fewer for space in own if space in {*alike, *together}} for own in model.dense_widths]
-    biases = {*model.biased}
+    biases = model.biased
 
-    def container(biases: set[str]) -> str:
+    def container(biases: frozenset[str]) -> str:
         if space.whole is not None:
             return "none"
         try:

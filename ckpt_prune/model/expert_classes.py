@@ -1,4 +1,4 @@
-"""What transformers' classes of experts compute between their linear modules."""
+"""The activation between the linear modules of an expert, of transformers' classes."""
 
 from collections.abc import Callable
 from functools import partial

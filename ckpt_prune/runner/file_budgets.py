@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.budget.rounding_losses import name_of_head
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
+from ckpt_prune.common.spread import spread_evenly
 from ckpt_prune.gguf.architectures import takes_different_blocks
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.file_plan import FilePlanner
@@ -33,7 +33,7 @@ from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.measure.statistics.folder import Statistics, write_tensors
 from ckpt_prune.measure.statistics.measurement import measure_statistics
-from ckpt_prune.measure.streams.hidden_stream import open_stream
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
@@ -92,7 +92,7 @@ class FileBudgets:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where blocks run."""
+        """The device that runs blocks."""
         return resolve_device(self.options.device)
 
     @cached_property
@@ -112,7 +112,7 @@ class FileBudgets:
     def _tried(self) -> list[int]:
         """Blocks that error feedback is tried on."""
         count = min(TRIED, self.model.blocks)
-        return [(2 * place + 1) * self.model.blocks // (2 * count) for place in range(count)]
+        return spread_evenly(count, self.model.blocks)
 
     @cached_property
     def statistics(self) -> Path:
@@ -127,17 +127,15 @@ class FileBudgets:
                 folds=self._folds,
                 collect=("moments", "linears"),
                 grams=self._tried if self._folds > 1 else (),
-                see_states=self._see_states if self._folds > 1 else None,
+                see_stream=self._see_stream if self._folds > 1 else None,
                 **self._how,
             )
             self.journal.record(_STATISTICS)  # from here on Ctrl-C keeps what is done
         return place
 
-    def _see_states(self, block: int, states: Tensor) -> None:
-        """Keep the Gram of what the head reads, of the states behind the last block."""
+    def _see_stream(self, block: int, stream: HiddenStream) -> None:
+        """Keep the Gram of what the head reads, behind the last block."""
         if block == self.model.blocks - 1:
-            stream = open_stream(self.model, self.samples, folds=self._folds, **self._how)
-            stream.states = states
             fitted = sum_folds(stream.observe_head(gram=True)[1:])
             assert isinstance(fitted, Moments)
             assert fitted.gram is not None

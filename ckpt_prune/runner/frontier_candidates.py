@@ -215,14 +215,14 @@ class Maker:
                 )
         return place
 
-    def _foresee(self, candidate: Candidate, say: Notices) -> Candidate:
+    def _foresee(self, candidate: Candidate, parts: TokenParts | None, say: Notices) -> Candidate:
         """Return a pruned candidate with what that has lost, measured, in place of what it was predicted to lose.
 
         The prediction is of second order, and of one block at a time: it is low where many columns go. What rounding
         adds needs no such correction.
         """
         folder = self._model(candidate).checkpoint.whole
-        lost = diverge_from(self.reference, folder, PRUNED_WINDOWS, self._parts(candidate))
+        lost = diverge_from(self.reference, folder, PRUNED_WINDOWS, parts)
         kl = (candidate.kl or 0) - candidate.by_pruning + lost
         say(f"pruned, KL {lost:.3f} (predicted {candidate.by_pruning:.3f}); as a file {kl:.3f} is predicted")
         return replace(candidate, kl=kl, by_pruning=lost)
@@ -241,11 +241,12 @@ class Maker:
         if candidate.name in notes:
             return Measured.read(notes[candidate.name])
         say(f"making and measuring: {candidate.name}")
+        parts = self._parts(candidate)
         if candidate.prunes:
-            candidate = self._foresee(candidate, say)
+            candidate = self._foresee(candidate, parts, say)
         kept = {self.place(candidate), *([] if keep is None else [self.place(keep.candidate)])}
         for file in set(self.staging.scratch.glob("*.gguf")) - kept:
             file.unlink()
-        measured = Measured(candidate, score_file(self.make(candidate), self.reference, self._parts(candidate)))
+        measured = Measured(candidate, score_file(self.make(candidate), self.reference, parts))
         self.staging.journal.record(candidate.name, note=measured.note())
         return measured

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ckpt_prune.checkpoint.block_thread import read_ahead
 from ckpt_prune.checkpoint.digests import READER_FILES
@@ -37,7 +37,7 @@ from ckpt_prune.measure.statistics.folder import (
 )
 from ckpt_prune.measure.statistics.index import StatisticsIndex, add_index
 from ckpt_prune.measure.statistics.taylor import measure_taylor
-from ckpt_prune.measure.streams.hidden_stream import open_stream, split_folds
+from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream, split_folds
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
@@ -165,15 +165,15 @@ def measure_into(
     allocate: Allocate = allocate_in_memory,
     skeleton: nn.Module | None = None,
     journal: Journal | None = None,
-    see_states: Callable[[int, Tensor], object] | None = None,
+    see_stream: Callable[[int, HiddenStream], object] | None = None,
     grams: Collection[int] = (),
 ) -> Statistics:
     """Measure the dense model's moments over samples into a folder that exists. One block is in memory at a time.
 
     `seed` of the choice of samples is for the record, `folds` are contiguous runs of samples whose moments are kept
     apart. `skeleton` is the model on the meta device, if it is not the stock one of its config. Every block is entered
-    in the journal when it is measured; blocks that are in it are run, but not measured again. `see_states` is given
-    every block and the hidden states behind it, (N, T, hidden), which change afterwards. Blocks in `grams` get the
+    in the journal when it is measured; blocks that are in it are run, but not measured again. `see_stream` is given
+    the stream behind every block, with the block's number. Blocks in `grams` get the
     Grams of all inputs, though `collect` does not say so.
     """
     checkpoint, blocks, group = model.checkpoint, model.blocks, process_group()
@@ -207,8 +207,8 @@ def measure_into(
             observed = stream.observe(block, tensors, asked, advance=True)
             named = {model.moments_name(block, key): moments for key, moments in observed.items()}
             group.on_first(partial(write, block, named))
-        if see_states is not None:
-            see_states(block, stream.states)
+        if see_stream is not None:
+            see_stream(block, stream)
     if "taylor" in collect:
         for block, importances in measure_taylor(model, samples, **run):
             group.on_first(partial(write_units, block, importances))

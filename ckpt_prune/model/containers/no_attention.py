@@ -32,9 +32,8 @@ def without_attention(model: Model, blocks: Sequence[int], widths: Widths | None
     UserError if no remote code can do without the attention of this family.
     """
     absent = absent_modules(model, blocks)
-    biases = {module for module in model.family.linears if model.has(module, "bias")}
     dense: Widths = [{} for _ in range(model.blocks)]
-    container = choose_container(model, widths or dense, biases, requested=REMOTE, per_layer=True)
+    container = choose_container(model, widths or dense, model.biased, requested=REMOTE, per_layer=True)
     config = {**container.config, ABSENT_KEY: absent}
     names = _parameters_on_disk(model, [absent["attention"], *filter(None, [absent["norm"]])], blocks)
     kept = {name: name for name in (*model.checkpoint.tensors, *model.checkpoint.stacks) if name not in names}

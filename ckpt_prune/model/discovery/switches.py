@@ -1,4 +1,4 @@
-"""Finds values of a config with which a class takes a width as a key states it, where it derives one by itself."""
+"""Finds config keys that stop a class from deriving the width of its MLPs."""
 
 from typing import Any
 

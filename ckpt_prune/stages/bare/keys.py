@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
+from ckpt_prune.common.block_range import checked_blocks
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.runtimes import Change
 from ckpt_prune.options.training import RecoverySettings
@@ -55,9 +56,7 @@ class Bare(StageKeys):
     @field_validator("blocks")
     @classmethod
     def _once(cls, value: list[int] | None) -> list[int] | None:
-        if value is not None and (min(value) < 0 or len(set(value)) < len(value)):
-            raise ValueError("numbers of blocks, each once, counted from 0")
-        return value
+        return checked_blocks(value)
 
     def check_recipe(self, recipe: Recipe) -> None:
         if recipe.spaces:

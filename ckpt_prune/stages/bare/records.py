@@ -1,5 +1,7 @@
 """Records of blocks that have lost their attention and a part of their MLP."""
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from ckpt_prune.common.records import Block, Count, Figure, FixedRecord
@@ -42,8 +44,13 @@ class BareRecord(FixedRecord):
 
     @property
     def trained(self) -> int:
-        """How many blocks were trained: those up to one behind the last that was replaced."""
-        return min(self.blocks, max(each.block for each in self.replaced) + 2)
+        """How many blocks were trained."""
+        return count_trained(self.blocks, [each.block for each in self.replaced])
+
+
+def count_trained(blocks: int, replaced: Sequence[int]) -> int:
+    """Return how many of a model's blocks are trained: those up to one behind the last that was replaced (DC-ViT)."""
+    return min(blocks, max(replaced) + 2)
 
 
 class BareFields(FixedRecord):

@@ -13,7 +13,7 @@ from ckpt_prune.job.run import Run
 from ckpt_prune.stages.bare.keys import Bare
 from ckpt_prune.stages.bare.mimic import Mimicry, tensors_of
 from ckpt_prune.stages.bare.preview import at_bare, bare_of, best_columns, record_of, wanted
-from ckpt_prune.stages.bare.records import BareBlock, BareRecord
+from ckpt_prune.stages.bare.records import BareBlock, BareRecord, count_trained
 
 _FILE = "bare.safetensors"
 
@@ -59,7 +59,8 @@ def _replace_all(prepared: Prepared, mimicry: Mimicry) -> BareRecord:
         mimicry.replace_block(block, columns)
         replaced.append(BareBlock(block=block, columns=columns))
         with meter(bare.epochs, f"training without attention of block {block}", unit="epoch") as epochs:
-            trained = mimicry.train(record_of(prepared, saved, replaced).trained, bare.epochs, epochs.step)
+            behind = count_trained(model.blocks, [each.block for each in replaced])
+            trained = mimicry.train(behind, bare.epochs, epochs.step)
         figures = {"error_before": trained.loss_before, "error_after": trained.loss_after, "epochs": trained.epochs}
         replaced[-1] = replaced[-1].model_copy(update=figures)
     return record_of(prepared, saved, replaced).model_copy(update={"tried": tried})
@@ -73,6 +74,6 @@ def _try_each(prepared: Prepared, mimicry: Mimicry, count: int) -> list[float]:
         for block in range(model.blocks):
             mimicry.reset()
             mimicry.replace_block(block, best_columns(model, mimicry.block_tensors(block), block, count))
-            mimicry.train(min(model.blocks, block + 2), epochs, lambda *told: progress.step(*told))
+            mimicry.train(count_trained(model.blocks, [block]), epochs, progress.step)
             tried.append(mimicry.divergence())
     return tried

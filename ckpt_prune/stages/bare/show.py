@@ -6,7 +6,7 @@ from ckpt_prune.stages.report import Report
 
 
 def sections(report: Report) -> list[Section]:
-    """Say which blocks have no attention, what is left of their MLPs, and what training gained."""
+    """Show the blocks without attention, the columns that their MLPs keep, and the error before and after training."""
     bare = report.bare
     return [] if bare is None else [_show_blocks(bare)]
 

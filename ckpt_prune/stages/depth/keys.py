@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ckpt_prune.common.block_range import checked_blocks
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.fields import Strict
 from ckpt_prune.compensation.methods import GRID
@@ -122,9 +123,8 @@ class Depth(StageKeys):
     @field_validator("blocks")
     @classmethod
     def _ascending(cls, value: list[int] | None) -> list[int] | None:
-        if value is not None and (min(value) < 0 or len(set(value)) < len(value)):
-            raise ValueError("numbers of blocks, each once, counted from 0")
-        return None if value is None else sorted(value)
+        blocks = checked_blocks(value)
+        return None if blocks is None else sorted(blocks)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Depth":

@@ -151,7 +151,7 @@ def measure_first(
             **data,
             skeleton=None if prepared.stored is None else prepared.stored.skeleton(),
             journal=journal,
-            see_states=None if ends is None else ends.write,
+            see_stream=None if ends is None else lambda block, stream: ends.write(block, stream.states),
         )
         _record(journal, STATISTICS, [] if ends is None else ends.files)
     if not recipe.weighed_by_effect or prepared.ranked is not None:

@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from tokenizers import Tokenizer
 
+from ckpt_prune.common.spread import spread_evenly
 from ckpt_prune.evaluation.bits import Piece, PieceReader
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.stages.vocabulary.held_out import WINDOWS, SplitText, count_tokens, piece_tokens, spread_pieces
@@ -80,7 +81,7 @@ class HeldOutBits:
         spread = []
         for text, own in enumerate(self._windows):
             count = min(len(own), self._each)
-            spread.append([(text, (2 * place + 1) * len(own) // (2 * count)) for place in range(count)])
+            spread.append([(text, place) for place in spread_evenly(count, len(own))])
         self._dense_bits([window for own in spread for window in own])  # all at once
         sizes = [sum(self._windows[t][w].bytes for t, w in own) for own in spread]
         return [sum(self._dense_bits(own)) / max(1, size) for own, size in zip(spread, sizes, strict=True)]
