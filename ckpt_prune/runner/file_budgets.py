@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,10 @@ class FileBudgets:
         for planner, each in self._narrow:
             yield replace(budget, planner=planner, rows=len(each.kept), by_rows=each.lost)
 
+    def kept_rows(self, rows: int | None) -> Sequence[int] | None:
+        """Return the tokens of a choice that has so many; None if all stay."""
+        return next((each.kept for each in self.vocabularies if len(each.kept) == rows), None) if rows else None
+
     def at_bytes(self, limit: int) -> TypeChoice:
         """Return what loses least: types, and columns or tokens that go if types lose much; BudgetError if none fit."""
         found: list[TypeChoice] = []
@@ -281,17 +286,17 @@ class FileBudgets:
 
 
 def recipe_of(
-    model: Model, columns: Sequence[int], rows: int | None, score: str, export: Mapping[str, Any] | None
+    model: Model, columns: Sequence[int], kept: Sequence[int] | None, score: str, export: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the recipe that leaves so many tokens, and columns of each block's MLP if any go, and ends in a file.
+    """Return the recipe that keeps some tokens, and columns of each block's MLP if any go, and ends in a file.
 
     One with a file also says that all columns stay: recipes that name no space read no text, which the file needs.
     """
     recipe: dict[str, Any] = {"version": 1, "name": "frontier"}
     if export is not None:
         columns = columns or model.unit_counts(SPACE)
-    if rows is not None:
-        recipe |= {"vocabulary": {"size": rows}}
+    if kept is not None:
+        recipe |= {"vocabulary": {"kept": pack_rows(kept)}}
     if columns:
         recipe |= {
             "target": "drift",
@@ -321,10 +326,9 @@ def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") 
     least = replace(budget, columns=columns).least
     fewest = least
     if is_embedding_large(model):
-        rows = [name for name in OUTER if name in losses]
-        fewest -= (
-            sum(min(budget.size(name, kind) for kind in losses[name]) for name in rows) * (100 - SHARES[-1]) // 100
-        )
+        for share, sign in ((Fraction(1), -1), (Fraction(SHARES[-1], 100), 1)):
+            of_rows = [min(budget.size(name, kind, share) for kind in losses[name]) for name in OUTER if name in losses]
+            fewest += sign * sum(of_rows)
     if limit < fewest:
         tokens = "" if fewest == least else f", with {SHARES[-1]} % of its tokens {fewest / 1e6:.1f} MB"
         raise UserError(

@@ -64,9 +64,10 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
         except BudgetError as error:
             raise UserError(f"--target-bytes: no types make a file of {human_bytes(limit)}: ask for more") from error
         columns, score = [*choice.columns.values()], budgets.score if choice.columns else "obs"
+        kept = budgets.kept_rows(choice.rows)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    recipe: dict[str, Any] = recipe_of(model, columns, choice.rows, score, export_of(choice.chosen, choice.others))
+    recipe: dict[str, Any] = recipe_of(model, columns, kept, score, export_of(choice.chosen, choice.others))
     say(f"chosen for {human_bytes(choice.bytes)}: {choice.words()}; predicted divergence (KL) {choice.kl:.3f}")
     written = FullRecipe.model_validate(recipe)
     return (

@@ -29,8 +29,6 @@ from ckpt_prune.runner.file_budgets import FileBudgets, export_of, recipe_of
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.vocabularies import parts_of_tokens
-from ckpt_prune.stages.report import find_report
-from ckpt_prune.stages.vocabulary.show import kept_rows
 
 MIXTURES: tuple[GgufType, ...] = (
     *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_nl", "iq4_xs"),
@@ -158,7 +156,7 @@ class Maker:
         """Return the recipe that prunes as a candidate, and with `export` also writes its file."""
         score = self.budgets.score if candidate.columns else "obs"
         file = export_of(candidate.chosen, candidate.others) if export else None
-        return recipe_of(self.budgets.model, candidate.columns, candidate.rows, score, file)
+        return recipe_of(self.budgets.model, candidate.columns, self.budgets.kept_rows(candidate.rows), score, file)
 
     def prune_options(self) -> dict[str, Any]:
         """Return the options of `prune` that make a candidate by its recipe."""
@@ -229,11 +227,8 @@ class Maker:
 
     def _parts(self, candidate: Candidate) -> TokenParts | None:
         """Return how a candidate with fewer tokens writes a token; None if it has all."""
-        if candidate.rows is None:
-            return None
-        report = find_report(self._model(candidate).checkpoint.whole)
-        rows = None if report is None else kept_rows(report)
-        return None if rows is None else parts_of_tokens(self.budgets.model, rows)
+        kept = self.budgets.kept_rows(candidate.rows)
+        return None if kept is None else parts_of_tokens(self.budgets.model, kept)
 
     def measure(self, candidate: Candidate, keep: Measured | None, say: Notices) -> Measured:
         """Make a candidate and measure it, unless an earlier run has; leave its file, and that of the best so far."""

@@ -11,6 +11,7 @@ from ckpt_prune.common.ratios import parse_percentage
 from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.recipe.sizes import Size
+from ckpt_prune.stages.vocabulary.records import unpack_rows
 from ckpt_prune.stages.vocabulary.scripts import SCRIPTS
 
 COST = 0.002
@@ -66,6 +67,18 @@ class Vocabulary(StageKeys):
         "key says what stays.",
     )
     multiple_of: int = Field(64, ge=1, description="As many rows stay as are a multiple of this.")
+    kept: str | None = Field(
+        None,
+        description="Keep these rows of the embedding and no others, as reports write them and `frontier` does in "
+        "recipes: nothing is counted or measured then.",
+    )
+
+    @field_validator("kept")
+    @classmethod
+    def _check_kept(cls, value: str | None) -> str | None:
+        if value is not None:
+            unpack_rows(value)
+        return value
 
     @field_validator("scripts")
     @classmethod
@@ -85,7 +98,7 @@ class Vocabulary(StageKeys):
     @property
     def most_cost(self) -> float | None:
         """The share of bits per byte that may be lost; None if that does not decide."""
-        if self.size is not None:
+        if self.size is not None or self.kept is not None:
             return None
         return self.cost if self.cost is not None or self.names_tokens else COST
 
@@ -98,6 +111,8 @@ class Vocabulary(StageKeys):
     def check_recipe(self, recipe: Recipe) -> None:
         if self.size is not None and self.cost is not None:
             raise ValueError("vocabulary.size and vocabulary.cost both say how many tokens stay: leave one out")
+        if self.kept is not None and (self.names_tokens or self.size is not None or self.cost is not None):
+            raise ValueError("vocabulary.kept says which tokens stay: leave other keys of vocabulary out")
         alone = all(stage is self or not stage.prunes for stage in recipe.stages)
         if alone and recipe.ratio != Recipe.model_fields["ratio"].default:
             raise ValueError("ratio says nothing of tokens: say vocabulary.size, or --vocabulary 50%")

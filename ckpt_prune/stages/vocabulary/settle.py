@@ -35,7 +35,7 @@ from ckpt_prune.stages.vocabulary.held_out import (
 from ckpt_prune.stages.vocabulary.keys import Vocabulary
 from ckpt_prune.stages.vocabulary.lost_bits import HeldOutBits, LostBits
 from ckpt_prune.stages.vocabulary.pieces import Pieces, rebuild
-from ckpt_prune.stages.vocabulary.records import TextCost, VocabularyRecord, pack_rows
+from ckpt_prune.stages.vocabulary.records import TextCost, VocabularyRecord, pack_rows, unpack_rows
 from ckpt_prune.stages.vocabulary.scripts import COMMON
 from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows, number_rows, vocabulary_rows
 
@@ -276,6 +276,8 @@ class VocabularyChoice:
     def _choose(self, say: Callable[[str], None]) -> tuple[list[int], float | None]:
         """Return the rows that stay, and the bits of one token more as a share of those of the text."""
         keys, size = self.keys, self._limit
+        if keys.kept is not None:
+            return self._given(keys.kept), None
         if size is not None:
             step = keys.multiple_of
             size = size // step * step
@@ -298,6 +300,18 @@ class VocabularyChoice:
                 "give --text FILE, or say what stays: --vocabulary 50%, 24000, latin …"
             )
         return self._choose_by_cost(keys.most_cost, say)
+
+    def _given(self, packed: str) -> list[int]:
+        """Return the rows that the recipe names, which must be a vocabulary of this model."""
+        rows = unpack_rows(packed)
+        kept = set(rows)
+        if self._limit is not None:
+            raise UserError("vocabulary.kept says which tokens stay: a size beside it says nothing")
+        if rows[-1] >= self.rows or not self.forced <= kept or self._inside(self.pieces.close(kept)) != kept:
+            raise UserError(
+                "vocabulary.kept names rows of another model: some are no tokens here, or lack tokens that must stay"
+            )
+        return rows
 
     def _choose_by_cost(self, allowed: float, say: Callable[[str], None]) -> tuple[list[int], float | None]:
         if not self._predicts:
@@ -338,7 +352,7 @@ class VocabularyChoice:
         return max(0.5, lost / growth) if growth > 0 else None
 
     def _cost_by_text(self, kept: Sequence[int], slope: float | None) -> list[TextCost]:
-        if not self.texts:
+        if not self.texts or self.keys.kept is not None:
             return []
         smaller, costs = self.smaller_tokenizer(kept), []
         lost = self._lost(kept) if self._predicts else [None] * len(self.texts)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ckpt_prune.checkpoint.writer import CheckpointWriter
-from ckpt_prune.stages.vocabulary.records import VocabularyRecord
+from ckpt_prune.stages.vocabulary.records import VocabularyRecord, pack_rows
 from ckpt_prune.stages.vocabulary.sentencepiece_file import filter_pieces, pieces_of
 from tests.cli.running import ok, run
 from tests.interrupting import interrupt_at
@@ -106,6 +106,21 @@ def test_numbers_of_tokens_follow_wherever_they_stand(place, tmp_path):
     content = json.loads((out / "tokenizer.json").read_text())
     assert merges == ["#version: 0.2", *(" ".join(pair) for pair in content["model"]["merges"])]
     assert not (out / "tekken.json").exists()
+
+
+def test_rows_that_a_recipe_names_stay_and_nothing_is_counted_for_them(place, tmp_path, monkeypatch):
+    first, second = tmp_path / "first", tmp_path / "second"
+    ok("prune", "dense", "--vocabulary", "384", *TEXT, "-o", str(first))
+    monkeypatch.setattr("ckpt_prune.stages.vocabulary.settle.count_tokens", lambda *_: pytest.fail("counted"))
+    named = ("--recipe", "vocabulary", "--set", f"vocabulary.kept={record_of(first).kept}", *TEXT)
+    ok("prune", "dense", *named, "-o", str(second))
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    ok("verify", str(second), "--against", "dense")
+    rows = record_of(first).rows
+    for other in (pack_rows(range(rows + 1)), pack_rows([rows - 1])):
+        done = run("prune", "dense", "--recipe", "vocabulary", "--set", f"vocabulary.kept={other}", "-o", "no")
+        assert "Error: vocabulary.kept names rows of another model" in done.output
 
 
 def test_scripts_go_first_and_the_rest_of_a_multiple_is_filled(place, tmp_path):
