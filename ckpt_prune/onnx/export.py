@@ -195,7 +195,8 @@ class GraphWriter:
                         decisions[dtype] = decisions["int4"]
                         continue
                     ranges = samples is not None and samples.images is not None
-                    scheme = make_scheme(dtype, settings, self.task, ranges=ranges)
+                    dense = sum(info.nbytes for info in self.source.tensors.values())
+                    scheme = make_scheme(dtype, settings, self.task, ranges=ranges, dense=dense)
                     decisions[dtype] = decide(graph, scheme, measuring, folder)
                 for dtype in types:
                     stored = store(graph, decisions[dtype], measuring, folder) if dtype in decisions else graph

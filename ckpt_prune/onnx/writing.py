@@ -1,5 +1,6 @@
 """Writing a graph with its weights inside, one weight at a time."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,6 +17,18 @@ def write_graph(model: onnx_ir.Model, path: Path) -> None:
 
     protobuf would hold two copies of all weights: one in its message, one in the bytes of that.
     """
+    with path.open("wb") as file:
+        for part in _parts(model):
+            file.write(part if isinstance(part, bytes) else get_bytes(part))
+
+
+def count_written_bytes(model: onnx_ir.Model) -> int:
+    """Return the size of what `write_graph` writes."""
+    return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in _parts(model))
+
+
+def _parts(model: onnx_ir.Model) -> list[bytes | onnx_ir.TensorProtocol]:
+    """Return what stands in the file, one after the other."""
     weights = list(model.graph.initializers.values())
     model.graph.initializers.clear()
     try:
@@ -32,13 +45,8 @@ def write_graph(model: onnx_ir.Model, path: Path) -> None:
         head = onnx.TensorProto(name=weight.name or "", data_type=int(tensor.dtype), dims=list(tensor.shape.numpy()))
         start = head.SerializeToString() + start_field(RAW_DATA, tensor.nbytes)
         parts.append((start_field(INITIALIZER, len(start) + tensor.nbytes) + start, tensor))
-    with path.open("wb") as file:
-        file.write(message.SerializeToString())
-        file.write(start_field(GRAPH, len(nodes) + sum(len(start) + tensor.nbytes for start, tensor in parts)))
-        file.write(nodes)
-        for start, tensor in parts:
-            file.write(start)
-            file.write(get_bytes(tensor))
+    size = len(nodes) + sum(len(start) + tensor.nbytes for start, tensor in parts)
+    return [message.SerializeToString() + start_field(GRAPH, size) + nodes, *itertools.chain.from_iterable(parts)]
 
 
 def get_bytes(tensor: onnx_ir.TensorProtocol) -> bytes | memoryview:

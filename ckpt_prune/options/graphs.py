@@ -93,6 +93,10 @@ class GraphSettings(Strict):
     """What rounding to int8 or int4 may cost of the task's metric, such as 0.01 or 1%: the share by which a perplexity
     grows, or what top-1, agreement or cosine loses. Weights that cost too much are stored in 8 bits, with inputs as
     they are. [default: 2% for int8, 10% for int4 and q4f16]"""
+    target_bytes: str | None = option(default=None, metavar="SIZE")
+    """Bytes of the graph of int4 to come down to: 75MB, or 30% of the tensors of MODEL. Weights are stored in blocks of
+    4 or 8 bits and of any size, or in float32, so that the least is lost within the size; --max-loss is what may be
+    lost then."""
     block_size: Literal[16, 32, 64, 128, 256] | None = option(default=None)
     """Weights that share a scale, along the inputs. [default: 32; the last block is padded if a width is no
     multiple]"""
@@ -182,6 +186,8 @@ class GraphSettings(Strict):
     def _check_rounded(self) -> "GraphSettings":
         plain = {"max_loss": None, "block_size": None, "rounding": "nearest"}
         changed = [name for name, value in plain.items() if getattr(self, name) != value]
+        if self.target_bytes is not None and ("int4" not in self.dtype or "q4f16" in self.dtype):
+            raise ValueError("--target-bytes is the size of a graph of --dtype int4, whose weights stay in float32")
         if changed and not self.is_rounded and (changed, self.format) != (["rounding"], "gguf"):
             option = changed[0].replace("_", "-")
             raise ValueError(f"--{option} goes with --dtype int8, int4 or q4f16")

@@ -66,6 +66,13 @@ class Blocks:
         return np.ascontiguousarray(values.reshape(len(values), -1)[:, : self.rows].T)
 
 
+def count_block_bytes(rows: int, columns: int, grid: Grid, scale: int) -> int:
+    """Return the bytes of a matrix (K, N) in blocks whose scales take so many each."""
+    blocks = -(-rows // grid.block)
+    zeros = 0 if grid.symmetric else -(-blocks * grid.bits // 8)
+    return columns * (blocks * (grid.block * grid.bits // 8 + scale) + zeros)
+
+
 def round_to_nearest(matrix: Array, grid: Grid) -> Blocks:
     """Round a float32 or float16 matrix (K, N) by onnxruntime's own quantizer; a last block is padded with zeros.
 

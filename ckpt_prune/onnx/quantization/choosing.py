@@ -1,8 +1,11 @@
-"""Which weights stay in more bits: chosen by what rounding them costs the outputs, alone and together."""
+"""In how many bits each weight of a graph is stored: a budget over what rounding costs the outputs."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_prune.budget.choices import BudgetError, Choices, save, spend
 
 Harm = Callable[[Collection[str]], float]
 """Returns the loss of the outputs if these weights are in few bits."""
@@ -10,88 +13,163 @@ Harm = Callable[[Collection[str]], float]
 MOST = 64
 """Measurements of weights, alone or several at once, whatever the size of the graph: of SmolLM2-135M's 211 weights so
 many find a choice of 3 % more bytes than measuring each does, in a third of the time."""
+CLOSE = 0.95
+"""A choice that loses at least so much of what is allowed is not looked for again."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to store a weight.
+
+    Attributes:
+        label: says which.
+        cost: of it, in bytes.
+        share: its loss, as a share of that of the first form of the weight, which is measured.
+    """
+
+    label: Any
+    cost: int
+    share: float = 1.0
+
+
+Forms = Mapping[str, Sequence[Form]]
+"""Name of a weight → its forms, in the graph's order; the first is the one in few bits that is measured."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which weights are stored in few bits.
+    """How each weight is stored.
 
     Attributes:
-        few: names of those that are.
-        more: names of those that are not, the most harmful by the byte first.
-        alone: name → what the outputs lose if it alone is rounded to few bits; of weights that were measured at
-            once its share by bytes; empty if nothing was measured.
+        labels: of each weight's form, in the graph's order.
+        more: names of those that are not in their first form, the most harmful by the byte first.
+        alone: name → what the outputs lose if it alone is in its first form; of weights that were measured at once its
+            share by bytes; empty if nothing was measured.
         at_once: name → how many weights it was measured with, itself included.
-        together: what they lose with the choice.
+        together: what they lose with the choice, as measured; NaN if that was not.
+        predicted: the sum of what each is predicted to lose; NaN if nothing was measured.
     """
 
-    few: tuple[str, ...]
-    more: tuple[str, ...]
+    labels: dict[str, Any]
+    more: tuple[str, ...] = ()
     alone: dict[str, float] = field(default_factory=dict)
     at_once: dict[str, int] = field(default_factory=dict)
     together: float = math.nan
+    predicted: float = math.nan
 
 
-def choose_weights(
-    saved: Mapping[str, int],
-    together: Harm,
-    alone: Harm,
-    allowed: float,
-    *,
-    alike: Sequence[Sequence[str]] = (),
-    most: int = MOST,
-) -> Choice:
-    """Store as many weights in few bits as the allowance permits.
+@dataclass(frozen=True)
+class Prices:
+    """What each weight loses alone in its first form (`Choice`)."""
 
-    If all of them lose too much together, each is measured alone, and the most harmful by the byte that it saves are
-    taken out until the others lose little enough together. How many that takes is found by halving, each time measured
-    on the whole graph: harms do not add up.
+    forms: Forms
+    alone: dict[str, float]
+    at_once: dict[str, int]
+
+    @property
+    def _sites(self) -> list[Choices]:
+        return [
+            Choices.of((at, form.cost, form.share * self.alone[name]) for at, form in enumerate(own))
+            for name, own in self.forms.items()
+        ]
+
+    def at_cost(self, limit: float) -> Choice:
+        """Return what is predicted to lose least in so many bytes; BudgetError if nothing fits."""
+        return self._choose(spend(sites := self._sites, limit), sites)
+
+    def at_loss(self, limit: float) -> Choice:
+        """Return what costs least and is predicted to lose at most so much; BudgetError if nothing does."""
+        return self._choose(save(sites := self._sites, limit), sites)
+
+    def _choose(self, at: Sequence[int], sites: Sequence[Choices]) -> Choice:
+        taken = {name: site.labels[index] for name, site, index in zip(self.forms, sites, at, strict=True)}
+        predicted = sum(float(site.errors[index]) for site, index in zip(sites, at, strict=True))
+        return self.of(taken, predicted)
+
+    def of(self, taken: Mapping[str, int], predicted: float = math.nan) -> Choice:
+        """Return the choice of these forms."""
+        density = {name: self.alone[name] / _saved(own) for name, own in self.forms.items()}
+        more = sorted((name for name, at in taken.items() if at), key=lambda name: -density[name])
+        labels = {name: own[taken[name]].label for name, own in self.forms.items()}
+        return Choice(labels, tuple(more), self.alone, self.at_once, predicted=predicted)
+
+
+def _saved(forms: Sequence[Form]) -> int:
+    """Return the bytes that a weight's first form saves, beside the next one that loses less."""
+    better = [form.cost for form in forms if form.share < forms[0].share]
+    return max(min(better, default=0) - forms[0].cost, 1)
+
+
+def price_weights(forms: Forms, alone: Harm, alike: Sequence[Sequence[str]] = (), most: int = MOST) -> Prices:
+    """Measure what each weight loses in its first form, all others being as they were.
 
     If there are more weights than may be measured, those that are alike are first measured at once. Then the run that
-    loses most is halved, and both parts are measured, as often as may be. What is not halved to the end is ranked as
-    one.
+    loses most is halved, and both parts are measured, as often as may be.
 
     Args:
-        saved: name → bytes that few bits save of it, in the graph's order.
-        together: measures a set of names, all others being stored in more bits.
-        alone: measures a set of names, all others being as they were.
+        alone: measures a set of names.
         alike: all names, in runs of those that are used alike, each in the graph's order.
-        most: measurements by `alone`.
+        most: measurements.
     """
-    names = list(saved)
-    lost = together(names)
-    if lost <= allowed:
-        return Choice(tuple(names), (), together=lost)
+    names = list(forms)
     groups: Sequence[Sequence[str]] = [[name] for name in names]
     if len(names) > most:
         groups = alike if 0 < len(alike) <= most else [names]
-    runs = _measure_runs(groups, alone, most)
-    size = {name: max(saved[name], 1) for name in names}
-    density = {name: lost / sum(size[each] for each in run) for run, lost in runs for name in run}
-    ranked = sorted((name for run, _ in runs for name in run), key=lambda name: -density[name])
-    low, enough, measured = 1, len(ranked), math.nan
-    while low < enough:
-        middle = (low + enough) // 2
-        lost = together(ranked[middle:])
+    found, at_once = dict[str, float](), dict[str, int]()
+    for run, lost in _measure_runs(groups, alone, most):
+        whole = sum(_saved(forms[name]) for name in run)
+        found |= {name: lost * _saved(forms[name]) / whole for name in run}
+        at_once |= dict.fromkeys(run, len(run))
+    return Prices(forms, {name: found[name] for name in names}, at_once)
+
+
+def choose_weights(
+    forms: Forms, together: Callable[[Mapping[str, Any]], float], price: Callable[[], Prices], allowed: float
+) -> Choice:
+    """Choose the cheapest forms whose loss, measured together, is at most what is allowed.
+
+    If the first forms of all weights lose too much together, each is priced, and the budget is solved for a predicted
+    loss. Losses do not quite add up: what is asked of the prediction is corrected by what is
+    measured, each time on the whole graph, and between two that are known it is halved.
+
+    Args:
+        together: measures labels of all weights.
+        price: measures each alone (`price_weights`).
+    """
+    first = Choice({name: own[0].label for name, own in forms.items()})
+    lost = together(first.labels)
+    if lost <= allowed:
+        return Choice(first.labels, together=lost)
+    prices = price()
+    best, asked, low, high = None, allowed, 0.0, math.inf
+    seen = list[dict[str, Any]]()
+    for _ in range(count_measurements(len(forms))[1] - 1):
+        try:
+            choice = prices.at_loss(asked)
+        except BudgetError:
+            break
+        if choice.labels in seen:
+            break
+        seen.append(choice.labels)
+        lost = together(choice.labels)
         if lost <= allowed:
-            enough, measured = middle, lost
+            best, low = replace(choice, together=lost), asked
+            if lost >= CLOSE * allowed:
+                break
         else:
-            low = middle + 1
-    if math.isnan(measured):
-        measured = together(ranked[enough:])
-    more = set(ranked[:enough])
-    return Choice(
-        tuple(name for name in names if name not in more),
-        tuple(ranked[:enough]),
-        {name: density[name] * size[name] for name in names},
-        {name: len(run) for run, _ in runs for name in run},
-        measured,
-    )
+            high = asked
+        asked *= allowed / max(lost, 1e-12)
+        if not low < asked < high:
+            asked = math.sqrt(max(low, 1e-12) * high) if math.isfinite(high) else 2 * low
+    if best is not None:
+        return best
+    least = prices.of({name: min(range(len(own)), key=lambda at: own[at].share) for name, own in forms.items()})
+    return replace(least, together=together(least.labels))
 
 
 def count_measurements(weights: int, most: int = MOST) -> tuple[int, int]:
     """Return how many sets of weights are measured at most: as `alone`, and as `together`."""
-    return min(weights, most), math.ceil(math.log2(max(weights, 1))) + 1
+    return min(weights, most), math.ceil(math.log2(max(weights, 1))) + 2
 
 
 def _measure_runs(groups: Sequence[Sequence[str]], alone: Harm, most: int) -> list[tuple[tuple[str, ...], float]]:

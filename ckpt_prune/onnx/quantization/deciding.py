@@ -1,8 +1,9 @@
 """How each weight of a graph is stored: in few bits, unless that costs the outputs too much."""
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -11,15 +12,32 @@ import onnx_ir
 import torch
 from torch import Tensor
 
+from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.common import progress
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import format_duration, plural
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.progress import Notices, meter
+from ckpt_prune.common.spread import spread_evenly
 from ckpt_prune.onnx.comparison import make_noise_pixels, make_noise_windows
 from ckpt_prune.onnx.proof import MAX_LOSS
-from ckpt_prune.onnx.quantization.blocks import Array, Bits, Blocks, Grid, round_by_gptq, round_to_nearest
-from ckpt_prune.onnx.quantization.choosing import Choice, choose_weights, count_measurements
+from ckpt_prune.onnx.quantization.blocks import (
+    Array,
+    Bits,
+    Blocks,
+    Grid,
+    count_block_bytes,
+    round_by_gptq,
+    round_to_nearest,
+)
+from ckpt_prune.onnx.quantization.choosing import (
+    Choice,
+    Form,
+    Prices,
+    choose_weights,
+    count_measurements,
+    price_weights,
+)
 from ckpt_prune.onnx.quantization.int8 import quantize_to_int8, round_to_int8
 from ckpt_prune.onnx.quantization.measuring import Feed, Probe, measure_grams
 from ckpt_prune.onnx.quantization.weights import (
@@ -34,7 +52,9 @@ from ckpt_prune.onnx.records import KeptWeight, Quantization, describe_ports
 from ckpt_prune.onnx.samples import ProofSamples
 from ckpt_prune.onnx.session import Provider, complete_inputs
 from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
+from ckpt_prune.onnx.writing import count_written_bytes
 from ckpt_prune.options.graphs import GraphSettings
+from ckpt_prune.recipe.sizes import Size, parse_size
 
 MARGIN = {"blocks": 0.8, "dynamic": 0.6, "static": 0.8}
 """Safety margin: use only this share of the allowed loss, since the proof uses other data. With dynamic rounding a
@@ -48,6 +68,10 @@ CHECKED_WINDOWS, CHECKED_TOKENS = 8, 256
 0.100 on the proof's text (SmolLM2-135M)."""
 BLOCK = 32
 """Weights that share a scale by default."""
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""All that onnxruntime knows. A scale adds 2 bits to each weight in blocks of 16, and 1/8 in those of 256."""
+SAMPLED = 128
+"""Outputs of a matrix whose rounding tells how much more one form loses than another."""
 
 
 # ---- what is asked for ---------------------------------------------------------------------------------------------
@@ -55,7 +79,11 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a graph is to be rounded; `allowed` is the harm allowed, as `Probe.measure_harm` measures it."""
+    """How a graph is to be rounded.
+
+    `allowed` is the harm allowed, as `Probe.measure_harm` measures it, and `limit` the bytes of the file, which count
+    in its place. With other `blocks` each weight may also be stored in these, or stay in float32.
+    """
 
     kind: Literal["blocks", "dynamic", "static"]
     bits: Bits
@@ -64,10 +92,22 @@ class Scheme:
     accuracy: int
     rounding: Literal["nearest", "gptq"]
     allowed: float
+    limit: int | None = None
+    blocks: tuple[int, ...] = ()
 
 
-def make_scheme(dtype: GraphType, settings: GraphSettings, task: Task, *, ranges: bool) -> Scheme:
-    """How a graph of a rounded type is rounded; `ranges`: there are images to measure the ranges of inputs on."""
+def make_scheme(
+    dtype: GraphType, settings: GraphSettings, task: Task, *, ranges: bool, dense: int | None = None
+) -> Scheme:
+    """How a graph of a rounded type is rounded.
+
+    Args:
+        ranges: there are images to measure the ranges of inputs on.
+        dense: bytes of the model's tensors; None: the settings' size does not matter.
+    """
+    limit = None
+    if dtype == "int4" and settings.target_bytes is not None and dense is not None:
+        limit = _read_size(settings.target_bytes).of(dense)
     static = task.modality == "image" and ranges
     return Scheme(
         kind="blocks" if dtype != "int8" else "static" if static else "dynamic",
@@ -77,6 +117,8 @@ def make_scheme(dtype: GraphType, settings: GraphSettings, task: Task, *, ranges
         accuracy=settings.accuracy_level,
         rounding=settings.rounding if dtype != "int8" else "nearest",
         allowed=allow_harm(MAX_LOSS[dtype] if settings.max_loss is None else settings.max_loss, task),
+        limit=limit,
+        blocks=BLOCK_SIZES if limit is not None and settings.block_size is None else (),
     )
 
 
@@ -94,8 +136,17 @@ def allow_harm(max_loss: float, task: Task) -> float:
     return 2 * max_loss if task.name == "feature-extraction" else 2 * max_loss**2
 
 
+def _read_size(text: str) -> Size:
+    try:
+        return parse_size("bytes", text)
+    except ValueError as error:
+        raise UserError(f"--target-bytes: {error}") from error
+
+
 def check_rounding(settings: GraphSettings, task: Task, *, images: bool, provider: Provider) -> None:
     """Refuse rounded graphs that cannot be, before anything is loaded; `images`: whether there are any."""
+    if settings.target_bytes is not None:
+        _read_size(settings.target_bytes)
     if "int8" in settings.dtype and (provider == "cuda" or settings.optimize == "cuda"):
         raise UserError("--dtype int8: onnxruntime rounds inputs on the CPU alone; for CUDA take int4 or q4f16")
     if "int8" in settings.dtype and task.modality == "image" and not images:
@@ -182,14 +233,18 @@ def _feed_text(model: onnx_ir.Model, ids: Tensor) -> Feed:
 
 # ---- what is decided -----------------------------------------------------------------------------------------------
 
+Label = Grid | Literal["int8", "float32"]
+"""How a weight is stored."""
+
 
 @dataclass
 class Decision:
-    """How each weight is stored: in `blocks`, by name, or in `int8` with its inputs; `record` is for the folder."""
+    """How each weight is stored: in `blocks`, in `int8` with its inputs, or `plain`; `record` is for the folder."""
 
     scheme: Scheme
     blocks: dict[str, Blocks]
     int8: frozenset[str]
+    plain: frozenset[str]
     record: Quantization = field(repr=False)
 
 
@@ -198,137 +253,211 @@ def decide(model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, sc
 
     Args:
         model: the graph in float32; not changed.
-        scheme: how most of them are to be.
+        scheme: how most of them are to be, or what the file may weigh.
         measuring: what harm is measured on; None: all are stored alike, rounded to the nearest.
         scratch: folder for copies of the graph meanwhile.
+
+    Raises:
+        UserError: no forms make a graph as small as the scheme says.
     """
-    weights = {weight.name: weight for weight in find_weights(copy_with_split_gemms(model).graph)}
-    grams = {}
-    if scheme.rounding == "gptq" and measuring is not None:
-        grams = measure_grams(model, measuring.calibration, scratch)
-    forms = _Forms(weights, scheme, grams)
-    in_blocks = scheme.kind == "blocks"
-    candidates = [name for name in weights if in_blocks or not weights[name].lookups]
-    choice = Choice(tuple(candidates), ())
-    if measuring is not None:
-        choice = _choose(model, scheme, measuring, forms, candidates, scratch)
-    few = set(choice.few)
-    blocks = {
-        name: forms.few_blocks(name) if name in few else forms.more_blocks(name)
-        for name in weights
-        if in_blocks or name not in few
-    }
-    int8 = frozenset() if in_blocks else frozenset(few)
-    kinds = [f"{each.grid.bits}-bit blocks" for each in blocks.values()] + ["int8"] * len(int8)
-    record = Quantization(
-        scheme=scheme.kind,
-        bits=scheme.bits,
-        block_size=scheme.block,
-        symmetric=scheme.symmetric,
-        accuracy_level=scheme.accuracy,
-        rounding=scheme.rounding,
-        weights={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
-        padded=sum(weights[name].shape[0] % scheme.block != 0 for name in blocks),
-        kept=[
+    if measuring is None:
+        return Decider(model, scheme, None, scratch).as_first()
+    decider = Decider(model, scheme, measuring, scratch)
+    return decider.within_loss() if scheme.limit is None else decider.within_bytes(scheme.limit)
+
+
+class Decider:
+    """Decides about the weights of one graph, whose harms are measured once.
+
+    Args: as of `decide`.
+    """
+
+    def __init__(self, model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> None:
+        self._model, self.scheme, self._measuring, self._scratch = model, scheme, measuring, scratch
+        self._weights = {weight.name: weight for weight in find_weights(copy_with_split_gemms(model).graph)}
+        self._grams: dict[str, Tensor] = {}
+        if scheme.rounding == "gptq" and measuring is not None:
+            self._grams = measure_grams(model, measuring.calibration, scratch)
+        self._blocks: dict[tuple[str, Grid], Blocks] = {}
+        self._longest = 0.0  # seconds that a set took to be measured
+
+    @cached_property
+    def _forms(self) -> dict[str, list[Form]]:
+        """The forms of each weight, the coarsest of the scheme's own block size first."""
+        return {name: self._forms_of(weight) for name, weight in self._weights.items()}
+
+    def _forms_of(self, weight: Weight) -> list[Form]:
+        rows, columns = weight.shape
+        scheme, more = self.scheme, self._grid(8)
+        if scheme.kind != "blocks":  # int8 saves no bytes, but products that inputs in 8 bits make faster
+            blocks = Form(more, rows * columns, 0.0)
+            return [blocks] if weight.lookups else [Form("int8", 0), blocks]
+        grids = [self._grid(scheme.bits), *([] if scheme.bits == 8 else [more])]
+        if scheme.blocks:
+            grids += [
+                grid for block in scheme.blocks for bits in (4, 8) if (grid := self._grid(bits, block)) not in grids
+            ]
+        some = np.array(spread_evenly(min(columns, SAMPLED), columns))
+        matrix = weight.to_matrix()[:, some].astype(np.float32)
+        errors = [float(np.square(round_to_nearest(matrix, grid).to_matrix() - matrix).sum()) for grid in grids]
+        forms = [
+            Form(
+                grid,
+                count_block_bytes(rows, columns, grid, weight.dtype.itemsize),
+                error / errors[0] if errors[0] else 0.0,
+            )
+            for grid, error in zip(grids, errors, strict=True)
+        ]
+        forms[0] = replace(forms[0], share=1.0)
+        if scheme.blocks:
+            forms.append(Form("float32", rows * columns * weight.dtype.itemsize, 0.0))
+        return forms
+
+    def _grid(self, bits: Bits, block: int | None = None) -> Grid:
+        return Grid(bits, block or self.scheme.block, self.scheme.symmetric)
+
+    def _rounded(self, name: str, grid: Grid) -> Blocks:
+        """Return a weight in blocks, made once, since that takes time."""
+        if (name, grid) not in self._blocks:
+            matrix, gram = self._weights[name].to_matrix(), self._grams.get(name)
+            if gram is not None and grid.bits == self.scheme.bits:
+                self._blocks[name, grid] = round_by_gptq(matrix, gram, grid)
+            else:
+                self._blocks[name, grid] = round_to_nearest(matrix, grid)
+        return self._blocks[name, grid]
+
+    def _to_matrix(self, name: str, label: Label) -> Array:
+        if isinstance(label, Grid):
+            return self._rounded(name, label).to_matrix()
+        matrix = self._weights[name].to_matrix()
+        return round_to_int8(matrix) if label == "int8" else matrix
+
+    # ---- what it loses ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _probe(self) -> Probe:
+        measuring = self._measuring
+        assert measuring is not None
+        feeds = [*measuring.feeds, *measuring.checked]
+        inputs = self.scheme.kind != "blocks"
+        return Probe(self._model, feeds, self._scratch, measuring.outputs, classes=measuring.classes, inputs=inputs)
+
+    def _measure(self, labels: Mapping[str, Label], on: slice) -> float:
+        values = {name: self._to_matrix(name, label) for name, label in labels.items()}
+        inputs = frozenset(name for name, label in labels.items() if label == "int8")
+        return self._probe.measure_harm(values, inputs, on)
+
+    def _together(self, labels: Mapping[str, Label]) -> float:
+        assert self._measuring is not None
+        begun = progress.now()
+        harm = self._measure(labels, slice(len(self._measuring.feeds) if self._measuring.checked else 0, None))
+        self._longest = max(self._longest, progress.now() - begun)
+        return harm
+
+    def _alone(self, few: Collection[str]) -> float:
+        assert self._measuring is not None
+        return self._measure({name: self._forms[name][0].label for name in few}, slice(len(self._measuring.feeds)))
+
+    @property
+    def _alike(self) -> list[list[str]]:
+        roles: dict[tuple[object, ...], list[str]] = {}
+        for name in self._forms:
+            roles.setdefault(self._probe.weights[name].role, []).append(name)
+        return list(roles.values())
+
+    @cached_property
+    def prices(self) -> Prices:
+        """What each weight loses alone."""
+        single, sets = count_measurements(len(self._forms))
+        with meter(single, "measuring what rounding costs", unit="run") as bar:
+            done = 0
+
+            def alone(few: Collection[str]) -> float:
+                nonlocal done
+                begun = progress.now()
+                harm = self._alone(few)
+                seconds = single * (progress.now() - begun) + sets * self._longest
+                # Told when one has been timed, weights put in and taken out.
+                if (done := done + 1) == 2 and seconds >= LONG:
+                    Notices()(
+                        f"what rounding costs is measured in at most {single + sets} runs of the graph: about "
+                        f"{format_duration(seconds)}"
+                    )
+                bar.to(done)
+                return harm
+
+            found = price_weights(self._forms, alone, self._alike)
+            bar.to(single)
+        return found
+
+    # ---- what is chosen --------------------------------------------------------------------------------------------
+
+    def as_first(self) -> Decision:
+        """Store all weights alike, as the scheme says first."""
+        choice = Choice({name: own[0].label for name, own in self._forms.items()})
+        return self._decide(choice)
+
+    def within_loss(self) -> Decision:
+        """Store weights in as few bits as the scheme's allowance permits."""
+        allowed = MARGIN[self.scheme.kind] * self.scheme.allowed
+        choice = choose_weights(self._forms, self._together, lambda: self.prices, allowed)
+        return self._decide(choice)
+
+    def within_bytes(self, limit: int) -> Decision:
+        """Store weights so that the file has at most so many bytes and its outputs are predicted to lose least."""
+        smallest = {name: min(own, key=lambda form: form.cost) for name, own in self._forms.items()}
+        decision = self._decide(Choice({name: form.label for name, form in smallest.items()}))
+        outside = self._count_bytes(decision) - sum(form.cost for form in smallest.values())
+        over = 0
+        while True:
+            try:
+                choice = self.prices.at_cost(limit - outside - over)
+            except BudgetError as error:
+                raise UserError(
+                    f"a graph of {limit / 1e6:.4g} MB is out of reach: with all weights in blocks of 4 bits it has "
+                    f"{(outside + error.least) / 1e6:.4g} MB; ask for more"
+                ) from error
+            decision = self._decide(replace(choice, together=self._together(choice.labels)))
+            excess = self._count_bytes(decision) - limit
+            if excess <= 0:
+                return decision
+            over += excess
+
+    def _count_bytes(self, decision: Decision) -> int:
+        return count_written_bytes(store(self._model, decision, self._measuring, self._scratch))
+
+    def _decide(self, choice: Choice) -> Decision:
+        scheme, measuring, labels = self.scheme, self._measuring, choice.labels
+        blocks = {name: self._rounded(name, label) for name, label in labels.items() if isinstance(label, Grid)}
+        kinds = [self._words(label) for label in labels.values()]
+        kept = [
             KeptWeight(name=name, harm=choice.alone.get(name, 0.0), at_once=choice.at_once.get(name, 1))
             for name in choice.more
-        ],
-        loss=choice.together if np.isfinite(choice.together) else None,
-        allowed=scheme.allowed,
-        unit="KL" if measuring is None or measuring.classes else "energy",
-        measured_on="nothing: all weights are rounded alike" if measuring is None else measuring.what,
-    )
-    return Decision(scheme, blocks, int8, record)
+        ]
+        record = Quantization(
+            scheme=scheme.kind,
+            bits=scheme.bits,
+            block_size=scheme.block,
+            symmetric=scheme.symmetric,
+            accuracy_level=scheme.accuracy,
+            rounding=scheme.rounding,
+            weights={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+            padded=sum(self._weights[name].shape[0] % each.grid.block != 0 for name, each in blocks.items()),
+            kept=[] if scheme.blocks else kept,
+            loss=choice.together if np.isfinite(choice.together) else None,
+            allowed=scheme.allowed,
+            unit="KL" if measuring is None or measuring.classes else "energy",
+            measured_on="nothing: all weights are rounded alike" if measuring is None else measuring.what,
+        )
+        int8, plain = (
+            frozenset(name for name, each in labels.items() if each == label) for label in ("int8", "float32")
+        )
+        return Decision(scheme, blocks, int8, plain, record)
 
-
-def _choose(
-    model: onnx_ir.Model,
-    scheme: Scheme,
-    measuring: Measuring,
-    forms: "_Forms",
-    candidates: Sequence[str],
-    scratch: Path,
-) -> Choice:
-    """Choose what is rounded by what it costs; a long search is announced."""
-    inputs = scheme.kind != "blocks"
-    feeds = [*measuring.feeds, *measuring.checked]
-    short = slice(len(measuring.feeds))
-    long = slice(short.stop if measuring.checked else 0, None)
-    probe = Probe(model, feeds, scratch, measuring.outputs, classes=measuring.classes, inputs=inputs)
-    single, sets = count_measurements(len(candidates))
-    with meter(single + sets, "measuring what rounding costs", unit="run") as bar:
-        done, longest = 0, 0.0
-
-        def measure(few: Collection[str], more: Collection[str], on: slice) -> float:
-            nonlocal done
-            values = {name: forms.few(name) for name in few}
-            values |= {name: forms.more_blocks(name).to_matrix() for name in more}
-            harm = probe.measure_harm(values, frozenset(few) if inputs else frozenset(), on)
-            bar.to(done := done + 1)
-            return harm
-
-        def together(few: Collection[str]) -> float:
-            nonlocal longest
-            begun = progress.now()
-            harm = measure(few, forms.weights.keys() - set(few), long)
-            longest = max(longest, progress.now() - begun)
-            return harm
-
-        def alone(few: Collection[str]) -> float:
-            begun = progress.now()
-            harm = measure(few, (), short)
-            # Told when one of each kind has been timed, weights put in and taken out.
-            if done == 2 and (seconds := single * (progress.now() - begun) + sets * longest) >= LONG:
-                Notices()(
-                    f"what rounding costs is measured in at most {single + sets} runs of the graph: about "
-                    f"{format_duration(seconds)}"
-                )
-            return harm
-
-        roles: dict[tuple[object, ...], list[str]] = {}
-        for name in candidates:
-            roles.setdefault(probe.weights[name].role, []).append(name)
-        saved = {name: forms.count_saved_bytes(name) for name in candidates}
-        allowed = MARGIN[scheme.kind] * scheme.allowed
-        choice = choose_weights(saved, together, alone, allowed, alike=list(roles.values()))
-        bar.to(single + sets)
-    return choice
-
-
-class _Forms:
-    """Weights as they are stored in few bits and in more, each made once if that takes time."""
-
-    def __init__(self, weights: dict[str, Weight], scheme: Scheme, grams: dict[str, Tensor]) -> None:
-        self.weights, self._scheme, self._grams = weights, scheme, grams
-        self._few: dict[str, Blocks] = {}
-        self._more: dict[str, Blocks] = {}
-
-    def few_blocks(self, name: str) -> Blocks:
-        if name not in self._few:
-            matrix, grid = self.weights[name].to_matrix(), self._grid(self._scheme.bits)
-            gram = self._grams.get(name)
-            self._few[name] = round_to_nearest(matrix, grid) if gram is None else round_by_gptq(matrix, gram, grid)
-        return self._few[name]
-
-    def few(self, name: str) -> Array:
-        """Return a weight in few bits, (K, N) float32."""
-        if self._scheme.kind == "blocks":
-            return self.few_blocks(name).to_matrix()
-        return round_to_int8(self.weights[name].to_matrix())
-
-    def more_blocks(self, name: str) -> Blocks:
-        """Return a weight for which few bits cost too much: in blocks of 8, to the nearest."""
-        if name not in self._more:
-            self._more[name] = round_to_nearest(self.weights[name].to_matrix(), self._grid(8))
-        return self._more[name]
-
-    def count_saved_bytes(self, name: str) -> int:
-        """Bytes that few bits save; in int8 none, but products that inputs in 8 bits make faster."""
-        rows, columns = self.weights[name].shape
-        return rows * columns * (8 - self._scheme.bits) // 8 or rows * columns
-
-    def _grid(self, bits: Bits) -> Grid:
-        return Grid(bits, self._scheme.block, self._scheme.symmetric)
+    def _words(self, label: Label) -> str:
+        if not isinstance(label, Grid):
+            return label
+        return f"{label.bits}-bit blocks" + ("" if label.block == self.scheme.block else f" of {label.block}")
 
 
 def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None, scratch: Path) -> onnx_ir.Model:
@@ -346,6 +475,8 @@ def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None,
         if weight.name in decision.int8:
             nodes += [node.name or "" for node in weight.products]
             store_untransposed(graph, weight)
+            continue
+        if weight.name in decision.plain:
             continue
         blocks = decision.blocks.get(weight.name)
         if blocks is None:  # the name of another trace

@@ -11,10 +11,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ckpt_prune.common import progress
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import format_duration
 from ckpt_prune.onnx.quantization.deciding import Measuring, Scheme, decide, store
 from ckpt_prune.onnx.quantization.measuring import Probe, measure_grams
 from ckpt_prune.onnx.quantization.weights import copy_with_split_gemms, find_weights
+from ckpt_prune.onnx.writing import count_written_bytes, write_graph
 
 WIDTH, VOCABULARY = 40, 48
 RNG = np.random.default_rng(2)
@@ -140,6 +142,37 @@ def test_the_most_harmful_stay_in_eight_bits(tmp_path):
         entry.harm / np.prod(np.shape(MODEL.graph.initializers[entry.name].const_value)) for entry in record.kept
     ]
     assert by_byte == sorted(by_byte, reverse=True)
+
+
+def sized(limit, rounding="nearest"):
+    return replace(scheme(rounding=rounding), limit=limit, blocks=(16, 32, 64))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_a_size_is_kept_to_and_more_bytes_lose_no_more(tmp_path, rounding):
+    """From little above the least size to that of plain weights, of which all but those in blocks stay as they are."""
+    plain = count_written_bytes(MODEL)
+    losses, kinds = [], set()
+    for limit in (15_100, 16_000, 18_000, 22_000, 30_000, plain + 2_000):
+        decision = decide(MODEL, sized(limit, rounding), MEASURING, tmp_path)
+        stored = store(MODEL, decision, MEASURING, tmp_path)
+        write_graph(stored, tmp_path / "stored.onnx")
+        assert (tmp_path / "stored.onnx").stat().st_size == count_written_bytes(stored) <= limit
+        assert divergence(stored) == pytest.approx(decision.record.loss, rel=1e-3, abs=1e-6)
+        losses.append(decision.record.loss)
+        kinds |= decision.record.weights.keys()
+    assert losses[-1] == pytest.approx(0, abs=1e-9)
+    assert losses[-1] < losses[-2] < losses[0]
+    assert {"4-bit blocks", "float32"} < kinds
+
+
+def test_a_size_below_that_of_four_bits_is_refused_with_the_least_size(tmp_path):
+    with pytest.raises(
+        UserError, match=r"0\.005 MB is out of reach: .* 4 bits it has 0\.\d+ MB; ask for more"
+    ) as refused:
+        decide(MODEL, sized(5_000), MEASURING, tmp_path)
+    least = float(re.search(r"it has (0\.\d+)", str(refused.value))[1])
+    decide(MODEL, sized(int(least * 1e6) + 10), MEASURING, tmp_path)
 
 
 def test_sets_are_measured_on_more_than_single_weights_are(tmp_path):
