@@ -155,6 +155,25 @@ class Absent(TypedDict):
     blocks: list[int]
 
 
+class Named(dict[str, Any]):
+    """Values by name that are attributes, too, and stay JSON."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+def block_configs(config: PreTrainedConfig) -> list[Named]:
+    """What every block is made of, as vLLM's DeciLM reads it: whether it has attention, and the widths."""
+    absent: Absent | None = getattr(config, "ckpt_prune_absent", None)
+    gone = absent["blocks"] if absent is not None else []
+    group = config.num_attention_heads // config.num_key_value_heads
+    ffn = Named(no_op=False, intermediate_size=config.intermediate_size)
+    attention = (Named(no_op=index in gone, n_heads_in_group=group) for index in range(config.num_hidden_layers))
+    return [Named(attention=each, ffn=ffn) for each in attention]
+
+
 class SublayerPaths(TypedDict):
     """The parts of a block that read the residual stream at one place and add to it behind: paths in the block.
 
@@ -205,7 +224,8 @@ def marked_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
             return {**stock.to_dict(self), WEIGHTS_KEY: REFUSAL}
 
         described = {"__module__": __name__, "__qualname__": f"Pruned{stock.__name__}"}
-        _MARKED[stock] = type(stock.__name__, (stock,), {"__init__": init, "to_dict": to_dict, **described})
+        own = {"__init__": init, "to_dict": to_dict, "block_configs": property(block_configs)}
+        _MARKED[stock] = type(stock.__name__, (stock,), own | described)
     return _MARKED[stock]
 
 

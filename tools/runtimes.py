@@ -51,7 +51,7 @@ def page() -> str:
         text += f"| {name} | {', then '.join(f'`{step}`' for step in steps)} | {_multiples(runtime)} | {only} |\n"
     text += "\n| runtime | families | families whose blocks may differ |\n|---|---|---|\n"
     for name, runtime in RUNTIMES.items():
-        uneven = "all of these" if runtime.own_shapes is None else _families(runtime.own_shapes)
+        uneven = _families(runtime.families_of.get("widths"), "all of these")
         text += f"| {name} | {_families(runtime.families, _all(runtime))} | {uneven} |\n"
     text += "\n"
     for name, runtime in RUNTIMES.items():
@@ -68,7 +68,7 @@ def front_table() -> str:
         if not runtime.tried:
             continue
         families = _all(runtime, "all families") if runtime.families is None else f"{len(runtime.families)} families"
-        uneven = families if runtime.own_shapes is None else f"{len(runtime.own_shapes)} families"
+        uneven = f"{len(own)} families" if (own := runtime.families_of.get("widths")) else families
         graph = "`export`" if runtime.graphs else "`export --format gguf`"
         by = graph if runtime.export else "the checkpoint"
         text += f"| {name} | {by} | {families} | {uneven} |\n"

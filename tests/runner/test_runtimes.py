@@ -22,9 +22,11 @@ def llama(tmp_path_factory):
 def test_families_of_llama_cpp_are_those_that_gguf_files_are_written_of():
     runtime = RUNTIMES["llama.cpp"]
     assert set(runtime.families or ()) == {architecture.model_type for architecture in ARCHITECTURES}
-    assert set(runtime.own_biases or ()) == {
-        architecture.model_type for architecture in DIFFERENT if architecture.biases is None
-    }
+    assert (
+        set(runtime.families_of["biases"])
+        == set(runtime.families_of["attention"])
+        == {architecture.model_type for architecture in DIFFERENT if architecture.biases is None}
+    )
 
 
 def test_the_help_of_prune_says_what_runs_where():

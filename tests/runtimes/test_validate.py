@@ -126,6 +126,19 @@ def test_a_runtime_computes_what_pytorch_does(output, text, request, runtime, tm
     assert min(values["speeds"]) > 0
 
 
+def test_vllm_computes_blocks_without_attention(wide_heads, text, tmp_path):
+    """In a class of its own, which is not that of uneven blocks."""
+    try:
+        proof.require_runtime("vllm")
+    except UserError as error:
+        pytest.skip(str(error))
+    recipe = {"depth": {"part": "attention", "blocks": [1]}, "container": "remote"}
+    dense, out = wide_heads.parent / "dense", tmp_path / "out"
+    ckpt_prune.prune(dense, recipe="shortgpt", overrides=recipe, output=out, progress=False)
+    code, message = run("validate", out, "--runtime", "vllm", "--text", text, "--samples", 2, "--window", 48)
+    assert code == 0, message
+
+
 def test_llama_cpp_computes_what_pytorch_does(output, text, tmp_path):
     """`export` proves a file before it keeps it."""
     for package in ("gguf", "xllamacpp"):

@@ -9,8 +9,10 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.containers.choosing import REMOTE, choose_container
 from ckpt_prune.model.containers.container import Widths
+from ckpt_prune.model.containers.remote import REMOTE_MODULE
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.runtimes import DECILM, DECILM_FAMILIES
 from ckpt_prune.model.skeleton import parse_config, stock_names
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def without_attention(model: Model, blocks: Sequence[int], widths: Widths | None
     absent = absent_modules(model, blocks)
     dense: Widths = [{} for _ in range(model.blocks)]
     container = choose_container(model, widths or dense, model.biased, requested=REMOTE, per_layer=True)
-    config = {**container.config, ABSENT_KEY: absent}
+    config = _named_for_vllm(model, {**container.config, ABSENT_KEY: absent})
     names = _parameters_on_disk(model, [absent["attention"], *filter(None, [absent["norm"]])], blocks)
     kept = {name: name for name in (*model.checkpoint.tensors, *model.checkpoint.stacks) if name not in names}
     return replace(model, checkpoint=model.checkpoint.select(kept, config), config=parse_config(config))
@@ -61,6 +63,26 @@ def absent_modules(model: Model, blocks: Sequence[int]) -> "Absent":
     readers = {norm: set(read) for norm, read in family.residual.reads.items()}
     norm = next((norm for norm, read in readers.items() if read and read <= set(modules)), None)
     return Absent(attention=owner, norm=norm, blocks=sorted(blocks))
+
+
+def _named_for_vllm(model: Model, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config that also names vLLM's own class for such blocks, DeciLM, where that computes the same.
+
+    vLLM takes the first class that it knows, and asks the config class of the remote code for `block_configs`. In its
+    first block attention begins the residual stream.
+    """
+    own_blocks = config.keys() & {"per_layer_config", "ckpt_prune_biases"}
+    first_gone = 0 in config[ABSENT_KEY]["blocks"]
+    stock = model.family.causal and model.config.hidden_act == "silu" and not model.uses_sliding_window
+    if config["model_type"] not in DECILM_FAMILIES or own_blocks or first_gone or not stock:
+        return config
+    config_class = f"{REMOTE_MODULE}.{DECILM_FAMILIES[config['model_type']]}"
+    return {
+        **config,
+        **({"qkv_bias": True} if config["model_type"] == "qwen2" else {}),
+        "architectures": [*config["architectures"], DECILM],
+        "auto_map": {"AutoConfig": config_class, **config["auto_map"]},
+    }
 
 
 def _refuse(family: Family) -> UserError:

@@ -9,6 +9,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.blocks import block_facts
 from ckpt_prune.model.descriptions import family_for_config, has_description
 from ckpt_prune.model.family import REMOTE_PREFIX
+from ckpt_prune.model.runtimes import DECILM, DECILM_FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -48,7 +49,8 @@ def read_code(modules: Iterable[str]) -> dict[str, str]:
 def remote_class(config: dict[str, Any], folder: Path) -> str | None:
     """Return the class of `modeling_pruned` that a config.json's `auto_map` asks for; None if it asks for no code.
 
-    An output with a head asks for two classes: its own, which `architectures` names, and its base model.
+    An output with a head asks for two classes: its own, which `architectures` names, and its base model. One may also
+    ask for that of its config.
     UserError if it asks for code that is not this tool's.
     """
     auto_map = config.get("auto_map")
@@ -56,6 +58,8 @@ def remote_class(config: dict[str, Any], folder: Path) -> str | None:
         return None
     targets = {str(target) for target in auto_map.values()} if isinstance(auto_map, dict) else set()
     classes = family_for_config(config).classes if has_description(config) else {}
+    if DECILM in (config.get("architectures") or []):
+        targets -= {f"{REMOTE_MODULE}.{config_class}" for config_class in DECILM_FAMILIES.values()}
     own_classes = {f"{REMOTE_MODULE}.{REMOTE_PREFIX}{name}" for name in classes}
     named = {f"{REMOTE_MODULE}.{name}" for name in config.get("architectures") or []}
     if targets and targets <= own_classes and (len(targets) == 1 or targets & named):

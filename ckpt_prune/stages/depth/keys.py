@@ -195,7 +195,9 @@ class Depth(StageKeys):
         return self.part == "attention" and recipe.container == "remote"
 
     def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:
-        return {"attention"} if self.leaves_out(recipe) else set()
+        if not self.leaves_out(recipe):
+            return set()
+        return {"attention", "first attention"} if 0 in (self.blocks or ()) else {"attention"}
 
     def check_plannable(self, recipe: Recipe) -> None:
         if self.choice == "loss":

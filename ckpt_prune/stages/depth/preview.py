@@ -12,6 +12,7 @@ from ckpt_prune.model.containers.no_attention import absent_modules, without_att
 from ckpt_prune.model.depth import can_shorten, check_shortened, shorten_model
 from ckpt_prune.model.family import DATA_OPTIONS, Family
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.runtimes import read_target
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.stages.depth.keys import Depth
@@ -95,10 +96,12 @@ def _check_some_stay(name: str, count: int, blocks: int) -> None:
 
 def allowed_blocks(prepared: Prepared) -> list[int]:
     """Blocks that may go: those of the recipe's layers, without a first one that something hangs on."""
-    model = prepared.model
-    blocks = list(prepared.recipe.blocks(model.blocks))
+    model, recipe = prepared.model, prepared.recipe
+    blocks = list(recipe.blocks(model.blocks))
     if depth_of(prepared).part != "block":
-        return blocks
+        targets = [read_target(text) for text in recipe.runs_on or []] if depth_of(prepared).leaves_out(recipe) else []
+        first_stays = any("first attention" not in target.runtime.changes for target in targets)
+        return [block for block in blocks if block or not first_stays]
     first_stays = depth_of(prepared).compensation.linear or not can_shorten(model, range(1, model.blocks))
     return [block for block in blocks if block or not first_stays]
 

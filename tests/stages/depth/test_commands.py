@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
@@ -319,6 +320,29 @@ def test_blocks_without_attention(here) -> None:
     ok("export", "bare", "-o", "graph", *TEXT)
     message = read_refusal("prune", "bare", "--recipe", "ridge", *TEXT, "-o", "again")
     assert "masks alone go into it" in message
+
+
+def test_vllms_own_class_is_named_where_the_first_block_has_attention(here, monkeypatch) -> None:
+    """Its DeciLM reads `block_configs`, and begins the residual stream with the first block's attention."""
+    depth = ("--recipe", "shortgpt", "--set", "depth.part=attention", "--container", "remote")
+    ok("prune", "deep", *depth, *TEXT, "--set", "depth.drop=5", "--for", "vllm", "-o", "out")
+    config = read_json("out/config.json")
+    assert config["ckpt_prune_absent"]["blocks"] == [1, 2, 3, 4, 5]
+    assert config["architectures"] == ["PrunedLlamaForCausalLM", "DeciLMForCausalLM"]
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(here / "modules"))
+    read = AutoConfig.from_pretrained("out", trust_remote_code=True)
+    blocks = read.block_configs
+    assert [block.attention.no_op for block in blocks] == [False] + [True] * 5
+    group = config["num_attention_heads"] // config["num_key_value_heads"]
+    assert [block.attention.n_heads_in_group for block in blocks] == [group] * 6
+    assert [block.ffn.intermediate_size for block in blocks] == [config["intermediate_size"]] * 6
+    assert not any(block.ffn.no_op or hasattr(block.ffn, "ffn_mult") for block in blocks)
+    assert json.loads(read.to_json_string())["architectures"] == config["architectures"]
+    model = AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
+    with torch.no_grad():
+        ids = windows()[:1, :6]
+        assert torch.equal(model(input_ids=ids).logits, ckpt_prune.load("out")(input_ids=ids).logits)
+    assert run("verify", "out", "--against", "deep").exit_code == 0
 
 
 def test_attentions_go_until_a_size_is_met(here) -> None:
