@@ -4,9 +4,9 @@
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +86,7 @@ class FileBudgets:
     options: FrontierOptions | PruneOptions
     folder: Path
     journal: Journal
+    _narrow: dict[int, FilePlanner] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def model(self) -> Model:
@@ -236,50 +237,62 @@ class FileBudgets:
         losses = {int(block): {int(kept): lost for kept, lost in own.items()} for block, own in note["losses"].items()}
         return PredictedColumns(note["score"], losses)
 
-    @cached_property
-    def vocabularies(self) -> Sequence[SmallerVocabulary]:
-        """Smaller vocabularies that are in question. What they cost is measured when they are asked for first."""
-        notes = self.journal.notes
-        if _VOCABULARIES not in notes:
-            found = price_vocabularies(self.model, self.options)
-            self.journal.record(_VOCABULARIES, note=[[pack_rows(each.kept), each.lost] for each in found])
-        return [SmallerVocabulary(unpack_rows(kept), lost) for kept, lost in notes[_VOCABULARIES]]
+    @property
+    def _priced(self) -> list[SmallerVocabulary]:
+        """Smaller vocabularies whose cost is known, the largest first."""
+        notes = self.journal.notes.get(_VOCABULARIES, [])
+        return [SmallerVocabulary(unpack_rows(kept), lost) for kept, lost in notes]
 
     @cached_property
-    def _narrow(self) -> list[tuple[FilePlanner, SmallerVocabulary]]:
-        """Planners of files with fewer tokens."""
-        folder = self.folder / "tokenizers"
-        return [
-            (plan_with_rows(self.model, each.kept, folder / str(len(each.kept))), each) for each in self.vocabularies
-        ]
+    def _pricing(self) -> Iterator[SmallerVocabulary]:
+        """The others that are in question."""
+        return price_vocabularies(self.model, self.options, SHARES[len(self._priced) :])
 
-    def _with_fewer_tokens(self, budget: TypeBudget) -> Iterator[TypeBudget]:
-        """Yield a budget with each smaller vocabulary: rounding the rows that stay is taken to lose as much."""
-        for planner, each in self._narrow:
-            yield replace(budget, planner=planner, rows=len(each.kept), by_rows=each.lost)
+    def _vocabularies(self) -> Iterator[SmallerVocabulary]:
+        """Yield smaller vocabularies, the largest first. What one costs is measured when it is asked for first."""
+        yield from self._priced
+        for each in self._pricing:
+            known = self.journal.notes.get(_VOCABULARIES, [])
+            self.journal.record(_VOCABULARIES, note=[*known, [pack_rows(each.kept), each.lost]])
+            yield each
+
+    def _plan(self, kept: Sequence[int]) -> FilePlanner:
+        """Return the planner of files with some of the tokens."""
+        if len(kept) not in self._narrow:
+            self._narrow[len(kept)] = plan_with_rows(self.model, kept, self.folder / "tokenizers" / str(len(kept)))
+        return self._narrow[len(kept)]
 
     def kept_rows(self, rows: int | None) -> Sequence[int] | None:
         """Return the tokens of a choice that has so many; None if all stay."""
-        return next((each.kept for each in self.vocabularies if len(each.kept) == rows), None) if rows else None
+        return next((each.kept for each in self._priced if len(each.kept) == rows), None)
 
     def at_bytes(self, limit: int) -> TypeChoice:
         """Return what loses least: types, and columns or tokens that go if types lose much; BudgetError if none fit."""
         found: list[TypeChoice] = []
 
-        def add(budgets: Iterable[TypeBudget]) -> float:
-            for budget in budgets:
-                with suppress(BudgetError):
-                    choice = budget.at_bytes(limit)
-                    if choice.columns and choice.bytes > limit - HEAD:
-                        choice = budget.at_bytes(limit - HEAD)
-                    found.append(choice)
+        def least() -> float:
             return min((choice.kl for choice in found), default=math.inf)
 
-        least = add([self.fitted])
-        if least > CUT_FROM:
-            least = add(self._with_fewer_tokens(self.fitted))
-        if least > PRUNE_FROM and len(self.widths()) > 1:
-            add([self.joint, *self._with_fewer_tokens(self.joint)])
+        def add(budget: TypeBudget) -> None:
+            with suppress(BudgetError):
+                choice = budget.at_bytes(limit)
+                if choice.columns and choice.bytes > limit - HEAD:
+                    choice = budget.at_bytes(limit - HEAD)
+                found.append(choice)
+
+        def add_with_fewer_tokens(budget: TypeBudget) -> None:
+            for each in self._vocabularies():
+                if each.lost >= least():  # smaller ones lose more
+                    return
+                # Rounding the rows that stay is taken to lose as much.
+                add(replace(budget, planner=self._plan(each.kept), rows=len(each.kept), by_rows=each.lost))
+
+        add(self.fitted)
+        if least() > CUT_FROM:
+            add_with_fewer_tokens(self.fitted)
+        if least() > PRUNE_FROM and len(self.widths()) > 1:
+            add(self.joint)
+            add_with_fewer_tokens(self.joint)
         if not found:
             raise BudgetError(limit, self.fitted.least)
         return min(found, key=lambda choice: choice.kl)

@@ -1,6 +1,6 @@
 """Smaller vocabularies for a file: what they cost, what their files would be, and how their tokens write a text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -44,22 +44,22 @@ def is_embedding_large(model: Model) -> bool:
     return prod(embedding.shape) >= _LEAST_PART * cost_of(model).parameters
 
 
-def price_vocabularies(model: Model, options: SampleOptions) -> list[SmallerVocabulary]:
-    """Measure on `--text` what smaller vocabularies cost.
+def price_vocabularies(model: Model, options: SampleOptions, shares: Sequence[int]) -> Iterator[SmallerVocabulary]:
+    """Measure on `--text` what vocabularies of some shares cost, each when it is asked for.
 
     There are none if the embedding is a small part of the model. A line says so if its tokenizer cannot be made
     smaller, or the text is too short to hold a part of it out.
     """
-    if not is_embedding_large(model):
-        return []
+    if not shares or not is_embedding_large(model):
+        return
     try:
         choice = VocabularyChoice(model, Vocabulary.model_validate({}), options)
         keep_rows(model, choice.pieces, choice.kept_without(0))
-        priced = [choice.price(vocabulary_rows(model) * share // 100) for share in SHARES]
+        for share in shares:
+            kept, lost = choice.price(vocabulary_rows(model) * share // 100)
+            yield SmallerVocabulary(kept, max(0.0, lost))
     except UserError as error:
         Notices()(f"no smaller vocabulary is tried: {error}")
-        return []
-    return [SmallerVocabulary(kept, max(0.0, lost)) for kept, lost in priced]
 
 
 def plan_with_rows(model: Model, kept: Sequence[int], folder: Path) -> FilePlanner:

@@ -16,7 +16,7 @@ from ckpt_prune.gguf.choosing import TypeBudget
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
-from ckpt_prune.gguf.losses import predict_type_losses, round_inputs
+from ckpt_prune.gguf.losses import _find_fed, predict_type_losses, round_inputs
 from ckpt_prune.gguf.score import diverge_from, read_reference, score_file
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.measurement import measure_statistics
@@ -183,6 +183,15 @@ def test_error_feedback_is_tried_where_grams_are_known(folder, windows, statisti
         assert any(share < 1 for share in second.values())
     assert min(shares["output.weight"].values()) < 1
     assert all(share == 1 for share in shares["token_embd.weight"].values())
+
+
+def test_a_block_with_a_huge_loss_tells_no_more_of_others_than_one_with_a_small_one(place):
+    """Error feedback leaves a tenth of the huge loss and half of the small one."""
+    model = open_model(str(save(place / "three", "llama", hidden_size=64, num_hidden_layers=3)), Opening())
+    huge, small = ({"Q4_K": value, "Q4_K by error feedback": left} for value, left in ((10.0, 1.0), (0.01, 0.005)))
+    downs = [f"model.layers.{block}.mlp.down_proj.weight" for block in range(3)]
+    shares = _find_fed(model, dict(zip(downs, (huge, small, {"Q4_K": 0.01}), strict=True)))
+    assert [shares[name][Kind.Q4_K] for name in downs] == pytest.approx([0.1, 0.5, 0.3])
 
 
 def test_a_checkpoint_diverges_from_another_as_evaluation_says(folder, place, reference, windows):
