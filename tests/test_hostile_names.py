@@ -22,8 +22,7 @@ from ckpt_prune.hub.figures import MeasuredFigure, figures_table, to_model_index
 from ckpt_prune.hub.recipes import _card as recipe_card
 from ckpt_prune.job.report import SourceCard
 from ckpt_prune.onnx.card import make_card as make_graph_card
-from ckpt_prune.onnx.records import GraphEntry, Manifest, Port
-from ckpt_prune.onnx.records import Source as GraphSource
+from ckpt_prune.onnx.records import GraphEntry, GraphSource, Manifest, Port
 from ckpt_prune.runner.publish import model_card
 from ckpt_prune.runner.sections import titled_sections
 from ckpt_prune.show.html import print_page

@@ -15,7 +15,7 @@ from ckpt_prune.checkpoint.shard import read_header
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.evaluation.batches import check_finite, iterate_samples
-from ckpt_prune.evaluation.label_maps import ClassTally, Depth, DepthTally, LabelMaps, Segmentation, Tally
+from ckpt_prune.evaluation.label_maps import ClassTally, DepthScores, DepthTally, LabelMaps, Segmentation, Tally
 from ckpt_prune.measure.samples.samples import Samples, move_batch
 
 _PREFIXES = ("decode_head.", "conv_seg.")
@@ -103,7 +103,7 @@ def patch_grid(config: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
 @torch.inference_mode()
 def measure_patch_head(
     models: Sequence[PreTrainedModel], head: PatchHead, samples: Samples, maps: LabelMaps
-) -> tuple[list[Segmentation | Depth], float | None]:
+) -> tuple[list[Segmentation | DepthScores], float | None]:
     """Read patches of the last hidden states, behind their norm, out by a head, and compare the outputs with maps.
 
     Returns:

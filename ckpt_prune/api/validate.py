@@ -12,11 +12,11 @@ from ckpt_prune.options.commands import ValidateOptions
 
 if TYPE_CHECKING:
     from ckpt_prune.onnx.records import Validations
-    from ckpt_prune.runtimes.comparison import Proof
+    from ckpt_prune.runtimes.comparison import RuntimeProof
 
 
 @takes(ValidateOptions)
-def validate(options: ValidateOptions) -> "Validations | Proof":
+def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
     """Prove that the graph in DIR computes in onnxruntime what MODEL computes in PyTorch.
 
     Checks the files' digests, runs onnx.checker, and compares inputs and outputs with the model's. Then both run on the
@@ -69,7 +69,7 @@ def validate(options: ValidateOptions) -> "Validations | Proof":
         return validations
 
 
-def _validate_gguf(options: ValidateOptions) -> "Proof":
+def _validate_gguf(options: ValidateOptions) -> "RuntimeProof":
     from ckpt_prune.gguf import require_gguf
 
     require_gguf()
@@ -89,7 +89,7 @@ def _validate_gguf(options: ValidateOptions) -> "Proof":
         return validate_gguf(Path(options.folder), options.against, options, dense=dense, trust=trust)
 
 
-def _validate_in_runtime(options: ValidateOptions) -> "Proof":
+def _validate_in_runtime(options: ValidateOptions) -> "RuntimeProof":
     from ckpt_prune.runtimes.proof import RuntimeName, require_runtime, validate_in
 
     runtime = cast(RuntimeName, options.runtime)

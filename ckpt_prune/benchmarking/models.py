@@ -16,7 +16,7 @@ from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.export import GraphWriter
 from ckpt_prune.onnx.records import Manifest, read_manifest
-from ckpt_prune.onnx.tasks import Task, choose_task
+from ckpt_prune.onnx.tasks import GraphTask, choose_task
 from ckpt_prune.options.commands import BenchmarkOptions
 from ckpt_prune.options.graphs import GraphSettings
 
@@ -83,7 +83,7 @@ def _why_unsuitable(manifest: Manifest, options: BenchmarkOptions) -> str | None
     return None
 
 
-def _describe_task(task: Task) -> str:
+def _describe_task(task: GraphTask) -> str:
     return f"for {task.name}{' with a cache' if task.cached else ''}"
 
 

@@ -12,7 +12,7 @@ from ckpt_prune.common.fields import Frozen
 from ckpt_prune.common.graph_types import GraphType
 
 
-class Row(Frozen):
+class BenchmarkRow(Frozen):
     """One model in one runtime on one workload.
 
     Attributes:
@@ -45,7 +45,7 @@ class Block(Frozen):
     tokens: int | None
     steps: int
     unit: Literal["tokens", "images"]
-    rows: list[Row]
+    rows: list[BenchmarkRow]
 
 
 class TimedModel(Frozen):
@@ -144,7 +144,7 @@ def _make_rows(
     participants: Sequence[Participant],
     latencies: Sequence[Sequence[Sequence[float]]],
     costs: Mapping[Label, Costs | None],
-) -> list[Row]:
+) -> list[BenchmarkRow]:
     seconds = [[second for timing in rounds for second in timing] for rounds in latencies]
     medians = [float(np.percentile(each, 50)) for each in seconds]
     dense = {own.runtime: median for own, median in zip(participants, medians, strict=True) if own.label == "A"}
@@ -154,7 +154,7 @@ def _make_rows(
         base: Runtime = "PyTorch" if own.runtime.startswith("PyTorch") else own.runtime
         count, dense_count = flops[own.label], flops["A"]
         rows.append(
-            Row(
+            BenchmarkRow(
                 label=own.label,
                 model=own.model,
                 runtime=own.runtime,

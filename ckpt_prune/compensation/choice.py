@@ -18,7 +18,7 @@ from operator import add
 from torch import Tensor
 
 from ckpt_prune.compensation.fit import Blend, Fit, Solution, squared_error
-from ckpt_prune.compensation.held_out import HeldOut
+from ckpt_prune.compensation.held_out import FoldScore
 from ckpt_prune.compensation.methods import METHODS, Method, Units, absolute_strength
 
 RESOLUTION = 1e-12
@@ -319,7 +319,7 @@ def _ridges(
             held_out = held_out.with_bias(train)
         else:
             held_out = None
-            held_out = HeldOut.of(train, fold, centred=centred)
+            held_out = FoldScore.of(train, fold, centred=centred)
         for method in group:
             base = weight_kept if method.ridge_towards == "kept" else None
             yield method, held_out.errors(base, strengths, shares).flatten().tolist()

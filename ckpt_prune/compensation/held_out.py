@@ -18,7 +18,7 @@ LEAST = 1e-6
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class FoldScore:
     """Score of every strength and share on one fold: sums in the eigenbasis of the training tokens' Gram.
 
     The training tokens are those of all other folds. Decomposing their Gram is nearly all of the work. It depends
@@ -55,7 +55,7 @@ class HeldOut:
     lacking: Tensor | None = None
 
     @classmethod
-    def of(cls, train: Blend, fold: Fit, *, centred: bool) -> "HeldOut":
+    def of(cls, train: Blend, fold: Fit, *, centred: bool) -> "FoldScore":
         """Prepare to score fits to `train` on `fold`.
 
         Args:
@@ -82,7 +82,7 @@ class HeldOut:
             drift_mean,
         )
 
-    def with_bias(self, train: Blend) -> "HeldOut":
+    def with_bias(self, train: Blend) -> "FoldScore":
         """Return the scores of fits with a bias, as `of` with `centred`, without another decomposition.
 
         Measured from the training mean μ of N tokens, their Gram lacks N μ μᵀ. Its inverse differs by the product of

@@ -17,8 +17,8 @@ from ckpt_prune.common.filenames import CONVERSION_RECORD
 from ckpt_prune.common.records import FixedRecord
 
 
-class Comparison(Protocol):
-    """How a new checkpoint compares with its source in another runtime: see `runtimes.comparison.Proof`."""
+class RuntimeComparison(Protocol):
+    """How a new checkpoint compares with its source in another runtime: see `runtimes.comparison.RuntimeProof`."""
 
     @property
     def passed(self) -> bool:
@@ -31,7 +31,7 @@ class Comparison(Protocol):
         """Return all of it for JSON."""
 
 
-Compare = Callable[[Path], Comparison]
+Compare = Callable[[Path], RuntimeComparison]
 """Compares a finished folder, before it takes its place, with its source in another runtime."""
 
 
@@ -98,7 +98,7 @@ class Conversion:
     architecture: str
     parameters: int
     notes: tuple[str, ...]
-    proof: Comparison | None = None
+    proof: RuntimeComparison | None = None
 
     @property
     def passed(self) -> bool:

@@ -54,7 +54,7 @@ class BitsScore(Figures):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A piece of text that a model reads at once.
 
     Attributes:
@@ -65,7 +65,7 @@ class Piece:
     start: int
 
     @classmethod
-    def of(cls, text: str) -> "Piece":
+    def of(cls, text: str) -> "TextPiece":
         return cls(text, next((at for at, each in enumerate(text) if each.isspace() and at), 0))
 
     @property
@@ -74,19 +74,19 @@ class Piece:
         return len(self.text[self.start :].encode())
 
 
-def cut_pieces(text: str, tokenizers: Sequence[Tokenizer], window: int, limit: int | None) -> list[Piece]:
+def cut_pieces(text: str, tokenizers: Sequence[Tokenizer], window: int, limit: int | None) -> list[TextPiece]:
     """Cut a text into pieces, from its start, of at most about `window` tokens of each tokenizer.
 
     A piece ends before white space. What is left at the end of the text is dropped.
     """
     encoded = [tokenizer.encode(text, add_special_tokens=False) for tokenizer in tokenizers]
     ends = max((each.offsets for each in encoded), key=len)
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     begin, first = 0, 0
     while first + window - 2 < len(ends) and (limit is None or len(pieces) < limit):
         stop = ends[first + window - 2][0]
         space = next((at for at in range(stop, begin, -1) if text[at].isspace()), stop)
-        pieces.append(Piece.of(text[begin:space]))
+        pieces.append(TextPiece.of(text[begin:space]))
         begin = space
         first = next((at for at in range(first, len(ends)) if ends[at][1] > begin), len(ends))
     if not pieces:
@@ -110,7 +110,7 @@ class PieceReader:
         self,
         model: LanguageModel,
         tokenizer: Tokenizer,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TextPiece],
         *,
         numbers: Mapping[int, int] | None = None,
         kept: Tensor | None = None,
@@ -212,7 +212,7 @@ class BitsComparison:
 
 
 def compare_bits(
-    models: Sequence[LanguageModel], tokenizers: Sequence[Tokenizer], pieces: Sequence[Piece]
+    models: Sequence[LanguageModel], tokenizers: Sequence[Tokenizer], pieces: Sequence[TextPiece]
 ) -> BitsComparison:
     """Measure bits per byte of a model and a reference, and how far their predictions are apart.
 

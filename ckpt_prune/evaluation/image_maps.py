@@ -12,7 +12,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.batches import check_finite
 from ckpt_prune.evaluation.image_classes import BATCH_PIXELS
 from ckpt_prune.evaluation.images import choose_image_samples, load_shared_processor
-from ckpt_prune.evaluation.label_maps import ClassTally, Depth, DepthTally, LabelMaps, Segmentation, Tally
+from ckpt_prune.evaluation.label_maps import ClassTally, DepthScores, DepthTally, LabelMaps, Segmentation, Tally
 from ckpt_prune.evaluation.pair import Pair
 from ckpt_prune.evaluation.purpose import check_folder
 from ckpt_prune.evaluation.results import ScoredResult
@@ -26,7 +26,7 @@ _READERS = {"depth": "post_process_depth_estimation", "segmentation": "post_proc
 _CLASSES = {"depth": "AutoModelForDepthEstimation", "segmentation": "AutoModelForSemanticSegmentation"}
 
 
-def measure_maps(pair: Pair, options: EvaluateOptions) -> ScoredResult[Segmentation | Depth]:
+def measure_maps(pair: Pair, options: EvaluateOptions) -> ScoredResult[Segmentation | DepthScores]:
     """Measure a depth or segmentation model on images with a map each, at the size of the images.
 
     What it tells is read out by the image processor's own method, as its users do. Without a unit there is no error:

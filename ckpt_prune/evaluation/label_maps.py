@@ -117,7 +117,7 @@ class Segmentation(Figures):
 
 
 @dataclass(frozen=True)
-class Depth(Figures):
+class DepthScores(Figures):
     """How near a model's depths are, over pixels that have one.
 
     Attributes:
@@ -137,7 +137,7 @@ class Tally(Protocol):
     def add(self, told: Tensor, truth: Tensor) -> None:
         """Add what a model tells of the labelled pixels of an image, and their labels: (pixels,) both."""
 
-    def score(self) -> Segmentation | Depth: ...
+    def score(self) -> Segmentation | DepthScores: ...
 
 
 class ClassTally:
@@ -172,5 +172,5 @@ class DepthTally:
         self._near += int(near.sum())
         self._pixels += len(true)
 
-    def score(self) -> Depth:
-        return Depth((self._squares / self._pixels) ** 0.5, self._near / self._pixels, self._pixels)
+    def score(self) -> DepthScores:
+        return DepthScores((self._squares / self._pixels) ** 0.5, self._near / self._pixels, self._pixels)

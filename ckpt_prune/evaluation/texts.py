@@ -12,7 +12,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.sentence_modules import MODULES, read_modules, read_ranked_tokens
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_windows
-from ckpt_prune.evaluation.bits import Piece, compare_bits, cut_pieces, fast_tokenizer
+from ckpt_prune.evaluation.bits import TextPiece, compare_bits, cut_pieces, fast_tokenizer
 from ckpt_prune.evaluation.features import compare_features
 from ckpt_prune.evaluation.heads import compare_heads
 from ckpt_prune.evaluation.masked import choose_masked, fill_in
@@ -149,7 +149,7 @@ def _measure_in_bits(
     tokenizers = [fast_tokenizer(*each) for each in ((tokenizer, pair.folder), (others, pair.reference))]
     models = pair.open_text_models()
     if given is not None:
-        readings = [[Piece.of(text) for text in cut_texts(given, tokenizer) if text.strip()]]
+        readings = [[TextPiece.of(text) for text in cut_texts(given, tokenizer) if text.strip()]]
     else:
         assert options.window is not None
         texts = [read_text([text], tokenizer) for text in options.text]

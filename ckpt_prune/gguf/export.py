@@ -32,7 +32,7 @@ from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.options.data import ProofOptions
-from ckpt_prune.runtimes.comparison import Proof
+from ckpt_prune.runtimes.comparison import RuntimeProof
 
 CPU = torch.device("cpu")
 _LARGE = 2**32
@@ -58,7 +58,7 @@ class ExportedGguf:
     type: str
     bytes: int
     notes: tuple[str, ...]
-    proof: Proof | None
+    proof: RuntimeProof | None
 
     @property
     def passed(self) -> bool:
@@ -154,7 +154,7 @@ def export_gguf(
             f"the proof loads the whole model, {human_bytes(whole)} in llama.cpp and then {human_bytes(in_float32)} in "
             "PyTorch; --no-validate needs the memory of a tensor or two"
         )
-    result: Proof | None = None
+    result: RuntimeProof | None = None
     name, size = layout.architecture.name, 0
     try:
         with staged_file(check_place(out)) as (place, _):
@@ -203,7 +203,7 @@ def _empty_folder(place: Path, name: str) -> Iterator[Path]:
 
 def validate_gguf(
     file: Path, against: str, proving: ProofOptions, *, dense: DenseSource | None = None, trust: bool = False
-) -> Proof:
+) -> RuntimeProof:
     """Compare a GGUF file in llama.cpp with a checkpoint in PyTorch, and its weights with the checkpoint's.
 
     Raises:

@@ -31,7 +31,7 @@ class CannotMapError(UserError):
 
 
 @dataclass(frozen=True)
-class Weight:
+class GgufWeight:
     """A tensor that is read and changed when it is asked for.
 
     Attributes:
@@ -42,11 +42,11 @@ class Weight:
     read: Callable[[], Tensor]
     zeros: int = 0
 
-    def apply(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "Weight":
+    def apply(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "GgufWeight":
         """Return the same tensor in float32, changed."""
-        return Weight(shape or self.shape, lambda: change(self.read().float()), self.zeros)
+        return GgufWeight(shape or self.shape, lambda: change(self.read().float()), self.zeros)
 
-    def fill(self, axis: int, now: tuple[int, ...], filled: tuple[int, ...]) -> "Weight":
+    def fill(self, axis: int, now: tuple[int, ...], filled: tuple[int, ...]) -> "GgufWeight":
         """Return it with zeros behind what an axis holds.
 
         Args:
@@ -66,21 +66,21 @@ class Weight:
 
         return replace(self.apply(change, shape), zeros=self.zeros + math.prod(shape) - math.prod(self.shape))
 
-    def rows(self, start: int, stop: int) -> "Weight":
+    def rows(self, start: int, stop: int) -> "GgufWeight":
         return self.apply(lambda tensor: tensor[start:stop], (stop - start, *self.shape[1:]))
 
-    def pair_neighbours(self, heads: int, *, back: bool = False) -> "Weight":
+    def pair_neighbours(self, heads: int, *, back: bool = False) -> "GgufWeight":
         """Reorder the rows of each head so that rotary pairs, which are its halves, are neighbours, or back."""
         sizes = (heads, -1, 2) if back else (heads, 2, -1)
         return self.apply(
             lambda tensor: tensor.reshape(*sizes, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         )
 
-    def times(self, factor: float) -> "Weight":
+    def times(self, factor: float) -> "GgufWeight":
         return self if factor == 1 else self.apply(lambda tensor: tensor * factor)
 
 
-Block = Mapping[str, Weight]
+Block = Mapping[str, GgufWeight]
 """Name of a tensor in its block, such as "self_attn.q_proj.weight" → the tensor."""
 
 
@@ -98,7 +98,7 @@ class BlockShape(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class GgufSource:
     """The tensors of a checkpoint, outside the blocks and in each, by the names of transformers."""
 
     model: Model
@@ -106,7 +106,7 @@ class Source:
     blocks: tuple[Block, ...]
 
     @classmethod
-    def of(cls, model: Model, read: Callable[[str], Tensor] | None = None) -> "Source":
+    def of(cls, model: Model, read: Callable[[str], Tensor] | None = None) -> "GgufSource":
         """Sort the tensors of a model that generates text; `read` returns one by name, by default as it is stored."""
         read = read or partial(_read, model)
         checkpoint, start = model.checkpoint, f"{model.family.layers}."
@@ -114,12 +114,12 @@ class Source:
         if not architecture.endswith("ForCausalLM"):
             raise CannotMapError(f"{architecture} does not generate text, and GGUF files are written of models that do")
         tied = checkpoint.config.get("tie_word_embeddings", getattr(model.config, "tie_word_embeddings", False))
-        outer: dict[str, Weight] = {}
-        blocks: list[dict[str, Weight]] = [{} for _ in range(model.blocks)]
+        outer: dict[str, GgufWeight] = {}
+        blocks: list[dict[str, GgufWeight]] = [{} for _ in range(model.blocks)]
         for name, info in checkpoint.tensors.items():
             if is_stored_buffer(name) or (tied and name == "lm_head.weight"):
                 continue
-            weight = Weight(tuple(info.shape), partial(read, name))
+            weight = GgufWeight(tuple(info.shape), partial(read, name))
             index, _, inner = name.removeprefix(start).partition(".")
             inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
             (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
@@ -188,7 +188,7 @@ class Source:
             f"all heads have {self.head_dim} rows of q, k and v each, and those of block {index} have others"
         )
 
-    def fill(self, shapes: Sequence[BlockShape]) -> "Source":
+    def fill(self, shapes: Sequence[BlockShape]) -> "GgufSource":
         """Return the same, computing the same, in blocks of these shapes: what is added is zero.
 
         Added heads attend to all tokens alike, and no column of o_proj takes them up.
@@ -215,15 +215,15 @@ class Source:
                 filled[fused] = _fuse([filled.pop(part) for part in parts])
         return filled
 
-    def with_first_head(self) -> "Source":
+    def with_first_head(self) -> "GgufSource":
         """Return the same with an attention of one head in the first block, which adds zeros."""
         hidden, dim = int(self.value("hidden_size")), self.head_dim
         sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_INPUTS, (dim, hidden))
         sizes |= {f"{OUTPUT}.weight": (hidden, dim), "input_layernorm.weight": (hidden,)}
-        zeros = {name: Weight(size, partial(torch.zeros, size), math.prod(size)) for name, size in sizes.items()}
+        zeros = {name: GgufWeight(size, partial(torch.zeros, size), math.prod(size)) for name, size in sizes.items()}
         return replace(self, blocks=({**zeros, **self.blocks[0]}, *self.blocks[1:]))
 
-    def split(self) -> "Source":
+    def split(self) -> "GgufSource":
         """Return the same with fused projections as several tensors."""
 
         def split_block(block: Block, shape: BlockShape) -> Block:
@@ -239,7 +239,7 @@ class Source:
 
         return replace(self, blocks=tuple(map(split_block, self.blocks, self.shapes)))
 
-    def absorb_scales(self) -> "Source":
+    def absorb_scales(self) -> "GgufSource":
         """Return the same with Granite's factors multiplied into its weights."""
         residual, embedding = self.value("residual_multiplier"), self.value("embedding_multiplier")
         attention = self.value("attention_multiplier") * math.sqrt(self.head_dim)
@@ -271,7 +271,7 @@ class Layout:
 
     architecture: Architecture
     values: Mapping[str, Any]
-    tensors: Mapping[str, Weight]
+    tensors: Mapping[str, GgufWeight]
     notes: tuple[str, ...] = ()
 
 
@@ -293,7 +293,7 @@ def lay_out(model: Model, kind: GgufType | None = None, read: Callable[[str], Te
 
 
 def _choose(model: Model, kind: GgufType | None, read: Callable[[str], Tensor] | None) -> Layout:
-    source = Source.of(model, read)
+    source = GgufSource.of(model, read)
     model_type = str(model.checkpoint.config["model_type"])
     candidates = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type]
     if not candidates:
@@ -310,7 +310,7 @@ def _choose(model: Model, kind: GgufType | None, read: Callable[[str], Tensor] |
     raise CannotMapError(f"no architecture of llama.cpp computes this model. {'; '.join(reasons)}")
 
 
-def _lay_out(source: Source, architecture: Architecture, kind: GgufType | None) -> Layout:
+def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | None) -> Layout:
     _check_config(source, architecture)
     source.check_heads()
     notes = []
@@ -363,7 +363,7 @@ def _fits(value: Any) -> bool:
     return not isinstance(value, int) or 0 <= value < 2**32
 
 
-def _check_config(source: Source, architecture: Architecture) -> None:
+def _check_config(source: GgufSource, architecture: Architecture) -> None:
     for key, allowed in architecture.only.items():
         if source.value(key) not in allowed:
             named = " or ".join(repr(each) for each in allowed)
@@ -386,7 +386,7 @@ def _lasts(architecture: Architecture, blocks: int) -> list[bool]:
     return [(index + 1) % (architecture.pattern or 1) == 0 for index in range(blocks)]
 
 
-def _values(source: Source, architecture: Architecture, context: int) -> dict[str, Any]:
+def _values(source: GgufSource, architecture: Architecture, context: int) -> dict[str, Any]:
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
     epsilon = next(value for name in names if (value := source.value(name)) is not None)
     counts = {
@@ -418,7 +418,7 @@ def _values(source: Source, architecture: Architecture, context: int) -> dict[st
     return values | dict(architecture.constants)
 
 
-def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any], dict[str, Weight], int]:
+def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, Any], dict[str, GgufWeight], int]:
     """Return keys and tensors of the rotary embedding, and how many tokens both compute alike."""
     parameters = _mapping(source.model.config.rope_parameters or {})
     context = int(source.value("max_position_embeddings"))
@@ -464,7 +464,7 @@ def _rotary(source: Source, architecture: Architecture) -> tuple[dict[str, Any],
         tables |= {f"rope_factors_{name}": torch.tensor(parameters[f"{name}_factor"]) for name in ("long", "short")}
     elif kind != "default":
         raise CannotMapError(f"it does not scale rotary positions as config.json says ({kind})")
-    tensors = {f"{name}.weight": Weight(tuple(table.shape), table.float) for name, table in tables.items()}
+    tensors = {f"{name}.weight": GgufWeight(tuple(table.shape), table.float) for name, table in tables.items()}
     return values, tensors, context
 
 
@@ -494,7 +494,7 @@ def llama3_divisors(parameters: Mapping[str, Any], rotated: int) -> Tensor:
     return divisors
 
 
-def _tensors(source: Source, architecture: Architecture) -> Iterator[tuple[str, Weight]]:
+def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[str, GgufWeight]]:
     for name, weight in source.outer.items():
         yield _map_name(architecture, architecture.outer, name), _offset(architecture, name, weight)
     scaled, factor = _query_factor(source, architecture)
@@ -513,7 +513,7 @@ def _tensors(source: Source, architecture: Architecture) -> Iterator[tuple[str, 
             yield f"blk.{index}.{mapped}", _offset(architecture, name, weight).times(factor if module == scaled else 1)
 
 
-def _query_factor(source: Source, architecture: Architecture) -> tuple[str, float]:
+def _query_factor(source: GgufSource, architecture: Architecture) -> tuple[str, float]:
     """Return the module that makes queries what they are, and what it is multiplied by.
 
     llama.cpp knows from the number of blocks and heads alone how products of queries and keys are scaled, and
@@ -535,12 +535,12 @@ def _map_name(architecture: Architecture, names: Mapping[str, str], name: str) -
     return f"{names[module]}.{kind}"
 
 
-def _offset(architecture: Architecture, name: str, weight: Weight) -> Weight:
+def _offset(architecture: Architecture, name: str, weight: GgufWeight) -> GgufWeight:
     is_norm = architecture.norm_offset and name.endswith("norm.weight")
     return weight.apply(lambda tensor: tensor + architecture.norm_offset) if is_norm else weight
 
 
-def _fuse(parts: list[Weight]) -> Weight:
+def _fuse(parts: list[GgufWeight]) -> GgufWeight:
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     zeros = sum(part.zeros for part in parts)
-    return Weight(shape, lambda: torch.cat([part.read().float() for part in parts]), zeros)
+    return GgufWeight(shape, lambda: torch.cat([part.read().float() for part in parts]), zeros)

@@ -25,7 +25,7 @@ TOP = 4096
 
 
 @dataclass(frozen=True)
-class Task:
+class LlamaCppTask:
     """A task for llama.cpp.
 
     Attributes:
@@ -95,7 +95,7 @@ def require_runtime() -> None:
         raise UserError(f"llama.cpp is not installed, and the file is proven in it: {INSTALL}, or give --no-validate")
 
 
-def run_llama_cpp(task: Task, scratch: Path | None = None) -> Answer:
+def run_llama_cpp(task: LlamaCppTask, scratch: Path | None = None) -> Answer:
     """Do a task in a new process, which ends with this one.
 
     Args:
@@ -137,7 +137,7 @@ def _reason(log: str, code: int) -> str:
 # ---- in the other process --------------------------------------------------------------------------------------------
 
 
-def _serve(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
+def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -236,7 +236,7 @@ def _post(server: Any, path: str, body: dict[str, Any]) -> Any:
 
 
 def _main(folder: Path) -> None:
-    task = Task(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
+    task = LlamaCppTask(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
     answer, arrays = _serve(task)
     np.savez(folder / "answer.npz", **arrays)
     (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")

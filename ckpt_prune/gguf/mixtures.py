@@ -7,7 +7,7 @@ from typing import NamedTuple
 from gguf import GGMLQuantizationType as Kind
 
 
-class Place(NamedTuple):
+class MatrixPlace(NamedTuple):
     """The place of a matrix in its model.
 
     Attributes:
@@ -23,43 +23,43 @@ class Place(NamedTuple):
     weighted: bool
 
 
-Rule = tuple[Callable[[Place], bool], Kind]
+Rule = tuple[Callable[[MatrixPlace], bool], Kind]
 """Whether a matrix has the type, by its place."""
 
 
-def _any(_place: Place) -> bool:
+def _any(_place: MatrixPlace) -> bool:
     return True
 
 
-def _first(share: int) -> Callable[[Place], bool]:
+def _first(share: int) -> Callable[[MatrixPlace], bool]:
     """The first half of the blocks for a share of 2, the first eighth for 8."""
     return lambda place: place.block < place.blocks // share
 
 
-def _below(count: int) -> Callable[[Place], bool]:
+def _below(count: int) -> Callable[[MatrixPlace], bool]:
     return lambda place: place.block < count
 
 
-def _shared(place: Place) -> bool:
+def _shared(place: MatrixPlace) -> bool:
     """The matrix is small, as few heads have values of their own."""
     return place.shared >= 4
 
 
-def _first_unweighted(place: Place) -> bool:
+def _first_unweighted(place: MatrixPlace) -> bool:
     return not place.weighted and _first(8)(place)
 
 
-def _first_weighted(place: Place) -> bool:
+def _first_weighted(place: MatrixPlace) -> bool:
     return place.weighted and _first(8)(place)
 
 
-def _some(place: Place) -> bool:
+def _some(place: MatrixPlace) -> bool:
     """The first and the last eighth, and every third between."""
     block, eighth = place.block, place.blocks // 8
     return block < eighth or block >= 7 * place.blocks // 8 or (block - eighth) % 3 == 2
 
 
-def _middle(place: Place) -> bool:
+def _middle(place: MatrixPlace) -> bool:
     """All but the first and the last eighth."""
     return place.blocks // 8 <= place.block < 7 * place.blocks // 8
 
@@ -82,7 +82,7 @@ class Mixture:
     embedding: Kind | None = None
     needs_importance: bool = False
 
-    def kind_of(self, matrix: str, place: Place) -> Kind:
+    def kind_of(self, matrix: str, place: MatrixPlace) -> Kind:
         return next((kind for holds, kind in self.more.get(matrix, ()) if holds(place)), self.base)
 
 

@@ -10,10 +10,10 @@ from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.gguf.architectures import TANH_GELU
-from ckpt_prune.gguf.llama_cpp import Answer, Task, require_runtime, run_llama_cpp
+from ckpt_prune.gguf.llama_cpp import Answer, LlamaCppTask, require_runtime, run_llama_cpp
 from ckpt_prune.gguf.tokenizer import CHATS, fill_chats, find_frame, load_stored_tokenizer
 from ckpt_prune.options.data import ProofOptions
-from ckpt_prune.runtimes.comparison import LARGEST_KL, Proof, choose_windows, compare_logs, reference_logs
+from ckpt_prune.runtimes.comparison import LARGEST_KL, RuntimeProof, choose_windows, compare_logs, reference_logs
 from ckpt_prune.runtimes.tokens import check_tokens, split, texts_to_split
 
 _SAME_WEIGHTS = 0.05
@@ -33,7 +33,7 @@ def prove(
     trust: bool = False,
     threads: int = 0,
     same_weights: bool = False,
-) -> Proof:
+) -> RuntimeProof:
     """Compare a file with the checkpoint that it was made from. The whole model is loaded.
 
     Args:
@@ -58,7 +58,7 @@ def prove(
     tokenizer = load_stored_tokenizer(folder)
     texts = texts_to_split(tokenizer, windows)
     prompts = fill_chats(tokenizer)
-    task = Task(
+    task = LlamaCppTask(
         model=str(file),
         context=windows.shape[1],
         threads=threads or torch.get_num_threads(),

@@ -13,7 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.perplexity import PredictionSums
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.gguf.llama_cpp import Task, run_llama_cpp
+from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.types import head_of
 
@@ -53,7 +53,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Reference:
+class TextPredictions:
     """A model's predictions for windows of text, which files are held against.
 
     Attributes:
@@ -97,7 +97,7 @@ class FileScore:
 
 
 @torch.inference_mode()
-def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> Reference:
+def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> TextPredictions:
     """Run a checkpoint in PyTorch as a whole, and keep what its head reads: all logits would take gigabytes.
 
     Raises:
@@ -108,11 +108,11 @@ def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> Ref
     for own, ids in zip(track(states, "its predictions", unit="window"), windows, strict=True):
         for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
             sums.add([head.logits(own[part])], ids[part + 1])
-    return Reference(windows, states, head, sums.perplexity(0)[0])
+    return TextPredictions(windows, states, head, sums.perplexity(0)[0])
 
 
 @torch.inference_mode()
-def diverge_from(reference: Reference, folder: Path, windows: int, parts: TokenParts | None = None) -> float:
+def diverge_from(reference: TextPredictions, folder: Path, windows: int, parts: TokenParts | None = None) -> float:
     """Return the mean KL of a checkpoint, run in PyTorch, from a model on the first windows, in nats a token.
 
     With `parts` it is what the text costs more (`FileScore`).
@@ -162,7 +162,7 @@ def _read_states(folder: Path, windows: Tensor, *, trust: bool) -> tuple[Head, T
     return head, torch.cat(seen)
 
 
-def _compare(head: Head, states: Tensor, reference: Reference) -> PredictionSums:
+def _compare(head: Head, states: Tensor, reference: TextPredictions) -> PredictionSums:
     """Compare what a head makes of states, (windows, length, hidden), with a model's predictions."""
     sums, theirs = PredictionSums(), zip(reference.states, reference.windows, strict=True)
     for ours, (own, ids) in zip(track(states, "comparing", unit="window"), theirs, strict=True):
@@ -191,7 +191,12 @@ def _find_head(model: Any, ids: Tensor, folder: Path) -> Head:
 
 @torch.inference_mode()
 def score_file(
-    file: Path, reference: Reference, parts: TokenParts | None = None, *, threads: int = 0, scratch: Path | None = None
+    file: Path,
+    reference: TextPredictions,
+    parts: TokenParts | None = None,
+    *,
+    threads: int = 0,
+    scratch: Path | None = None,
 ) -> FileScore:
     """Run a file in llama.cpp, and compare its predictions with a model's.
 
@@ -202,7 +207,7 @@ def score_file(
         UserError: llama.cpp is not installed, or cannot load the file.
     """
     windows, ranges = (reference.windows, []) if parts is None else _write_with(reference.windows, parts)
-    task = Task(
+    task = LlamaCppTask(
         model=str(file),
         context=windows.shape[1],
         threads=threads or torch.get_num_threads(),

@@ -22,7 +22,7 @@ from ckpt_prune.common.memory import available_bytes
 from ckpt_prune.conversion.stock_checkpoint import Compare, NewTensor, StockCheckpoint
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, QUERY, Architecture
 from ckpt_prune.gguf.keys import MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
-from ckpt_prune.gguf.layout import Weight, llama3_divisors
+from ckpt_prune.gguf.layout import GgufWeight, llama3_divisors
 from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import GgufFile, open_gguf, type_of_file
@@ -32,7 +32,7 @@ from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.skeleton import RefusedConfigError, stock_names
 from ckpt_prune.options.data import ProofOptions
-from ckpt_prune.runtimes.comparison import Proof
+from ckpt_prune.runtimes.comparison import RuntimeProof
 from ckpt_prune.show.model_card import front_matter
 
 _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
@@ -125,7 +125,7 @@ def comparison_with(
     return None
 
 
-def _compare(path: Path, proving: ProofOptions, ends: Sequence[int], folder: Path) -> Proof:
+def _compare(path: Path, proving: ProofOptions, ends: Sequence[int], folder: Path) -> RuntimeProof:
     try:
         proof = prove(path, folder, type_of_file(path), proving, ends=ends, same_weights=True)
     except UserError as error:
@@ -324,7 +324,7 @@ def _local_blocks(keys: Keys, blocks: int, usual: int) -> list[bool]:
     return [every == 0 or index % every < every - 1 for index in range(blocks)]
 
 
-def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight]]:
+def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[tuple[str, GgufWeight]]:
     outer = {mapped: module for module, mapped in architecture.outer.items()}
     inner = {mapped: module for module, mapped in architecture.block.items()}
     for name, info in file.tensors.items():
@@ -335,7 +335,7 @@ def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, An
         module = outer.get(base) if inside is None else inner.get(inside["tensor"])
         if module is None or kind not in ("weight", "bias"):
             raise UserError(f"{file.path}: transformers' {architecture.model_type} has no place for {name}")
-        weight = Weight(info.shape, lambda name=name: file.read(name))  # type: ignore[misc]
+        weight = GgufWeight(info.shape, lambda name=name: file.read(name))  # type: ignore[misc]
         heads = {QUERY: config["num_attention_heads"], KEY: config["num_key_value_heads"]}.get(module)
         if architecture.neighbours and heads:
             if info.shape[0] % (2 * heads):
@@ -356,7 +356,7 @@ def _dtype(file: GgufFile) -> torch.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _read_rounded(name: str, weight: Weight, dtype: torch.dtype) -> Tensor:
+def _read_rounded(name: str, weight: GgufWeight, dtype: torch.dtype) -> Tensor:
     rounded = weight.read().to(dtype)
     if not torch.isfinite(rounded).all():
         raise UserError(f"{name} has NaN, Inf, or numbers beyond {dtype}: write the file anew")

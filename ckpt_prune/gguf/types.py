@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType as Kind
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType, OtherTypes, TensorType
-from ckpt_prune.gguf.layout import Layout, Weight
-from ckpt_prune.gguf.mixtures import FALLBACKS, LEAST, MIXTURES, Mixture, Place
+from ckpt_prune.gguf.layout import GgufWeight, Layout
+from ckpt_prune.gguf.mixtures import FALLBACKS, LEAST, MIXTURES, MatrixPlace, Mixture
 
 OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
@@ -92,7 +92,7 @@ def kinds_of(
     return kinds, (f"rows of {sizes} are no multiple of {block}: {counts}{hint}",)
 
 
-def _is_matrix(name: str, weight: Weight) -> bool:
+def _is_matrix(name: str, weight: GgufWeight) -> bool:
     return len(weight.shape) > 1 and "_norm." not in name
 
 
@@ -186,7 +186,7 @@ def _choose_kind(layout: Layout, name: str, chosen: GgufType, *, weighted: bool)
     _, number, matrix, _ = name.split(".")
     heads, kv_heads = (_first(layout.values[f"attention.head_count{which}"]) for which in ("", "_kv"))
     shared = heads / max(1, kv_heads)
-    place = Place(int(number), int(layout.values["block_count"]), shared, weighted)
+    place = MatrixPlace(int(number), int(layout.values["block_count"]), shared, weighted)
     kind = mixture.kind_of(matrix, place)
     if matrix == "attn_v" and place.blocks == 80 and shared > 1 and kind in (Kind.Q3_K, Kind.Q4_K):
         return Kind.Q5_K  # models of 70B have small ones

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ckpt_prune.checkpoint.sentence_modules import ModulesUse
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.family_keys import Architecture, Attention, Experts, Found, Multiple, Refusal, Residual, Rotary
+from ckpt_prune.model.family_keys import Attention, Experts, FamilyClass, Found, Multiple, Refusal, ResidualKeys, Rotary
 from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose, purpose_of_class, stock_classes
 from ckpt_prune.model.settings import unknown_settings
 from ckpt_prune.model.spaces import (
@@ -77,7 +77,7 @@ class Family(StrictModel):
 
     model_type: str
     base: str
-    architectures: dict[str, Architecture]
+    architectures: dict[str, FamilyClass]
     modality: Modality = "text"
     special_tokens: int = 0
     registers: str | None = None
@@ -107,7 +107,7 @@ class Family(StrictModel):
     positions_behind: str | None = None
     sliding_window: str | None = None
     norm_offset: float = 0.0
-    residual: Residual | None = None
+    residual: ResidualKeys | None = None
     unrotatable: str | None = None
     refused: list[Refusal] = Field(default_factory=list)
     relabel: dict[str, float | bool | None] = Field(default_factory=dict)
@@ -139,12 +139,12 @@ class Family(StrictModel):
         return self.architectures[self.architecture].binary
 
     @property
-    def classes(self) -> dict[str, Architecture]:
+    def classes(self) -> dict[str, FamilyClass]:
         """Classes of the description; of a family with a causal model, those of transformers' own mappings too."""
         if not self.has_causal:
             return self.architectures
         stock = stock_classes(self.model_type, self.base)
-        return {name: Architecture(auto=auto) for name, auto in stock.items()} | self.architectures
+        return {name: FamilyClass(auto=auto) for name, auto in stock.items()} | self.architectures
 
     def has_class(self, architecture: str) -> bool:
         return architecture in self.architectures or architecture in self.classes

@@ -141,7 +141,7 @@ class Refusal(StrictModel):
             return self.default
 
 
-class Residual(StrictModel):
+class ResidualKeys(StrictModel):
     """How a model reads from and adds to its residual stream, if rotations can be absorbed by what does."""
 
     norm: Literal["rms", "layer"]
@@ -155,7 +155,7 @@ class Residual(StrictModel):
     refused: list[Refusal] = Field(default_factory=list)
 
 
-class Architecture(StrictModel):
+class FamilyClass(StrictModel):
     """One class of a family: the base model and a head on it, or the base model alone."""
 
     auto: str
@@ -165,7 +165,7 @@ class Architecture(StrictModel):
     probe: str | None = None
 
 
-class Proof(StrictModel):
+class SpaceProof(StrictModel):
     """The outcome of the proofs of a space on a small random model.
 
     Attributes:
@@ -193,7 +193,7 @@ class Found(StrictModel):
         config: a small one, of a class that cannot be built from its own defaults.
     """
 
-    proofs: dict[str, Proof]
+    proofs: dict[str, SpaceProof]
     whole: dict[str, str]
     transformers: str
     config: dict[str, Any] | None = None

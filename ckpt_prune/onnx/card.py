@@ -17,7 +17,7 @@ from ckpt_prune.evaluation.quality import lines_of
 from ckpt_prune.job.report import Loss
 from ckpt_prune.model.context import context_length
 from ckpt_prune.onnx.records import GraphEntry, Manifest, Port
-from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
+from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
 
 PREFERRED: tuple[GraphType, ...] = ("int4", "int8", "fp32", "q4f16", "fp16")
 """genai_config.json names the first of these that there is, the smallest that a CPU computes without casts."""
@@ -275,7 +275,9 @@ def read_genai_graph(path: Path, *, trust: bool) -> str:
     return file
 
 
-def make_genai_config(graphs: Sequence[GraphEntry], task: Task, config: Any, generation: Any) -> dict[str, Any] | str:
+def make_genai_config(
+    graphs: Sequence[GraphEntry], task: GraphTask, config: Any, generation: Any
+) -> dict[str, Any] | str:
     """`genai_config.json`, with which onnxruntime-genai generates with a graph, or why it cannot be written.
 
     Args:

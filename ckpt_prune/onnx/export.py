@@ -44,8 +44,8 @@ from ckpt_prune.onnx.quantization.deciding import (
 )
 from ckpt_prune.onnx.records import (
     GraphEntry,
+    GraphSource,
     Manifest,
-    Source,
     Validations,
     describe_ports,
     hash_tensors,
@@ -246,7 +246,7 @@ class GraphWriter:
         self._describe = partial(make_card, config=config, folder=folder, proved=proved, genai=genai)
         manifest = Manifest(
             versions=runtime_versions(),
-            source=Source(name=source.name, fingerprint=source.fingerprint),
+            source=GraphSource(name=source.name, fingerprint=source.fingerprint),
             task=task.name,
             modality=task.modality,
             cached=task.cached,

@@ -23,7 +23,7 @@ from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.measure.streams.readout import as_two_classes
 from ckpt_prune.onnx.records import Metric
-from ckpt_prune.onnx.reference import Reference
+from ckpt_prune.onnx.reference import GraphReference
 from ckpt_prune.onnx.session import OnnxModel
 from ckpt_prune.options.graphs import TaskName
 
@@ -50,7 +50,7 @@ class Allowance:
 
 
 def measure_text_metric(
-    graph: OnnxModel, reference: Reference, task: TaskName, windows: Tensor, folder: Path, allowance: Allowance
+    graph: OnnxModel, reference: GraphReference, task: TaskName, windows: Tensor, folder: Path, allowance: Allowance
 ) -> Metric | str:
     """Return the metric of a model of text, or why there is none.
 
@@ -94,7 +94,7 @@ def measure_text_metric(
 
 
 def measure_image_metric(
-    graph: OnnxModel, reference: Reference, task: TaskName, images: ImageSamples, allowance: Allowance
+    graph: OnnxModel, reference: GraphReference, task: TaskName, images: ImageSamples, allowance: Allowance
 ) -> Metric | str:
     """Return the metric of a model of images, or why there is none; arguments as of `measure_text_metric`."""
     ours, theirs = cast(PreTrainedModel, graph), reference.model
@@ -154,7 +154,7 @@ def _compare_perplexities(
 
 
 def _compare_cosine(
-    ours: PreTrainedModel, reference: Reference, samples: Samples, of: str, allowance: Allowance
+    ours: PreTrainedModel, reference: GraphReference, samples: Samples, of: str, allowance: Allowance
 ) -> Metric:
     features = compare_features(ours, cast(PreTrainedModel, reference.module), samples)
     if allowance.max_loss is None:
@@ -173,7 +173,7 @@ def _compare_cosine(
 
 
 def _compare_embeddings(
-    ours: PreTrainedModel, reference: Reference, windows: Tensor, folder: Path, allowance: Allowance
+    ours: PreTrainedModel, reference: GraphReference, windows: Tensor, folder: Path, allowance: Allowance
 ) -> Metric | str:
     """Compare what a sentence-transformers folder makes of the hidden states: pooled, and normalised if it says so."""
     theirs = cast(PreTrainedModel, reference.module)

@@ -50,23 +50,23 @@ from ckpt_prune.onnx.records import (
     Case,
     CheckName,
     Continuation,
+    GraphSource,
     Manifest,
     Metric,
+    OutputPlace,
     Padding,
-    Place,
     Port,
     ProofCheck,
-    Source,
     Validation,
     Validations,
     read_manifest,
     runtime_versions,
 )
-from ckpt_prune.onnx.reference import HeldModel, Reference
+from ckpt_prune.onnx.reference import GraphReference, HeldModel
 from ckpt_prune.onnx.samples import ProofSamples
 from ckpt_prune.onnx.session import OnnxModel, Provider, complete_inputs, default_provider, next_cache
 from ckpt_prune.onnx.stored import Output, read_stored, store_large
-from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
+from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
 from ckpt_prune.onnx.tracing import get_image_size
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
@@ -99,7 +99,7 @@ class Other:
     """A dense model that is loaded."""
 
     name: str
-    reference: Reference
+    reference: GraphReference
     max_loss: float | None
 
 
@@ -163,7 +163,7 @@ def validate(
     others = _load_others(dense, manifest.full_task, trust)
     validations = []
     for graph in manifest.split():
-        reference = Reference(held, graph.full_task, {port.name for port in graph.inputs})
+        reference = GraphReference(held, graph.full_task, {port.name for port in graph.inputs})
         allowance = _allow(graph, tolerance, max_loss)
         kind = TextProof if graph.modality == "text" else ImageProof
         in_half = partial(_load, checkpoint, trust, torch.float16)
@@ -179,7 +179,7 @@ def validate(
                 dtype=graph.dtype,
                 tolerance=None if allowance.rounded else allowance.tolerance,
                 max_loss=allowance.max_loss,
-                against=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint),
+                against=GraphSource(name=checkpoint.name, fingerprint=checkpoint.fingerprint),
                 data=samples.description or {"what": "noise", "seed": samples.seed},
                 checks=proof.checks,
                 cases=proof.cases,
@@ -222,12 +222,12 @@ def _load(checkpoint: Checkpoint, trust: bool, dtype: torch.dtype, *, unpack: bo
     return load_model(checkpoint.whole, device="cpu", dtype=dtype, trust_remote_code=trust, unpack=unpack)
 
 
-def _load_others(dense: Dense | None, task: Task, trust: bool) -> list[Other]:
+def _load_others(dense: Dense | None, task: GraphTask, trust: bool) -> list[Other]:
     """Load the dense model that the metric is also compared with, WHOLE; none if there is none."""
     if dense is None:
         return []
     other = Checkpoint.open(dense.folder)
-    return [Other(other.name, Reference(_hold(other, trust, unpack=False), task, set()), dense.max_loss)]
+    return [Other(other.name, GraphReference(_hold(other, trust, unpack=False), task, set()), dense.max_loss)]
 
 
 def _allow(graph: Manifest, tolerance: float | None, max_loss: float | None) -> Allowance:
@@ -238,12 +238,12 @@ def _allow(graph: Manifest, tolerance: float | None, max_loss: float | None) -> 
 
 # ---- the metric ----------------------------------------------------------------------------------------------------
 
-Measure = Callable[[Reference, Allowance], Metric | str]
+Measure = Callable[[GraphReference, Allowance], Metric | str]
 """The task's metric of a graph beside a model, or why there is none."""
 
 
-def _measure_for(graph: OnnxModel, task: Task, samples: ProofSamples, folder: Path) -> Measure:
-    def measure(reference: Reference, allowance: Allowance) -> Metric | str:
+def _measure_for(graph: OnnxModel, task: GraphTask, samples: ProofSamples, folder: Path) -> Measure:
+    def measure(reference: GraphReference, allowance: Allowance) -> Metric | str:
         if samples.images is not None:
             return measure_image_metric(graph, reference, task.name, samples.images, allowance)
         assert samples.windows is not None
@@ -253,7 +253,7 @@ def _measure_for(graph: OnnxModel, task: Task, samples: ProofSamples, folder: Pa
 
 
 def _judge_metric(
-    measure: Measure, reference: Reference, allowance: Allowance, others: Sequence[Other]
+    measure: Measure, reference: GraphReference, allowance: Allowance, others: Sequence[Other]
 ) -> tuple[list[Metric], bool | None, str]:
     """A task's metric beside the model's, and beside that of each other model; whether they pass, and both in words."""
     metric = measure(reference, allowance)
@@ -284,7 +284,7 @@ def _describe_metric(metric: Metric) -> str:
 # ---- all checks ----------------------------------------------------------------------------------------------------
 
 
-class Proof:
+class GraphProof:
     """The checks, in order; what needs an earlier one that failed is skipped.
 
     The graph runs first, on everything, and then the model: only one of both is in memory, unless the graph has to run
@@ -307,7 +307,7 @@ class Proof:
         self,
         folder: Path,
         manifest: Manifest,
-        reference: Reference,
+        reference: GraphReference,
         in_half: Callable[[], PreTrainedModel],
         samples: ProofSamples,
         allowance: Allowance,
@@ -429,7 +429,7 @@ class Proof:
         """Return True if no metric is measured, or one for which the graph need not run again."""
         return not self._has_data
 
-    def _reuse_outputs(self) -> tuple[OnnxModel, Reference]:
+    def _reuse_outputs(self) -> tuple[OnnxModel, GraphReference]:
         """Return the graph and its reference, which need not run again on what they have read."""
         assert self.graph is not None
         return self.graph, self.reference
@@ -514,7 +514,9 @@ class Proof:
         position, unit = difference.worst
         row, token = (position, None) if keep is None else map(int, keep.nonzero()[position])
         value, reference = a[position : position + 1][0, unit].item(), b[position, unit].item()
-        case.where = Place(batch=row, token=token, unit=unit, onnxruntime=_finite(value), pytorch=_finite(reference))
+        case.where = OutputPlace(
+            batch=row, token=token, unit=unit, onnxruntime=_finite(value), pytorch=_finite(reference)
+        )
         if not math.isfinite(reference):
             case.note = "PyTorch's own output is no finite number there: the model is damaged, or overflows in float32"
         elif not math.isfinite(value):
@@ -559,7 +561,7 @@ class _KnownLogits:
         return ModelOutput(logits=self._logits)
 
 
-class ImageProof(Proof):
+class ImageProof(GraphProof):
     """The checks of a graph that reads images."""
 
     def _prepare(self) -> None:
@@ -591,7 +593,7 @@ class ImageProof(Proof):
         return self._conclude(cases, "outputs")
 
 
-class TextProof(Proof):
+class TextProof(GraphProof):
     """The checks of a graph that reads text."""
 
     def _prepare(self) -> None:
@@ -662,7 +664,7 @@ class TextProof(Proof):
     def _metric_is_known(self) -> bool:
         return "graph" in self._known or super()._metric_is_known()
 
-    def _reuse_outputs(self) -> tuple[OnnxModel, Reference]:
+    def _reuse_outputs(self) -> tuple[OnnxModel, GraphReference]:
         if "graph" not in self._known:
             return super()._reuse_outputs()
         self.reference.let_go()

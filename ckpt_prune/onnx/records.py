@@ -19,7 +19,7 @@ from ckpt_prune.common.versions import versions
 from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.job.report import Loss
 from ckpt_prune.onnx.session import DATA, Provider
-from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tasks import GraphTask
 from ckpt_prune.onnx.writing import get_bytes
 from ckpt_prune.options.graphs import TaskName
 
@@ -36,7 +36,7 @@ class Port(BaseModel):
     shape: list[int | str]
 
 
-class Source(BaseModel):
+class GraphSource(BaseModel):
     """The checkpoint a graph was made from."""
 
     name: str
@@ -99,7 +99,7 @@ class Manifest(BaseModel):
 
     version: Literal[2] = 2
     versions: dict[str, str]
-    source: Source
+    source: GraphSource
     task: TaskName
     modality: Literal["text", "image"]
     cached: bool
@@ -155,8 +155,8 @@ class Manifest(BaseModel):
         return self.optimize == "none" and not self.is_rounded
 
     @property
-    def full_task(self) -> Task:
-        return Task(self.task, self.modality, self.cached)
+    def full_task(self) -> GraphTask:
+        return GraphTask(self.task, self.modality, self.cached)
 
     @property
     def float_type(self) -> str:
@@ -205,7 +205,7 @@ class ProofCheck(BaseModel):
     detail: str
 
 
-class Place(BaseModel):
+class OutputPlace(BaseModel):
     """An element of an output, and its value on both sides (None: no finite number)."""
 
     batch: int
@@ -238,7 +238,7 @@ class Case(BaseModel):
     agreement: float | None = None
     """Share of texts, tokens or images for which both put the same token or class first; None for other outputs."""
     passed: bool
-    where: Place | None = None
+    where: OutputPlace | None = None
     """The largest difference of a failed case."""
     note: str | None = None
     """The reason why a case failed, if it is not an inexact number."""
@@ -320,7 +320,7 @@ class Validation(BaseModel):
     """In units of the largest output of a case; means are held to a tenth of it. None of a graph that is rounded."""
     max_loss: float | None
     """Allowed loss of the task's metric, for a rounded graph; None for others."""
-    against: Source
+    against: GraphSource
     data: dict[str, Any]
     checks: list[ProofCheck]
     cases: list[Case]

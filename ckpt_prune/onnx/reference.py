@@ -13,7 +13,7 @@ from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.memory import return_freed_memory
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.session import complete_inputs
-from ckpt_prune.onnx.tasks import PRESENT, Task, remove_head
+from ckpt_prune.onnx.tasks import PRESENT, GraphTask, remove_head
 from ckpt_prune.onnx.tracing import get_cache, make_example
 
 
@@ -43,7 +43,7 @@ def drop_weights(model: PreTrainedModel) -> None:
         parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-class Reference:
+class GraphReference:
     """A model that is run on what a graph is run on.
 
     It is loaded where `model` or `module` is asked for, or it is run, and can be let go between.
@@ -57,7 +57,7 @@ class Reference:
         needs: inputs that a graph of it is traced with, keys and values apart.
     """
 
-    def __init__(self, held: HeldModel, task: Task, inputs: set[str]) -> None:
+    def __init__(self, held: HeldModel, task: GraphTask, inputs: set[str]) -> None:
         self._held, self._task = held, task
         self.config: Any = self.model.config
         module = self.module
@@ -82,7 +82,7 @@ class Reference:
         """Free the model's memory until it is asked for again."""
         self._held.let_go()
 
-    def replaced(self, model: Any) -> "Reference":
+    def replaced(self, model: Any) -> "GraphReference":
         """Return the same with another model, which is called like it, in its place."""
         other = copy(self)
         other._held = HeldModel(lambda: model)

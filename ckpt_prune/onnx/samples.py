@@ -30,7 +30,7 @@ from ckpt_prune.measure.samples.text import (
     tokenizer_of,
 )
 from ckpt_prune.model.context import context_length
-from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tasks import GraphTask
 from ckpt_prune.options.data import ProofOptions
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ProofSamples:
 
 def choose_proof_samples(
     folder: Path,
-    task: Task,
+    task: GraphTask,
     options: ProofOptions,
     *,
     trust: bool = False,
@@ -103,7 +103,7 @@ def choose_proof_samples(
 def _choose_text(
     folder: Path,
     load: Callable[[], "PreTrainedTokenizerBase"],
-    task: Task,
+    task: GraphTask,
     options: ProofOptions,
     trust: bool,
     rounded: bool,
@@ -161,7 +161,7 @@ def _read_python_sources(characters: int) -> tuple[str, str]:
 
 
 def _choose_images(
-    folder: Path, task: Task, options: ProofOptions, trust: bool, split: ImageSplit, rounded: bool
+    folder: Path, task: GraphTask, options: ProofOptions, trust: bool, split: ImageSplit, rounded: bool
 ) -> ProofSamples:
     if options.images is None:
         return _use_noise(options, "normal noise for pixels, no --images being given")

@@ -18,7 +18,7 @@ _TASKS: dict[Purpose, TaskName] = {"sentence-similarity": "feature-extraction", 
 
 
 @dataclass(frozen=True)
-class Task:
+class GraphTask:
     """The task and inputs of a graph. `cached`: keys and values of earlier tokens go in and out."""
 
     name: TaskName
@@ -28,7 +28,7 @@ class Task:
 
 def choose_task(
     config: dict[str, Any], *, folder: Path | None = None, task: AskedTask = "auto", cache: bool | None = None
-) -> Task:
+) -> GraphTask:
     """Return the task of an export.
 
     Args:
@@ -51,10 +51,10 @@ def choose_task(
     name = own_task if task == "auto" else task
     if cache and name != "text-generation":
         raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")
-    return Task(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
+    return GraphTask(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
 
 
-def check_padding(config: dict[str, Any], task: Task) -> None:
+def check_padding(config: dict[str, Any], task: GraphTask) -> None:
     """Refuse a causal classifier without a padding token: it cannot find the last token of a text in a batch."""
     classifies = task.name == "text-classification" and reads_causally(config)
     if classifies and parse_config(config).pad_token_id is None:
@@ -64,6 +64,6 @@ def check_padding(config: dict[str, Any], task: Task) -> None:
         )
 
 
-def remove_head(model: Any, task: Task) -> Any:
+def remove_head(model: Any, task: GraphTask) -> Any:
     """Return the module that does the task: the model, or its base for feature-extraction."""
     return model if task.name != "feature-extraction" else base_model_of(model)

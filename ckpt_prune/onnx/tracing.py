@@ -35,7 +35,7 @@ from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.block_kinds import find_block_kinds
 from ckpt_prune.onnx.repetition import repeat_blocks
-from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
+from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
 
 DEFAULT_OPSET = 20
 
@@ -53,7 +53,7 @@ class Example:
     dynamic: dict[str, Any]
 
 
-def make_example(model: Any, task: Task) -> Example:
+def make_example(model: Any, task: GraphTask) -> Example:
     """Inputs to trace a model with.
 
     Text: `input_ids`, `attention_mask`, and what else the model's forward knows of `position_ids` (generation) and
@@ -125,7 +125,7 @@ def _fill_cache(model: Any, tokens: int) -> tuple[str, DynamicCache]:
     return name, cache
 
 
-def trace_model(model: Any, task: Task, *, opset: int | None, fusions: str | None, log: Path) -> onnx_ir.Model:
+def trace_model(model: Any, task: GraphTask, *, opset: int | None, fusions: str | None, log: Path) -> onnx_ir.Model:
     """Trace a model into an ONNX graph by transformers' own exporter: torch's dynamo exporter with patches.
 
     Inputs and outputs have the names that the Hub's ONNX models have: those of the forward, and for layer i
@@ -255,7 +255,7 @@ def _without_other_models() -> Iterator[None]:
         yield
 
 
-def _rename_ports(graph: onnx_ir.Graph, task: Task) -> None:
+def _rename_ports(graph: onnx_ir.Graph, task: GraphTask) -> None:
     """Give inputs and outputs their public names, and their dynamic axes names that say what they are."""
     for value in graph.inputs:
         value.name = _CACHE.sub(rf"{PAST}\1.\2", value.name or "")

@@ -102,7 +102,7 @@ def put_codes(kind: Kind, blocks: Array, codes: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Grid:
+class CodeGrid:
     """The weights that codes of blocks stand for, as their scales are.
 
     Attributes:
@@ -115,7 +115,7 @@ class Grid:
     step: Tensor
 
     @classmethod
-    def of(cls, kind: Kind, blocks: Array) -> "Grid":
+    def of(cls, kind: Kind, blocks: Array) -> "CodeGrid":
         """Read the grid of one block of every row, (rows, bytes): ggml's own decoding of two codes tells it."""
         codes = CODES[kind]
         first, last = codes.least, codes.most

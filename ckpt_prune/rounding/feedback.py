@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from ckpt_prune.compensation.methods import derive_strength
-from ckpt_prune.rounding.codes import Grid, put_codes
+from ckpt_prune.rounding.codes import CodeGrid, put_codes
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.visiting import fix_in_turn, visit_inputs
@@ -69,7 +69,7 @@ def round_with_feedback(weight: Tensor, gram: Tensor, kind: Kind, damp: float) -
         def visit(W: Tensor, U: Tensor, here: slice) -> None:
             now = np.ascontiguousarray(W.T.float().numpy())
             blocks = libgguf.quantize_rows(now, kind, importance[here])
-            grid, codes = Grid.of(kind, blocks), np.empty(now.shape, np.int16)
+            grid, codes = CodeGrid.of(kind, blocks), np.empty(now.shape, np.int16)
 
             def nearest(j: int, weights: Tensor) -> Tensor:
                 chosen, values = grid.nearest(j, weights)

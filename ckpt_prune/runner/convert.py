@@ -21,9 +21,9 @@ from ckpt_prune.common.progress import Notices, track
 from ckpt_prune.conversion.convert import stock_of_checkpoint
 from ckpt_prune.conversion.stock_checkpoint import (
     Compare,
-    Comparison,
     Conversion,
     ConversionRecord,
+    RuntimeComparison,
     StockCheckpoint,
     find_conversion,
 )
@@ -47,7 +47,7 @@ _CONVERTED = Form(find_conversion, kind=FolderKind(CONVERSION_RECORD, "what `con
 class _FailedProofError(UserError):
     """The new checkpoint computes something else than its source."""
 
-    def __init__(self, proof: Comparison) -> None:
+    def __init__(self, proof: RuntimeComparison) -> None:
         super().__init__(proof.lines()[-1])
         self.proof = proof
 
@@ -102,7 +102,7 @@ def write_stock(
         lambda journal: f"{len(journal.entries)} of {len(stock.tensors)} tensors converted",
     )
     run = Run(out, None, PhaseTimer(torch.device("cpu")), announce)
-    proof: Comparison | None = None
+    proof: RuntimeComparison | None = None
     try:
         with open_staging(opening, run, resume=resume, overwrite=overwrite):
             if run.report is None:
@@ -114,7 +114,9 @@ def write_stock(
     return Conversion(out, stock.config["model_type"], architecture, parameters, stock.notes, proof)
 
 
-def _write(stock: StockCheckpoint, record: ConversionRecord, run: Run, compare: Compare | None) -> Comparison | None:
+def _write(
+    stock: StockCheckpoint, record: ConversionRecord, run: Run, compare: Compare | None
+) -> RuntimeComparison | None:
     assert run.staging is not None
     layout = {SINGLE: {name: (tensor.dtype, tensor.shape) for name, tensor in stock.tensors.items()}}
     writer = CheckpointWriter(run.staging, layout, sharded=False)

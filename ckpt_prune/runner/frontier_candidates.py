@@ -15,7 +15,7 @@ from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.score import FileScore, Reference, TokenParts, diverge_from, score_file
+from ckpt_prune.gguf.score import FileScore, TextPredictions, TokenParts, diverge_from, score_file
 from ckpt_prune.gguf.types import NO_OTHERS
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.samples.choose import choose_samples
@@ -120,7 +120,7 @@ class Maker:
 
     options: FrontierOptions
     budgets: FileBudgets
-    reference: Reference
+    reference: TextPredictions
     staging: Staging
 
     @property

@@ -15,7 +15,7 @@ from ckpt_prune.evaluation.quality import judge, lines_of
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.report import Loss
 from ckpt_prune.onnx.samples import choose_proof_samples
-from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tasks import GraphTask
 from ckpt_prune.options.data import ProofOptions
 
 WINDOWS, POSITIONS, GENERATED = 8, 16, 64
@@ -27,7 +27,7 @@ LARGEST_KL = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-2}
 _REMEDY = "more bits lose less, such as q4_k_m, q6_k or q8_0"
 
 
-class Proof(BaseModel):
+class RuntimeProof(BaseModel):
     """How a file, or what another runtime loads, compares with PyTorch.
 
     Attributes:
@@ -123,7 +123,7 @@ class ProofWindows:
 
 def choose_windows(folder: Path, options: ProofOptions, *, trust: bool) -> ProofWindows:
     """Choose windows for a checkpoint that generates text; UserError if there is no text."""
-    samples = choose_proof_samples(folder, Task("text-generation", "text", False), options, trust=trust)
+    samples = choose_proof_samples(folder, GraphTask("text-generation", "text", False), options, trust=trust)
     text = str((samples.description or {}).get("what"))
     if samples.windows is None:
         raise UserError(f"{folder}: there is no text to compare on: {text}")
@@ -159,7 +159,7 @@ def compare_logs(
     model: Path,
     dense: tuple[str, Tensor] | None = None,
     **others: Any,
-) -> Proof:
+) -> RuntimeProof:
     """Compare log-probabilities of PyTorch with those of a runtime.
 
     Args:
@@ -190,7 +190,7 @@ def compare_logs(
         )
         # What is lost beside its own model few bits have done.
         losses.append(judge(loss, _REMEDY if not losses and others["allowed"] is None else ""))
-    return Proof(**own, losses=tuple(losses), **others)
+    return RuntimeProof(**own, losses=tuple(losses), **others)
 
 
 def _compare(

@@ -22,7 +22,7 @@ from ckpt_prune.onnx.card import read_genai_graph
 from ckpt_prune.onnx.proof import find_source
 from ckpt_prune.onnx.records import read_manifest
 from ckpt_prune.options.data import ProofOptions
-from ckpt_prune.runtimes.comparison import LARGEST_KL, Proof, choose_windows, compare_logs, reference_logs
+from ckpt_prune.runtimes.comparison import LARGEST_KL, RuntimeProof, choose_windows, compare_logs, reference_logs
 from ckpt_prune.runtimes.isolation import run_isolated
 from ckpt_prune.runtimes.task import RuntimeTask
 from ckpt_prune.runtimes.tokens import check_tokens, split, texts_to_split
@@ -68,7 +68,7 @@ def _require_node(install: str) -> None:
 
 def validate_in(
     runtime: RuntimeName, folder: Path, against: Path | None, options: ProofOptions, *, trust: bool
-) -> Proof:
+) -> RuntimeProof:
     """Run a folder in a runtime and compare it with PyTorch. The whole model is loaded, twice.
 
     Args:

@@ -37,7 +37,7 @@ ROWS = 1024
 
 
 @dataclass(frozen=True)
-class Removal:
+class UnitRemoval:
     """The order in which units go, and what that costs.
 
     Attributes:
@@ -70,7 +70,7 @@ class Removal:
 
 def remove_greedily(
     weight: Tensor, gram: Tensor, per_unit: int = 1, *, damp: float = DAMP, count: int | None = None
-) -> Removal:
+) -> UnitRemoval:
     """Drop units of an input axis greedily: return their order, and the cost of every prefix of it.
 
     The work is about 2 d³ + d_out d² flops, nearly all in factorisations and matrix products. Memory beyond the
@@ -79,7 +79,7 @@ def remove_greedily(
 
     G + λI must be positive definite to the precision of float64. It is not where there is no damping and inputs are
     always zero or depend on each other. Then the damping is raised as in `sparsity.damping`: from zero to 1e-4 of the
-    mean diagonal, else tenfold, again and again up to the mean itself. `Removal.strength` is the strength that it took.
+    mean diagonal, else tenfold, again and again up to the mean itself. `UnitRemoval.strength` says what it took.
 
     Args:
         weight: W, (d_out, d), any floating dtype, on the device of `gram`.
@@ -101,7 +101,7 @@ def remove_greedily(
         with suppress(SingularHessianError):
             order, added = _remove(weight, gram, scale, share, per_unit, count)
             # J may not fall. Only a CPU promises to add one after the other.
-            return Removal(order, added.double().mul_(scale).cpu().cumsum(0).to(weight.device), share * scale)
+            return UnitRemoval(order, added.double().mul_(scale).cpu().cumsum(0).to(weight.device), share * scale)
     raise SingularHessianError(
         f"the Gram is singular with damping up to {max(damp, MOST_DAMP):g} of its mean diagonal: it is no Gram, "
         "calibrate again"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import ckpt_prune
-from ckpt_prune.benchmarking.results import Benchmark, Block, Machine, Row
+from ckpt_prune.benchmarking.results import Benchmark, BenchmarkRow, Block, Machine
 from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison, SharesOfError
 from ckpt_prune.evaluation.choices import ChoiceScore
 from ckpt_prune.evaluation.results import PlainResult, ScoredResult
@@ -77,7 +77,7 @@ def test_what_grows_with_blocks_items_and_files() -> None:
     points = tuple(SweepPoint(at / 50, size, widths, errors) for at in range(50))
     task = dict.fromkeys(("acc,none", "acc_stderr,none", "acc_norm,none"), 0.5)
     machine = Machine(processor="cpu", gpu=None, cores=2, threads=1, versions={})
-    row = Row.model_construct(label="A", model="a", latencies_ms=[[1.0]] * 999)
+    row = BenchmarkRow.model_construct(label="A", model="a", latencies_ms=[[1.0]] * 999)
     timed = Block.model_construct(phase="prefill", batch=1, rows=[row])
     results = [
         Benchmark.model_construct(machine=machine, rounds=999, runs=[], blocks=[timed]),

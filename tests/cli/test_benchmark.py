@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from ckpt_prune.benchmarking import run as benchmark
 from ckpt_prune.benchmarking.processes import Worker, start_workers
-from ckpt_prune.benchmarking.results import Benchmark, Block, Machine, Row, TimedModel
+from ckpt_prune.benchmarking.results import Benchmark, BenchmarkRow, Block, Machine, TimedModel
 from ckpt_prune.benchmarking.runners import stop_turning
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.onnx.records import Manifest, Source
+from ckpt_prune.onnx.records import GraphSource, Manifest
 from tests.benchmarking import targets
 from tests.benchmarking.forking import fork_what_has_imported
 from tests.cli.running import ok, read_refusal, run
@@ -33,8 +33,8 @@ SIZES = {"parameters": 1_234_567, "disk_bytes": 5 << 20, "base_bytes": 300 << 20
 UNKNOWN = {"parameters": None, "disk_bytes": 999, "base_bytes": None, "peak_bytes": None}
 
 
-def row(who, runtime, p50, p95, throughput, ratio, flops=None, flops_ratio=None) -> Row:
-    return Row(
+def row(who, runtime, p50, p95, throughput, ratio, flops=None, flops_ratio=None) -> BenchmarkRow:
+    return BenchmarkRow(
         **who,
         runtime=runtime,
         p50_ms=p50,
@@ -222,7 +222,7 @@ def graph_folder(name: str, *, task: str = "text-generation", cached: bool = Tru
     graph = {"file": "model.onnx", "dtype": "fp32", "opset": 20, "quantization": None}
     graph |= {"inputs": [], "outputs": [], "tensors": {}}
     manifest = Manifest(
-        **{"versions": {}, "source": Source(name="dense", fingerprint=""), "task": task},
+        **{"versions": {}, "source": GraphSource(name="dense", fingerprint=""), "task": task},
         **{"modality": "text", "cached": cached, "optimize": "none", "files": {}, "graphs": [graph]},
     )
     Path(name, GRAPH_RECORD).write_text(manifest.model_dump_json())

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import ckpt_prune
-from ckpt_prune.onnx.tasks import Task, choose_task
+from ckpt_prune.onnx.tasks import GraphTask, choose_task
 from tests.cli.running import ok, read_refusal
 from tests.evaluation.tiny import BOS, EOS, VOCAB, tiny_tokenizer
 from tests.pairs import choose_cases
@@ -262,7 +262,7 @@ def test_a_reranker_by_the_logits_of_two_tokens(here: Path, false: int | None) -
         scores.append((logits[:, 4] - (0 if false is None else logits[:, false])).numpy())
     assert report["rank_correlation"] == pytest.approx(rank_correlation(*scores), abs=1e-9)
     task = choose_task(json.loads(Path("out/config.json").read_text()), folder=Path("out"))
-    assert task == Task("text-generation", "text", cached=False)
+    assert task == GraphTask("text-generation", "text", cached=False)
     assert 'model = CrossEncoder("PATH")' in Path("out/README.md").read_text()
 
 

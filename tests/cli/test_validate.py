@@ -10,7 +10,7 @@ from click.testing import Result
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.samples import choose_proof_samples
-from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tasks import GraphTask
 from ckpt_prune.options.data import ProofOptions
 from tests.cli.running import ok, read_json, read_refusal, run
 from tests.encoders import IMAGE
@@ -151,7 +151,7 @@ def test_images_are_of_the_split_that_is_asked_for(place: Path) -> None:
     for index in range(3):
         write_image(Path("photos") / f"{index}.png", index, size=(IMAGE + 4, IMAGE))
     write_csv(Path("photos/labels.csv"), "file,label,split", "0.png,0,calib", "2.png,1,calib")
-    task, options = Task("image-classification", "image", cached=False), ProofOptions(images=Path("photos"))
+    task, options = GraphTask("image-classification", "image", cached=False), ProofOptions(images=Path("photos"))
     samples = choose_proof_samples(Path("vision"), task, options, split="calib")
     assert samples.images is not None
     assert len(samples.images) == 2
@@ -174,7 +174,7 @@ def test_a_model_of_a_type_of_its_own_is_read_where_it_is_trusted(place: Path, m
     Path("decoder/config.json").write_text(
         json.dumps({"model_type": "nobody-else-has-it", "auto_map": {"AutoConfig": "configuration_ours.Ours"}})
     )
-    task = Task("text-generation", "text", cached=True)
+    task = GraphTask("text-generation", "text", cached=True)
     options = ProofOptions(text=(Path("text.txt"),))
     windows = choose_proof_samples(Path("decoder"), task, options, trust=True).windows
     assert windows is not None

@@ -7,7 +7,7 @@ import torch
 
 from ckpt_prune.compensation import choice
 from ckpt_prune.compensation.fit import Blend, Fit
-from ckpt_prune.compensation.held_out import LEAST, HeldOut
+from ckpt_prune.compensation.held_out import LEAST, FoldScore
 from ckpt_prune.compensation.methods import GRID, METHODS, SHARES
 
 OUTPUTS, KEPT = 5, 9
@@ -46,8 +46,8 @@ def test_one_decomposition_serves_fits_with_a_bias(far: float, drift: bool, towa
     base = weight if towards == "kept" else None
     mean = float(train.fit.second_moments()[0].diagonal().mean())
     strengths = [value * mean for value in GRID]
-    expected = HeldOut.of(train, fold, centred=True).errors(base, strengths, SHARES)
-    plain = HeldOut.of(train, fold, centred=False)
+    expected = FoldScore.of(train, fold, centred=True).errors(base, strengths, SHARES)
+    plain = FoldScore.of(train, fold, centred=False)
     assert plain.can_add_bias(strengths)
     torch.testing.assert_close(plain.with_bias(train).errors(base, strengths, SHARES), expected, rtol=1e-8, atol=0)
 
@@ -56,13 +56,13 @@ def test_it_is_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     train, fold = blend(40, 1, 1.0, drift=True), blend(20, 2, 1.0, drift=True).at(1.0)
     weight = torch.ones(OUTPUTS, KEPT, dtype=torch.float64)
     fits: list[bool] = []
-    of: Callable[..., HeldOut] = HeldOut.of
+    of: Callable[..., FoldScore] = FoldScore.of
 
-    def count_fits(train: Blend, fold: Fit, *, centred: bool) -> HeldOut:
+    def count_fits(train: Blend, fold: Fit, *, centred: bool) -> FoldScore:
         fits.append(centred)
         return of(train, fold, centred=centred)
 
-    monkeypatch.setattr(HeldOut, "of", count_fits)
+    monkeypatch.setattr(FoldScore, "of", count_fits)
     ridges = [METHODS["ridge"], METHODS["affine"]]
     mean = float(train.fit.second_moments()[0].diagonal().mean())
     for least, expected in ((1e-4, [False]), (0.0, [False, True]), (LEAST / 10, [False, True])):

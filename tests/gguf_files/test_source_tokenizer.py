@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.llama_cpp import Task, run_llama_cpp
+from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
 from tests.gguf_files.test_source import edit_file
@@ -47,7 +47,7 @@ def file(tmp_path_factory):
 
 
 def split_by_llama_cpp(file: Path) -> list[list[int]]:
-    task = Task(model=str(file), context=32, texts=list(TEXTS), windows=[[5, 6, 7, 8]], positions=[2])
+    task = LlamaCppTask(model=str(file), context=32, texts=list(TEXTS), windows=[[5, 6, 7, 8]], positions=[2])
     return run_llama_cpp(task).tokens
 
 

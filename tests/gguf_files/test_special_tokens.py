@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf import special_tokens
 from ckpt_prune.gguf.export import export_gguf, validate_gguf
-from ckpt_prune.gguf.llama_cpp import Task, run_llama_cpp
+from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.special_tokens import find_stops
 from ckpt_prune.gguf.tokenizer import read_tokenizer
@@ -59,7 +59,7 @@ def file_of(folder, **more):
 
 def stops_of(folder, ids):
     """The ids at which llama.cpp ends a text."""
-    return run_llama_cpp(Task(str(folder.parent / "m.gguf"), 32, ends=list(ids))).stops
+    return run_llama_cpp(LlamaCppTask(str(folder.parent / "m.gguf"), 32, ends=list(ids))).stops
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.export import GraphWriter
-from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tasks import GraphTask
 from ckpt_prune.onnx.tracing import _capture, trace_model
 from ckpt_prune.options.graphs import GraphSettings
 from tests.forked import posix, run_forked
@@ -230,7 +230,7 @@ def test_a_failed_trace_is_one_line_on_the_terminal(vit, tmp_path, monkeypatch):
 def test_an_opset_that_the_exporter_does_not_write_is_refused(vit, tmp_path):
     from ckpt_prune.evaluation.whole_model import load_model
 
-    task = Task("image-classification", "image", False)
+    task = GraphTask("image-classification", "image", False)
     model = load_model(vit, device="cpu")
     with pytest.raises(UserError) as error, trace_as_commands_do():
         trace_model(model, task, opset=26, fusions=None, log=tmp_path / "log")

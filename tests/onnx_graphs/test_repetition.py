@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ckpt_prune.onnx import tracing
 from ckpt_prune.onnx.block_kinds import NotAlikeError
-from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tasks import GraphTask
 from ckpt_prune.onnx.tracing import trace_model
 from tests import encoders, families
 from tests.graphs import trace_as_commands_do
@@ -24,9 +24,9 @@ from .exports import Graph, Text, assert_reads, assert_reads_in_chunks
 
 EXACT = 1e-5
 """Share of the largest output that float32 rounding leaves."""
-GENERATION = Task("text-generation", "text", True)
-FEATURES = Task("feature-extraction", "text", False)
-CLASSES = Task("image-classification", "image", False)
+GENERATION = GraphTask("text-generation", "text", True)
+FEATURES = GraphTask("feature-extraction", "text", False)
+CLASSES = GraphTask("image-classification", "image", False)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +47,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(blocks)
 
 
-def trace(model: nn.Module, task: Task, folder: Path) -> tuple[Graph, list[int]]:
+def trace(model: nn.Module, task: GraphTask, folder: Path) -> tuple[Graph, list[int]]:
     """The graph, and which blocks were traced: those that ran more often than the others."""
     calls: Counter[int] = Counter()
     hooks = [

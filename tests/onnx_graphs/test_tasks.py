@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.onnx.tasks import Task, choose_task, remove_head
+from ckpt_prune.onnx.tasks import GraphTask, choose_task, remove_head
 from tests import encoders, families
 
 from .exports import graphs
@@ -36,7 +36,7 @@ def config(model_type: str, architecture: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(("model_type", "architecture", "name", "modality"), CLASSES)
 def test_the_task_of_a_class(model_type, architecture, name, modality):
-    expected = Task(name, modality, cached=name == "text-generation")
+    expected = GraphTask(name, modality, cached=name == "text-generation")
     assert choose_task(config(model_type, architecture)) == expected
     assert choose_task(config(model_type, architecture), task=name) == expected
 
@@ -78,8 +78,8 @@ def test_any_model_has_features_and_no_cache_of_them(model_type, architecture):
 
 def test_a_cache_is_for_generation():
     llama = config("llama", "LlamaForCausalLM")
-    assert choose_task(llama, cache=True) == Task("text-generation", "text", True)
-    assert choose_task(llama, cache=False) == Task("text-generation", "text", False)
+    assert choose_task(llama, cache=True) == GraphTask("text-generation", "text", True)
+    assert choose_task(llama, cache=False) == GraphTask("text-generation", "text", False)
     assert refusal("vit", "ViTForImageClassification", cache=True) == (
         "a graph for image-classification has no keys and values to keep: leave out --cache"
     )
@@ -95,5 +95,5 @@ def test_what_does_the_task(tmp_path, variant, base):
     model = families.stock(folder) if variant == "llama" else encoders.stock(folder, variant)
     task = choose_task(model.config.to_dict() | {"architectures": [type(model).__name__]})
     assert remove_head(model, task) is model
-    features = remove_head(model, Task("feature-extraction", task.modality, False))
+    features = remove_head(model, GraphTask("feature-extraction", task.modality, False))
     assert type(features).__name__ == base

@@ -15,14 +15,14 @@ from transformers.exporters import utils as exporter_utils
 from ckpt_prune.benchmarking.runners import TorchTimer
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.onnx.reference import HeldModel, Reference
-from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.reference import GraphReference, HeldModel
+from ckpt_prune.onnx.tasks import GraphTask
 from ckpt_prune.onnx.tracing import _without_other_models, get_image_size, make_example, trace_model
 from tests import families
 
 from .exports import in_pytorch, make_exports
 
-GENERATION = Task("text-generation", "text", True)
+GENERATION = GraphTask("text-generation", "text", True)
 DYNAMIC = {0: Dim.AUTO, 1: Dim.AUTO}
 PAST = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
@@ -81,7 +81,7 @@ def test_a_config_without_a_size(given):
 
 @pytest.mark.parametrize(("cached", "needed"), [(True, 7), (False, 3)])
 def test_a_context_too_short_to_trace(cached, needed):
-    task = Task("text-generation", "text", cached)
+    task = GraphTask("text-generation", "text", cached)
     with pytest.raises(UserError) as error:
         make_example(small(max_position_embeddings=needed - 1), task)
     assert str(error.value) == (f"a context of {needed - 1} tokens is too short to trace: {needed} are needed")
@@ -112,7 +112,7 @@ def test_the_other_name_of_the_cache(tmp_path):
     caches = ["0.key", "0.value"]
     assert [port.name for port in graph.inputs][3:] == [f"past_key_values.{cache}" for cache in caches]
     assert [port.name for port in graph.outputs][1:] == [f"present.{cache}" for cache in caches]
-    reference, ids = Reference(HeldModel(lambda: model), GENERATION, set()), torch.arange(8).view(2, 4)
+    reference, ids = GraphReference(HeldModel(lambda: model), GENERATION, set()), torch.arange(8).view(2, 4)
     assert list(reference.run_with_cache({"input_ids": ids})[1]) == [f"present.{cache}" for cache in caches]
     steps = reference.generate(ids, torch.ones_like(ids), 3)
     lengths = []
@@ -160,7 +160,7 @@ def test_a_model_that_fails_over_a_cache():
         make_example(Broken(), GENERATION)
     assert str(error.value) == "Broken keeps other things than keys and values of earlier tokens: say --no-cache"
     # Without one it is not run before it is traced.
-    make_example(Broken(), Task("text-generation", "text", False))
+    make_example(Broken(), GraphTask("text-generation", "text", False))
 
 
 @pytest.mark.skipif(

@@ -31,10 +31,10 @@ from ckpt_prune.onnx.checks import check_files, check_interface, hash_present_fi
 from ckpt_prune.onnx.comparison import make_chunk_cases, make_prompts, make_text_cases
 from ckpt_prune.onnx.metrics import Allowance, measure_image_metric
 from ckpt_prune.onnx.records import Case, Metric, Validation, read_manifest, read_validation
-from ckpt_prune.onnx.reference import HeldModel, Reference
+from ckpt_prune.onnx.reference import GraphReference, HeldModel
 from ckpt_prune.onnx.samples import ProofSamples
 from ckpt_prune.onnx.session import OnnxModel, complete_inputs
-from ckpt_prune.onnx.tasks import Task
+from ckpt_prune.onnx.tasks import GraphTask
 from tests import encoders, families
 from tests.evaluation.tiny import VOCAB, random_windows, tiny_tokenizer
 from tests.graphs import LAYERS, Exported
@@ -42,7 +42,7 @@ from tests.images import write_csv, write_image, write_processor
 from tests.oracles.perplexity import perplexity
 
 DECODER, ENCODER = "llama-gqa-tied", "bert-mlm"
-GENERATION = Task("text-generation", "text", cached=True)
+GENERATION = GraphTask("text-generation", "text", cached=True)
 WINDOWS = random_windows(6, 32, seed=11)
 TEXT = ProofSamples(WINDOWS, description={"what": "random tokens", "seed": 11})
 NOISE = ProofSamples(description={"what": "noise", "seed": 4})
@@ -170,7 +170,7 @@ class Watch:
         self.both: list[str] = []
         """Who ran while both were held, in order."""
         self.runs = {"graph": 0, "model": 0}
-        opens, runs_graph, runs_model = OnnxModel.__init__, OnnxModel.run, Reference._call
+        opens, runs_graph, runs_model = OnnxModel.__init__, OnnxModel.run, GraphReference._call
 
         def load(*args: Any, **options: Any) -> PreTrainedModel:
             self.models.append(load_model(*args, **options))
@@ -186,7 +186,7 @@ class Watch:
             self.note("graph")
             return runs_graph(graph, feed)
 
-        def run_model(reference: Reference, *args: Any) -> Any:
+        def run_model(reference: GraphReference, *args: Any) -> Any:
             self.runs["model"] += 1
             output = runs_model(reference, *args)
             self.note("model")
@@ -195,7 +195,7 @@ class Watch:
         monkeypatch.setattr(proof, "load_model", load)
         monkeypatch.setattr(OnnxModel, "__init__", open_graph)
         monkeypatch.setattr(OnnxModel, "run", run_graph)
-        monkeypatch.setattr(Reference, "_call", run_model)
+        monkeypatch.setattr(GraphReference, "_call", run_model)
 
     def note(self, what: str) -> None:
         weights = any(parameter.numel() for model in self.models for parameter in model.parameters())
@@ -434,9 +434,9 @@ def test_cases_are_of_the_text_and_padded_where_they_say(window: int) -> None:
     assert any(padding == "left" for _, padding in sizes)
 
 
-def _reference(model: Path) -> Reference:
+def _reference(model: Path) -> GraphReference:
     inputs = {"input_ids", "attention_mask", "position_ids"}
-    return Reference(HeldModel(lambda: load_model(model, device="cpu", dtype=torch.float32)), GENERATION, inputs)
+    return GraphReference(HeldModel(lambda: load_model(model, device="cpu", dtype=torch.float32)), GENERATION, inputs)
 
 
 def test_the_reference_reads_a_padded_text_as_if_it_stood_alone(exported: Exported) -> None:
@@ -838,7 +838,7 @@ def test_segments_of_which_there_is_one_kind_are_not_read(exported: Exported) ->
     model, _ = exported(ENCODER)
     loaded = load_model(model, device="cpu", dtype=torch.float32)
     loaded.config.type_vocab_size = 1
-    reference = Reference(HeldModel(lambda: loaded), Task("fill-mask", "text", cached=False), set())
+    reference = GraphReference(HeldModel(lambda: loaded), GraphTask("fill-mask", "text", cached=False), set())
     assert reference.segments == 1
     assert not reference.depends_on("token_type_ids")
 

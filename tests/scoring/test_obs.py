@@ -8,7 +8,7 @@ from torch import Tensor
 from ckpt_prune.compensation.fit import Fit, squared_error
 from ckpt_prune.compensation.least_squares import ridge
 from ckpt_prune.scoring import obs
-from ckpt_prune.scoring.obs import Removal, remove_greedily
+from ckpt_prune.scoring.obs import UnitRemoval, remove_greedily
 from ckpt_prune.scoring.selection import select
 from ckpt_prune.sparsity.damping import LEAST_DAMP, SingularHessianError
 
@@ -37,7 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, panel: int, rows: int) -> None
     monkeypatch.setattr(obs, "ROWS", rows)
 
 
-def assert_greedy(removal: Removal, weight: Tensor, gram: Tensor, per_unit: int, rtol: float = 1e-10) -> None:
+def assert_greedy(removal: UnitRemoval, weight: Tensor, gram: Tensor, per_unit: int, rtol: float = 1e-10) -> None:
     order, costs = oracle.greedy(weight, gram, removal.strength, per_unit)
     assert removal.order.tolist() == order
     torch.testing.assert_close(removal.costs, torch.tensor(costs, dtype=torch.float64), rtol=rtol, atol=0)

@@ -18,7 +18,7 @@ class AllSeenError(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPiece:
     """A module of a block that runs once in it, apart from the others.
 
     Attributes:
@@ -49,7 +49,7 @@ class Piece:
 class Structure:
     """Pieces of a block in the order in which they run, and the paths of all modules that are called once in a run."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[BlockPiece, ...] = ()
     single: frozenset[str] = frozenset()
 
 
@@ -165,7 +165,7 @@ class BlockMemory:
 
     def _run(
         self,
-        piece: Piece,
+        piece: BlockPiece,
         forward: Callable[..., Any],
         last: nn.Module | None,
         watched: Collection[str],
@@ -257,7 +257,7 @@ class BlockMemory:
 
 
 def _find_narrower(
-    piece: Piece,
+    piece: BlockPiece,
     parents: set[str],
     before: Mapping[str, Tensor],
     now: Mapping[str, Tensor],
@@ -298,7 +298,7 @@ def find_structure(block: nn.Module, linears: Collection[str], run: Callable[[],
         if not isinstance(first, Tensor) or any(other is not None for other in others):
             calls.setdefault(path, []).append(_Call())
             return
-        inside = [linear for linear in linears if linear in calls and linear != path and Piece(path).holds(linear)]
+        inside = [linear for linear in linears if linear in calls and linear != path and BlockPiece(path).holds(linear)]
         lasts = [linear for linear in inside if calls[linear][0].gave(first)]
         nones = len(others) if isinstance(output, tuple) else None
         calls.setdefault(path, []).append(_Call(weakref.ref(first), first._version, nones, lasts[0] if lasts else None))
@@ -323,16 +323,16 @@ def _split(
     linears: Collection[str],
     calls: Mapping[str, list["_Call"]],
     single: Mapping[str, "_Call"],
-) -> Iterator[Piece]:
+) -> Iterator[BlockPiece]:
     """Yield the pieces below a module. It is no closure: one that calls itself would keep the block in a circle."""
     for name, child in block.get_submodule(parent).named_children():
         path = f"{parent}.{name}".removeprefix(".")
-        inside = {linear for linear in linears if Piece(path).holds(linear)}
+        inside = {linear for linear in linears if BlockPiece(path).holds(linear)}
         call = single.get(path)
         if call is not None and next(child.parameters(), None) is not None:
             last = call.last if call.last in single else None
             if last or inside <= {path} or isinstance(child, SplitExperts):
-                yield Piece(path, last, call.nones)
+                yield BlockPiece(path, last, call.nones)
                 continue
         if call is not None or path not in calls:
             yield from _split(block, path, linears, calls, single)

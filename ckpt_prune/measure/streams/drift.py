@@ -68,9 +68,9 @@ def observe_drift(
     passed = dense_tensors is None
     if not spaces:
         return pruned.observe(index, tensors, gram), passed
-    ours = Residual(pruned, index, tensors, spaces)
+    ours = ResidualBlock(pruned, index, tensors, spaces)
     pruned.learn_structure(ours.block, index, tensors)  # before there is a dense block, so that two are held at most
-    theirs = None if dense_tensors is None else Residual(dense, index, dense_tensors, spaces)
+    theirs = None if dense_tensors is None else ResidualBlock(dense, index, dense_tensors, spaces)
     pair = _Pair(dense, theirs, ours, factory.find_experts(ours.block), narrow)
     observers = {key: pruned.watch(ours.block, index, key, with_gram) for key, with_gram in gram.items()}
     ours.whole = any(key not in factory.family.spaces for key in gram)
@@ -121,8 +121,8 @@ class _Pair:
     """
 
     dense: HiddenStream
-    theirs: "Residual | None"
-    ours: "Residual"
+    theirs: "ResidualBlock | None"
+    ours: "ResidualBlock"
     experts: SplitExperts | None
     narrow: Callable[[Tensor], Tensor] | None
 
@@ -145,13 +145,13 @@ class _Pair:
 @torch.no_grad()
 def ends_block(stream: HiddenStream, index: int, tensors: Mapping[str, Tensor], spaces: Collection[SpaceName]) -> bool:
     """Return True if the residual stream after each of these spaces is the output of their block. It runs once."""
-    residual = Residual(stream, index, tensors, spaces)
+    residual = ResidualBlock(stream, index, tensors, spaces)
     residual.whole = True
     residual.run(stream.batches[0][1])
     return all(residual.ends(space) for space in spaces)
 
 
-class Residual:
+class ResidualBlock:
     """One block of a stream, and the residual stream after those of its spaces that are asked for.
 
     Attributes:

@@ -24,7 +24,7 @@ from ckpt_prune.model.discovery.proofs import Prover
 from ckpt_prune.model.discovery.switches import WidthSwitchError
 from ckpt_prune.model.discovery.twin import FIRST, OTHER, Twin, build_twin, small_configs
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.family_keys import Proof
+from ckpt_prune.model.family_keys import SpaceProof
 from ckpt_prune.model.skeleton import parse_config, quiet_transformers, stock_class
 
 _AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
@@ -180,10 +180,10 @@ def _draft(plain: dict[str, Any], architecture: str, auto: str) -> tuple[Draft, 
         raise UserError(f"the blocks of {architecture} cannot be run by themselves: {one_line(error)}") from error
 
 
-def _prove(draft: Draft, twin: Twin) -> dict[str, Proof]:
+def _prove(draft: Draft, twin: Twin) -> dict[str, SpaceProof]:
     """Prove the spaces of a draft on a twin of other sizes; those that are not proven are taken out of it."""
     family = _settle(draft, twin)
-    proofs: dict[str, Proof] = {}
+    proofs: dict[str, SpaceProof] = {}
     for name in list(draft.description["spaces"]):
         if name not in draft.description["spaces"]:
             continue  # it stood within another that was not proven

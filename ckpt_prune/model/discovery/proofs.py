@@ -17,7 +17,7 @@ from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.model.cuts import list_cuts, remaining_lines
 from ckpt_prune.model.discovery.twin import Twin, make_skeleton_config, run
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.family_keys import Proof
+from ckpt_prune.model.family_keys import SpaceProof
 from ckpt_prune.model.skeleton import Names, stock_class
 from ckpt_prune.model.spaces import AnySpace, Axis, Incidence, Kind, expert_of, first_expert_spaces, product
 
@@ -49,7 +49,7 @@ class Prover:
     def dimension(self, name: str) -> int:
         return self.family.dimension(self.twin.parsed, name)
 
-    def prove(self, name: str) -> Proof:
+    def prove(self, name: str) -> SpaceProof:
         """Prove a space, by the name that recipes have for it; of experts' columns that of the first expert."""
         first = first_expert_spaces(self.family.spaces)[name]
         space = self.family.spaces[first]
@@ -57,7 +57,7 @@ class Prover:
         modules = list(dict.fromkeys([*space.modules, *(table.module for table in space.tables)]))
         alone = together and not any(self._is_dense(self._permuted(first, module)) for module in modules)
         fewer = self._fewer(name) if together and alone else None
-        return Proof(together=together, alone=alone, fewer=fewer)
+        return SpaceProof(together=together, alone=alone, fewer=fewer)
 
     # ---- tensors -------------------------------------------------------------------------------------------------
 

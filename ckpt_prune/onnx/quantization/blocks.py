@@ -24,7 +24,7 @@ Bits = Literal[4, 8]
 
 
 @dataclass(frozen=True)
-class Grid:
+class BlockRounding:
     """How weights are rounded."""
 
     bits: Bits
@@ -37,7 +37,7 @@ class Grid:
 class Blocks:
     """A matrix (K, N) in blocks."""
 
-    grid: Grid
+    grid: BlockRounding
     rows: int
     """K."""
     packed: Array
@@ -66,14 +66,14 @@ class Blocks:
         return np.ascontiguousarray(values.reshape(len(values), -1)[:, : self.rows].T)
 
 
-def count_block_bytes(rows: int, columns: int, grid: Grid, scale: int) -> int:
+def count_block_bytes(rows: int, columns: int, grid: BlockRounding, scale: int) -> int:
     """Return the bytes of a matrix (K, N) in blocks whose scales take so many each."""
     blocks = -(-rows // grid.block)
     zeros = 0 if grid.symmetric else -(-blocks * grid.bits // 8)
     return columns * (blocks * (grid.block * grid.bits // 8 + scale) + zeros)
 
 
-def round_to_nearest(matrix: Array, grid: Grid) -> Blocks:
+def round_to_nearest(matrix: Array, grid: BlockRounding) -> Blocks:
     """Round a float32 or float16 matrix (K, N) by onnxruntime's own quantizer; a last block is padded with zeros.
 
     A matrix that was rounded to 4 bits before, in blocks that end where these end, keeps its weights.
@@ -86,7 +86,7 @@ def round_to_nearest(matrix: Array, grid: Grid) -> Blocks:
     return Blocks(grid, len(matrix), packed, scales, None if grid.symmetric else zeros)
 
 
-def _keep_steps(matrix: Array, grid: Grid) -> Blocks | None:
+def _keep_steps(matrix: Array, grid: BlockRounding) -> Blocks | None:
     """Return a matrix in blocks that hold its own weights, the zero in the middle of the range; None if none do."""
     if grid.bits != 4 or len(matrix) % grid.block:
         return None
@@ -101,7 +101,7 @@ def _keep_steps(matrix: Array, grid: Grid) -> Blocks | None:
     return Blocks(grid, len(matrix), _pack(codes, 4), steps_and_codes[0].reshape(shape).astype(matrix.dtype), zeros)
 
 
-def round_by_gptq(matrix: Array, gram: Tensor, grid: Grid, *, damp: float = DAMP) -> Blocks:
+def round_by_gptq(matrix: Array, gram: Tensor, grid: BlockRounding, *, damp: float = DAMP) -> Blocks:
     """Round the weights of one input after another, and let those of later inputs make up for each error.
 
     GPTQ (Frantar et al. 2022, arXiv 2210.17323): with H the Gram of the inputs and H⁻¹ = UᵀU, the error of the weights

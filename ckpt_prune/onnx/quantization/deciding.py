@@ -24,8 +24,8 @@ from ckpt_prune.onnx.proof import MAX_LOSS
 from ckpt_prune.onnx.quantization.blocks import (
     Array,
     Bits,
+    BlockRounding,
     Blocks,
-    Grid,
     count_block_bytes,
     round_by_gptq,
     round_to_nearest,
@@ -42,7 +42,7 @@ from ckpt_prune.onnx.quantization.int8 import quantize_to_int8, round_to_int8
 from ckpt_prune.onnx.quantization.measuring import Feed, Probe, measure_grams
 from ckpt_prune.onnx.quantization.weights import (
     DOMAIN,
-    Weight,
+    GraphWeight,
     copy_with_split_gemms,
     find_weights,
     store_in_blocks,
@@ -51,7 +51,7 @@ from ckpt_prune.onnx.quantization.weights import (
 from ckpt_prune.onnx.records import KeptWeight, Quantization, describe_ports
 from ckpt_prune.onnx.samples import ProofSamples
 from ckpt_prune.onnx.session import Provider, complete_inputs
-from ckpt_prune.onnx.tasks import PAST, PRESENT, Task
+from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
 from ckpt_prune.onnx.writing import count_written_bytes
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.recipe.sizes import Size, parse_size
@@ -97,7 +97,7 @@ class Scheme:
 
 
 def make_scheme(
-    dtype: GraphType, settings: GraphSettings, task: Task, *, ranges: bool, dense: int | None = None
+    dtype: GraphType, settings: GraphSettings, task: GraphTask, *, ranges: bool, dense: int | None = None
 ) -> Scheme:
     """How a graph of a rounded type is rounded.
 
@@ -122,7 +122,7 @@ def make_scheme(
     )
 
 
-def allow_harm(max_loss: float, task: Task) -> float:
+def allow_harm(max_loss: float, task: GraphTask) -> float:
     """Return how much outputs may lose for a task's metric to lose at most `max_loss`.
 
     A perplexity grows by the factor exp(KL), if the model's own predictions are the truth. Classes change with a
@@ -143,7 +143,7 @@ def _read_size(text: str) -> Size:
         raise UserError(f"--target-bytes: {error}") from error
 
 
-def check_rounding(settings: GraphSettings, task: Task, *, images: bool, provider: Provider) -> None:
+def check_rounding(settings: GraphSettings, task: GraphTask, *, images: bool, provider: Provider) -> None:
     """Refuse rounded graphs that cannot be, before anything is loaded; `images`: whether there are any."""
     if settings.target_bytes is not None:
         _read_size(settings.target_bytes)
@@ -185,7 +185,7 @@ class Measuring:
 
 
 def make_measuring(
-    model: onnx_ir.Model, task: Task, samples: ProofSamples, vocabulary: int, size: tuple[int, int, int]
+    model: onnx_ir.Model, task: GraphTask, samples: ProofSamples, vocabulary: int, size: tuple[int, int, int]
 ) -> Measuring:
     """Return the data to measure harm on: the samples' own text or images, or noise if there are none.
 
@@ -233,7 +233,7 @@ def _feed_text(model: onnx_ir.Model, ids: Tensor) -> Feed:
 
 # ---- what is decided -----------------------------------------------------------------------------------------------
 
-Label = Grid | Literal["int8", "float32"]
+Label = BlockRounding | Literal["int8", "float32"]
 """How a weight is stored."""
 
 
@@ -278,7 +278,7 @@ class Decider:
         self._grams: dict[str, Tensor] = {}
         if scheme.rounding == "gptq" and measuring is not None:
             self._grams = measure_grams(model, measuring.calibration, scratch)
-        self._blocks: dict[tuple[str, Grid], Blocks] = {}
+        self._blocks: dict[tuple[str, BlockRounding], Blocks] = {}
         self._longest = 0.0  # seconds that a set took to be measured
 
     @cached_property
@@ -286,7 +286,7 @@ class Decider:
         """The forms of each weight, the coarsest of the scheme's own block size first."""
         return {name: self._forms_of(weight) for name, weight in self._weights.items()}
 
-    def _forms_of(self, weight: Weight) -> list[Form]:
+    def _forms_of(self, weight: GraphWeight) -> list[Form]:
         rows, columns = weight.shape
         scheme, more = self.scheme, self._grid(8)
         if scheme.kind != "blocks":  # int8 saves no bytes, but products that inputs in 8 bits make faster
@@ -313,10 +313,10 @@ class Decider:
             forms.append(Form("float32", rows * columns * weight.dtype.itemsize, 0.0))
         return forms
 
-    def _grid(self, bits: Bits, block: int | None = None) -> Grid:
-        return Grid(bits, block or self.scheme.block, self.scheme.symmetric)
+    def _grid(self, bits: Bits, block: int | None = None) -> BlockRounding:
+        return BlockRounding(bits, block or self.scheme.block, self.scheme.symmetric)
 
-    def _rounded(self, name: str, grid: Grid) -> Blocks:
+    def _rounded(self, name: str, grid: BlockRounding) -> Blocks:
         """Return a weight in blocks, made once, since that takes time."""
         if (name, grid) not in self._blocks:
             matrix, gram = self._weights[name].to_matrix(), self._grams.get(name)
@@ -327,7 +327,7 @@ class Decider:
         return self._blocks[name, grid]
 
     def _to_matrix(self, name: str, label: Label) -> Array:
-        if isinstance(label, Grid):
+        if isinstance(label, BlockRounding):
             return self._rounded(name, label).to_matrix()
         matrix = self._weights[name].to_matrix()
         return round_to_int8(matrix) if label == "int8" else matrix
@@ -428,7 +428,9 @@ class Decider:
 
     def _decide(self, choice: Choice) -> Decision:
         scheme, measuring, labels = self.scheme, self._measuring, choice.labels
-        blocks = {name: self._rounded(name, label) for name, label in labels.items() if isinstance(label, Grid)}
+        blocks = {
+            name: self._rounded(name, label) for name, label in labels.items() if isinstance(label, BlockRounding)
+        }
         kinds = [self._words(label) for label in labels.values()]
         kept = [
             KeptWeight(name=name, harm=choice.alone.get(name, 0.0), at_once=choice.at_once.get(name, 1))
@@ -455,7 +457,7 @@ class Decider:
         return Decision(scheme, blocks, int8, plain, record)
 
     def _words(self, label: Label) -> str:
-        if not isinstance(label, Grid):
+        if not isinstance(label, BlockRounding):
             return label
         return f"{label.bits}-bit blocks" + ("" if label.block == self.scheme.block else f" of {label.block}")
 
@@ -480,7 +482,7 @@ def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None,
             continue
         blocks = decision.blocks.get(weight.name)
         if blocks is None:  # the name of another trace
-            blocks = round_to_nearest(weight.to_matrix(), Grid(8, scheme.block, scheme.symmetric))
+            blocks = round_to_nearest(weight.to_matrix(), BlockRounding(8, scheme.block, scheme.symmetric))
         store_in_blocks(graph, weight, blocks, scheme.accuracy)
     copy.opset_imports[DOMAIN] = 1
     if scheme.kind == "blocks":

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.onnx.quantization.weights import Weight, copy_with_split_gemms, find_weights
+from ckpt_prune.onnx.quantization.weights import GraphWeight, copy_with_split_gemms, find_weights
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
@@ -101,7 +101,7 @@ class Probe:
         return runs
 
 
-def _add_rounding_of_inputs(graph: onnx_ir.Graph, weight: Weight) -> str:
+def _add_rounding_of_inputs(graph: onnx_ir.Graph, weight: GraphWeight) -> str:
     """Let what a weight is multiplied with be rounded: x + flag (rounded x - x); the name of the flag."""
     flag = onnx_ir.Value(name=f"{weight.name}:inputs", shape=onnx_ir.Shape([]), type=_FLOAT)
     graph.inputs.append(flag)

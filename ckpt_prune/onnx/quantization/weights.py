@@ -21,7 +21,7 @@ _REACH = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Weight:
+class GraphWeight:
     """A matrix (K, N): K inputs, N outputs, of products and lookups.
 
     A head that is tied to the embedding is one weight with both uses: what is decided of it holds for both.
@@ -78,13 +78,13 @@ class Weight:
         return self.value.const_value
 
 
-def find_weights(graph: onnx_ir.Graph) -> list[Weight]:
+def find_weights(graph: onnx_ir.Graph) -> list[GraphWeight]:
     """Return all of them, in the graph's order; those that anything else is done with stay as they are."""
     weights = (_read_weight(value) for value in graph.initializers.values())
     return [weight for weight in weights if weight is not None]
 
 
-def _read_weight(value: onnx_ir.Value) -> Weight | None:
+def _read_weight(value: onnx_ir.Value) -> GraphWeight | None:
     tensor = value.const_value
     if tensor is None or len(tensor.shape) != 2 or not tensor.dtype.is_floating_point() or tensor.size < FEWEST:
         return None
@@ -107,7 +107,7 @@ def _read_weight(value: onnx_ir.Value) -> Weight | None:
     is_table = bool(lookups or transposes)
     if (is_table and direct) or not (products or lookups):
         return None
-    return Weight(value, is_table, tuple(products), tuple(lookups), tuple(transposes))
+    return GraphWeight(value, is_table, tuple(products), tuple(lookups), tuple(transposes))
 
 
 def _is_product(use: Any) -> bool:
@@ -154,7 +154,7 @@ def _replace_node(graph: onnx_ir.Graph, node: onnx_ir.Node, nodes: list[onnx_ir.
     new.name = name
 
 
-def store_in_blocks(graph: onnx_ir.Graph, weight: Weight, blocks: Blocks, accuracy: int) -> None:
+def store_in_blocks(graph: onnx_ir.Graph, weight: GraphWeight, blocks: Blocks, accuracy: int) -> None:
     """Put blocks in the place of a weight, wherever it is used; a tied head and its embedding share them.
 
     MatMulNBits takes the place of MatMul, GatherBlockQuantized that of Gather.
@@ -202,7 +202,7 @@ def _store_lookup(
     _replace_node(graph, node, nodes)
 
 
-def store_untransposed(graph: onnx_ir.Graph, weight: Weight) -> None:
+def store_untransposed(graph: onnx_ir.Graph, weight: GraphWeight) -> None:
     """Store a table that is only multiplied with the way it is multiplied with: int8 quantizers look no further."""
     if not weight.transposes:
         return

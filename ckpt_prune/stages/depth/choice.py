@@ -17,7 +17,7 @@ from ckpt_prune.measure.samples.samples import SampleRange, Samples
 from ckpt_prune.measure.statistics.distances import SAMPLES, Distances, Matrix, measure_distances
 from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.measure.streams.backward import draw_end_gradients, pass_back, states_at_ends
-from ckpt_prune.measure.streams.drift import Residual
+from ckpt_prune.measure.streams.drift import ResidualBlock
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream, open_stream
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.depth import check_shortened, output_tensors
@@ -153,7 +153,7 @@ def _measure_cosine(
     stream: HiddenStream, block: int, tensors: dict[str, Tensor], space: SpaceName, entering: Tensor
 ) -> float:
     """Return the mean of 1 − cos of the stream without a part and with it, before any norm of their sum."""
-    residual, distance, tokens = Residual(stream, block, tensors, [space]), 0.0, 0
+    residual, distance, tokens = ResidualBlock(stream, block, tensors, [space]), 0.0, 0
     residual.whole = True
     for _, rows in stream.batches:
         residual.run(rows, entering[rows])

@@ -19,7 +19,7 @@ from ckpt_prune.compensation.gap import GapMap, absorb_map, fit_map
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.records import DepthRecord, GapRecord
 from ckpt_prune.measure.moments.inputs import Drift, Moments
-from ckpt_prune.measure.streams.drift import Residual
+from ckpt_prune.measure.streams.drift import ResidualBlock
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.depth import output_tensors
 from ckpt_prune.model.model import Model
@@ -201,7 +201,7 @@ def observe_gap(
     family, factory = stream.factory.family, stream.factory
     space, *_ = spaces
     consumer = family.columns[space].consumer
-    residual = Residual(stream, index, tensors, spaces)
+    residual = ResidualBlock(stream, index, tensors, spaces)
     residual.whole = True
     norms = _NormWatcher(residual.block)
     width = factory.count_outputs(residual.block, index, consumer)
@@ -219,7 +219,7 @@ def observe_gap(
 
 
 def _mlp_output(
-    stream: HiddenStream, index: int, residual: Residual, spaces: Sequence[SpaceName], like: Tensor
+    stream: HiddenStream, index: int, residual: ResidualBlock, spaces: Sequence[SpaceName], like: Tensor
 ) -> Tensor:
     """Return the output of a block's mlp without its bias, (tokens, hidden) float64; of experts their sum."""
     columns, experts = stream.factory.family.columns, stream.factory.find_experts(residual.block)

@@ -27,7 +27,7 @@ _FINE = 8
 
 
 @dataclass(frozen=True)
-class GgufFile:
+class GgufExport:
     """The file, with all that can be checked before the first block.
 
     Attributes:
@@ -51,7 +51,7 @@ class GgufFile:
     device: torch.device
 
     @classmethod
-    def of(cls, recipe: Export, job: Job) -> "GgufFile":
+    def of(cls, recipe: Export, job: Job) -> "GgufExport":
         """Return the file of an output that is still to be made.
 
         Raises:

@@ -33,9 +33,9 @@ class ExportStage(Stage[Export]):
     def after_publish(self, job: Job) -> Afterwork:
         if self.keys.format == "gguf":
             require_gguf()
-            from ckpt_prune.stages.export.gguf_file import GgufFile
+            from ckpt_prune.stages.export.gguf_file import GgufExport
 
-            return GgufFile.of(self.keys, job)
+            return GgufExport.of(self.keys, job)
         from ckpt_prune.stages.export.graphs import Graphs
 
         return Graphs.of(self.keys, job)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.model.family import KINDS, Family
-from ckpt_prune.model.family_keys import Residual
+from ckpt_prune.model.family_keys import ResidualKeys
 from ckpt_prune.stages.rotation.importance import Side, rotate_weight
 
 
@@ -39,7 +39,7 @@ def rotated_sides(family: Family, module: str, *, residual: bool) -> tuple[Side 
     return row_side, column_side
 
 
-def residual_of(family: Family) -> Residual:
+def residual_of(family: Family) -> ResidualKeys:
     """Return the description of a family's residual stream; recipes are checked before for one."""
     if family.residual is None:
         raise ValueError(f"{family.model_type} has no description of its residual stream")

@@ -84,7 +84,7 @@ def _deleted_estimates(parts: Sequence[Mapping[int, int]], cells: Mapping[int, H
 
 
 @dataclass(frozen=True)
-class Removal:
+class TokenRemoval:
     """Tokens in the order in which they go.
 
     Attributes:
@@ -100,7 +100,7 @@ class Removal:
         return sum(each <= growth for each in self.growth)
 
 
-def removal_order(pieces: Pieces, kept: Iterable[int], uses: Mapping[int, float], whole: Set[int]) -> Removal:
+def removal_order(pieces: Pieces, kept: Iterable[int], uses: Mapping[int, float], whole: Set[int]) -> TokenRemoval:
     """Order the tokens that may go by what they cost.
 
     Args:
@@ -153,4 +153,4 @@ def removal_order(pieces: Pieces, kept: Iterable[int], uses: Mapping[int, float]
                 needed_by[part] -= 1
                 if not needed_by[part] and part not in whole:
                     heapq.heappush(heap, (growth_of(part), -ranks.get(part, inf), part))
-    return Removal(order, growths)
+    return TokenRemoval(order, growths)

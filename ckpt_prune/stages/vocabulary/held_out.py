@@ -8,7 +8,7 @@ from itertools import pairwise
 from tokenizers import Tokenizer
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.bits import Piece
+from ckpt_prune.evaluation.bits import TextPiece
 
 _HELD = 8
 """One part of so many of a text is held out, its last one."""
@@ -51,7 +51,7 @@ def piece_tokens(context: int) -> int:
     return min(WINDOW, context // 4)
 
 
-def spread_pieces(tokenizer: Tokenizer, text: str, size: int, count: int | None = None) -> list[Piece]:
+def spread_pieces(tokenizer: Tokenizer, text: str, size: int, count: int | None = None) -> list[TextPiece]:
     """Cut pieces out of a text, each of about so many tokens, and of one and a half times as many at most.
 
     Args:
@@ -65,10 +65,10 @@ def spread_pieces(tokenizer: Tokenizer, text: str, size: int, count: int | None 
     return [piece for begin in begins for piece in _short_pieces(tokenizer, text[begin : begin + length], size)]
 
 
-def _short_pieces(tokenizer: Tokenizer, text: str, size: int) -> Iterator[Piece]:
+def _short_pieces(tokenizer: Tokenizer, text: str, size: int) -> Iterator[TextPiece]:
     """Yield a text as one piece, or halves of it where that has too many tokens."""
     if len(text) < 2 or count_tokens(tokenizer, text).total() <= 1.5 * size:
-        yield Piece.of(text)
+        yield TextPiece.of(text)
     else:
         yield from _short_pieces(tokenizer, text[: len(text) // 2], size)
         yield from _short_pieces(tokenizer, text[len(text) // 2 :], size)

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ckpt_prune.common.spread import spread_evenly
-from ckpt_prune.evaluation.bits import Piece, PieceReader
+from ckpt_prune.evaluation.bits import PieceReader, TextPiece
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.stages.vocabulary.held_out import WINDOWS, SplitText, count_tokens, piece_tokens, spread_pieces
 
@@ -57,7 +57,7 @@ class HeldOutBits:
         self._dense: dict[tuple[int, int], float] = {}
 
     @cached_property
-    def _windows(self) -> list[list[Piece]]:
+    def _windows(self) -> list[list[TextPiece]]:
         return [spread_pieces(self._tokenizer, text.held, self._size) for text in self._texts]
 
     @cached_property

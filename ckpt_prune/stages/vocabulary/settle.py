@@ -22,7 +22,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.options.data import SampleOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
-from ckpt_prune.stages.vocabulary.choice import Removal, expected_uses, removal_order
+from ckpt_prune.stages.vocabulary.choice import TokenRemoval, expected_uses, removal_order
 from ckpt_prune.stages.vocabulary.files import named_tokens, read_pieces
 from ckpt_prune.stages.vocabulary.held_out import (
     PREDICTED_WINDOWS,
@@ -175,7 +175,7 @@ class VocabularyChoice:
         return self.forced.union(self.wanted or ()) if self._only_named_stay else self.all_tokens
 
     @cached_property
-    def removal(self) -> Removal:
+    def removal(self) -> TokenRemoval:
         """The order in which tokens go, among those that may."""
         whole = self.forced if self._only_named_stay else self.forced.union(self.wanted or ())
         return removal_order(self.pieces, self._among, self._expected, whole)

@@ -12,7 +12,7 @@ import pytest
 from onnx import helper
 
 from ckpt_prune.onnx.quantization.blocks import (
-    Grid,
+    BlockRounding,
     round_to_nearest,
 )
 from ckpt_prune.options.graphs import GraphSettings
@@ -52,7 +52,7 @@ def products(blocks, columns: int) -> np.ndarray:
 @pytest.mark.parametrize(("rows", "block"), [(64, 32), (50, 16), (20, 128)])
 def test_the_matrix_in_them_is_what_onnxruntime_multiplies_with(rows, block, bits, symmetric):
     matrix = RNG.standard_normal((rows, 21), dtype=np.float32)
-    blocks = round_to_nearest(matrix, Grid(bits, block, symmetric))
+    blocks = round_to_nearest(matrix, BlockRounding(bits, block, symmetric))
     assert np.allclose(blocks.to_matrix(), products(blocks, 21), atol=1e-6)
     step = blocks.scales.max()
     assert np.abs(blocks.to_matrix() - matrix).max() <= step * (1.01 if symmetric else 0.51)
@@ -61,15 +61,15 @@ def test_the_matrix_in_them_is_what_onnxruntime_multiplies_with(rows, block, bit
 def test_sizes_are_those_that_onnxruntime_has():
     for size in get_args(get_args(GraphSettings.model_fields["block_size"].annotation)[0]):
         matrix = RNG.standard_normal((size, 3), dtype=np.float32)
-        blocks = round_to_nearest(matrix, Grid(4, size, False))
+        blocks = round_to_nearest(matrix, BlockRounding(4, size, False))
         assert np.allclose(blocks.to_matrix(), products(blocks, 3), atol=1e-6)
 
 
 def test_logging_is_left_alone():
     """Importing onnxruntime's quantizer gives the root logger a handler that prints on stderr."""
     code = (
-        "import logging, numpy as np; from ckpt_prune.onnx.quantization.blocks import Grid, round_to_nearest; "
-        "round_to_nearest(np.ones((16, 4), np.float32), Grid(4, 16, False)); "
+        "import logging, numpy as np; from ckpt_prune.onnx.quantization.blocks import BlockRounding, round_to_nearest; "
+        "round_to_nearest(np.ones((16, 4), np.float32), BlockRounding(4, 16, False)); "
         "assert not logging.getLogger().handlers; assert logging.getLogger().level == logging.WARNING"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -83,6 +83,6 @@ def test_a_matrix_that_was_rounded_to_4_bits_keeps_its_weights(symmetric):
     generator = np.random.default_rng(2)
     codes, steps = generator.integers(-5, 7, (6, 3, 32)), generator.uniform(0.01, 0.2, (6, 3, 1))
     matrix = np.ascontiguousarray((codes * steps).reshape(6, 96).T, np.float32)
-    blocks = round_to_nearest(matrix, Grid(4, 32, symmetric))
+    blocks = round_to_nearest(matrix, BlockRounding(4, 32, symmetric))
     np.testing.assert_allclose(blocks.to_matrix(), matrix, rtol=1e-6)
     assert (blocks.zeros is None) == symmetric

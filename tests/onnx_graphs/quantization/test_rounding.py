@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_prune.onnx.quantization.blocks import Grid, round_by_gptq, round_to_nearest
+from ckpt_prune.onnx.quantization.blocks import BlockRounding, round_by_gptq, round_to_nearest
 from tests.oracles.gptq import round_row
 
 RNG = np.random.default_rng(1)
@@ -17,7 +17,7 @@ def inputs(rows: int, tokens: int = 400) -> np.ndarray:
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_blocks_are_rounded_as_in_the_paper_inputs_of_large_energy_first(symmetric):
-    x, grid = inputs(64), Grid(4, 32, symmetric)
+    x, grid = inputs(64), BlockRounding(4, 32, symmetric)
     matrix = RNG.standard_normal((64, 5)).astype(np.float32)
     gram = x.T @ x
     blocks, nearest = round_by_gptq(matrix, torch.from_numpy(gram), grid, damp=0.01), round_to_nearest(matrix, grid)
@@ -34,7 +34,7 @@ def test_blocks_are_rounded_as_in_the_paper_inputs_of_large_energy_first(symmetr
 @pytest.mark.parametrize("rows", [64, 72])
 def test_outputs_are_nearer_than_those_of_the_nearest(rows):
     """Also where the last block is not full."""
-    x, grid = inputs(rows), Grid(4, 32, symmetric=False)
+    x, grid = inputs(rows), BlockRounding(4, 32, symmetric=False)
     matrix = RNG.standard_normal((rows, 24)).astype(np.float32)
     ours, nearest = (
         np.square(x @ (blocks.to_matrix() - matrix)).sum()
@@ -44,7 +44,7 @@ def test_outputs_are_nearer_than_those_of_the_nearest(rows):
 
 
 def test_inputs_that_are_never_there_are_rounded_to_the_nearest():
-    x, grid = inputs(32), Grid(4, 32, symmetric=False)
+    x, grid = inputs(32), BlockRounding(4, 32, symmetric=False)
     x[:, 7] = 0
     matrix = RNG.standard_normal((32, 4)).astype(np.float32)
     blocks = round_by_gptq(matrix, torch.from_numpy(x.T @ x), grid)
@@ -52,5 +52,5 @@ def test_inputs_that_are_never_there_are_rounded_to_the_nearest():
 
 
 def test_zeros_stay_zeros():
-    blocks = round_by_gptq(np.zeros((32, 3), np.float32), torch.eye(32), Grid(4, 16, symmetric=False))
+    blocks = round_by_gptq(np.zeros((32, 3), np.float32), torch.eye(32), BlockRounding(4, 16, symmetric=False))
     assert not blocks.to_matrix().any()
