@@ -15,12 +15,11 @@ from ckpt_prune.evaluation.image_classes import class_names, is_classifier
 from ckpt_prune.evaluation.images import measure_images
 from ckpt_prune.evaluation.pair import Pair, lack_of_room
 from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsResult
-from ckpt_prune.evaluation.texts import measure_talks, measure_texts
+from ckpt_prune.evaluation.texts import measure_rows, measure_texts
 from ckpt_prune.measure.samples.choose import choose_fresh_samples
 from ckpt_prune.measure.samples.image_files import find_images
-from ckpt_prune.measure.samples.image_text import ImageTextWindows
 from ckpt_prune.measure.samples.images import ImageSamples
-from ckpt_prune.measure.samples.samples import Samples, TokenWindows
+from ckpt_prune.measure.samples.samples import Samples, ScoredWindows, TokenWindows
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import EvaluationOptions, SampleOptions
 
@@ -74,7 +73,8 @@ def choose_held_out(
             samples.take_classes(find_images(options.images, labels=options.labels, split="calib", id2label=classes))
     places = [*options.text, *filter(None, (options.images, options.talks))]
     names = ", ".join(path.name for path in places)
-    what = f"{len(samples)} windows of {samples.tokens} tokens" if is_text else plural(len(samples), "image")
+    noun = "pair" if model.family.modality == "pairs" else "image"
+    what = f"{len(samples)} windows of {samples.tokens} tokens" if is_text else plural(len(samples), noun)
     words = f"{what} of {names}"
     if fresh.seen is None:
         return HeldOut(samples, f"{words}, of which some may be among those that it was calibrated on")
@@ -85,7 +85,7 @@ def choose_held_out(
 
 
 def count_default(used: Samples | Sequence[tuple[int, str]] | None, *, is_text: bool) -> int:
-    """Return how many windows or images are measured on by default, by those that a model was calibrated on."""
+    """Return how many windows, images or pairs are measured on by default, by how many a model was calibrated on."""
     calibrated = 0 if used is None else len(used) if not isinstance(used, Sequence) else sum(each for each, _ in used)
     least, most = WINDOWS if is_text else IMAGES
     return max(least, min(most, calibrated // SHARE))
@@ -100,8 +100,8 @@ def measure_held_out(pair: Pair, held_out: HeldOut) -> ScoredResult[Any] | Compa
     lacking = lack_of_room((folder for folder in pair.folders if folder not in pair.streamed), pair.device)
     if lacking is not None:
         raise UserError(lacking)
-    if isinstance(samples, ImageTextWindows):
-        return replace(measure_talks(pair, EvaluationOptions(), samples), on=held_out.words)
+    if isinstance(samples, ScoredWindows):
+        return replace(measure_rows(pair, EvaluationOptions(), samples), on=held_out.words)
     if isinstance(samples, ImageSamples):
         return replace(measure_images(pair, EvaluationOptions(), samples), on=held_out.words)
     result = measure_texts(pair, EvaluationOptions(window=samples.tokens), samples.windows)

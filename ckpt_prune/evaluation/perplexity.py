@@ -13,8 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_same_vocabulary, check_windows, iterate_rows
 from ckpt_prune.evaluation.display import Columns, Figures
 from ckpt_prune.evaluation.streamed import StreamedModel, Strip
-from ckpt_prune.measure.samples.image_text import ImageTextWindows
-from ckpt_prune.measure.samples.samples import move_batch
+from ckpt_prune.measure.samples.samples import ScoredWindows, move_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +33,7 @@ class PerplexityScore(Figures):
         perplexity: exp(nll).
         nll: mean negative log-likelihood, nats per scored token.
         tokens: that were scored: windows × (window − 1), because nothing predicts the first token of a window. Those
-            that stand for images are left out.
+            that stand for images, or fill up a pair, are left out.
     """
 
     columns: ClassVar[Columns] = (
@@ -151,9 +150,7 @@ class PredictionSums:
         return math.exp(nll) if nll < 700 else math.inf, nll
 
 
-def perplexity(
-    model: LanguageModel, windows: Tensor | ImageTextWindows, *, what: str = "perplexity"
-) -> PerplexityScore:
+def perplexity(model: LanguageModel, windows: Tensor | ScoredWindows, *, what: str = "perplexity") -> PerplexityScore:
     """Measure perplexity on windows, int64 (windows, window): exp of the mean over every token but each window's first.
 
     Puts the model in evaluation mode.
@@ -162,7 +159,7 @@ def perplexity(
 
 
 def compare(
-    model: LanguageModel, reference: LanguageModel, windows: Tensor | ImageTextWindows, *, what: str = "comparing"
+    model: LanguageModel, reference: LanguageModel, windows: Tensor | ScoredWindows, *, what: str = "comparing"
 ) -> TokenComparison:
     """Measure both perplexities, KL(reference ‖ model) and top-1 agreement in one pass over the windows.
 
@@ -181,7 +178,7 @@ def self_noise(model: StreamedModel, windows: Tensor) -> float:
 
 
 @torch.no_grad()
-def _add_up(models: Sequence[LanguageModel], samples: Tensor | ImageTextWindows, what: str) -> PredictionSums:
+def _add_up(models: Sequence[LanguageModel], samples: Tensor | ScoredWindows, what: str) -> PredictionSums:
     shown = None if isinstance(samples, Tensor) else samples
     windows = samples if isinstance(samples, Tensor) else samples.windows
     for model in models:
@@ -215,12 +212,12 @@ def _add_up(models: Sequence[LanguageModel], samples: Tensor | ImageTextWindows,
 class WholeLogits:
     """Logits of windows by a model that is in memory as a whole, those of a batch at once.
 
-    `shown` has the windows with their images, which are run one by one.
+    `shown` has the windows with all that the model is called with beside them.
     """
 
     model: "PreTrainedModel"
     windows: Tensor
-    shown: ImageTextWindows | None = None
+    shown: ScoredWindows | None = None
 
     @torch.inference_mode()
     def of_batch(self, rows: slice) -> Strip:
@@ -233,14 +230,14 @@ class WholeLogits:
 
     def _of_shown(self, rows: slice) -> Strip:
         assert self.shown is not None
-        logits = []
-        for row in range(*rows.indices(len(self.shown))):
-            inputs = move_batch(self.shown.whole_inputs(row), self.model.device, self.model.dtype)
-            logits.append(self.model(**inputs, use_cache=False).logits[0])
+        logits: list[Tensor] = []
+        for batch in self.shown.called_with(rows):
+            inputs = move_batch(batch, self.model.device, self.model.dtype)
+            logits.extend(self.model(**inputs, use_cache=False).logits)
         return lambda row, part: logits[row][part]
 
 
-def _score(sums: PredictionSums, place: int, windows: Tensor | ImageTextWindows) -> PerplexityScore:
+def _score(sums: PredictionSums, place: int, windows: Tensor | ScoredWindows) -> PerplexityScore:
     """Return the score of one of the models that were added up."""
     ids = windows if isinstance(windows, Tensor) else windows.windows
     count, window = ids.shape

@@ -32,8 +32,9 @@ from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsR
 from ckpt_prune.evaluation.sentences import compare_sentences, cut_texts, open_embedder
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import auto_class, config_of, purpose_of_folder, read_config
-from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows
-from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.samples.image_text import Reader, pack_windows
+from ckpt_prune.measure.samples.pairs import PairReader, choose_pairs
+from ckpt_prune.measure.samples.samples import ScoredWindows, TokenWindows
 from ckpt_prune.measure.samples.text import (
     add_frame,
     count_frame_tokens,
@@ -42,6 +43,7 @@ from ckpt_prune.measure.samples.text import (
     read_text,
     tokenise_text,
 )
+from ckpt_prune.model.context import context_length
 from ckpt_prune.model.purposes import WITHOUT_HEAD
 from ckpt_prune.options.data import EvaluationOptions
 
@@ -78,6 +80,8 @@ def measure_texts(pair: Pair, options: EvaluationOptions, given: Tensor | None =
         raise UserError(
             f"{folder} is for {purpose}, and nothing here says what is right: compare it with --against MODEL2"
         )
+    if purpose == "text2text-generation":
+        raise UserError(f"{folder} is for {purpose}: measure it on pairs of a source and its target, with --data")
     generates = purpose in ("text-generation", "image-text-to-text")
     if not generates and purpose not in ("fill-mask", *LABELLED, *WITHOUT_HEAD):
         auto = auto_class(read_config(folder)).removeprefix("AutoModelFor")
@@ -103,33 +107,51 @@ def measure_texts(pair: Pair, options: EvaluationOptions, given: Tensor | None =
     return _join(options, results)
 
 
-def measure_talks(pair: Pair, options: EvaluationOptions, given: ImageTextWindows | None = None) -> ScoredResult[Any]:
-    """Measure a vision language model on the text of conversations with images, and compare it with its reference.
+def measure_rows(pair: Pair, options: EvaluationOptions, given: ScoredWindows | None = None) -> ScoredResult[Any]:
+    """Measure a vision language model on the text of conversations with images, an encoder-decoder on targets.
 
     Args:
-        pair: both of them.
-        options: the conversations, and the window.
-        given: windows in place of those of the conversations.
+        pair: the model, and perhaps a reference, with which it is compared.
+        options: the rows of conversations, or of sources with their targets, and the window.
+        given: windows in place of those of the rows.
     """
     check_same_kind(pair.folder, pair.reference)
-    if purpose_of_folder(pair.folder) != "image-text-to-text":
-        raise UserError(f"{pair.folder} is no vision language model: --data does not go with it; measure it on --text")
-    if given is None:
-        assert options.data is not None
-        assert options.window is not None
-        checkpoint = Checkpoint.open(str(pair.folder), packed=True)
-        given = pack_windows(
-            Reader(checkpoint, trust=pair.trust),
-            options.data,
-            samples=options.samples,
-            window=options.window,
-            seed=None,
-            config=config_of(pair.folder),
+    purpose = purpose_of_folder(pair.folder)
+    if purpose not in ("image-text-to-text", "text2text-generation"):
+        raise UserError(
+            f"{pair.folder} is no vision language model and no encoder-decoder: --data does not go with it; measure it "
+            "on --text"
         )
+    if given is None:
+        given = (_read_talks if purpose == "image-text-to-text" else _read_pairs)(pair, options)
     models = [pair.load(), *([] if pair.reference is None else [pair.load_reference()])]
     if len(models) == 1:
         return ScoredResult(pair.name, perplexity(models[0], given))
     return _pair_scores(pair, compare(models[0], models[1], given))
+
+
+def _read_talks(pair: Pair, options: EvaluationOptions) -> ScoredWindows:
+    assert options.data is not None
+    if options.window is None:
+        raise UserError(
+            "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
+        )
+    return pack_windows(
+        Reader(Checkpoint.open(str(pair.folder), packed=True), trust=pair.trust),
+        options.data,
+        samples=options.samples,
+        window=options.window,
+        seed=None,
+        config=config_of(pair.folder),
+    )
+
+
+def _read_pairs(pair: Pair, options: EvaluationOptions) -> ScoredWindows:
+    assert options.data is not None
+    check_same_tokenizer(pair.folder, pair.reference)
+    window = options.window or context_length(config_of(pair.folder))
+    reader = PairReader(Checkpoint.open(str(pair.folder), packed=True), window)
+    return choose_pairs(reader, options.data, "decoder", samples=options.samples, seed=None)
 
 
 def _join(options: EvaluationOptions, results: Sequence[TextResult]) -> TextResult | TextsResult:

@@ -1,15 +1,17 @@
 """Composites: models made of others, one JSON description each (`composites/*.json`), of which a part can be pruned.
 
 A part is opened as a checkpoint of its own (`extract_part`), and written back into the whole (`merge_part_config`).
-Descriptions are read without torch and transformers.
+The two stacks of an encoder-decoder are parts as well, each within the class of the whole: `encoder_decoders.json`
+lists these by type. Descriptions are read without torch and transformers.
 """
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from ckpt_prune.model.skeleton import Names
 
 
+_STACK = "it is calibrated on pairs of a source and its target, which both stacks read as in training"
+
+
 class Part(StrictModel):
     """A model inside another.
 
@@ -45,6 +50,7 @@ class Part(StrictModel):
         drops: config key → keys inside it that the stock class must not see.
         keeps: spaces that stay whole, each with the reason.
         note: what a user must know of its calibration.
+        stack: of an encoder-decoder, which of the two it is; its class is that of the whole then.
     """
 
     config: str | None = None
@@ -55,9 +61,12 @@ class Part(StrictModel):
     drops: dict[str, list[str]] = Field(default_factory=dict)
     keeps: dict[SpaceName, str] = Field(default_factory=dict)
     note: str
+    stack: Literal["encoder", "decoder"] | None = None
 
     def outer_name(self, inner: str) -> str:
         """Return the name in the whole of a module inside the part's stock class."""
+        if self.stack is not None:
+            return inner
         for outer, own in self.modules.items():
             if not own or inner == own or inner.startswith(f"{own}."):
                 path = inner.removeprefix(own).removeprefix(".")
@@ -90,6 +99,8 @@ class Composite(StrictModel):
     @property
     def advice(self) -> str:
         """The error for someone who names no part."""
+        if self.model_type in encoder_decoders():
+            return f"{self.model_type} has two stacks of blocks: --part encoder or --part decoder names one"
         if self.parts:
             return f"{self.model_type} is made of several models: --part {' or --part '.join(self.parts)} prunes one"
         why = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
@@ -103,7 +114,16 @@ def _folder() -> Any:
 @cache
 def known_composites() -> tuple[str, ...]:
     """Return the `model_type` of every composite with a description, sorted."""
-    return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir() if f.name.endswith(".json")))
+    files = {f.name.removesuffix(".json") for f in _folder().iterdir() if f.name.endswith(".json")}
+    return tuple(sorted(files | encoder_decoders().keys()))
+
+
+@cache
+def encoder_decoders() -> dict[str, str]:
+    """Return the stock class of every type of encoder-decoder whose stacks can be pruned."""
+    file = resources.files("ckpt_prune.model") / "encoder_decoders.json"
+    listed: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return listed
 
 
 @cache
@@ -112,7 +132,25 @@ def load_composite(model_type: str) -> Composite:
     if model_type not in known_composites():
         model_types = ", ".join(known_composites())
         raise UserError(f"--part is for models that are made of several ({model_types}), which a {model_type} is not")
+    if model_type in encoder_decoders():
+        auto = "AutoModelForSeq2SeqLM"
+        stacks: tuple[Literal["encoder", "decoder"], ...] = ("encoder", "decoder")
+        parts: dict[PartName, Part] = {name: Part(auto=auto, modules={}, note=_STACK, stack=name) for name in stacks}
+        return Composite(model_type=model_type, architecture=encoder_decoders()[model_type], auto=auto, parts=parts)
     return Composite.model_validate_json((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
+
+
+def both_parts(config: Mapping[str, Any]) -> tuple[PartName, PartName]:
+    """Return the parts that `--part all` names, in the order in which they are pruned."""
+    return ("encoder", "decoder") if is_encoder_decoder(config) else ("vision", "text")
+
+
+def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of an encoder-decoder as a whole: BartForCausalLM has one stack alone."""
+    architecture, named = encoder_decoders().get(str(config.get("model_type"))), config.get("architectures")
+    return (
+        architecture is not None and (named[0] if isinstance(named, list) and named else architecture) == architecture
+    )
 
 
 def composite_names(config: Mapping[str, Any]) -> "Names":
@@ -141,14 +179,15 @@ def extract_part(whole: "Checkpoint", name: str) -> "Checkpoint":
         whole = whole.ignore([stored for stored in whole.tensors if names.ignores(stored)])
     config = _part_config(part, parse_config(whole.config))
     if part.described is None and config["model_type"] not in known_families():
-        if part.auto != "AutoModelForCausalLM":
+        if part.stack is None and part.auto != "AutoModelForCausalLM":
             raise UserError(
                 f"--part {name} of {composite.model_type} is a {config['model_type']}, which this version has no "
                 "description of"
             )
-        from ckpt_prune.model.discovery.discover import discover
+        from ckpt_prune.model.discovery.discover import Stack, discover
 
-        found = discover(config)
+        stack = None if part.stack is None else Stack(composite.architecture, composite.auto, part.stack)
+        found = discover(config, stack)
         say_once(found.line())
         part = part.model_copy(update={"described": found.description})
     config["architectures"] = [_stock_class(config, part)]
@@ -241,6 +280,8 @@ def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
 
 def _inner_name(part: Part, parameter: str) -> str | None:
     """Return the name in the part's stock class of a parameter of the whole; None if the part does not have it."""
+    if part.stack is not None:
+        return parameter
     for outer, inner in part.modules.items():
         if parameter.startswith(f"{outer}."):
             path = parameter.removeprefix(f"{outer}.")

@@ -30,8 +30,8 @@ from ckpt_prune.model.spaces import (
     product,
 )
 
-Modality = Literal["text", "image", "audio"]
-DATA_OPTIONS: dict[Modality, str] = {"text": "--text", "image": "--images", "audio": "--audio"}
+Modality = Literal["text", "pairs", "image", "audio"]
+DATA_OPTIONS: dict[Modality, str] = {"text": "--text", "pairs": "--data", "image": "--images", "audio": "--audio"}
 """Options of commands that take data of each kind."""
 KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 """Tensors that a module of a block may have."""
@@ -169,6 +169,11 @@ class Family(StrictModel):
     def gives_logits(self) -> bool:
         """Whether the model's purpose reads logits, and not last hidden states."""
         return self.purpose not in WITHOUT_HEAD
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether blocks are passed texts, or pairs of them, and not images or sounds."""
+        return self.modality in ("text", "pairs")
 
     @property
     def causal(self) -> bool:

@@ -376,7 +376,7 @@ class Model:
     @property
     def reader_fingerprint(self) -> str | None:
         """Fingerprint of what turns data into the model's input: the tokenizer, or the image processor."""
-        text = self.family.modality == "text"
+        text = self.family.reads_tokens
         if self.checkpoint.adapter is None:
             return (tokenizer_fingerprint if text else processor_fingerprint)(self.checkpoint.path)
         files = reader_files(self.checkpoint)

@@ -8,6 +8,7 @@ from ckpt_prune.checkpoint.sentence_modules import ModulesUse
 Purpose = Literal[
     "text-generation",
     "fill-mask",
+    "text2text-generation",
     "text-classification",
     "token-classification",
     "question-answering",
@@ -22,6 +23,7 @@ logits of a causal language model for text-ranking."""
 
 PURPOSES: dict[str, Purpose] = {
     "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSeq2SeqLM": "text2text-generation",
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForPreTraining": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",

@@ -260,10 +260,16 @@ class Names:
         given = set(disk)
         stored = {parameter for name in given for parameter in self.parameters(name)}
         stored |= {source for parameter, source in self.ties.items() if parameter in stored}
+        stored |= {parameter for parameter in self._parameters if self.is_computed(parameter)}
         lacking = {self.saved_as(parameter) for parameter in self._parameters if parameter not in stored}
         in_memory = {parameter for parameter in self._parameters if parameter in given}
         stacked = (name for name in self.shapes if name not in given and self.is_part(name))
         return sorted(lacking | {name for name in stacked if not in_memory.issuperset(self.parameters(name))})
+
+    def is_computed(self, parameter: str) -> bool:
+        """Return whether the class makes a parameter by itself if no tensor holds it, such as fixed positions."""
+        patterns: Iterable[str] = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ()
+        return any(re.search(pattern, parameter) for pattern in patterns)
 
     def is_part(self, disk: str) -> bool:
         """Return whether a parameter is made of several tensors on disk, of which this is one.

@@ -7,7 +7,7 @@ from typing import Any
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.composites import known_composites, load_composite
+from ckpt_prune.model.composites import encoder_decoders, is_encoder_decoder, known_composites, load_composite
 from ckpt_prune.model.descriptions import (
     OUTSIDE_KEY,
     families_with_experts,
@@ -53,9 +53,8 @@ def check_supported(model: str, family: str | Path | None = None, part: str | No
         part: of a composite.
     """
     outside = None if family is None else parse_json_object(read_description(family).encode())
-    try:
-        config = read_json_object(Path(model) / "config.json")
-    except (OSError, UserError):
+    config = read_local_config(model)
+    if not config:
         return
     # First, so that nobody makes a plain copy of a model that is refused all the same.
     refuse_unsupported(str(config.get("model_type")))
@@ -69,6 +68,14 @@ def check_supported(model: str, family: str | Path | None = None, part: str | No
     check_model_type(config)
     if has_description(config):
         family_for_config(config)
+
+
+def read_local_config(model: str) -> dict[str, Any]:
+    """Return the config.json of a folder; nothing if there is none that can be read, as of a Hub id."""
+    try:
+        return read_json_object(Path(model) / "config.json")
+    except (OSError, UserError):
+        return {}
 
 
 def attach_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +95,8 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         )
     if not isinstance(model_type, str):
         raise UserError(NO_MODEL_TYPE)
-    if model_type in known_composites() and not (model_type in known_families() or OUTSIDE_KEY in config):
+    is_whole = model_type not in encoder_decoders() or is_encoder_decoder(config)
+    if model_type in known_composites() and is_whole and not (model_type in known_families() or OUTSIDE_KEY in config):
         raise UserError(load_composite(model_type).advice)
     refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)

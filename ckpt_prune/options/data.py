@@ -68,7 +68,8 @@ class SampleOptions(TextOptions):
     """Folder of audio to run a speech encoder on, instead of --text: .wav files at its sampling rate, or features, one
     file per sound (.npy, .safetensors)."""
     samples: int | None = option(default=None, ge=1)
-    """Number of windows, or of images; all, if there are fewer. [default: 128 windows; at most 4000 images]"""
+    """Number of windows, pairs or images; all, if there are fewer. [default: 128 windows; 1024 pairs; at most 4000
+    images]"""
     window: int | None = option(default=None, ge=2)
     """Tokens per window. [default: the model's context length, at most 2048]"""
     seed: int = option(default=0, ge=0, le=2**63 - 1)
@@ -88,8 +89,9 @@ class CalibrationOptions(SampleOptions):
     """Samples to measure statistics on."""
 
     data: Input = option(default=None, metavar="FILE", digest="content")
-    """Conversations with images (.jsonl, .json) to run a vision language model on, in place of --text, for --part text:
-    rows of messages as its chat template takes them, whose images are paths relative to FILE."""
+    """Rows (.jsonl, .json) in place of --text. For --part text of a vision language model: messages as its chat
+    template takes them, whose images are paths relative to FILE. For a stack of an encoder-decoder: source and target,
+    perhaps with source_language and target_language as its tokenizer names them."""
     folds: int | None = option(default=None, ge=1)
     """Keep sums apart for this many groups of samples. Recipes that choose lambda by folds need it, and so do held-out
     errors. [default: 1, 2 if the recipe sees whether fits win, 4 if it chooses by folds]"""
@@ -133,8 +135,8 @@ class EvaluationOptions(TextOptions, LabelledImageOptions):
     """Folder of images to measure an image classifier on: with a labels.csv, with a sub-folder per class, or, with
     --against, plain."""
     data: Input = option(default=None, metavar="FILE")
-    """Conversations with images (.jsonl, .json) to measure a vision language model on: perplexity on the tokens of the
-    text. It needs --window, too."""
+    """Rows (.jsonl, .json): conversations with images, to measure a vision language model on by the perplexity of their
+    text, with --window; or sources with their targets, to measure an encoder-decoder on by the perplexity of these."""
     samples: int | None = option(default=None, ge=1)
     """Use only this many: the first windows of each text, images at random (seed 0), or each task's first items.
     [default: all]"""

@@ -28,9 +28,10 @@ class OpeningOptions(TrustOptions):
     """JSON file that describes the model's family, as those in ckpt_prune/model/families, for a family that this
     version does not know. `ckpt-prune inspect MODEL` drafts one. Outputs carry it along."""
     part: Literal[PartName, "all"] | None = option(default=None)
-    """Part of a model that is made of several (qwen2_5_vl, gemma3, llava, ...). Only this part is measured and pruned;
-    every other tensor keeps its bytes. `prune` also takes all: the vision tower, on the images of --images or --data,
-    and then the text part behind it, on --data or --text."""
+    """Part of a model that is made of several (qwen2_5_vl, gemma3, llava, bart, ...). Only this part is measured and
+    pruned; every other tensor keeps its bytes. `prune` also takes all: the vision tower, on the images of --images or
+    --data, and then the text part behind it, on --data or --text; of an encoder-decoder, where it is the default, the
+    encoder and then the decoder."""
 
 
 class DeviceOptions(Options):

@@ -24,7 +24,7 @@ from ckpt_prune.evaluation.purpose import check_generates
 from ckpt_prune.evaluation.quality import figures_of
 from ckpt_prune.evaluation.results import CombinedResult, PlainResult, Result
 from ckpt_prune.evaluation.streamed import StreamedModel
-from ckpt_prune.evaluation.texts import measure_talks, measure_texts, read_windows
+from ckpt_prune.evaluation.texts import measure_rows, measure_texts, read_windows
 from ckpt_prune.evaluation.whole_model import default_dtype
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.options.commands import EvaluateOptions
@@ -79,7 +79,7 @@ def _measure(pair: Pair, options: EvaluateOptions) -> Result:
     if options.text:
         results["text"] = measure_texts(pair, options)
     if options.data is not None:
-        results["data"] = measure_talks(pair, options)
+        results["data"] = measure_rows(pair, options)
     if len(results) > 1:
         return CombinedResult(
             {name: results[name] for name in ("text", "data", "tasks", "generate") if name in results}

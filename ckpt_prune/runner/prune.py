@@ -53,8 +53,8 @@ class Pruned:
         graph: the ONNX graph or GGUF file of a recipe with `export`.
         evaluation: what was measured of it beside the dense model, as `cp.evaluate` returns it; None if nothing was.
         goes_on: whether another part of the model is pruned next, in the same call, and the path goes.
-        dense: the model it was made from, if that is not the one that was opened: its tower was pruned before.
-        tower: what a dry run says of the tower, if it is of both parts.
+        dense: the model it was made from, if that is not the one that was opened: a part was pruned before.
+        first: what a dry run says of the part that is pruned first, if it is of both.
         estimate: of time, memory and disk, after a dry run.
     """
 
@@ -68,7 +68,7 @@ class Pruned:
     estimate: Estimate | None = None
     goes_on: bool = False
     dense: str | None = None
-    tower: "Pruned | None" = None
+    first: "Pruned | None" = None
 
     def __repr__(self) -> str:
         job = self.settled if self.report is None else None
@@ -81,14 +81,20 @@ class Pruned:
         return self.graph is None or self.graph.passed
 
     @property
+    def part(self) -> str:
+        """The part that was pruned, "" if it is no part."""
+        within = None if self.settled is None else self.settled.model.checkpoint.within
+        return "" if within is None else within.part
+
+    @property
     def fewer_bits(self) -> str | None:
         """A line with the command that makes a model no larger by fewer bits, which loses less; None without one."""
         return None if self.settled is None else fewer_bits_line(self.settled)
 
     def data(self) -> dict[str, Any]:
         if self.report is None:
-            tower = {} if self.tower is None else {"vision": self.tower.data()}
-            return self._dry_data() | {"fewer_bits": self.fewer_bits} | tower
+            first = {} if self.first is None else {self.first.part: self.first.data()}
+            return self._dry_data() | {"fewer_bits": self.fewer_bits} | first
         data: dict[str, Any] = self.report.data() | {"fewer_bits": self.fewer_bits}
         if self.settled is not None:
             data["messages"] = messages(self.settled)

@@ -12,7 +12,8 @@ from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.datasets.suites import parse_suite
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import STATISTICS, check_statistics
-from ckpt_prune.model.supported import check_supported
+from ckpt_prune.model.composites import both_parts
+from ckpt_prune.model.supported import check_supported, read_local_config
 from ckpt_prune.options.commands import (
     CalibrateOptions,
     CompareOptions,
@@ -51,13 +52,15 @@ def refuse_prune(options: PruneOptions) -> None:
         check_recipe(options.recipe)
     if options.has_output:
         _check_place(options.model, options.output, resume=options.resume, overwrite=options.may_replace)
-    parts = ("vision", "text") if options.part == "all" else (options.part,)
+    parts = both_parts(read_local_config(options.model)) if options.part == "all" else (options.part,)
     for part in parts:
         check_supported(options.model, options.family, part)
     if options.part == "all" and (options.plan is not None or options.statistics is not None or size is not None):
         raise UserError("--plan, --statistics and --target-* are of one part: they do not go with --part all")
     if options.part != "all" and (options.vision_recipe is not None or options.vision_ratio is not None):
         raise UserError("--vision-recipe and --vision-ratio go with --part all")
+    if "vision" not in parts and (options.vision_recipe is not None or options.vision_ratio is not None):
+        raise UserError(f"--vision-recipe and --vision-ratio are for a vision tower, which {options.model} has none of")
     if options.vision_recipe is not None:
         check_recipe(options.vision_recipe)
     if options.vocabulary is not None and options.data is not None:
@@ -266,7 +269,7 @@ def _check_measured(options: EvaluateOptions) -> None:
             "evaluate needs --text FILE, --images DIR for a vision model, --data FILE for one that reads both, "
             "--tasks, or --generate PROMPT"
         )
-    if (options.text or options.data) and options.window is None:
+    if options.text and options.window is None:
         raise UserError(
             "evaluate needs --window T: a perplexity means nothing without its window (128 and 2048 are common)"
         )

@@ -30,8 +30,8 @@ SHARE = 8
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2**-6}
 """Type that both are run in → largest ‖ours − theirs‖ / ‖theirs‖. In every class of every family they are the same to
 the last bit, or to 6e-7 if experts and heads add up in another order."""
-_PASSED: set[tuple[str, str]] = set()
-"""Fingerprints and classes of the models that this process has compared."""
+_PASSED: set[tuple[str, str, str]] = set()
+"""Fingerprints, classes and blocks of the models that this process has compared."""
 
 
 def check_forward(model: Model, samples: Samples, say: Callable[[str], None]) -> None:
@@ -41,7 +41,7 @@ def check_forward(model: Model, samples: Samples, say: Callable[[str], None]) ->
     their files, which takes none of the memory that others need; the others take their size. `say` gets a line with the
     reason if the model was not compared.
     """
-    key = (model.checkpoint.fingerprint, model.family.architecture)
+    key = (model.checkpoint.fingerprint, model.family.architecture, model.family.layers)
     if key in _PASSED:
         return
     process_group().on_first(lambda: _check(model, samples, say))
@@ -85,7 +85,7 @@ def _check(model: Model, samples: Samples, say: Callable[[str], None]) -> None:
 def _find_obstacle(model: Model, dtype: torch.dtype) -> str | None:
     """Say why a model cannot be compared, or return None."""
     checkpoint = model.checkpoint
-    if checkpoint.within is not None:
+    if checkpoint.within is not None and model.family.modality != "pairs":
         return "it is a part of another model"
     if checkpoint.adapter is not None:
         return "an adapter is merged into it as it is read"
@@ -120,7 +120,7 @@ def _run_whole(model: Model, sample: Samples, dtype: torch.dtype) -> list[Tensor
     for layer in whole.get_submodule(family.layers):
         layer.register_forward_pre_hook(record, with_kwargs=True)
     inputs: dict[str, Any] = dict(move_batch(sample.batch(slice(0, 1)), torch.device("cpu"), dtype))
-    if family.modality == "text":
+    if family.reads_tokens:
         inputs["use_cache"] = False
     with refuse_data():
         outputs = (whole if family.gives_logits else base_model_of(whole))(**inputs, return_dict=True)

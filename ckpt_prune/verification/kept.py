@@ -2,6 +2,7 @@
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.check import Finding
+from ckpt_prune.model.descriptions import family_for_config
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.folders import find_functions
@@ -41,7 +42,8 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Fin
     The last stage that has something to say of it says it. None if nothing can be compared.
     """
     passed, detail = _check_blocks(match_checkpoint(checkpoint)[0], dense, report)
-    if passed is False or moves_stream(report):
+    # Outside a stack of an encoder-decoder is the other one, which may be pruned: `other parts` compares what is left.
+    if passed is False or moves_stream(report) or family_for_config(checkpoint.config).modality == "pairs":
         return passed, detail
     head_passed, head_detail = check_head(checkpoint, dense, report)
     return (passed, detail) if head_passed is not False else (False, head_detail)

@@ -1,6 +1,6 @@
 """Proving that a checkpoint is whole: it loads, it is finite, and it is what its report says it is."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,7 @@ from ckpt_prune.model.composites import composite_names, extract_part, known_com
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.remote import MLX_MODULE, REMOTE_MODULE, is_own_code, remote_class
-from ckpt_prune.model.descriptions import OUTSIDE_KEY, read_description
+from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, read_description
 from ckpt_prune.model.matching import match_family
 from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.model.supported import attach_description
@@ -255,10 +255,10 @@ def _check_other_parts(part: Checkpoint, dense: Checkpoint, others: Sequence[str
     assert part.within is not None
     assert dense.within is not None
     ours, theirs = part.within, dense.within
-    if ours.rest.keys() != theirs.rest.keys():
+    rest = _names_outside(part)
+    if rest != _names_outside(dense):
         return False, "the two have other tensors outside the part"
-    inside = {name for each in others for name in _names_of(ours.whole, each)}
-    names = [name for name in ours.rest if name not in inside]
+    names = sorted(rest.intersection(*(_names_outside(extract_part(ours.whole, each)) for each in others)))
     for name in track(names, "comparing what is outside the part", unit="tensor"):
         tensor, expected = (side.whole.read([name])[name] for side in (ours, theirs))
         if tensor.dtype != expected.dtype or not torch.equal(
@@ -269,7 +269,10 @@ def _check_other_parts(part: Checkpoint, dense: Checkpoint, others: Sequence[str
     return True, f"{len(names)} tensors outside the {parts} are the dense model's, bit for bit"
 
 
-def _names_of(whole: Checkpoint, part: str) -> Iterable[str]:
-    within = extract_part(whole, part).within
-    assert within is not None
-    return within.names.values()
+def _names_outside(part: Checkpoint) -> set[str]:
+    """Return the whole's tensors outside a part; outside the blocks, if its class is the whole's."""
+    assert part.within is not None
+    family = family_for_config(part.config)
+    if family.modality != "pairs":
+        return {*part.within.rest}
+    return {name for name in part.tensors if not name.startswith(family.block.partition("{block}")[0])}

@@ -15,6 +15,7 @@ from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, fi
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows, read_talks
 from ckpt_prune.measure.samples.images import ImageSamples, PatchSamples
+from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import (
     add_frame,
@@ -28,12 +29,13 @@ from ckpt_prune.measure.samples.text import (
     tokenise_text,
     tokenizer_of,
 )
+from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.context import context_length
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import SampleOptions
 
-DEFAULT_WINDOWS, MOST_IMAGES = 128, 4000
-"""Samples if no number is asked for: windows or sounds, and at most so many images (CORP's number)."""
+DEFAULT_WINDOWS, DEFAULT_PAIRS, MOST_IMAGES = 128, 1024, 4000
+"""Samples if no number is asked for: windows or sounds, pairs, and at most so many images (CORP's number)."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +47,11 @@ def check_kind(model: Model, options: SampleOptions) -> str:
     """Refuse data of another kind than the model reads, and return the option for its own."""
     folder, modality = model.checkpoint.path, model.family.modality
     given = {"image": options.images, "audio": options.audio}
-    needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE"}[modality]
+    needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE", "pairs": "--data FILE"}[modality]
+    if modality == "pairs":
+        if options.talks is None:
+            raise UserError(f"{folder} reads pairs of a source and its target: give {needed}")
+        return needed
     if options.talks is not None:
         if modality == "audio" or model.checkpoint.within is None:
             raise UserError(f"--data is for --part of a vision language model, which {folder} is not opened as")
@@ -79,6 +85,8 @@ def choose_samples(
         NoneLeftError: there are no other samples than those that are skipped.
     """
     needed, folder, modality = check_kind(model, options), model.checkpoint.path, model.family.modality
+    if modality == "pairs":
+        return _choose_pairs(model, options, most, skip, say)
     if options.talks is not None and modality == "text":
         return _choose_talks(model, options, trust, most, skip, say)
     if modality == "text":
@@ -147,6 +155,25 @@ def _choose_talks(
     if len(windows) < requested and (most is None or _should_tell(options, skip)):
         say(_all_used(f"{options.talks} has {plural(len(windows), 'window')} of {window} tokens", skip, requested))
     return windows
+
+
+def _choose_pairs(model: Model, options: SampleOptions, most: int | None, skip: int, say: Say) -> PairWindows:
+    """Choose pairs in random order unless the first are asked for."""
+    within = model.checkpoint.within
+    assert options.talks is not None
+    assert within is not None
+    if options.bos != "auto" or options.choose in ("offsets", "documents"):
+        raise UserError("--bos, --choose offsets and --choose documents are for --text: they do not go with --data")
+    requested = options.samples or most or DEFAULT_PAIRS
+    stack = load_composite(str(within.whole.config["model_type"])).part(within.part).stack
+    assert stack is not None
+    reader, seed = PairReader(within.whole, _window_of(model, options)), options.seed
+    chosen = choose_pairs(
+        reader, options.talks, stack, samples=requested, seed=None if options.choose == "first" else seed, skip=skip
+    )
+    if len(chosen) < requested and _should_tell(options, skip):
+        say(_all_used(f"{options.talks} has {plural(len(chosen), 'pair')}", skip, requested))
+    return chosen
 
 
 def _window_of(model: Model, options: SampleOptions) -> int:

@@ -21,7 +21,7 @@ from ckpt_prune.measure.samples.conversations import write_messages
 from ckpt_prune.measure.samples.image_files import describe_error
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import decode_image
-from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.samples.samples import ScoredWindows
 from ckpt_prune.measure.samples.text import check_vocabulary, fingerprint_windows, read_content, tokenizer_of
 
 if TYPE_CHECKING:
@@ -193,20 +193,19 @@ def _without_missing(stock: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageTextWindows(TokenWindows):
+class ImageTextWindows(ScoredWindows):
     """Windows of conversations with their images.
 
     Rows follow each other, cut at the window's end where this cuts no image. Where the next row's images do not fit,
     text of rows without their images fills the window. Images are read anew whenever they are asked for.
 
     Attributes:
-        scored: tokens that a loss counts, those of text, (N, T) bool.
+        scored: tokens of text.
         rows: of each window, those that have images in it, in turn.
         tokens_of: further numbers of tokens that the model is passed, (N, T) each.
     """
 
     reader: Any = None
-    scored: Tensor = field(default_factory=lambda: torch.empty(0))
     rows: tuple[tuple[_Written, ...], ...] = ()
     tokens_of: dict[str, Tensor] = field(default_factory=dict)
     stamps: dict[Path, Stamp] = field(default_factory=dict)
@@ -220,6 +219,10 @@ class ImageTextWindows(TokenWindows):
                 digest.update(hashlib.sha256(read_unchanged(path, self.stamps)).digest())
         digest.update(self.reader.processor.image_processor.to_json_string().encode())
         return digest.hexdigest()
+
+    def called_with(self, rows: slice) -> list[dict[str, Tensor]]:
+        """Return what the whole model is called with, one window at a time."""
+        return [self.whole_inputs(row) for row in range(*rows.indices(len(self)))]
 
     def whole_inputs(self, row: int) -> dict[str, Tensor]:
         """Return what the model with its vision tower is called with for one window."""
@@ -271,7 +274,7 @@ def pack_windows(
     scored = torch.isin(windows, torch.tensor(sorted(reader.image_tokens)), invert=True)
     images = sum(len(written.images) for _, own in packed for written in own)
     origin = f"{len(windows)} of {file.name} with {plural(images, 'image')}"
-    return ImageTextWindows(windows, origin, reader, scored, tuple(own for _, own in packed), tokens)
+    return ImageTextWindows(windows, origin, scored, reader, tuple(own for _, own in packed), tokens)
 
 
 def _pack(

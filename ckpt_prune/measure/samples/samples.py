@@ -1,7 +1,7 @@
 """Samples of equal length that a model is run on, handed out in batches."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,16 +23,23 @@ def whole_inputs(samples: "Samples", row: int) -> dict[str, Tensor] | None:
 
 
 def scored_tokens(samples: "Samples", rows: slice) -> Tensor | None:
-    """Return which tokens a loss counts, (rows, T) bool: those of text, not of images; None for all."""
-    if not reads_whole(samples):
-        return None
-    if isinstance(samples, _Part):
-        places = range(*rows.indices(len(samples)))
-        scored = [scored_tokens(samples.samples, slice(place, place + 1)) for place in map(samples.place, places)]
-        return torch.cat([each for each in scored if each is not None])
-    own: Any = samples
-    counted: Tensor = own.scored[rows]
-    return counted
+    """Return which tokens a loss counts, (rows, T) bool: those of text, not of images or padding; None for all."""
+    return _select_tokens(samples, rows, lambda own, part: own.scored[part] if isinstance(own, ScoredWindows) else None)
+
+
+def counted_tokens(samples: "Samples", rows: slice) -> Tensor | None:
+    """Return which tokens of the hidden states are no padding, (rows, T) bool; None for all."""
+    return _select_tokens(samples, rows, lambda own, part: own.counted(part) if hasattr(own, "counted") else None)
+
+
+def _select_tokens(samples: "Samples", rows: slice, select: Callable[[Any, slice], Tensor | None]) -> Tensor | None:
+    """Return what `select` says of a whole set's samples, for those of a part of it."""
+    if not isinstance(samples, _Part):
+        return select(samples, rows)
+    places = map(samples.place, range(*rows.indices(len(samples))))
+    parts = [_select_tokens(samples.samples, slice(place, place + 1), select) for place in places]
+    known = [each for each in parts if each is not None]
+    return torch.cat(known) if known else None
 
 
 def reads_whole(samples: "Samples") -> bool:
@@ -94,6 +101,21 @@ class TokenWindows:
 
     def batch(self, rows: slice) -> dict[str, Tensor]:
         return {"input_ids": self.windows[rows]}
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredWindows(TokenWindows):
+    """Windows of which a loss counts some tokens.
+
+    Attributes:
+        scored: those, (N, T) bool.
+    """
+
+    scored: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def called_with(self, rows: slice) -> list[dict[str, Tensor]]:
+        """Return what the whole model is called with for these samples, in turn."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

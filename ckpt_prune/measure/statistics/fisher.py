@@ -33,7 +33,7 @@ from ckpt_prune.model.family import Modality
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName
 
-LIMITS: dict[Modality, int] = {"text": 8, "image": 32, "audio": 8}
+LIMITS: dict[Modality, int] = {"text": 8, "pairs": 32, "image": 32, "audio": 8}
 """Samples that are enough: sites are compared on the same ones, so that few tell them apart. An image is one
 prediction."""
 LABEL_DRAWS = 4

@@ -328,7 +328,7 @@ class Statistics:
                 "measure again"
             )
         if index.tokenizer != model.reader_fingerprint:
-            reader = "tokenizer" if index.modality == "text" else "image processor"
+            reader = "tokenizer" if index.modality in ("text", "pairs") else "image processor"
             raise UserError(f"{self.folder} was measured with another {reader} than this checkpoint's: measure again")
         if index.model != fingerprint:
             raise UserError(f"{self.folder} was measured on another model than this checkpoint: measure again")

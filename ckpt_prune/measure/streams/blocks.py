@@ -1,5 +1,6 @@
 """Transformer blocks as modules of transformers, built from just the tensors they are given."""
 
+import copy
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,9 @@ class BlockFactory:
         from ckpt_prune import modeling_pruned
 
         # Blocks of a model that was pruned already may differ in width.
-        model = self.model.with_config(modeling_pruned.layer_config(self.config, index))
+        uneven = getattr(self.config, "is_heterogeneous", True)  # transformers counts one of two stacks alone
+        own = modeling_pruned.layer_config(self.config, index) if uneven else copy.copy(self.config)
+        model = self.model.with_config(own)
         layer_config = model.with_widths(model.widths_of(index, tensors)).config
         with on_meta_device():
             module = modeling_pruned.make_block(self._layers[index], layer_config, self._facts, index)

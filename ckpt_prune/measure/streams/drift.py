@@ -80,7 +80,7 @@ def observe_drift(
     with pruned.replay(ours.block, index, tensors):
         for position, (fold, rows) in enumerate(pruned.run_order()):
             for observer in observers.values():
-                observer.fold = fold
+                observer.fold, observer.counted = fold, pruned.counted(rows)
             if theirs is not None:
                 theirs.run(rows)
             ours.run(rows)
@@ -93,7 +93,10 @@ def observe_drift(
             for space, folds in drifts.items():
                 delta = pair.difference(space, rows)
                 if delta is not None:
-                    folds[fold] = folds[fold].accumulate(delta, ours.inputs[columns[space].consumer])
+                    inputs, counted = ours.inputs[columns[space].consumer], pruned.counted(rows)
+                    if counted is not None:
+                        delta, inputs = delta[counted.flatten()], inputs[counted]
+                    folds[fold] = folds[fold].accumulate(delta, inputs)
             if theirs is not None and passed:
                 dense.states[rows] = theirs.left.cpu()
     moments: dict[Key, SpaceMoments] = {key: observer.finish() for key, observer in observers.items()}

@@ -17,6 +17,7 @@ from ckpt_prune.measure.moments.kinds import Key, SpaceMoments, pool_moments, se
 from ckpt_prune.measure.samples.samples import (
     SampleRange,
     Samples,
+    counted_tokens,
     move_batch,
     reads_whole,
     scored_tokens,
@@ -146,7 +147,7 @@ class HiddenStream:
         lengths = {rows.stop - rows.start for rows in batches}
         more = (slice(0, size) for size in sorted(sizes - lengths) if size <= len(self.samples))
         # A cache would be among what is recorded, and go on filling at every batch.
-        options = {"use_cache": False} if family.modality == "text" else {}
+        options = {"use_cache": False} if family.reads_tokens else {}
         for position, rows in enumerate([*batches, *more]):
             batch = (whole_inputs(self.samples, rows.start) if alone else None) or self.samples.batch(rows)
             inputs = move_batch(batch, factory.device, factory.dtype) | options
@@ -169,6 +170,11 @@ class HiddenStream:
         for number, batch in enumerate(self.batches):
             self.memory.batch = number
             yield batch
+
+    def counted(self, rows: slice) -> Tensor | None:
+        """Return which tokens of these samples are no padding, (B, T) bool; None for all."""
+        counted = counted_tokens(self.samples, rows)
+        return None if counted is None else counted.to(self.factory.device)
 
     def run(self, block: nn.Module, index: int, states: Tensor, rows: Rows) -> Tensor:
         """Run block `index`, as `factory` builds it, of any widths, on states (B, T, hidden), on any device.
@@ -230,7 +236,7 @@ class HiddenStream:
             for fold, rows in self.run_order():
                 waiting |= set(observers.values())
                 for observer in observers.values():
-                    observer.fold = fold
+                    observer.fold, observer.counted = fold, self.counted(rows)
                 with suppress(AllSeenError):
                     output = self.run(block, index, self.states[rows], rows)
                     if advance:

@@ -25,12 +25,14 @@ class Observer:
 
     Attributes:
         fold: the fold that the tokens or samples that come next belong to.
+        counted: which of these tokens count, (B, T) bool; None for all.
         modules: those that it watches.
         on_seen: called once it has seen what a run shows it, if each of `modules` is called once.
     """
 
     def __init__(self, folds: Sequence[Any], modules: Sequence[nn.Module]) -> None:
         self.fold, self._folds, self.modules = 0, list(folds), modules
+        self.counted: Tensor | None = None
         self.on_seen: Callable[[Observer], None] = lambda _: None
         self._handles: list[RemovableHandle] = []
 
@@ -49,7 +51,8 @@ class InputObserver(Observer):
         self._handles.append(linear.register_forward_pre_hook(self._see))
 
     def _see(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._folds[self.fold] = self._folds[self.fold].accumulate(args[0])
+        tokens = args[0] if self.counted is None else args[0][self.counted]
+        self._folds[self.fold] = self._folds[self.fold].accumulate(tokens)
         self.on_seen(self)
 
 

@@ -43,6 +43,8 @@ class Surroundings(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def names(self) -> Names: ...
     def find_parameters(self, disk: str) -> tuple[str, ...]: ...
     def split(self, disk: str, tensor: Tensor) -> tuple[Tensor, ...]: ...
 
@@ -121,19 +123,35 @@ def load_outside(factory: Surroundings, tensors: Iterable[str], read: ReadTensor
             parts = list(factory.split(name, read([name])[name]))
         for parameter, part in zip(own, parts, strict=True):
             place, _, attribute = parameter.rpartition(".")
-            value = nn.Parameter(part.to(factory.device, factory.dtype), requires_grad=False)
-            model.get_submodule(place).register_parameter(attribute, value)
+            value = part.to(factory.device, factory.dtype)
+            owner = model.get_submodule(place)
+            if attribute in owner._buffers:  # a bias of all logits that is not trained
+                owner._buffers[attribute] = value
+            else:
+                owner.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
     # As stock loading ties them: a head that is stored under either name, or under both and differs, is respected.
     named = model.named_parameters(remove_duplicate=False)
     missing = {name for name, parameter in named if parameter.is_meta and is_outside(factory, name)}
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     if missing_pooler(model, missing):
         model.pooler = None
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta and is_outside(factory, name) and factory.names.is_computed(name):
+            _compute(factory, model, name.rpartition(".")[0])
     for name, parameter in model.named_parameters():
         if parameter.is_meta and is_outside(factory, name):
             raise ValueError(f"no tensor for {name}")
     _give_buffers(factory, model)
     return model  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _compute(factory: Surroundings, model: Any, path: str) -> None:
+    """Let a class give a module the parameters that no file has to hold. The model is changed in place."""
+    module = model.get_submodule(path).to_empty(device=factory.device, recurse=False).requires_grad_(False)
+    with torch.random.fork_rng():
+        model._init_weights(module)
+    module.to(factory.dtype)
 
 
 def make_recorders(factory: Surroundings, model: nn.Module, *, adds: bool = False) -> Recorders:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_prune.measure.samples.samples import Samples, move_batch, split_batches
+from ckpt_prune.measure.samples.samples import Samples, move_batch, scored_tokens, split_batches
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.outside import ReadTensors, load_outside, make_recorders
 from ckpt_prune.measure.streams.recorders import sample_axis
@@ -82,7 +82,7 @@ class Readout:
         # What tokens look up, the last block's states take the place of: it needs room only if a head shares it.
         embedding, ties = f"{factory.family.embedding}.weight", factory.names.ties
         self._model: Any = load_outside(factory, tensors, read, {embedding} - ties.keys() - set(ties.values()))
-        if factory.family.modality == "text":
+        if factory.family.reads_tokens:
             allow_several_texts(self._model)
         self._sliced: bool | None = None
         self._recorders = make_recorders(factory, self._model)
@@ -99,13 +99,18 @@ class Readout:
         `states` are as in `outputs`. `scored`, (B, T) bool, says which tokens are worth predicting from those before
         them, by default all: a causal language model's predictions of others count nothing.
         """
-        head = self._slice_head(batch, states)
+        shares = None
+        if scored is not None:
+            # What comes behind a text's window is worth predicting, too; behind a target nothing comes.
+            last = torch.full_like(scored[:, :1], self.factory.family.causal)
+            counted = torch.cat([scored[:, 1:], last], 1).to(self.factory.device).float()
+            shares = counted / counted.sum(1, keepdim=True).sqrt()
+        # An encoder's states are others than those that predictions are made of.
+        alike = shares is None or shares.shape == states.shape[:2]
+        head = self._slice_head(batch, states) if alike else None
         if head is not None:
             draw = LabelDraw(states.shape[0] * states.shape[1], generator, self.factory.device)
-            share: Tensor | float = states.shape[1] ** -0.5
-            if scored is not None:
-                counted = torch.cat([scored[:, 1:], torch.ones_like(scored[:, :1])], 1).to(self.factory.device).float()
-                share = (counted / counted.sum(1, keepdim=True).sqrt()).view(-1, 1)
+            share: Tensor | float = states.shape[1] ** -0.5 if shares is None else shares.view(-1, 1)
             return [DrawnGradients(head.log_p_gradients(self._place(states), draw, share), False, 1.0)]
         entering, outputs = self._run_with_gradients(batch, states)
         drawn = []
@@ -113,6 +118,8 @@ class Readout:
             values, whole = output.detach(), self.logits and output[0].numel() == output.shape[-1]
             slopes = _draw_likelihoods(values, whole, generator) if self.logits else _draw_features(values, generator)
             for number, slope in enumerate(slopes):
+                if shares is not None:
+                    slope = slope * (shares * shares.shape[1] ** 0.5)[..., None].to(slope)
                 (gradient,) = torch.autograd.grad(output, entering, slope, retain_graph=True)
                 drawn.append(DrawnGradients(gradient.float(), whole, 1 / DRAWS if whole else 1.0, number))
         return drawn
@@ -195,7 +202,7 @@ class Readout:
     def _outputs(self, batch: Mapping[str, Tensor], states: Tensor) -> list[Tensor]:
         factory = self.factory
         inputs = move_batch(batch, factory.device, factory.dtype)
-        options = {"use_cache": False} if factory.family.modality == "text" else {}
+        options = {"use_cache": False} if factory.family.reads_tokens else {}
         leaving, model = self._place(states), self._model if self.logits else base_model_of(self._model)
         flat = False
 
@@ -299,9 +306,15 @@ def measure_divergences(
             at = starts[:, None] + step * torch.arange(states.shape[1] // step)
             batch = {name: value.take_along_dim(at, 1) for name, value in batch.items()}
             of_batch = [own.take_along_dim(at[:, :, None], 1) for own in of_batch]
-        expected = reference.outputs(batch, of_batch[0])
+        expected, scored = reference.outputs(batch, of_batch[0]), None
+        if reference.factory.family.modality == "pairs":
+            scored = scored_tokens(samples, rows)
         for index, (readout, _) in enumerate(others):
-            sums[index] += reference.divergence(expected, readout.outputs(batch, of_batch[index + 1]))
+            outputs = readout.outputs(batch, of_batch[index + 1])
+            if scored is not None:  # nothing is lost where nothing is predicted
+                padding = ~scored.roll(-1, 1)[..., None].to(outputs[0].device)
+                outputs = [torch.where(padding, theirs, ours) for theirs, ours in zip(expected, outputs, strict=True)]
+            sums[index] += reference.divergence(expected, outputs)
     return [total / len(samples) for total in sums]
 
 

@@ -45,12 +45,13 @@ class Describer:
     Args:
         auto: the Auto class that loads it.
         usual: the config that the twin was made small from.
+        stack: of an encoder-decoder, the one that is described: `encoder` or `decoder`.
     """
 
-    def __init__(self, twin: Twin, auto: str, usual: Mapping[str, Any]) -> None:
-        self.twin, self.auto, self.usual = twin, auto, usual
+    def __init__(self, twin: Twin, auto: str, usual: Mapping[str, Any], stack: str | None = None) -> None:
+        self.twin, self.auto, self.usual, self.stack = twin, auto, usual, stack
         self.names = Names(build_skeleton(parse_config(twin.config), twin.architecture))
-        layers = list_of_blocks(twin)
+        layers = list_of_blocks(twin, stack)
         if layers is None:
             raise UserError(f"{twin.architecture} has no list of blocks")
         self.layers = layers
@@ -103,8 +104,9 @@ class Describer:
             if value == size and not key.endswith("_token_id") and isinstance(getattr(self.twin.parsed, key, None), int)
         ]
         fitting = [key for key in keys if re.search(pattern, key)]
-        side = "decoder" if "decoder" in self.layers else "encoder"  # of two stacks, that of the blocks
-        return next((key for key in fitting if side in key), next(iter(fitting), None))
+        sides = ("decoder", "encoder")  # of two stacks, that of the blocks
+        side, other = sides if "decoder" in self.layers else reversed(sides)
+        return min(fitting, key=lambda key: (other in key) - (side in key), default=None)
 
     def add_dimension(self, name: str, size: int, keys: Sequence[str]) -> None:
         self.dimensions[name], self.sizes[name] = [*keys], size
@@ -141,6 +143,8 @@ class Describer:
             raise UserError(f"no space of {self.twin.architecture} was found: {self._said()}")
         model: Any = self.twin.model
         embedding = self._stored_path(model.get_input_embeddings())
+        tied = self.names.ties.get(f"{embedding}.weight")  # two stacks may read one table, each in a module of its own
+        embedding = tied.removesuffix(".weight") if tied else embedding
         head = self._stored_path(model.get_output_embeddings())
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
         for key in used - self.dimensions.keys() - {"group"}:
@@ -150,6 +154,7 @@ class Describer:
             "model_type": self.twin.parsed.model_type,
             "base": model.base_model_prefix,
             "architectures": {self.twin.architecture: {"auto": self.auto} | ({"head": head} if head else {})},
+            **({} if self.stack is None else {"modality": "pairs"}),
             "layers": self.layers,
             "block": self.prefix,
             "embedding": embedding,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
@@ -29,6 +29,14 @@ from ckpt_prune.model.skeleton import parse_config, quiet_transformers, stock_cl
 
 _AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
 _FIXED = "the heads of {model_type} are always as wide together as the hidden size, or its class counts them otherwise"
+
+
+class Stack(NamedTuple):
+    """A stack of blocks of an encoder-decoder: the whole's stock class, its Auto class, and `encoder` or `decoder`."""
+
+    architecture: str
+    auto: str
+    name: str
 
 
 class Discovery(BaseModel):
@@ -57,20 +65,22 @@ class Discovery(BaseModel):
         )
 
 
-def discover(config: Mapping[str, Any]) -> Discovery:
+def discover(config: Mapping[str, Any], stack: Stack | None = None) -> Discovery:
     """Return the description of a config.json's class, found on small random models of it, or from the user's cache.
 
+    Of an encoder-decoder it is that of one stack of blocks.
     UserError in one line if transformers has no such class, it cannot be made small, or no space of it is proven.
     """
-    architecture, auto = _architecture(config)
+    architecture, auto = _architecture(config) if stack is None else (stack.architecture, stack.auto)
+    within = None if stack is None else stack.name
     plain = {key: value for key, value in config.items() if key not in ("architectures", "_name_or_path", "dtype")}
-    place = _place(plain, architecture)
+    place = _place(plain, architecture, within)
     with suppress(OSError, ValidationError, UserError):
         found = Discovery.model_validate_json(place.read_bytes())
         parse_family(json.dumps(found.description))
         return found.model_copy(update={"kept": True})
     with _silent():
-        found = _find(plain, architecture, auto)
+        found = _find(plain, architecture, auto, within)
     with suppress(OSError, UserError):  # it is found again next time
         place.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(place, found.model_dump_json(indent=2) + "\n")
@@ -127,7 +137,7 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
-def _place(plain: dict[str, Any], architecture: str) -> Path:
+def _place(plain: dict[str, Any], architecture: str, stack: str | None) -> Path:
     """Return the file in the user's cache: by the class's code, and by the config without its sizes."""
     import transformers
 
@@ -135,12 +145,12 @@ def _place(plain: dict[str, Any], architecture: str) -> Path:
     module: Any = import_module(stock_class(architecture, parsed).__module__)
     small, _ = next(small_configs(plain, FIRST))
     small.pop("transformers_version", None)
-    text = json.dumps([__version__, transformers.__version__, architecture, small], sort_keys=True, default=str)
+    text = json.dumps([__version__, transformers.__version__, architecture, stack, small], sort_keys=True, default=str)
     digest = hashlib.sha256(Path(module.__file__).read_bytes() + text.encode()).hexdigest()
     return user_cache("families") / f"{digest[:32]}.json"
 
 
-def _find(plain: dict[str, Any], architecture: str, auto: str) -> Discovery:
+def _find(plain: dict[str, Any], architecture: str, auto: str, stack: str | None) -> Discovery:
     import transformers
 
     start = time.process_time()
@@ -150,7 +160,7 @@ def _find(plain: dict[str, Any], architecture: str, auto: str) -> Discovery:
             f"the last {borrowing} blocks of this {plain['model_type']} read keys and values that others made "
             "(num_kv_shared_layers), and this version prunes blocks one by one"
         )
-    draft, other = _draft(plain, architecture, auto)
+    draft, other = _draft(plain, architecture, auto, stack)
     proofs = _prove(draft, other)
     if not draft.description["spaces"]:
         reasons = "; ".join(f"{space}: {why}" for space, why in draft.whole.items())
@@ -165,13 +175,13 @@ def _find(plain: dict[str, Any], architecture: str, auto: str) -> Discovery:
     return Discovery(description=draft.description, seconds=round(time.process_time() - start, 2))
 
 
-def _draft(plain: dict[str, Any], architecture: str, auto: str) -> tuple[Draft, Twin]:
+def _draft(plain: dict[str, Any], architecture: str, auto: str, stack: str | None) -> tuple[Draft, Twin]:
     """Return a description of what the first twin shows, and the twin on which it is to be proven."""
     first, other = (build_twin(plain, architecture, sizes) for sizes in (FIRST, OTHER))
     try:
-        return Describer(first, auto, plain).describe(), other
+        return Describer(first, auto, plain, stack).describe(), other
     except WidthSwitchError as switch:
-        draft, other = _draft(plain | switch.values, architecture, auto)
+        draft, other = _draft(plain | switch.values, architecture, auto, stack)
         draft.description["width_switches"] = {**switch.values, **draft.description.get("width_switches", {})}
         return draft, other
     except UserError:

@@ -82,11 +82,15 @@ class BlockRun:
     options: Mapping[str, Any]
 
 
-def list_of_blocks(twin: Twin) -> str | None:
-    """Return the path of the blocks: the list of modules with most weights that lies in no other; None if none is."""
+def list_of_blocks(twin: Twin, stack: str | None = None) -> str | None:
+    """Return the path of the blocks: the list of modules with most weights that lies in no other; None if none is.
+
+    Args:
+        stack: of an encoder-decoder, the module on the way to them.
+    """
     lists: dict[str, int] = {}
     for path, module in twin.model.named_modules():
-        is_inside = any(path.startswith(f"{other}.") for other in lists)
+        is_inside = any(path.startswith(f"{other}.") for other in lists) or stack not in (None, *path.split("."))
         if isinstance(module, nn.ModuleList) and len(module) > 1 and not is_inside:
             lists[path] = sum(each.numel() for each in module.parameters())
     return max(lists, key=lambda path: lists[path], default=None)

@@ -100,7 +100,7 @@ class Twin:
         model: float32, in evaluation, on the CPU.
         config: its config.json.
         parsed: the same as transformers has it.
-        batch: what it is called with: text (2, `TOKENS`).
+        batch: what it is called with: text (2, `TOKENS`), and of an encoder-decoder the text that it makes of it.
     """
 
     model: nn.Module
@@ -319,7 +319,10 @@ def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
         randomise(model)
     model = model.float().eval()
     tokens = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-    twin = Twin(model, small, parsed, {"input_ids": tokens}, architecture, sizes)
+    batch = {"input_ids": tokens}
+    if getattr(parsed, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = tokens.flip(0, 1)
+    twin = Twin(model, small, parsed, batch, architecture, sizes)
     if not bool(torch.isfinite(twin.outputs()).all()):
         raise UserError("its outputs are not finite")
     return twin

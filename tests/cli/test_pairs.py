@@ -1,0 +1,191 @@
+"""Encoder-decoders through the commands that take pairs, against the stock model pruned by hand in float64."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+
+from ckpt_prune.model.composites import encoder_decoders
+from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
+from tests.encoders import STRENGTH
+from tests.oracles import closed_forms, scores
+from tests.pairs import choose_cases
+from tests.seq2seq import TYPES, write_model, write_pairs
+
+DATA = ("--data", "pairs.jsonl", "--samples", "24", "--choose", "first")
+RIDGE = (
+    "--recipe",
+    "ridge",
+    "--ratio",
+    "0.25",
+    "--set",
+    f"spaces.mlp.compensation.lambda={STRENGTH}",
+    "--set",
+    "target=dense",
+)
+LAYERS = {"encoder": ("encoder_layers", "encoder_ffn_dim"), "decoder": ("decoder_layers", "decoder_ffn_dim")}
+
+
+@pytest.fixture
+def bart(place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of descriptions that are found
+    write_pairs(place / "pairs.jsonl")
+    return write_model(place / "bart", "bart")
+
+
+def texts(count: int) -> list[dict[str, Tensor]]:
+    """The first pairs, each as a stock model is called with it in training."""
+    tokenizer, rows = AutoTokenizer.from_pretrained("bart"), Path("pairs.jsonl").read_text().splitlines()
+    pairs = [json.loads(row) for row in rows[:count]]
+    return [
+        {
+            "input_ids": tokenizer(text=pair["source"], return_tensors="pt")["input_ids"],
+            "labels": tokenizer(text_target=pair["target"], return_tensors="pt")["input_ids"],
+        }
+        for pair in pairs
+    ]
+
+
+@torch.no_grad()
+def prune_by_hand(model: PreTrainedModel, paths: list[str], ratio: float) -> None:
+    """Drop columns of MLPs by score rcpu and refit by ridge, all on the dense model; in float64, edited in place."""
+    read: dict[str, list[Tensor]] = {path: [] for path in paths}
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(
+            lambda _module, args, path=path: read[path].append(args[0].flatten(0, -2))
+        )
+        for path in paths
+    ]
+    for pair in texts(24):
+        model(**pair)
+    for hook in hooks:
+        hook.remove()
+    for path in paths:
+        consumer: Any = model.get_submodule(path)
+        W, X = consumer.weight.numpy(), torch.cat(read[path]).numpy()
+        keep = W.shape[1] - int(np.ceil(W.shape[1] * ratio))
+        kept = scores.kept_units(scores.SCORES["rcpu"](W, X), 1, keep)
+        strength = STRENGTH * float(np.mean(np.sum(X[:, kept] ** 2, axis=0)))
+        weight, bias = closed_forms.ridge(W[:, kept], X[:, kept], X @ W.T, strength)
+        consumer.weight.zero_()
+        consumer.weight[:, kept] = torch.from_numpy(weight)
+        consumer.bias += torch.from_numpy(bias)
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_a_stack_is_pruned_as_by_hand(stack: str, bart: PreTrainedModel) -> None:
+    output = ok("prune", "bart", "--part", stack, *RIDGE, *DATA, "-o", "out")
+    assert f"of the {stack} part of this bart: it is calibrated on pairs of a source and its target" in output
+    assert "16 pairs of pairs.jsonl that it was not calibrated on" in output
+    pruned, whole = AutoModelForSeq2SeqLM.from_pretrained("out").double().eval(), bart.double()
+    layers, width = LAYERS[stack]
+    assert getattr(pruned.config, width) == getattr(whole.config, width) * 3 // 4
+    paths = [f"model.{stack}.layers.{block}.fc2" for block in range(getattr(whole.config, layers))]
+    prune_by_hand(whole, paths, 0.25)
+    with torch.no_grad():
+        for pair in texts(6):
+            ours, theirs = pruned(**pair).logits, whole(**pair).logits
+            assert (ours - theirs).abs().max() <= 5e-4 * theirs.abs().max()  # sums and weights in float32
+    checked = ok("verify", "out", "--against", "bart")
+    assert "FAILED" not in checked
+    assert f"outside the {stack} part are the dense model's, bit for bit" in checked
+
+
+def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
+    dry = ok("prune", "bart", *RIDGE, *DATA, "--dry-run")
+    assert (dry.count("checked, nothing written"), Path("out").exists()) == (2, False)
+    output = ok("prune", "bart", *RIDGE, *DATA, "-o", "out")
+    assert output.index("of the encoder part of this bart") < output.index("of the decoder part of this bart")
+    assert (output.count("written to out\n"), Path("out.encoder").exists()) == (1, False)
+    report = read_json("out/ckpt_prune.json")
+    assert (report["part"], report["source"]["name"]) == ("decoder", "bart")
+    assert [other["part"] for other in report["others"]] == ["encoder"]
+    checked = ok("verify", "out", "--against", "bart")
+    assert "FAILED" not in checked
+    assert "kept units (encoder): " in checked
+    assert "tensors outside the decoder and encoder parts are the dense model's, bit for bit\n" in checked
+    pruned, whole = AutoModelForSeq2SeqLM.from_pretrained("out").double().eval(), bart.double()
+    for stack, (layers, _) in LAYERS.items():  # the decoder behind the pruned encoder
+        prune_by_hand(
+            whole, [f"model.{stack}.layers.{block}.fc2" for block in range(getattr(whole.config, layers))], 0.25
+        )
+    with torch.no_grad():
+        for pair in texts(6):
+            ours, theirs = pruned(**pair).logits, whole(**pair).logits
+            assert (ours - theirs).abs().max() <= 5e-4 * theirs.abs().max()
+    ok("prune", "bart", "--part", "encoder", *RIDGE, *DATA, "-o", "first")
+    ok("prune", "first", "--part", "decoder", *RIDGE, *DATA, "-o", "second")
+    assert Path("second/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
+
+    def shift(tensors):
+        tensors["model.encoder.layers.0.fc1.weight"] += 1
+
+    edit_weights("out", shift)
+    failed = run("verify", "out", "--against", "bart").stdout
+    assert re.search(r"^kept units \(encoder\) +FAILED$", failed, re.MULTILINE)
+    assert re.search(r"^kept units +ok$", failed, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("bart")
+def test_measured_once_and_evaluated() -> None:
+    ok("calibrate", "bart", "--part", "decoder", *DATA, "-o", "own")
+    assert read_json("own/statistics.json")["modality"] == "pairs"
+    ok("prune", "bart", "--part", "decoder", *RIDGE, "--statistics", "own", "-o", "out")
+    ok("prune", "bart", "--part", "decoder", *RIDGE, *DATA, "-o", "live")
+    ours, live = (load_file(f"{out}/model.safetensors") for out in ("out", "live"))
+    for name, tensor in ours.items():  # the same sums over other folds, in float32
+        torch.testing.assert_close(tensor, live[name], rtol=1e-4, atol=1e-5)
+    result = json.loads(ok("evaluate", "out", "--against", "bart", "--data", "pairs.jsonl", "--json"))
+    assert (result["windows"], result["kl"] > 0) == (40, True)
+    alone = json.loads(ok("evaluate", "bart", "--data", "pairs.jsonl", "--json"))
+    assert alone["nll"] == pytest.approx(result["against"]["nll"])
+
+
+@pytest.mark.usefixtures("bart")
+def test_what_cannot_be_read_is_refused() -> None:
+    assert read_refusal("calibrate", "bart", *DATA, "-o", "out") == (
+        "bart has two stacks of blocks: --part encoder or --part decoder names one"
+    )
+    assert read_refusal("prune", "bart", *RIDGE, *DATA, "--vision-ratio", "0.5", "-o", "out") == (
+        "--vision-recipe and --vision-ratio are for a vision tower, which bart has none of"
+    )
+    Path("calib.txt").write_text("w1 w2 w3")
+
+    def says(*words: str) -> str:
+        """The last line: the first one tells what was found of a class that nobody described."""
+        result = run("prune", "bart", "--part", "decoder", *RIDGE, *words, "-o", "out")
+        assert (result.exit_code, Path("out").exists(), Path("out.partial").exists()) == (2, False, False)
+        return result.stderr.splitlines()[-1].removeprefix("Error: ")
+
+    assert says("--text", "calib.txt") == "bart reads pairs of a source and its target: give --data FILE"
+    assert says(*DATA, "--bos", "never") == (
+        "--bos, --choose offsets and --choose documents are for --text: they do not go with --data"
+    )
+    assert says() == "recipe ridge needs statistics: give --statistics, or --data to measure them"
+    Path("pairs.jsonl").write_text('{"text": "w1"}\n')
+    assert says(*DATA) == (
+        'pairs.jsonl, line 1: no source with its target; each row must be {"source": "…", "target": "…"}'
+    )
+    assert read_refusal("evaluate", "bart", "--text", "calib.txt", "--window", "8") == (
+        "bart is for text2text-generation: measure it on pairs of a source and its target, with --data"
+    )
+
+
+OTHERS = [each for each in encoder_decoders() if each != "bart"]
+
+
+@pytest.mark.usefixtures("bart")
+@pytest.mark.parametrize("model_type", choose_cases(OTHERS, lambda each: each in TYPES))
+def test_other_types(model_type: str) -> None:
+    write_model(Path("other"), model_type)
+    ok("prune", "other", "--recipe", "ridge", "--ratio", "0.25", *DATA, "-o", "out")
+    assert "FAILED" not in ok("verify", "out", "--against", "other")
+    config = AutoModelForSeq2SeqLM.from_pretrained("out").config
+    assert (config.encoder_ffn_dim, config.decoder_ffn_dim) == (36, 42)

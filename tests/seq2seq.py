@@ -1,0 +1,66 @@
+"""Tiny random encoder-decoders with their tokenizers, and pairs of a source and its target."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from ckpt_prune.model.skeleton import quiet_transformers
+from tests.encoders import randomise
+
+WORDS = [f"w{number}" for number in range(90)]
+TOKENS: dict[str, Any] = {
+    "vocab_size": 99,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+STACKS: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 56,
+    "max_position_embeddings": 64,
+}
+TYPES = ("bart", "marian", "m2m_100")
+
+
+def write_model(folder: Path, model_type: str) -> PreTrainedModel:
+    """Save an encoder-decoder with a tokenizer of one token a word, and return it."""
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    vocabulary = {token: number for number, token in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    config = AutoConfig.for_model(model_type, **TOKENS, **STACKS)
+    model: PreTrainedModel = AutoModelForSeq2SeqLM.from_config(config).eval()
+    randomise(model, 7)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        fast.save_pretrained(folder)
+        stored: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(folder)  # Marian's positions are not stored
+    return stored.eval()
+
+
+def write_pairs(file: Path, count: int = 40) -> Path:
+    """Write pairs of 3 to 12 words, no two texts of one length at all places; return the file."""
+    draw = random.Random(1)
+    rows = [
+        {key: " ".join(draw.choices(WORDS, k=draw.randint(3, 12))) for key in ("source", "target")}
+        for _ in range(count)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
