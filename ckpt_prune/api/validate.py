@@ -107,7 +107,7 @@ def _warn_of_other_data(place: Path, options: ValidateOptions) -> None:
     """Say that a folder was last compared on data that is not given now."""
     from ckpt_prune.onnx.records import read_validation
 
-    if options.text or options.images is not None:
+    if options.text or options.images:
         return
     try:
         last = read_validation(place).graphs[0].data

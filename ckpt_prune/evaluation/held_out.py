@@ -17,7 +17,7 @@ from ckpt_prune.evaluation.pair import Pair, lack_of_room
 from ckpt_prune.evaluation.results import ComparisonResult, ScoredResult, TextsResult
 from ckpt_prune.evaluation.texts import measure_rows, measure_texts
 from ckpt_prune.measure.samples.choose import choose_fresh_samples
-from ckpt_prune.measure.samples.image_files import find_images
+from ckpt_prune.measure.samples.image_files import find_all_images
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import Samples, ScoredWindows, TokenWindows
 from ckpt_prune.model.model import Model
@@ -67,11 +67,11 @@ def choose_held_out(
     samples = fresh.samples
     assert isinstance(samples, TokenWindows | ImageSamples)
     config = model.checkpoint.config
-    if isinstance(samples, ImageSamples) and options.images is not None and is_classifier(config):
+    if isinstance(samples, ImageSamples) and options.images and is_classifier(config):
         with suppress(UserError):  # images without classes are compared by what both models say
-            classes = class_names(config)
-            samples.take_classes(find_images(options.images, labels=options.labels, split="calib", id2label=classes))
-    places = [*options.text, *filter(None, (options.images, options.talks))]
+            classes, labels = class_names(config), options.labels
+            samples.take_classes(find_all_images(options.images, labels=labels, split="calib", id2label=classes))
+    places = [*options.text, *options.images, *filter(None, [options.talks])]
     names = ", ".join(path.name for path in places)
     noun = "pair" if model.family.modality == "pairs" else "image"
     what = f"{len(samples)} windows of {samples.tokens} tokens" if is_text else plural(len(samples), noun)

@@ -366,7 +366,7 @@ class ProvenGraphs:
         task = choose_task(source.config, folder=source.path, task=settings.task, cache=settings.cache)
         check_padding(source.config, task)
         used = provider or default_provider(settings.optimize)
-        check_rounding(settings, task, images=given.images is not None, provider=used)
+        check_rounding(settings, task, images=bool(given.images), provider=used)
         samples, rounded = None, settings.is_rounded
         if proof or rounded:
             windows = WINDOWS if rounded else windows

@@ -15,7 +15,7 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.datasets import standard_library
 from ckpt_prune.evaluation.image_classes import class_names
 from ckpt_prune.evaluation.whole_model import config_of, read_config
-from ckpt_prune.measure.samples.image_files import ImageSplit, choose_images, find_images, take_images
+from ckpt_prune.measure.samples.image_files import ImageSplit, choose_images, find_all_images, take_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.text import (
@@ -87,13 +87,13 @@ def choose_proof_samples(
         windows: their number by default.
         checkpoint: whose tokenizer reads the text, if it may have other tokens than `folder`; None: that of the folder.
     """
-    if options.labels is not None and options.images is None:
+    if options.labels is not None and not options.images:
         raise UserError("--labels goes with --images")
     if task.modality == "image":
         if options.text or options.window is not None:
             raise UserError(f"{folder} reads images: --text and --window do not go with it; give --images DIR")
         return _choose_images(folder, task, options, trust, split, rounded)
-    if options.images is not None:
+    if options.images:
         raise UserError(f"{folder} reads text: --images does not go with it; give --text FILE")
     count = options.samples or max(windows, len(options.text))
     load = partial(load_tokenizer, folder) if checkpoint is None else partial(tokenizer_of, checkpoint)
@@ -163,10 +163,10 @@ def _read_python_sources(characters: int) -> tuple[str, str]:
 def _choose_images(
     folder: Path, task: GraphTask, options: ProofOptions, trust: bool, split: ImageSplit, rounded: bool
 ) -> ProofSamples:
-    if options.images is None:
+    if not options.images:
         return _use_noise(options, "normal noise for pixels, no --images being given")
     classes = class_names(read_config(folder)) if task.name == "image-classification" else None
-    files = find_images(options.images, labels=options.labels, split=split, id2label=classes)
+    files = find_all_images(options.images, labels=options.labels, split=split, id2label=classes)
     count = options.samples or min(IMAGES, len(files.paths))
     total = max(count, min(count + ROUNDING_SAMPLES, len(files.paths))) if rounded else count
     chosen = choose_images(files, samples=total, seed=options.seed, choose="random")
@@ -181,7 +181,7 @@ def _choose_images(
         )
 
     images = make_samples(range(count))
-    description = _describe(options, options.images.name, [options.images], len(images), None)
+    description = _describe(options, ", ".join(path.name for path in options.images), options.images, len(images), None)
     return ProofSamples(
         images=images,
         for_rounding=make_samples(range(count, total)) if total > count else images,

@@ -52,6 +52,7 @@ from ckpt_prune.options.option import (
     File,
     Folder,
     Input,
+    Inputs,
     Listed,
     Model,
     Options,
@@ -199,8 +200,8 @@ class SweepDataOptions(Options):
     text: Texts = option(default=(), metavar="FILE")
     """With --evaluate: text to calibrate every value on, instead of --statistics. Values of samples and of seed can
     then be swept, too. May be repeated."""
-    images: Input = option(default=None, metavar="DIR")
-    """With --evaluate: folder of images to calibrate every value on."""
+    images: Inputs = option(default=(), metavar="DIR")
+    """With --evaluate: folder of images to calibrate every value on. May be repeated."""
     samples: int | None = option(default=None)
     """Windows of --text, or images of --images."""
     window: int | None = option(default=None)
@@ -485,7 +486,7 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     window: int | None = option(default=None, ge=2)
     """Tokens per window, of --text and of --held-out. [default: the model's context length, at most 512]"""
     # No options here: it is for models of text.
-    images: ClassVar[None] = None  # type: ignore[misc]
+    images: ClassVar[tuple[()]] = ()  # type: ignore[misc]
     labels: ClassVar[None] = None  # type: ignore[misc]
     audio: ClassVar[None] = None  # type: ignore[misc]
     max_corrupt: ClassVar[float] = 0.0  # type: ignore[misc]

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.datasets.texts import NamedText, Split, parse_text_name
-from ckpt_prune.options.option import DATA, MACHINE, MEASURE, Input, Options, Texts, option
+from ckpt_prune.options.option import DATA, MACHINE, MEASURE, Input, Inputs, Options, Texts, option
 
 ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Bos = Literal["auto", "always", "never"]
@@ -56,9 +56,9 @@ class SampleOptions(TextOptions):
     """Text to run the model on: a .txt, .jsonl, .ndjson or .json file, or a named text: wikitext2, c4, ptb. Rows may be
     conversations, which the model's chat template writes out. May be repeated: each gives an equal share of the
     windows."""
-    images: Input = option(default=None, metavar="DIR", digest="content")
+    images: Inputs = option(default=(), metavar="DIR", digest="content")
     """Folder of images to run a vision model on, instead of --text: plain, with a labels.csv, or with a sub-folder per
-    class."""
+    class. May be repeated: each gives an equal share of the samples."""
     labels: Input = option(default=None, metavar="CSV", needs="images", digest="content")
     """CSV file with a column file, and perhaps a column split: then the rows calib are taken. [default: labels.csv in
     the folder of images or beside it]"""
@@ -110,11 +110,9 @@ class TrainingOptions(SampleOptions):
 
 
 class LabelledImageOptions(Options):
-    """Images with classes."""
+    """Images with classes, beside an option `images` for them."""
 
     group = DATA
-    images: Input = option(default=None, metavar="DIR")
-    """Folder of images: with a labels.csv, with a sub-folder per class, or plain."""
     labels: Input = option(default=None, metavar="CSV", needs="images")
     """CSV file with the columns file and label, and perhaps a column split: then the rows eval are taken. [default:
     labels.csv in the folder of images or beside it]"""
@@ -155,7 +153,7 @@ class ProofOptions(TextOptions, LabelledImageOptions):
     text: Texts = option(default=(), metavar="FILE")
     """Text to compare on: a .txt, .jsonl, .ndjson or .json file. May be repeated: each gives an equal share of the
     windows. [default: the sources of Python's standard library]"""
-    images: Input = option(default=None, metavar="DIR")
+    images: Inputs = option(default=(), metavar="DIR")
     """Folder of images to compare on: plain, with a labels.csv, or with a sub-folder per class. [default: noise;
     accuracy is not compared]"""
     samples: int | None = option(default=None, ge=1)
@@ -188,7 +186,7 @@ def given_data(options: SampleOptions) -> str | None:
     """Return the option that says what the model is run on, if any does; raise UserError if there are two."""
     data = {
         "--text": bool(options.text),
-        "--images": options.images is not None,
+        "--images": bool(options.images),
         "--audio": options.audio is not None,
         "--data": options.talks is not None,
     }

@@ -284,6 +284,15 @@ def _check_exists(path: Path | None) -> Path | None:
     return path
 
 
+def _check_all_exist(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    for path in paths:
+        _check_exists(path)
+    twice = [path for at, path in enumerate(paths) if path in paths[:at]]
+    if twice:
+        raise ValueError(f"{twice[0]} is named twice")
+    return paths
+
+
 def check_model(model: str | None) -> str | None:
     if model is not None:
         find_local_folder(model)
@@ -296,6 +305,8 @@ File = Accepts[AnyPath | None, Path | None]
 """A file or folder, or None."""
 Input = Annotated[File, AfterValidator(_check_exists)]
 """A file or folder that is read, or None. It is refused at once if it is not there."""
+Inputs = Annotated[Texts, AfterValidator(_check_all_exist)]
+"""Files or folders that are read, or one. One that is not there, or is named twice, is refused at once."""
 Folder = Annotated[Accepts[AnyModel, str], BeforeValidator(path_of)]
 """A folder, or a result that has one."""
 AnyFolder = Annotated[Accepts[AnyModel | None, str | None], BeforeValidator(path_of)]

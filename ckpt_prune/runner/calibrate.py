@@ -136,7 +136,7 @@ def _read(options: CalibrateOptions, say: Notices) -> _Measurement:
     check_source(model)
     check_one_basis(model)
     refuse_overlap(model.checkpoint.path, options.output)
-    refuse_inside(options.output, [options.images, options.audio, options.labels, options.talks, *options.text])
+    refuse_inside(options.output, [options.audio, options.labels, options.talks, *options.images, *options.text])
     samples: Samples = choose_samples(model, options, trust=options.trust_remote_code, say=say)
     if options.shard is not None:
         if "taylor" in kinds:

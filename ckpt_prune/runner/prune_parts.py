@@ -28,9 +28,9 @@ def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
     out, parts = options.output, both_parts(read_local_config(str(resolve_model(options.model))))
     place = out.with_name(f"{out.name}.{parts[0]}")
     before = _of_tower(options, place) if parts[0] == "vision" else options.model_copy(update=_first(parts[0], place))
-    after = options.model_copy(update={"part": parts[1], "images": None, "labels": None})
+    after = options.model_copy(update={"part": parts[1], "images": (), "labels": None})
     first, second = read_recipe(before), read_recipe(after)
-    nothing = {"text": (), "images": None, "labels": None, "data": None, "dry_run": True}
+    nothing = {"text": (), "images": (), "labels": None, "data": None, "dry_run": True}
     for each, chosen in ((before, first), (after, second)):
         foresee(each.model_copy(update=nothing), chosen)
     if options.dry_run:
@@ -61,7 +61,7 @@ def _of_tower(options: PruneOptions, place: Path) -> PruneOptions:
     """Return the options for the tower: its images, its recipe, and a folder in which it waits."""
     own = {
         **_first("vision", place),
-        "data": options.data if options.images is None else None,
+        "data": None if options.images else options.data,
         "choose": options.choose if options.choose == "first" else "random",
         **{"text": (), "window": None, "bos": "auto", "samples": None},
     }

@@ -172,7 +172,7 @@ def check_job_output(
         options: with `ResumeOptions` and `SampleOptions` among them.
         inputs: files and folders that are read, besides the samples.
     """
-    samples = [options.images, options.audio, options.labels, options.talks, *options.text]
+    samples = [options.audio, options.labels, options.talks, *options.images, *options.text]
     process_group().on_first(
         lambda: check_output(
             model.checkpoint.path,
@@ -193,7 +193,7 @@ def state_memory(options: Any) -> StateMemory:
 def read_live(options: Any, model: Model, device: torch.device, say: Callable[[str], None]) -> LiveSamples:
     """Choose the samples of options, in one fold, to be measured on."""
     samples = choose_samples(model, options, trust=getattr(options, "trust_remote_code", False), say=say)
-    source = ", ".join(map(str, options.text)) or str(options.images or options.audio or options.talks)
+    source = ", ".join(map(str, options.text or options.images)) or str(options.audio or options.talks)
     dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
     return LiveSamples(samples, 1, dtype, state_memory(options), options.seed, source)
 

@@ -91,7 +91,7 @@ def refuse_plan(options: PlanOptions) -> None:
 
 def refuse_sweep(options: SweepOptions) -> None:
     key, _ = values_of(options)
-    calibrated = bool(options.text) or options.images is not None
+    calibrated = bool(options.text or options.images)
     if not options.evaluate and (options.window is not None or options.evaluate_samples is not None):
         raise UserError("--window and --evaluate-samples are of what points are measured on: give --evaluate FILE")
     if calibrated and not options.evaluate:

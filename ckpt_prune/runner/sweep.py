@@ -203,7 +203,7 @@ def _scores(result: Result) -> Scores:
 def sweep_model(options: SweepOptions) -> Sweep:
     """Plan a model, or prune and measure it, at several values (`ckpt_prune.sweep`)."""
     key, values = values_of(options)
-    calibrated = bool(options.text) or options.images is not None
+    calibrated = bool(options.text or options.images)
     named = ("model", "recipe", "statistics", "container", "family", "part", "trust_remote_code", "device", "progress")
     given = {name: getattr(options, name) for name in named}
     changes = options.overrides
@@ -221,7 +221,7 @@ def sweep_model(options: SweepOptions) -> Sweep:
         measuring = PointMeasurer(
             options.model, options.evaluate, options.window, options.evaluate_samples, lambda value: data | at(value)
         )
-        measuring.check(of_images=options.images is not None)
+        measuring.check(of_images=bool(options.images))
     recipes = [_recipe_at(words(key, value), at(value)) for value in values]
     plannable = _check_plannable(recipes, measured=measuring is not None)
     if measuring is not None and (calibrated or not plannable):

@@ -151,7 +151,7 @@ def test_images_are_of_the_split_that_is_asked_for(place: Path) -> None:
     for index in range(3):
         write_image(Path("photos") / f"{index}.png", index, size=(IMAGE + 4, IMAGE))
     write_csv(Path("photos/labels.csv"), "file,label,split", "0.png,0,calib", "2.png,1,calib")
-    task, options = GraphTask("image-classification", "image", cached=False), ProofOptions(images=Path("photos"))
+    task, options = GraphTask("image-classification", "image", cached=False), ProofOptions(images=(Path("photos"),))
     samples = choose_proof_samples(Path("vision"), task, options, split="calib")
     assert samples.images is not None
     assert len(samples.images) == 2

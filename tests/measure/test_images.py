@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor, ViTImageProcessorPil
 from transformers.models.auto import image_processing_auto
 from transformers.utils import is_torchvision_available
 
-from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
+from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_all_images, find_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
 from tests.images import ID2LABEL, MEAN, PROCESSOR, SIZE, STD, write_csv, write_image, write_images, write_processor
@@ -270,6 +270,24 @@ class TestCsv:
         write_csv(tmp_path / "labels.csv", "id,breed", "a,collie")
         assert find_images(tmp_path / "val", split="eval", id2label=ID2LABEL).labels is None
 
+    def test_several_folders(self, tmp_path):
+        """They have classes if each has."""
+        for folder, classes in (("a", ["0", "1"]), ("b", ["2"])):
+            write_images(tmp_path / folder, [f"{label}/x.png" for label in classes])
+        write_images(tmp_path / "plain", ["y.png"])
+        a, b, plain = (tmp_path / name for name in ("a", "b", "plain"))
+        found = find_all_images([b, a], split="eval", id2label=ID2LABEL)
+        assert [path.relative_to(tmp_path).as_posix() for path in found.paths] == [
+            "b/2/x.png",
+            "a/0/x.png",
+            "a/1/x.png",
+        ]
+        assert (found.labels, found.counts) == ((2, 0, 1), (1, 2))
+        assert find_all_images([a, plain], split="eval", id2label=ID2LABEL).labels is None
+        assert refusal(find_all_images, [a, b], labels=Path("l.csv"), split="eval") == (
+            "--labels l.csv is of one folder: give one --images, or a labels.csv in each"
+        )
+
     def test_the_working_folder(self, tmp_path, monkeypatch):
         write_images(tmp_path, ["images/a.png"])
         write_csv(tmp_path / "labels.csv", "file,label", "images/a.png,3")
@@ -398,6 +416,22 @@ class TestChoose:
             "there are 50 images, 51 are asked for; give more images, or at most 50 samples"
         )
         assert refusal(choose_images, self.FILES, samples=0) == "samples must be at least 1, not 0"
+
+    def test_folders_give_equal_shares_that_are_mixed(self):
+        """One of 3 images, one of 5 and one of 12: of 14 the first gives all, the others 5 and 6."""
+        files = ImageFiles(tuple(Path(f"{at}.png") for at in range(20)), tuple(range(20)), (3, 5, 12))
+
+        def folders(chosen):
+            return [0 if label < 3 else 1 if label < 8 else 2 for label in chosen.labels]
+
+        for how in ("first", "random"):
+            chosen = choose_images(files, samples=14, choose=how)
+            assert [folders(chosen).count(folder) for folder in range(3)] == [3, 5, 6]
+            assert set(folders(chosen)[:7]) == set(folders(chosen)[7:]) == {0, 1, 2}
+            later = choose_images(files, samples=6, choose=how, skip=14)
+            assert folders(later) == [2] * 6
+            assert len({*chosen.labels, *later.labels}) == 20
+        assert choose_images(files, samples=6, choose="first").labels == (0, 3, 8, 1, 4, 9)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from ckpt_prune.common.errors import NoneLeftError, UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.measure.samples.audio import AudioSamples, find_audio
-from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_images
+from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, find_all_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows, read_talks
 from ckpt_prune.measure.samples.images import ImageSamples, PatchSamples
@@ -46,7 +45,7 @@ Say = Callable[[str], None]
 def check_kind(model: Model, options: SampleOptions) -> str:
     """Refuse data of another kind than the model reads, and return the option for its own."""
     folder, modality = model.checkpoint.path, model.family.modality
-    given = {"image": options.images, "audio": options.audio}
+    given = {"image": bool(options.images), "audio": options.audio is not None}
     needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE", "pairs": "--data FILE"}[modality]
     if modality == "pairs":
         if options.talks is None:
@@ -56,7 +55,7 @@ def check_kind(model: Model, options: SampleOptions) -> str:
         if modality == "audio" or model.checkpoint.within is None:
             raise UserError(f"--data is for --part of a vision language model, which {folder} is not opened as")
         return "--data FILE"
-    if any(given.values()) if modality == "text" else given[modality] is None:
+    if any(given.values()) if modality == "text" else not given[modality]:
         raise UserError(f"{folder} reads {modality}{'s' * (modality == 'image')}: give {needed}")
     return needed
 
@@ -97,7 +96,7 @@ def choose_samples(
         return _choose_images(model, options, trust, most or MOST_IMAGES, skip, say)
     assert options.audio is not None
     sounds = ImageFiles(tuple(find_audio(options.audio)))
-    chosen = _choose_files(sounds, options.audio, "sound", options, most or DEFAULT_WINDOWS, skip, say)
+    chosen = _choose_files(sounds, str(options.audio), "sound", options, most or DEFAULT_WINDOWS, skip, say)
     shape = {name: model.dimension(name) for name in ("channels", "frames")}
     return AudioSamples(list(chosen.paths), folder, **shape, tokens=model.tokens)
 
@@ -224,11 +223,11 @@ def _choose_images(
 ) -> ImageSamples:
     processor = load_processor(model.checkpoint.path, trust_remote_code=trust)
     if options.talks is not None:
-        place = options.talks
-        files = ImageFiles(tuple(sorted({image for talk in read_talks(place) for image in talk.images})))
+        place = str(options.talks)
+        files = ImageFiles(tuple(sorted({image for talk in read_talks(options.talks) for image in talk.images})))
     else:
-        assert options.images is not None
-        place, files = options.images, find_images(options.images, labels=options.labels, split="calib")
+        files = find_all_images(options.images, labels=options.labels, split="calib")
+        place = " and ".join(map(str, options.images))
     chosen = _choose_files(files, place, "image", options, most, skip, say)
     kind = PatchSamples if model.family.usual else ImageSamples
     samples = kind(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
@@ -239,7 +238,7 @@ def _choose_images(
 
 
 def _choose_files(
-    files: ImageFiles, folder: Path, noun: str, options: SampleOptions, most: int, skip: int, say: Say
+    files: ImageFiles, folder: str, noun: str, options: SampleOptions, most: int, skip: int, say: Say
 ) -> ImageFiles:
     if options.choose in ("offsets", "documents"):
         raise UserError(f"--choose {options.choose} is for text: say random or first")

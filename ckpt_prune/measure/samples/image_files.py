@@ -4,7 +4,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from PIL import UnidentifiedImageError
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.common.errors import NoneLeftError, UserError
 from ckpt_prune.common.text_encoding import decode_text
+from ckpt_prune.measure.samples.mixing import deal_shares, mix_evenly
 
 ImageSplit = Literal["calib", "eval"]
 
@@ -32,10 +33,29 @@ class ImageFiles:
     Attributes:
         paths: of the files.
         labels: class of each, an index into the model's outputs; None if classes are not known or not asked for.
+        counts: files of each folder, one behind the other, where there are several.
     """
 
     paths: tuple[Path, ...]
     labels: tuple[int, ...] | None = None
+    counts: tuple[int, ...] = ()
+
+
+def find_all_images(
+    directories: Sequence[Path],
+    *,
+    labels: Path | None = None,
+    split: ImageSplit,
+    id2label: Mapping[int, str] | None = None,
+) -> ImageFiles:
+    """Find the images of several folders, as `find_images`; they have classes if those of every folder do."""
+    if labels is not None and len(directories) > 1:
+        raise UserError(f"--labels {labels} is of one folder: give one --images, or a labels.csv in each")
+    found = [find_images(each, labels=labels, split=split, id2label=id2label) for each in directories]
+    paths = tuple(path for each in found for path in each.paths)
+    classes = [each.labels for each in found if each.labels is not None]
+    together = tuple(index for each in classes for index in each) if len(classes) == len(found) else None
+    return ImageFiles(paths, together, tuple(len(each.paths) for each in found))
 
 
 def find_images(
@@ -77,6 +97,7 @@ def choose_images(
 ) -> ImageFiles:
     """Choose `samples` of the images without replacement. A seed chooses the same ones of as many files everywhere.
 
+    Folders give equal shares, which are mixed evenly; where one has fewer, the others give more.
     "random" also puts them in random order: files sorted by path are sorted by class if each class has a folder, and
     folds, which are runs of samples, would each hold other classes. "first" takes the first, in the order given. `skip`
     passes over the images that so many samples would be.
@@ -90,10 +111,15 @@ def choose_images(
         raise UserError(
             f"there are {count} images, {samples} are asked for; give more images, or at most {count} samples"
         )
-    rows = list(range(skip + count))
-    if choose == "random":
-        rows = torch.randperm(skip + count, generator=torch.Generator().manual_seed(seed)).tolist()
-    return take_images(files, rows[skip : skip + samples])
+    counts, chosen, start = files.counts or (len(files.paths),), list[int](), 0
+    shares = deal_shares(counts, samples, skip)
+    for own, share in zip(counts, shares, strict=True):
+        order = torch.arange(own)
+        if choose == "random":
+            order = torch.randperm(own, generator=torch.Generator().manual_seed(seed))
+        chosen += (start + order[torch.tensor(share, dtype=torch.int64)]).tolist()
+        start += own
+    return take_images(files, [chosen[at] for at in mix_evenly([len(share) for share in shares]).tolist()])
 
 
 def take_images(files: ImageFiles, rows: list[int]) -> ImageFiles:

@@ -30,6 +30,7 @@ from ckpt_prune.common.text_encoding import (
 )
 from ckpt_prune.datasets.texts import parse_text_name
 from ckpt_prune.measure.samples.conversations import is_conversation, write_conversation
+from ckpt_prune.measure.samples.mixing import deal_shares, mix_evenly
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.samples.text_pieces import split_text
 
@@ -246,14 +247,13 @@ def mix_windows(
     if skip >= sum(counts):
         raise NoneLeftError(f"the text has {sum(counts)} windows, and {skip} of them are taken; give more text")
     chosen: list[Tensor] = []
-    for own, start, stop in zip(windows, _deal(counts, skip), _deal(counts, skip + samples), strict=True):
-        rows = torch.arange(start, stop)
+    for own, share in zip(windows, deal_shares(counts, samples, skip), strict=True):
+        rows = torch.tensor(share, dtype=torch.int64)
         if choose == "random":
-            order = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed))
-            rows = order[start:stop].sort().values
+            rows = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed))[rows].sort().values
         chosen.append(own[rows])
-    places = torch.cat([(torch.arange(len(own)) + 0.5) / max(1, len(own)) for own in chosen])
-    return torch.cat(chosen)[places.argsort(stable=True)], [len(own) for own in chosen]
+    counts = [len(own) for own in chosen]
+    return torch.cat(chosen)[mix_evenly(counts)], counts
 
 
 def draw_windows(
@@ -285,17 +285,6 @@ def draw_windows(
                 "--window, or give more text"
             )
     return drawn[skip:]
-
-
-def _deal(counts: Sequence[int], total: int) -> list[int]:
-    """Deal so many windows in turn to streams that have any left: how many each one gives."""
-    shares, left = [0] * len(counts), min(total, sum(counts))
-    while left:
-        for index, count in enumerate(counts):
-            if left and shares[index] < count:
-                shares[index] += 1
-                left -= 1
-    return shares
 
 
 def cut_windows(stream: Tensor, *, window: int, limit: int | None = None, frame: int = 0) -> Tensor:

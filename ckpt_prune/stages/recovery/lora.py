@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.extras import install
-from ckpt_prune.measure.samples.image_files import find_images
+from ckpt_prune.measure.samples.image_files import find_all_images
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.instructions import IGNORED
 from ckpt_prune.measure.samples.samples import Samples
@@ -73,9 +73,8 @@ def classes_of(model: Model, samples: Samples, images: SampleOptions) -> Tensor 
         )
     if not isinstance(samples, ImageSamples):
         return None
-    assert images.images is not None
     names = {int(index): str(name) for index, name in (getattr(model.config, "id2label", None) or {}).items()}
-    files = find_images(images.images, labels=images.labels, split="calib", id2label=names)
+    files = find_all_images(images.images, labels=images.labels, split="calib", id2label=names)
     if files.labels is None:
         raise UserError("--method lora needs the images' classes: give --labels FILE or a sub-folder per class")
     class_of = dict(zip(files.paths, files.labels, strict=True))

@@ -95,6 +95,18 @@ def test_from_images_to_a_report(here):
     assert "modality image, " in Path("out/README.md").read_text()
 
 
+def test_images_of_two_folders(here):
+    """As many of each, as in Table 8; the same ones by statistics of them, and others to measure on."""
+    write_images(here / "more", [f"{i:02}.png" for i in range(8)])
+    both = ("--images", "images", "--images", "more", "--samples", "12")
+    ok("calibrate", "vit", *both, "-o", "both")
+    ok("prune", "vit", "--recipe", "corp", "--statistics", "both", "-o", "cached")
+    output = ok("prune", "vit", "--recipe", "corp", *both, "-o", "live")
+    assert weights("cached") == weights("live") != weights("pruned")
+    assert "8 images of images, more that it was not calibrated on" in output
+    assert "is named twice" in read_refusal("calibrate", "vit", *both, "--images", "more", "-o", "out")
+
+
 def weights(folder: str) -> bytes:
     return (Path(folder) / "model.safetensors").read_bytes()
 
