@@ -14,6 +14,7 @@ from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
 from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, OUTPUT, QUERY, VALUE, Architecture
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.runtimes import changes_of_config, refusal
 from ckpt_prune.model.skeleton import is_stored_buffer
 
 _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
@@ -152,8 +153,10 @@ class GgufSource:
         if down is not None and output is None and index in self._without_attention:
             return BlockShape(0, 0, down.shape[-1])
         if down is None or output is None:
+            config = self.model.checkpoint.config
             raise CannotMapError(
-                f"block {index} has no {OUTPUT}.weight, or none that puts its columns back (down_proj)"
+                refusal("llama.cpp", str(config["model_type"]), changes_of_config(config), generates=True)
+                or f"block {index} has no {OUTPUT}.weight, or none that puts its columns back (down_proj)"
             )
         dim, fused = self.head_dim, block.get(_FUSED_ATTENTION)
         heads = output.shape[1] // dim

@@ -105,6 +105,15 @@ def test_what_no_architecture_computes_is_refused_by_its_reason_and_leaves_nothi
     assert not list(tmp_path.glob("*gguf*"))
 
 
+def test_thin_matrices_are_refused_by_what_they_are(tmp_path):
+    folder = save(tmp_path / "model", "llama")
+    ckpt_prune.prune(folder, output=tmp_path / "thin", recipe="svd-llm-w", evaluate_samples=0, progress=False,
+                     overrides=["low_rank.method=plain"])  # fmt: skip
+    with pytest.raises(UserError, match="does not take outputs with two thin matrices in place of one: take"):
+        export_gguf(str(tmp_path / "thin"), tmp_path / "m.gguf", proving(folder), proof=False)
+    assert not list(tmp_path.glob("*gguf*"))
+
+
 @pytest.mark.parametrize("rotated", [[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0]], ids=str)
 def test_rotary_positions_in_other_blocks_than_llama_cpp_has_them_are_refused(rotated, tmp_path):
     folder = save(tmp_path / "model", "smollm3", no_rope_layers=rotated)
