@@ -6,7 +6,7 @@ Nothing here loads torch before it is called; what can be refused without it is 
 from typing import TYPE_CHECKING
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.common.collection import without_collection
+from ckpt_prune.common.collection import collection_of_new_objects, without_collection
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf import require_gguf
 from ckpt_prune.measure.samples.text_files import check_texts
@@ -120,12 +120,21 @@ def frontier(options: FrontierOptions) -> "Frontier":
     MODEL is measured once on --text: how much each input matters, and what each type of each matrix does to the
     predictions; where fewer bits alone lose much, also what fewer columns of each MLP do. One budget of bytes over both
     says which file to make. It is rounded by error feedback, run in llama.cpp and held against MODEL on --held-out,
-    beside the best of llama.cpp's own mixtures if that comes near. OUT holds the file, the commands or the recipe that
-    make it, a picture and all figures. The exit code is 1 if nothing usable was found.
+    beside the best of llama.cpp's own mixtures if that comes near. With --for onnxruntime MODEL is traced, each weight
+    of the graph is stored in blocks of 4 or 8 bits or in float32, and int4 and int8 everywhere stand beside it; it may
+    be an encoder, too, or with --images a model of images, which is measured on images that it was not rounded by. OUT
+    holds the file, the commands or the recipe that make it, a picture and all figures. The exit code is 1 if nothing
+    usable was found.
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """
     check_texts((*options.text, *options.held_out))
+    if options.runs_on == "onnxruntime":
+        with without_collection():
+            from ckpt_prune.runner.graph_frontier import explore_graphs
+
+        with collection_of_new_objects():
+            return explore_graphs(options)
     require_gguf()
     from ckpt_prune.runner.frontier import explore_frontier
 

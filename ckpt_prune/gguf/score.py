@@ -75,6 +75,8 @@ class FileScore:
 
     Of a file with fewer tokens, which does not predict the same ones, `kl` is what the text costs more, in nats a token
     as the model writes it, which KL is on average over text that the model writes. `perplexity` is of such a token.
+    Graphs of models that predict no tokens have none; of one that makes features `kl` is the share of their energy that
+    is lost, and `top1` the mean cosine.
 
     Attributes:
         bytes: of the file.
@@ -82,13 +84,13 @@ class FileScore:
         accepted: chance that the model accepts a token of the file in speculative decoding.
         top1: share of the tokens of which both hold the same one likeliest.
         perplexity: of the file.
-        speeds: tokens a second, read and generated.
+        speeds: tokens a second, read and generated; of graphs read alone, and of images.
     """
 
     bytes: int
     kl: float
-    perplexity: float
-    speeds: tuple[float, float]
+    perplexity: float | None
+    speeds: tuple[float, ...]
     kl_median: float | None = None
     kl_90: float | None = None
     kl_99: float | None = None

@@ -35,6 +35,7 @@ from ckpt_prune.onnx.card import make_card, make_genai_config
 from ckpt_prune.onnx.proof import Dense, validate
 from ckpt_prune.onnx.quantization.deciding import (
     Decision,
+    Measuring,
     check_block_size,
     check_rounding,
     decide,
@@ -55,7 +56,7 @@ from ckpt_prune.onnx.records import (
 from ckpt_prune.onnx.reference import drop_weights
 from ckpt_prune.onnx.samples import FEW_WINDOWS, WINDOWS, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA, Provider, default_provider
-from ckpt_prune.onnx.tasks import check_padding, choose_task, remove_head
+from ckpt_prune.onnx.tasks import GraphTask, check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import get_image_size, trace_model
 from ckpt_prune.onnx.writing import write_graph
 from ckpt_prune.options.data import ProofOptions
@@ -185,10 +186,7 @@ class GraphWriter:
                 generation, config = getattr(model, "generation_config", None), model.config.get_text_config()
                 measuring = None
                 if rounded and samples is not None:
-                    size = (0, 0, 0)
-                    if self.task.modality == "image":
-                        size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
-                    measuring = make_measuring(graph, self.task, samples, getattr(config, "vocab_size", 0), size)
+                    measuring = measure_for(model, graph, self.task, samples)
                 for dtype in rounded:
                     check_block_size(graph, settings)
                     if dtype == "q4f16" and "int4" in decisions:  # they differ in what is computed in
@@ -291,13 +289,27 @@ def _tracing_type(dtype: GraphType) -> torch.dtype:
     return torch.float16 if dtype in ("fp16", "q4f16") else torch.float32
 
 
-def _save(graph: onnx_ir.Model, folder: Path, dtype: GraphType, embedded: int, decision: Decision | None) -> GraphEntry:
-    file = GRAPH_FILES[dtype]
+def measure_for(model: PreTrainedModel, graph: onnx_ir.Model, task: GraphTask, samples: ProofSamples) -> Measuring:
+    """Return what rounding of a model's graph is measured on."""
+    size = (0, 0, 0)
+    if task.modality == "image":
+        size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
+    return make_measuring(graph, task, samples, vocabulary, size)
+
+
+def save_graph(graph: onnx_ir.Model, place: Path, embedded: int) -> None:
+    """Write a graph, its weights in a file beside it if they have more than so many bytes."""
     weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
     if weights > embedded:
-        onnx_ir.save(graph, folder / file, external_data=f"{file}{DATA}")
+        onnx_ir.save(graph, place, external_data=f"{place.name}{DATA}")
     else:
-        write_graph(graph, folder / file)
+        write_graph(graph, place)
+
+
+def _save(graph: onnx_ir.Model, folder: Path, dtype: GraphType, embedded: int, decision: Decision | None) -> GraphEntry:
+    file = GRAPH_FILES[dtype]
+    save_graph(graph, folder / file, embedded)
     return GraphEntry(
         file=file,
         dtype=dtype,

@@ -465,38 +465,44 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     """Options of `frontier`."""
 
     model: Model = option(kw_only=False, group=MODEL, digest="content")
-    """Folder of a model that generates text, or a Hub id."""
+    """Folder of a model that generates text, or for onnxruntime of any that `export` takes, or a Hub id."""
     output: Place = option(flags=("-o", "--output"), metavar="OUT", group=OUTPUT, digest="none")
-    """Folder to write: the file (model.gguf), the commands that make it (make.sh), the picture (frontier.html and
-    frontier.svg), and all figures (frontier.json)."""
-    runs_on: Literal["llama.cpp"] = option(default="llama.cpp", flags=("--for",), group=SIZE)
+    """Folder to write: the file (model.gguf, or a graph with what it is loaded by), the commands that make it
+    (make.sh), the picture (frontier.html and frontier.svg), and all figures (frontier.json)."""
+    runs_on: Literal["llama.cpp", "onnxruntime"] = option(default="llama.cpp", flags=("--for",), group=SIZE)
     """The runtime that the file is for, and is measured in."""
     target_bytes: str | None = option(default=None, metavar="SIZE", group=SIZE)
     """Bytes of the file to come down to: 75MB, or 30% of the tensors of MODEL."""
     max_loss: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0, lt=1, group=SIZE)
     """How much worse the file may be, 0.02 or 2%: about the share by which its perplexity may grow, measured as
     e^KL - 1. The smallest file is looked for. [default: 5%, without --target-bytes; larger files are measured, too]"""
-    held_out: Texts = option(metavar="FILE", group=MEASURE, digest="content")
+    held_out: Texts = option(default=(), metavar="FILE", group=MEASURE, digest="content")
     """Text to measure on, which must not be --text: what was fitted to a text looks too good on it. A named text, such
-    as wikitext2, is its test split here. May be repeated."""
-    held_out_samples: int = option(default=16, ge=1, group=MEASURE)
-    """Windows of --held-out."""
+    as wikitext2, is its test split here. May be repeated. Models of images are measured on images that they were not
+    rounded by."""
+    held_out_samples: int | None = option(default=None, ge=1, group=MEASURE)
+    """Windows of --held-out, or images. [default: 16 windows, 256 images]"""
     samples: int | None = option(default=None, ge=1)
     """Windows of --text. [default: 32]"""
     window: int | None = option(default=None, ge=2)
     """Tokens per window, of --text and of --held-out. [default: the model's context length, at most 512]"""
-    # No options here: it is for models of text.
-    images: ClassVar[tuple[()]] = ()  # type: ignore[misc]
-    labels: ClassVar[None] = None  # type: ignore[misc]
+    # No option here: it is for models of text and of images.
     audio: ClassVar[None] = None  # type: ignore[misc]
-    max_corrupt: ClassVar[float] = 0.0  # type: ignore[misc]
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
         if self.target_bytes is not None and self.max_loss is not None:
             raise ValueError("--target-bytes and --max-loss are two targets: give one of them")
+        if self.images:
+            if self.runs_on == "llama.cpp":
+                raise ValueError("--images: llama.cpp's files are of models of text; say --for onnxruntime")
+            if self.text or self.held_out:
+                raise ValueError("--images are measured on, too: --text and --held-out do not go with them")
+            return self
         if not self.text:
-            raise ValueError("frontier is for models of text: give --text FILE to measure the model on")
+            raise ValueError("frontier measures the model: give --text FILE, or --images DIR with --for onnxruntime")
+        if not self.held_out:
+            raise ValueError("frontier measures files on text that they were not made by: give --held-out FILE")
         named = [parse_text_name(text, "test") or text for text in self.held_out]
         self.held_out = tuple(each.path if isinstance(each, NamedText) else each for each in named)
         if set(self.held_out) & set(self.text):

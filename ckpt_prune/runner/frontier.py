@@ -38,13 +38,20 @@ from ckpt_prune.options.option import digested_options
 from ckpt_prune.recipe.sizes import parse_size
 from ckpt_prune.runner.file_budgets import FileBudgets, check_reach
 from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
-from ckpt_prune.runner.frontier_record import FRONTIER, USABLE, Frontier, make_frontier, write_frontier
+from ckpt_prune.runner.frontier_record import (
+    FRONTIER,
+    USABLE,
+    USUAL_LOSS,
+    Frontier,
+    best_within,
+    make_frontier,
+    words_of_target,
+    write_frontier,
+)
 from ckpt_prune.runner.resuming import resumable
 
-SAMPLES, WINDOW = 32, 512
-"""Windows that the model is measured on, and their tokens, by default."""
-USUAL_LOSS = 0.05
-"""Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
+SAMPLES, WINDOW, HELD_OUT = 32, 512, 16
+"""Windows that the model is measured on, and their tokens, by default, and windows that files are."""
 CLOSE = 1.15
 """For a loss, types are chosen again if the prediction was wrong by more than this factor."""
 IN_QUESTION = 1.5
@@ -131,10 +138,9 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
                 say(found[-1].line(reference.perplexity))
 
             # 4. Keep the best, and say how it is made.
-            frontier = make_frontier(
-                options, maker, found, _best(search, found), _asked(search), _found_by(search), _reach(search)
-            )
-            write_frontier(frontier, staging.path, maker)
+            best = _best(search, found)
+            frontier = make_frontier(options, maker, found, best, _asked(search), _found_by(search), _reach(search))
+            write_frontier(frontier, staging.path, maker, best)
             staging.publish()
     return frontier
 
@@ -150,7 +156,8 @@ def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:
     tokenizer = load_tokenizer(model.checkpoint.whole)
     streams = [tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos) for text in options.held_out]
     window = options.window or WINDOW
-    return mix_windows(streams, samples=options.held_out_samples, window=window, seed=options.seed, choose="first")[0]
+    samples = options.held_out_samples or HELD_OUT
+    return mix_windows(streams, samples=samples, window=window, seed=options.seed, choose="first")[0]
 
 
 def _foresee(search: _Search) -> str:
@@ -210,18 +217,11 @@ def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
 
 
 def _best(search: _Search, found: list[Measured]) -> Measured | None:
-    """Return the one that loses least within the size, or the smallest within the loss; None if there is none."""
-    if search.limit is not None:
-        within = [each for each in found if each.score.bytes <= search.limit]
-        return min(within, key=lambda each: each.score.kl, default=None)
-    within = [each for each in found if each.score.kl <= float(search.loss or 0)]
-    return min(within, key=lambda each: each.score.bytes, default=None)
+    return best_within(found, search.limit, search.loss)
 
 
 def _asked(search: _Search) -> str:
-    if search.limit is not None:
-        return f"within {search.limit / 1e6:.1f} MB"
-    return f"within a loss of {search.loss or 0:.3f} nats a token"
+    return words_of_target(search.limit, search.loss)
 
 
 def _found_by(search: _Search) -> str:

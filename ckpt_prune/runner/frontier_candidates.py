@@ -71,6 +71,11 @@ class Candidate:
     rows: int | None = None
 
     @property
+    def kinds(self) -> dict[str, Any]:
+        """Types of matrices, as JSON has them."""
+        return {"file": self.chosen} | {name: each for name, each in asdict(self.others).items() if each}
+
+    @property
     def prunes(self) -> bool:
         return bool(self.columns) or self.rows is not None
 
@@ -93,7 +98,7 @@ class Measured:
         foreseen = "" if predicted is None else f" (predicted {predicted:.3f})"
         return (
             f"{self.candidate.name}: {score.bytes / 1e6:.2f} MB, KL {score.kl:.3f}{foreseen}, perplexity "
-            f"{score.perplexity:.2f} (dense {dense:.2f})"
+            f"{score.perplexity or 0:.2f} (dense {dense:.2f})"
         )
 
     def note(self) -> dict[str, Any]:

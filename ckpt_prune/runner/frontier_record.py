@@ -1,10 +1,11 @@
 """The result of `frontier`: its record, a sentence that says what to do, a picture, and commands that make the file."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -13,9 +14,11 @@ from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.graph_types import GGUF_FILES
+from ckpt_prune.gguf.score import FileScore
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.data import words_of_windows
 from ckpt_prune.runner.frontier_candidates import DATA, PRUNED, Candidate, Maker, Measured
+from ckpt_prune.runner.graph_candidates import MeasuredGraph
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
@@ -24,6 +27,7 @@ RECORD, FILE, PAGE, CHART, COMMANDS = "frontier.json", "model.gguf", "frontier.h
 RECIPE = "recipe.yaml"
 """The recipe of the file, if columns go."""
 FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
+Result = Measured | MeasuredGraph
 FEWER_TOKENS = (
     "Of files with fewer tokens, KL is what the text costs more, in nats a token as all tokens write it, and so is the "
     "perplexity."
@@ -33,13 +37,31 @@ USABLE = 2.0
 logarithm in nats is not made."""
 
 
+USUAL_LOSS = 0.05
+"""Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
+R = TypeVar("R", Measured, MeasuredGraph)
+
+
+def best_within(found: Sequence[R], limit: int | None, loss: float | None) -> R | None:
+    """Return the one that loses least within a size, or the smallest within a loss; None if there is none."""
+    if limit is not None:
+        within = [each for each in found if each.score.bytes <= limit]
+        return min(within, key=lambda each: each.score.kl, default=None)
+    within = [each for each in found if each.score.kl <= (loss or 0)]
+    return min(within, key=lambda each: each.score.bytes, default=None)
+
+
+def words_of_target(limit: int | None, loss: float | None) -> str:
+    return f"within a loss of {loss or 0:.3f} nats a token" if limit is None else f"within {limit / 1e6:.1f} MB"
+
+
 @dataclass(frozen=True)
 class Frontier:
     """Candidates that were measured, and the one to take.
 
     Attributes:
         folder: that holds the file and the picture.
-        dense: perplexity of the dense model.
+        dense: perplexity of the dense model; None if it predicts no tokens.
         found: in the order they were made.
         best: within the target; None if nothing is.
         asked: the target in words.
@@ -47,28 +69,38 @@ class Frontier:
         reach: bytes of the smallest file that is predicted to be usable; None if that is not known.
         commands: that make the best one.
         data_words: what was measured on.
+        runtime: that it was measured in.
+        loss, agreement: what `kl` and `top1` of a score are.
     """
 
     folder: Path
     model: str
-    dense: float
-    found: Sequence[Measured]
-    best: Measured | None
+    dense: float | None
+    found: Sequence[Result]
+    best: Result | None
     asked: str
     beyond_use: str
     reach: int | None
     commands: Sequence[str]
     data_words: str
+    runtime: str = "llama.cpp"
+    loss: str = "KL"
+    agreement: str = "top-1"
 
     @property
     def passed(self) -> bool:
         """Whether something usable was found."""
-        return self.best is not None and self.best.score.perplexity < USABLE * self.dense
+        if self.best is None:
+            return False
+        score = self.best.score
+        if score.perplexity is None or self.dense is None:
+            return score.kl < math.log(USABLE)
+        return score.perplexity < USABLE * self.dense
 
     @property
-    def pareto(self) -> list[Measured]:
+    def pareto(self) -> list[Result]:
         """Return those that no other one beats in bytes and divergence, the smallest first."""
-        kept: list[Measured] = []
+        kept: list[Result] = []
         for each in sorted(self.found, key=lambda each: (each.score.bytes, each.score.kl)):
             if not kept or each.score.kl < kept[-1].score.kl:
                 kept.append(each)
@@ -91,7 +123,13 @@ class Frontier:
     @property
     def _figures(self) -> str:
         assert self.best is not None
-        return f"KL {self.best.score.kl:.3f}, perplexity {self.best.score.perplexity:.2f} for {self.dense:.2f}"
+        return self.words_of(self.best.score)
+
+    def words_of(self, score: FileScore) -> str:
+        """Return the figures of a score."""
+        if score.perplexity is not None and self.dense is not None:
+            return f"{self.loss} {score.kl:.3f}, perplexity {score.perplexity:.2f} for {self.dense:.2f}"
+        return f"{self.loss} {score.kl:.4f}, {self.agreement} {score.top1 or 0:.1%}"
 
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints."""
@@ -99,7 +137,9 @@ class Frontier:
         return {
             "model": self.model,
             "asked": self.asked,
+            "measured_in": self.runtime,
             "measured_on": self.data_words,
+            "loss": self.loss,
             "dense_perplexity": self.dense,
             "candidates": [_row(each) | {"pareto": each.candidate.name in pareto} for each in self.found],
             "recommended": None if self.best is None or not self.passed else self.best.candidate.name,
@@ -121,13 +161,16 @@ class Frontier:
                     "–" if predicted is None else f"{predicted:.4f}",
                     "–" if score.kl_median is None else f"{score.kl_median:.4f}",
                     "–" if score.kl_90 is None else f"{score.kl_90:.4f}",
-                    f"{score.perplexity:.2f}",
+                    "–" if score.perplexity is None else f"{score.perplexity:.2f}",
                     "–" if score.top1 is None else f"{score.top1:.1%}",
                     *(f"{speed:.0f}" for speed in score.speeds),
                 ]
             )
-        headings = ["file", "MB", "KL", "predicted", "median", "90%", "perplexity", "top-1", "read/s", "written/s"]
-        return Table(headings, rows)
+        speeds = ["read/s", "written/s"][: max((len(each.score.speeds) for each in self.found), default=2)]
+        headings = ["file", "MB", self.loss, "predicted", "median", "90%", "perplexity", self.agreement, *speeds]
+        known = [any(row[place] != "–" for row in rows) for place in range(len(headings))]
+        shown = [[cell for cell, keep in zip(row, known, strict=True) if keep] for row in (headings, *rows)]
+        return Table(shown[0], shown[1:])
 
     def figures(self) -> Sequence[Figure]:
         """Draw divergence over size: what nothing beats as a line, and the others."""
@@ -136,15 +179,16 @@ class Frontier:
             _line("nothing is smaller and loses less", [each for each in self.found if each.candidate.name in best]),
             _line("the others", [each for each in self.found if each.candidate.name not in best]),
         ]
-        note = "Lower is better: mean KL divergence from the dense model, nats a token, in llama.cpp."
-        return draw_figure("Loss over size", note, "KL", *lines, across="MB", joined=True)
+        what = "mean KL divergence from the dense model, in nats" if self.loss == "KL" else self.loss
+        note = f"Lower is better: {what}, in {self.runtime}."
+        return draw_figure("Loss over size", note, self.loss, *lines, across="MB", joined=True)
 
     def lines(self) -> list[str]:
         others = [FEWER_TOKENS] if any(each.candidate.rows is not None for each in self.found) else []
         return [*others, self.sentence, *(["made by:", *self.commands] if self.commands else [])]
 
 
-def _line(name: str, several: Sequence[Measured]) -> Line:
+def _line(name: str, several: Sequence[Result]) -> Line:
     points = {}
     for each in sorted(several, key=lambda each: -each.score.kl):  # of several at one place the best stays
         place, kl = round(each.score.bytes / 1e6), each.score.kl
@@ -152,18 +196,17 @@ def _line(name: str, several: Sequence[Measured]) -> Line:
     return Line(name, [points[place] for place in sorted(points)])
 
 
-def _row(measured: Measured) -> dict[str, Any]:
+def _row(measured: Result) -> dict[str, Any]:
     candidate = measured.candidate
     pruned = ({"mlp": list(candidate.columns)} if candidate.columns else {}) | (
         {} if candidate.rows is None else {"vocabulary": candidate.rows}
     )
-    types = {"file": candidate.chosen} | {name: each for name, each in asdict(candidate.others).items() if each}
     return {
         "name": candidate.name,
         **asdict(measured.score),
         "predicted_kl": candidate.kl,
         "pruned": pruned or None,
-        "types": types,
+        "types": candidate.kinds,
     }
 
 
@@ -213,19 +256,34 @@ def make_frontier(
     )
 
 
-def write_frontier(frontier: Frontier, folder: Path, maker: Maker) -> None:
+def write_frontier(frontier: Frontier, folder: Path, maker: Maker, best: Measured | None) -> None:
     """Write record, page, picture, commands and the best file into a folder."""
-    files = [PAGE, CHART] if frontier.found else [PAGE]
-    if frontier.best is not None:
-        files += [FILE, COMMANDS]
-        best, lines = frontier.best.candidate, ["#!/bin/sh", "set -e", *frontier.commands]
-        maker.make(best).rename(folder / FILE)
-        if best.prunes:
+    files, lines = list[str](), list[str]()
+    if best is not None:
+        candidate = best.candidate
+        files.append(FILE)
+        maker.make(candidate).rename(folder / FILE)
+        if candidate.prunes:
             files.append(RECIPE)
-            write_atomically(folder / RECIPE, yaml.safe_dump(maker.recipe(best, export=True), sort_keys=False))
-            lines.append(f"mv {PRUNED}/{GGUF_FILES[best.chosen]} {FILE}")
-        write_atomically(folder / COMMANDS, "\n".join([*lines, ""]))
-    sentences = [frontier.sentence, f"Measured in llama.cpp on {frontier.data_words}; * marks what nothing beats."]
+            write_atomically(folder / RECIPE, yaml.safe_dump(maker.recipe(candidate, export=True), sort_keys=False))
+            lines.append(f"mv {PRUNED}/{GGUF_FILES[candidate.chosen]} {FILE}")
+    write_pages(frontier, folder, files, lines)
+
+
+def write_pages(frontier: Frontier, folder: Path, files: Sequence[str], then: Sequence[str] = ()) -> None:
+    """Write record, page, picture and commands into a folder that holds the best file.
+
+    Args:
+        files: what is there.
+        then: lines of the shell behind the commands.
+    """
+    files = [*files, PAGE, *([CHART] if frontier.found else []), *([COMMANDS] if frontier.best else [])]
+    if frontier.best is not None:
+        write_atomically(folder / COMMANDS, "\n".join(["#!/bin/sh", "set -e", *frontier.commands, *then, ""]))
+    sentences = [
+        frontier.sentence,
+        f"Measured in {frontier.runtime} on {frontier.data_words}; * marks what nothing beats.",
+    ]
     if any(each.candidate.rows is not None for each in frontier.found):
         sentences.append(FEWER_TOKENS)
     section = Section("Smaller, by what?", sentences, tables=[frontier.table()], figures=frontier.figures())

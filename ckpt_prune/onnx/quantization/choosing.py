@@ -128,15 +128,15 @@ def choose_weights(
 ) -> Choice:
     """Choose the cheapest forms whose loss, measured together, is at most what is allowed.
 
-    If the first forms of all weights lose too much together, each is priced, and the budget is solved for a predicted
-    loss. Losses do not quite add up: what is asked of the prediction is corrected by what is
-    measured, each time on the whole graph, and between two that are known it is halved.
+    If the smallest forms of all weights lose too much together, each is priced, and the budget is solved for a
+    predicted loss. Losses do not quite add up: what is asked of the prediction is corrected by what is measured, each
+    time on the whole graph, and between two that are known it is halved.
 
     Args:
         together: measures labels of all weights.
         price: measures each alone (`price_weights`).
     """
-    first = Choice({name: own[0].label for name, own in forms.items()})
+    first = Choice({name: min(own, key=lambda form: form.cost).label for name, own in forms.items()})
     lost = together(first.labels)
     if lost <= allowed:
         return Choice(first.labels, together=lost)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,6 @@ import onnx_ir
 import torch
 from torch import Tensor
 
-from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.common import progress
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import format_duration, plural
@@ -278,11 +278,11 @@ class Decider:
         self._grams: dict[str, Tensor] = {}
         if scheme.rounding == "gptq" and measuring is not None:
             self._grams = measure_grams(model, measuring.calibration, scratch)
-        self._blocks: dict[tuple[str, BlockRounding], Blocks] = {}
+        self._blocks: dict[tuple[str, BlockRounding, bool], Blocks] = {}
         self._longest = 0.0  # seconds that a set took to be measured
 
     @cached_property
-    def _forms(self) -> dict[str, list[Form]]:
+    def forms(self) -> dict[str, list[Form]]:
         """The forms of each weight, the coarsest of the scheme's own block size first."""
         return {name: self._forms_of(weight) for name, weight in self._weights.items()}
 
@@ -316,19 +316,19 @@ class Decider:
     def _grid(self, bits: Bits, block: int | None = None) -> BlockRounding:
         return BlockRounding(bits, block or self.scheme.block, self.scheme.symmetric)
 
-    def _rounded(self, name: str, grid: BlockRounding) -> Blocks:
-        """Return a weight in blocks, made once, since that takes time."""
-        if (name, grid) not in self._blocks:
-            matrix, gram = self._weights[name].to_matrix(), self._grams.get(name)
-            if gram is not None and grid.bits == self.scheme.bits:
-                self._blocks[name, grid] = round_by_gptq(matrix, gram, grid)
-            else:
-                self._blocks[name, grid] = round_to_nearest(matrix, grid)
-        return self._blocks[name, grid]
+    def _rounded(self, name: str, grid: BlockRounding, *, fitted: bool = True) -> Blocks:
+        """Return a weight in blocks, made once, since that takes time; `fitted`: by GPTQ, if the scheme says so."""
+        gram = self._grams.get(name) if fitted and grid.bits == self.scheme.bits else None
+        key = name, grid, gram is not None
+        if key not in self._blocks:
+            matrix = self._weights[name].to_matrix()
+            blocks = round_to_nearest(matrix, grid) if gram is None else round_by_gptq(matrix, gram, grid)
+            self._blocks[key] = blocks
+        return self._blocks[key]
 
-    def _to_matrix(self, name: str, label: Label) -> Array:
+    def _to_matrix(self, name: str, label: Label, *, fitted: bool) -> Array:
         if isinstance(label, BlockRounding):
-            return self._rounded(name, label).to_matrix()
+            return self._rounded(name, label, fitted=fitted).to_matrix()
         matrix = self._weights[name].to_matrix()
         return round_to_int8(matrix) if label == "int8" else matrix
 
@@ -342,8 +342,8 @@ class Decider:
         inputs = self.scheme.kind != "blocks"
         return Probe(self._model, feeds, self._scratch, measuring.outputs, classes=measuring.classes, inputs=inputs)
 
-    def _measure(self, labels: Mapping[str, Label], on: slice) -> float:
-        values = {name: self._to_matrix(name, label) for name, label in labels.items()}
+    def _measure(self, labels: Mapping[str, Label], on: slice, *, fitted: bool = True) -> float:
+        values = {name: self._to_matrix(name, label, fitted=fitted) for name, label in labels.items()}
         inputs = frozenset(name for name, label in labels.items() if label == "int8")
         return self._probe.measure_harm(values, inputs, on)
 
@@ -356,19 +356,21 @@ class Decider:
 
     def _alone(self, few: Collection[str]) -> float:
         assert self._measuring is not None
-        return self._measure({name: self._forms[name][0].label for name in few}, slice(len(self._measuring.feeds)))
+        labels = {name: self.forms[name][0].label for name in few}
+        # To the nearest: prices are the same for both ways to round.
+        return self._measure(labels, slice(len(self._measuring.feeds)), fitted=False)
 
     @property
     def _alike(self) -> list[list[str]]:
         roles: dict[tuple[object, ...], list[str]] = {}
-        for name in self._forms:
+        for name in self.forms:
             roles.setdefault(self._probe.weights[name].role, []).append(name)
         return list(roles.values())
 
     @cached_property
     def prices(self) -> Prices:
         """What each weight loses alone."""
-        single, sets = count_measurements(len(self._forms))
+        single, sets = count_measurements(len(self.forms))
         with meter(single, "measuring what rounding costs", unit="run") as bar:
             done = 0
 
@@ -386,7 +388,7 @@ class Decider:
                 bar.to(done)
                 return harm
 
-            found = price_weights(self._forms, alone, self._alike)
+            found = price_weights(self.forms, alone, self._alike)
             bar.to(single)
         return found
 
@@ -394,34 +396,44 @@ class Decider:
 
     def as_first(self) -> Decision:
         """Store all weights alike, as the scheme says first."""
-        choice = Choice({name: own[0].label for name, own in self._forms.items()})
+        choice = Choice({name: own[0].label for name, own in self.forms.items()})
         return self._decide(choice)
 
-    def within_loss(self) -> Decision:
-        """Store weights in as few bits as the scheme's allowance permits."""
-        allowed = MARGIN[self.scheme.kind] * self.scheme.allowed
-        choice = choose_weights(self._forms, self._together, lambda: self.prices, allowed)
+    def by_gptq(self) -> "Decider":
+        """Return the same with weights in few bits rounded by GPTQ; what each loses is taken to be in proportion."""
+        assert self._measuring is not None
+        other = copy(self)
+        other.scheme = replace(self.scheme, rounding="gptq")
+        other._grams = measure_grams(self._model, self._measuring.calibration, self._scratch)
+        return other
+
+    def within_loss(self, allowed: float | None = None) -> Decision:
+        """Store weights in as few bits as an allowance permits, by default with a margin that of the scheme."""
+        allowed = MARGIN[self.scheme.kind] * self.scheme.allowed if allowed is None else allowed
+        choice = choose_weights(self.forms, self._together, lambda: self.prices, allowed)
         return self._decide(choice)
 
     def within_bytes(self, limit: int) -> Decision:
         """Store weights so that the file has at most so many bytes and its outputs are predicted to lose least."""
-        smallest = {name: min(own, key=lambda form: form.cost) for name, own in self._forms.items()}
-        decision = self._decide(Choice({name: form.label for name, form in smallest.items()}))
-        outside = self._count_bytes(decision) - sum(form.cost for form in smallest.values())
-        over = 0
+        outside, over = self.check_bytes(limit), 0
         while True:
-            try:
-                choice = self.prices.at_cost(limit - outside - over)
-            except BudgetError as error:
-                raise UserError(
-                    f"a graph of {limit / 1e6:.4g} MB is out of reach: with all weights in blocks of 4 bits it has "
-                    f"{(outside + error.least) / 1e6:.4g} MB; ask for more"
-                ) from error
+            choice = self.prices.at_cost(limit - outside - over)
             decision = self._decide(replace(choice, together=self._together(choice.labels)))
             excess = self._count_bytes(decision) - limit
             if excess <= 0:
                 return decision
             over += excess
+
+    def check_bytes(self, limit: int) -> int:
+        """Refuse a size that is out of reach; return the bytes of the smallest file that no weight takes."""
+        smallest = {name: min(own, key=lambda form: form.cost) for name, own in self.forms.items()}
+        least = self._count_bytes(self._decide(Choice({name: form.label for name, form in smallest.items()})))
+        if least > limit:
+            raise UserError(
+                f"a graph of {limit / 1e6:.4g} MB is out of reach: with all weights in blocks of 4 bits it has "
+                f"{least / 1e6:.4g} MB; ask for more"
+            )
+        return least - sum(form.cost for form in smallest.values())
 
     def _count_bytes(self, decision: Decision) -> int:
         return count_written_bytes(store(self._model, decision, self._measuring, self._scratch))

@@ -1,0 +1,55 @@
+"""Candidates of a frontier for onnxruntime: what each graph is, and what it is worth."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.gguf.score import FileScore
+
+
+@dataclass(frozen=True)
+class GraphCandidate:
+    """A graph that may be made.
+
+    Attributes:
+        name: in words.
+        dtype: of its weights, by which its file is named.
+        kl: what it is predicted to lose, as weights rounded in the float graph do; None if that is not known.
+        rounding: of weights in few bits.
+        kinds: how weights are stored → how many are.
+        accuracy_level: what their products may read: 1 for float32, 4 also for what is rounded to 8 bits.
+        by_budget: forms of weights are chosen, so that the size must be named to make it again.
+    """
+
+    name: str
+    dtype: GraphType
+    kl: float | None
+    rounding: Literal["nearest", "gptq"]
+    kinds: dict[str, int] = field(default_factory=dict)
+    accuracy_level: int = 4
+    by_budget: bool = False
+    columns: tuple[int, ...] = ()
+    rows: None = None
+
+    @property
+    def types(self) -> str:
+        words = ", ".join(f"{count} in {kind}" for kind, count in self.kinds.items())
+        inputs = ", with inputs in float32" if self.accuracy_level == 1 else ""
+        return f"{words}, rounded {'by GPTQ' if self.rounding == 'gptq' else 'to the nearest'}{inputs}"
+
+
+@dataclass(frozen=True)
+class MeasuredGraph:
+    """A candidate, and what it is worth."""
+
+    candidate: GraphCandidate
+    score: FileScore
+
+    def note(self) -> dict[str, Any]:
+        return {"candidate": asdict(self.candidate), "score": asdict(self.score)}
+
+    @classmethod
+    def read(cls, note: dict[str, Any]) -> "MeasuredGraph":
+        own, score = dict(note["candidate"]), dict(note["score"])
+        own["columns"], score["speeds"] = tuple(own["columns"]), tuple(score["speeds"])
+        return cls(GraphCandidate(**own), FileScore(**score))

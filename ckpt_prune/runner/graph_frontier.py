@@ -1,0 +1,374 @@
+"""`frontier --for onnxruntime`: in how many bits each weight of a graph, for this size or loss?
+
+1. The model is traced once, and what each weight loses in few bits is measured on the running graph.
+2. One budget says in which form each weight is stored. int4 and int8 everywhere stand beside it.
+3. Each graph is run in onnxruntime and held against the model on other data. What is done stands in a journal, so that
+   an interrupted run goes on; the graph is traced again.
+4. The best one within the target is kept, with a picture and the command that makes it.
+"""
+
+import hashlib
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+
+from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
+from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.model_folder import model_name
+from ckpt_prune.checkpoint.side_files import carried_files
+from ckpt_prune.checkpoint.staging import Staging, check_output
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.graph_types import GRAPH_FILES
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.evaluation.perplexity import compare
+from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.gguf.score import FileScore
+from ckpt_prune.measure.samples.text import fingerprint_windows
+from ckpt_prune.model.containers.opening import Opening, open_checkpoint
+from ckpt_prune.onnx.export import EMBEDDED_BYTES, count_graph_bytes, make_graph_config, measure_for, save_graph
+from ckpt_prune.onnx.metrics import Allowance, measure_image_metric, measure_text_metric
+from ckpt_prune.onnx.quantization.choosing import Prices
+from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, Decision, allow_harm, make_scheme, store
+from ckpt_prune.onnx.reference import GraphReference, HeldModel
+from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
+from ckpt_prune.onnx.session import DATA, OnnxModel, complete_inputs
+from ckpt_prune.onnx.tasks import GraphTask, check_padding, choose_task, remove_head
+from ckpt_prune.onnx.tracing import trace_model
+from ckpt_prune.options.commands import FrontierOptions
+from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.options.graphs import GraphSettings
+from ckpt_prune.options.option import check_options, digested_options
+from ckpt_prune.recipe.sizes import parse_size
+from ckpt_prune.runner.frontier_record import (
+    FRONTIER,
+    USUAL_LOSS,
+    Frontier,
+    best_within,
+    words_of_target,
+    write_pages,
+)
+from ckpt_prune.runner.graph_candidates import GraphCandidate, MeasuredGraph
+from ckpt_prune.runner.resuming import resumable
+
+HELD_OUT, HELD_OUT_IMAGES = 16, 4 * IMAGES
+"""Windows, or images, that graphs are measured on by default."""
+CLOSE = 1.15
+"""For a loss, forms are chosen again if the graph loses less than what is allowed by more than this factor."""
+BATCH = 8
+"""Images that are timed."""
+TRIES = 3
+"""Choices for a loss."""
+PLAIN, PLAIN_LEVEL = ", inputs in float32", 1
+"""What is said of graphs whose products read float32, and their accuracy level."""
+PRICES = "what weights lose"
+"""Entry of the journal."""
+
+
+def explore_graphs(options: FrontierOptions) -> Frontier:
+    """Find the graph that is as small as is asked for and loses least (`ckpt_prune.frontier`)."""
+    say = Notices()
+    source = open_checkpoint(options.model, Opening(options.trust_remote_code))
+    task = choose_task(source.config, folder=source.path)
+    check_padding(source.config, task)
+    limit, loss = _read_target(options, source, task)
+    read = (*options.images, options.labels, *options.text, *options.held_out)
+    check_output(
+        source.path, options.output, resume=options.resume, overwrite=options.overwrite, inputs=read, kind=FRONTIER
+    )
+    samples = _choose_samples(options, source, task)
+    data = [fingerprint_windows(samples.windows)] if samples.windows is not None else []
+    parts = [source.fingerprint, *data, digested_options(options)]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    with resumable(options.output, say):
+        staging = Staging(options.output, job=digest, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)
+        with staging:
+            staging.scratch.mkdir(exist_ok=True)
+            maker = _Maker(options, source, task, samples, staging)
+            if limit is not None:
+                maker.unpriced.check_bytes(limit)
+            found: list[MeasuredGraph] = []
+            for name, decide in _candidates(maker, found, limit, loss):
+                found.append(maker.measure(name, decide, say))
+            frontier = maker.record(found, best_within(found, limit, loss), words_of_target(limit, loss))
+            maker.publish(frontier)
+    return frontier
+
+
+def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) -> tuple[int | None, float | None]:
+    """Return the bytes of the graph, or what its outputs may lose."""
+    if options.target_bytes is None:
+        allowed = allow_harm(USUAL_LOSS if options.max_loss is None else float(options.max_loss), task)
+        return None, allowed
+    limit = parse_size("bytes", options.target_bytes).of(sum(info.nbytes for info in source.tensors.values()))
+    least = sum(info.numel for info in source.tensors.values()) // 2
+    if limit < least:
+        raise UserError(
+            f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: 4 bits for each of the weights of {source.name} "
+            f"take {least / 1e6:.4g} MB; ask for more, or prune first"
+        )
+    return limit, None
+
+
+def _choose_samples(options: FrontierOptions, source: Checkpoint, task: GraphTask) -> ProofSamples:
+    """Return held-out data, and other data to measure rounding on."""
+    trust = options.trust_remote_code
+    if task.modality == "image":
+        images = _proof_options(options) | {"samples": options.held_out_samples or HELD_OUT_IMAGES}
+        return choose_proof_samples(source.path, task, check_options(ProofOptions, images), trust=trust, rounded=True)
+    given = check_options(ProofOptions, _proof_options(options))
+    rounding = choose_proof_samples(source.path, task, given, trust=trust, rounded=True).for_rounding
+    other = given.model_copy(update={"text": options.held_out, "samples": options.held_out_samples or HELD_OUT})
+    held_out = choose_proof_samples(source.path, task, other, trust=trust)
+    return replace(held_out, for_rounding=rounding)
+
+
+def _proof_options(options: FrontierOptions) -> dict[str, Any]:
+    """Return the options of `export` that take the same data."""
+    if options.images:
+        return {"images": options.images, "labels": options.labels, "seed": options.seed}
+    return {"text": options.text, "samples": options.samples, "window": options.window}
+
+
+Decide = Callable[[], Decision]
+
+
+def _candidates(
+    maker: "_Maker", found: list[MeasuredGraph], limit: int | None, loss: float | None
+) -> Iterator[tuple[str, Decide]]:
+    """Yield what is to be measured next, by what was measured so far."""
+    yield "int4 everywhere", maker.int4.as_first
+    yield "int8 everywhere", maker.int8.as_first
+    if limit is not None:
+        yield "by budget", lambda: maker.budget.within_bytes(limit)
+        yield "by budget, GPTQ", lambda: maker.fitted.within_bytes(limit)
+        yield f"by budget, GPTQ{PLAIN}", lambda: with_plain_inputs(maker.fitted.within_bytes(limit))
+        return
+    assert loss is not None
+    asked = loss
+    for attempt in range(TRIES):
+        name, target = "smallest within the loss" + (f", {attempt + 1}" if attempt else ""), asked
+        if not attempt:
+            yield name, lambda: maker.fitted.within_loss(loss)
+        if attempt or found[-1].score.kl > loss:
+            yield name + PLAIN, lambda target=target: with_plain_inputs(maker.fitted.within_loss(target))  # type: ignore[misc]
+        measured = found[-1].score.kl
+        if loss / CLOSE <= measured <= loss:
+            return
+        asked *= loss / max(measured, 1e-9)
+
+
+def with_plain_inputs(decision: Decision) -> Decision:
+    """Return the same weights, multiplied with what they read as it is, which onnxruntime else rounds to 8 bits."""
+    record = decision.record.model_copy(update={"accuracy_level": PLAIN_LEVEL})
+    return replace(decision, scheme=replace(decision.scheme, accuracy=PLAIN_LEVEL), record=record)
+
+
+class _Maker:
+    """Makes graphs of one model in a staging folder, and measures them."""
+
+    def __init__(
+        self, options: FrontierOptions, source: Checkpoint, task: GraphTask, samples: ProofSamples, staging: Staging
+    ) -> None:
+        self.options, self.source, self.task, self.samples, self.staging = options, source, task, samples, staging
+        self.dense: float | None = None
+        load = HeldModel(lambda: self._load(unpack=False))
+        self._reference = GraphReference(load, task, set())
+
+    def _load(self, *, unpack: bool) -> Any:
+        trust = self.options.trust_remote_code
+        return load_model(
+            self.source.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust, whole=True, unpack=unpack
+        )
+
+    # ---- the graph -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _traced(self) -> Any:
+        self._reference.let_go()
+        model = self._load(unpack=True)
+        log = self.staging.scratch / "export-error.log"
+        graph = trace_model(remove_head(model, self.task), self.task, opset=None, fusions=None, log=log)
+        return graph, measure_for(model, graph, self.task, self.samples)
+
+    def _decider(self, dtype: Any, **changes: Any) -> Decider:
+        graph, measuring = self._traced
+        scheme = make_scheme(dtype, GraphSettings(dtype=dtype), self.task, ranges=self.samples.images is not None)
+        return Decider(graph, replace(scheme, **changes), measuring, self.staging.scratch)
+
+    @cached_property
+    def int4(self) -> Decider:
+        return self._decider("int4")
+
+    @cached_property
+    def int8(self) -> Decider:
+        return self._decider("int8")
+
+    @cached_property
+    def unpriced(self) -> Decider:
+        """Decides about all forms."""
+        return self._decider("int4", blocks=BLOCK_SIZES)
+
+    @cached_property
+    def budget(self) -> Decider:
+        """The same, when what weights lose is known: it is measured, unless an earlier run has."""
+        decider, journal = self.unpriced, self.staging.journal
+        if PRICES in journal.notes:
+            decider.prices = Prices(decider.forms, **journal.notes[PRICES])
+        else:
+            found = decider.prices
+            journal.record(PRICES, note={"alone": found.alone, "at_once": found.at_once})
+        return decider
+
+    @cached_property
+    def fitted(self) -> Decider:
+        return self.budget.by_gptq()
+
+    # ---- candidates ------------------------------------------------------------------------------------------------
+
+    def _place(self, name: str) -> Path:
+        return self.staging.scratch / f"{name.replace(' ', '-').replace(',', '')}.onnx"
+
+    def measure(self, name: str, decide: Decide, say: Notices) -> MeasuredGraph:
+        """Make a graph and measure it, unless an earlier run has."""
+        place, journal = self._place(name), self.staging.journal
+        if name in journal.notes and place.is_file():
+            found = MeasuredGraph.read(journal.notes[name]["found"])
+            self.dense = journal.notes[name]["dense"]
+            return found
+        say(f"making and measuring: {name}")
+        decision = decide()
+        graph, measuring = self._traced
+        save_graph(store(graph, decision, measuring, self.staging.scratch), place, EMBEDDED_BYTES)
+        record = decision.record
+        candidate = GraphCandidate(
+            name,
+            "int8" if record.bits == 8 else "int4",
+            record.loss,
+            record.rounding,
+            record.weights,
+            record.accuracy_level,
+            by_budget=bool(decision.scheme.blocks),
+        )
+        found = MeasuredGraph(candidate, self._score(place))
+        journal.record(name, note={"found": found.note(), "dense": self.dense})
+        say(f"{name}: {found.score.bytes / 1e6:.2f} MB, {self.record([found], found, '').words_of(found.score)}")
+        return found
+
+    def _score(self, place: Path) -> FileScore:
+        """Run a graph in onnxruntime, and compare it with the model."""
+        graph, task, samples = OnnxModel(place.parent, place.name, described=self.source.path), self.task, self.samples
+        size, speeds = count_graph_bytes(place.parent, place.name), (self._time(graph),)
+        reference = self._reference
+        try:
+            if task.name == "text-generation":
+                assert samples.windows is not None
+                both = compare(cast(Any, graph), reference.model, samples.windows)
+                self.dense = both.reference_score.perplexity
+                spread = {} if both.spread is None else both.spread.data()
+                return FileScore(size, both.kl, both.score.perplexity, speeds, **spread, top1=both.top1_agreement)
+            any_loss = Allowance(0.0, math.inf)
+            if samples.images is not None:
+                metric = measure_image_metric(graph, reference, task.name, samples.images, any_loss)
+            else:
+                assert samples.windows is not None
+                metric = measure_text_metric(graph, reference, task.name, samples.windows, self.source.path, any_loss)
+        finally:
+            graph.close()
+        if isinstance(metric, str):
+            raise UserError(f"what a graph of {self.source.name} loses is not measured: {metric}")
+        if metric.kl is None:  # of vectors of one length, the energy that is lost is twice what the cosine loses
+            assert metric.onnxruntime is not None
+            return FileScore(size, 2 * (1 - metric.onnxruntime), None, speeds, top1=metric.onnxruntime)
+        if task.name == "fill-mask":
+            self.dense = metric.pytorch
+            return FileScore(size, metric.kl, metric.onnxruntime, speeds, top1=metric.same)
+        return FileScore(size, metric.kl, None, speeds, top1=metric.same)
+
+    def _time(self, graph: OnnxModel) -> float:
+        """Return the tokens, or images, that the graph reads a second."""
+        samples = self.samples
+        if samples.images is not None:
+            feed = {"pixel_values": samples.images.batch(slice(0, BATCH))["pixel_values"]}
+            items = len(feed["pixel_values"])
+        else:
+            assert samples.windows is not None
+            feed = complete_inputs({"input_ids": samples.windows[:1]}) | graph.empty_cache(1)
+            items = samples.windows.shape[1]
+        graph.run(feed)
+        start = perf_counter()
+        graph.run(feed)
+        return items / (perf_counter() - start)
+
+    # ---- the result ------------------------------------------------------------------------------------------------
+
+    def record(self, found: list[MeasuredGraph], best: MeasuredGraph | None, asked: str) -> Frontier:
+        """Return the record of what was found."""
+        embeds, samples = self.task.name == "feature-extraction", self.samples
+        if samples.images is not None:
+            data = f"{plural(len(samples.images), 'image')} of {(samples.description or {})['what']}"
+        else:
+            assert samples.windows is not None
+            names = ", ".join(path.name for path in self.options.held_out)
+            data = "{} windows of {} tokens of {}".format(*samples.windows.shape, names)
+        return Frontier(
+            folder=self.options.output,
+            model=model_name(self.source.path),
+            dense=self.dense,
+            found=found,
+            best=best,
+            asked=asked,
+            beyond_use="",
+            reach=min((each.score.bytes for each in found if each.candidate.by_budget), default=None),
+            commands=[] if best is None else [self._command(best)],
+            data_words=data,
+            runtime="onnxruntime",
+            loss="lost energy" if embeds else "KL",
+            agreement="cosine" if embeds else "top-1",
+        )
+
+    def _command(self, best: MeasuredGraph) -> str:
+        candidate, words = best.candidate, ["ckpt-prune", "export", str(self.options.model)]
+        words += ["--trust-remote-code"] if self.options.trust_remote_code else []
+        words += ["--dtype", candidate.dtype]
+        if candidate.by_budget:
+            size = self.options.target_bytes or str(best.score.bytes)
+            words += ["--target-bytes", size, "--rounding", candidate.rounding]
+            words += ["--accuracy-level", str(candidate.accuracy_level)]
+        given = _proof_options(self.options)
+        if self.options.images:
+            given["samples"] = self.options.held_out_samples or HELD_OUT_IMAGES
+        for name, value in given.items():
+            for each in value if isinstance(value, tuple) else [value]:
+                words += [] if each is None or (name, each) == ("seed", 0) else [f"--{name}", str(each)]
+        return shlex.join([*words, "--max-loss", "99%", "-o", "onnx"])
+
+    def publish(self, frontier: Frontier) -> None:
+        """Write the record and the best graph, with what it is loaded by, and put the folder in place."""
+        folder, files = self.staging.path, list[str]()
+        if frontier.best is not None:
+            best = cast(MeasuredGraph, frontier.best)
+            place, file = self._place(best.candidate.name), GRAPH_FILES[best.candidate.dtype]
+            external = place.with_name(f"{place.name}{DATA}")
+            if external.is_file():  # the graph names it
+                file = place.name
+                external.rename(folder / external.name)
+                files.append(external.name)
+            place.rename(folder / file)
+            for name, path in carried_files(self.source).items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(path.read_bytes())
+                files.append(name)
+            config = make_graph_config(self.source.config, [file] if external.name in files else [])
+            (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")
+            files += [file, CONFIG]
+        write_pages(frontier, folder, list(dict.fromkeys(files)))
+        self.staging.publish()

@@ -1,0 +1,129 @@
+"""`frontier --for onnxruntime`, as people call it: what it finds, how it goes on, and what it refuses."""
+
+import json
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_prune.cli.main import main
+from tests.gguf_files.tiny import TEXT, save
+from tests.images import write_images, write_vit
+
+
+def run(*arguments):
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return done.exit_code, done.output
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("graphs")
+    save(place / "model", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    (place / "text.txt").write_text(TEXT)
+    (place / "held_out.txt").write_text(TEXT[::-1])
+    return place
+
+
+def command(place, out, *more):
+    data = ["--text", place / "text.txt", "--held-out", place / "held_out.txt"]
+    few = ["--samples", 2, "--window", 32, "--held-out-samples", 2]
+    return ["frontier", place / "model", "--for", "onnxruntime", *data, *few, "-o", place / out, *more]
+
+
+def read(place, out):
+    return json.loads((place / out / "frontier.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def sized(place):
+    code, output = run(*command(place, "sized", "--target-bytes", "300KB"))
+    assert code == 0, output
+    return output
+
+
+def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, monkeypatch):
+    found = read(place, "sized")
+    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    file = place / "sized" / "model_q4.onnx"
+    assert 0.97 * 300_000 < file.stat().st_size == best["bytes"] <= 300_000
+    within = [each for each in found["candidates"] if each["bytes"] <= 300_000]
+    assert best["kl"] == min(each["kl"] for each in within)
+    assert best["pareto"]
+    assert {each["name"] for each in found["candidates"]} > {"int4 everywhere", "int8 everywhere"}
+    assert (found["measured_in"], found["loss"]) == ("onnxruntime", "KL")
+    assert found["sentence"] in sized
+    assert {"config.json", "tokenizer.json", "frontier.svg"} <= {path.name for path in (place / "sized").iterdir()}
+    monkeypatch.chdir(place)
+    code, output = run(*shlex.split(found["commands"][0])[1:], "--no-validate")
+    assert code == 0, output
+    assert (place / "onnx" / "model_q4.onnx").read_bytes() == file.read_bytes()
+
+
+def test_what_it_finds_is_what_evaluate_measures(place, sized):
+    found = read(place, "sized")
+    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    graph, data = place / "sized" / "model_q4.onnx", ["--text", place / "held_out.txt", "--window", 32, "--samples", 2]
+    code, output = run("evaluate", graph, "--against", place / "model", *data, "--json")
+    assert code == 0, output
+    measured = json.loads(output)
+    assert best["perplexity"] == pytest.approx(measured["perplexity"], rel=1e-4), measured
+
+
+def test_an_interrupted_run_goes_on(place, sized, monkeypatch):
+    """What was measured is not measured again, and the result is that of a run that was not stopped."""
+    from ckpt_prune.onnx.quantization.deciding import Decider
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    def fail(*_, **__):
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Decider, "by_gptq", stop)
+        code, output = run(*command(place, "stopped", "--target-bytes", "300KB"))
+    assert code != 0
+    assert "--resume continues" in output
+    with monkeypatch.context() as patched:
+        patched.setattr(Decider, "_alone", fail)
+        patched.setattr(Decider, "as_first", fail)
+        code, output = run(*command(place, "stopped", "--target-bytes", "300KB", "--resume"))
+    assert code == 0, output
+    figures = ("name", "bytes", "kl", "perplexity", "types")
+    again, whole = (
+        [[each[name] for name in figures] for each in read(place, out)["candidates"]] for out in ("stopped", "sized")
+    )
+    assert again == whole
+
+
+def test_the_smallest_graph_within_a_loss(place):
+    code, output = run(*command(place, "loss", "--max-loss", "20%"))
+    assert code == 0, output
+    found = read(place, "loss")
+    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    assert best["bytes"] == min(each["bytes"] for each in found["candidates"] if each["kl"] <= 0.1824)
+
+
+def test_a_size_out_of_reach_is_refused_before_anything_is_made(place):
+    code, output = run(*command(place, "small", "--target-bytes", "200"))
+    assert code == 2
+    assert "MB are out of reach: 4 bits for each of the weights of model take" in output
+    code, output = run(*command(place, "small", "--target-bytes", "200KB"))
+    assert code == 2, output
+    assert "with all weights in blocks of 4 bits it has" in output
+    assert "making and measuring" not in output
+    assert not (place / "small").exists()
+
+
+def test_models_of_images_are_measured_on_other_images(place):
+    write_vit(place / "vit", hidden_size=32, intermediate_size=64)
+    write_images(place / "images", [f"{number}.png" for number in range(40)])
+    words = ["frontier", place / "vit", "--for", "onnxruntime", "--images", place / "images", "--held-out-samples", 8]
+    code, output = run(*words, "--target-bytes", "60KB", "-o", place / "seen")
+    assert code == 0, output
+    found = read(place, "seen")
+    assert found["measured_on"] == "8 images of images"
+    assert found["dense_perplexity"] is None
+    assert all(each["perplexity"] is None and 0 <= each["top1"] <= 1 for each in found["candidates"])
+    assert "perplexity" not in output
