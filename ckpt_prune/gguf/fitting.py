@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -31,7 +30,7 @@ from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.model import Model
-from ckpt_prune.rounding.codes import CODES
+from ckpt_prune.rounding.codes import CODES, decode
 from ckpt_prune.rounding.feedback import HEAD_DAMP, damp_for, importance_of, output_error, round_with_feedback
 from ckpt_prune.sparsity.damping import DAMP
 
@@ -196,8 +195,7 @@ class Fitter:
                         place = places.pop(name)
                         folds_of = [self._place(each.to("cpu"), place) for each in select_input_moments(moments[first])]
                         files[name] = self._round(name, folds_of)
-                        values = gguf.dequantize(np.load(files[name]), self._kinds[name])
-                        place.put_back(tensors, torch.from_numpy(values))
+                        place.put_back(tensors, decode(np.load(files[name]), self._kinds[name]))
             source.advance(block, tensors)
             for name in tensors:
                 self._matrices.now.pop(name, None)

@@ -6,7 +6,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import gguf
 import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
@@ -21,7 +20,7 @@ from ckpt_prune.gguf.rounding import round_rows
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
-from ckpt_prune.rounding.codes import CODES
+from ckpt_prune.rounding.codes import CODES, decode
 from ckpt_prune.rounding.feedback import HEAD_DAMP, damp_for, round_with_feedback
 from ckpt_prune.sparsity.damping import DAMP
 
@@ -104,7 +103,7 @@ def predict_type_losses(
             for kind in [kind for kind in kinds if kind in CODES]:
                 assert inputs.gram is not None
                 encoded = round_with_feedback(rows, inputs.gram, kind, damp)
-                rounded[kind.name + _FED] = torch.from_numpy(gguf.dequantize(encoded, kind))
+                rounded[kind.name + _FED] = decode(encoded, kind)
         return rounded
 
     def is_plain(name: str) -> bool:

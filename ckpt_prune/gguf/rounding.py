@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.finite import all_finite
+from ckpt_prune.rounding.codes import decode
 from ckpt_prune.sparsity.steps import find_steps
 
 Array = np.ndarray[Any, Any]
@@ -83,12 +84,7 @@ def load_rows(file: Path) -> Iterator[Array]:
 
 def round_rows(rows: Tensor, kind: Kind, importance: Array | None = None) -> Tensor:
     """Return rows, (n, columns) float32, as a type holds them. Args: `encode`."""
-    columns = rows.shape[1]
-    encoded = [*encode("rows", rows, kind, importance)]
-    import libgguf
-
-    decoded = libgguf.dequantize_rows(np.concatenate(encoded), kind)
-    return torch.from_numpy(np.ascontiguousarray(decoded, np.float32)).reshape(-1, columns)
+    return decode(np.concatenate([*encode("rows", rows, kind, importance)]), kind)
 
 
 def _keep_steps(rows: Array) -> Array | None:

@@ -101,6 +101,13 @@ def put_codes(kind: Kind, blocks: Array, codes: Array) -> Array:
     return new
 
 
+def decode(encoded: Array, kind: Kind) -> Tensor:
+    """Return the weights of rows as ggml stores them, (rows, bytes) uint8 → (rows, columns) float32, by ggml itself."""
+    import libgguf
+
+    return torch.from_numpy(libgguf.dequantize_rows(encoded, kind)).reshape(len(encoded), -1)
+
+
 @dataclass(frozen=True)
 class CodeGrid:
     """The weights that codes of blocks stand for, as their scales are.
@@ -122,9 +129,7 @@ class CodeGrid:
         levels = (first, last) if codes.table is None else (codes.table[first], codes.table[last])
         columns = gguf.GGML_QUANT_SIZES[kind][0]
         low, high = (
-            torch.from_numpy(
-                gguf.dequantize(put_codes(kind, blocks, np.full((len(blocks), columns), code)), kind).astype(np.float64)
-            ).T.contiguous()
+            decode(put_codes(kind, blocks, np.full((len(blocks), columns), code)), kind).double().T.contiguous()
             for code in (first, last)
         )
         step = (high - low) / (levels[1] - levels[0])

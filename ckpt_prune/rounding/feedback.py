@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from ckpt_prune.compensation.methods import derive_strength
-from ckpt_prune.rounding.codes import CodeGrid, put_codes
+from ckpt_prune.rounding.codes import CodeGrid, decode, put_codes
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.visiting import fix_in_turn, visit_inputs
@@ -91,6 +91,6 @@ def output_error(weight: Tensor, encoded: Array, kind: Kind, gram: Tensor) -> fl
     gram = gram.float()
     for start in range(0, len(weight), ROWS):
         rows = slice(start, start + ROWS)
-        change = weight[rows].float() - torch.from_numpy(gguf.dequantize(encoded[rows], kind))
+        change = weight[rows].float() - decode(encoded[rows], kind)
         lost += float((change @ gram).mul_(change).sum(dtype=torch.float64))
     return lost

@@ -37,6 +37,7 @@ from ckpt_prune.measure.streams.hidden_stream import TOKENS_PER_BATCH
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.context import image_size
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
@@ -54,6 +55,8 @@ _SHARE = 4
 """A solve is timed at a width that is this many times smaller, if it is large: it grows with the cube of the width."""
 _LARGE = 1024
 """Narrower matrices are multiplied at a lower speed."""
+_FRONTIER, _FILE = 2.2, 2.4
+"""What `frontier` takes to measure a model, and to make and measure a file, as multiples of the time of `ridge`."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,18 @@ def estimate_calibration(
     runs = 1 + (_BACKWARD if {"fisher", "taylor"} & set(collect) else 0)
     seconds = None if run is None else run * len(samples) * runs
     return Estimate(seconds, peak, size)
+
+
+def estimate_frontier(
+    model: Model, samples: Samples, device: torch.device, dtype: torch.dtype, files: int, file_bytes: int
+) -> Estimate:
+    """Return what `frontier` will take, if no columns go: it measures the model, and makes and measures files."""
+    run = time_run(model, device, dtype, samples)
+    ridge = None if run is None else run * len(samples) + time_solve(model, device)
+    seconds = None if ridge is None else ridge * (_FRONTIER + files * _FILE)
+    whole = (resident_bytes() or 0) + LIBRARIES + 4 * cost_of(model).parameters
+    peak = max(whole, _peak(model, len(samples), samples.tokens, dtype, 2))
+    return Estimate(seconds, peak, min(files, 2) * file_bytes)  # two are kept at most
 
 
 def estimate_evaluation(

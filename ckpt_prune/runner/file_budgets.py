@@ -282,10 +282,11 @@ class FileBudgets:
 
         def add_with_fewer_tokens(budget: TypeBudget) -> None:
             for each in self._vocabularies():
-                if each.lost >= least():  # smaller ones lose more
-                    return
+                before = least()
                 # Rounding the rows that stay is taken to lose as much.
                 add(replace(budget, planner=self._plan(each.kept), rows=len(each.kept), by_rows=each.lost))
+                if math.isfinite(before) and least() >= before:  # each further token costs more, and saves as much
+                    return
 
         add(self.fitted)
         if least() > CUT_FROM:

@@ -29,13 +29,16 @@ from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.score import read_reference
 from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer, mix_windows, read_text, tokenise_text
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import digested_options
+from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import parse_size
+from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.file_budgets import FileBudgets, check_reach
 from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
 from ckpt_prune.runner.frontier_record import (
@@ -119,6 +122,8 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     ]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
+    if not options.resume:
+        say(_foresee_work(options, model, samples, limit))
     with resumable(options.output, say):
         staging = Staging(options.output, job=digest, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)
         with staging:
@@ -158,6 +163,24 @@ def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:
     window = options.window or WINDOW
     samples = options.held_out_samples or HELD_OUT
     return mix_windows(streams, samples=samples, window=window, seed=options.seed, choose="first")[0]
+
+
+def _foresee_work(options: FrontierOptions, model: Model, samples: Samples, limit: int | None) -> str:
+    """Say in which steps the work is done, and what it takes."""
+    files = 1 if limit is not None else 2 if options.max_loss is not None else 2 * len(LADDER) + len(SMALLEST)
+    device = resolve_device(options.device)
+    dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
+    size = limit or cost_of(model).bytes // 2
+    estimate = estimate_frontier(model, samples, device, dtype, files, size).since_start()
+    fewer = ["what fewer tokens and columns lose, if types alone lose much"] if limit is not None else []
+    steps = [
+        "predictions of MODEL",
+        "importance of inputs",
+        "what types lose",
+        *fewer,
+        "the file" if files == 1 else f"about {files} files",
+    ]
+    return f"{len(steps)} steps: {'; '.join(steps)}. This takes {estimate.line}"
 
 
 def _foresee(search: _Search) -> str:

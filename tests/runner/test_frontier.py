@@ -56,6 +56,7 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
     assert best["kl"] == min(each["kl"] for each in found["candidates"] if each["bytes"] <= 300_000)
     assert best["pareto"]
     assert found["sentence"] in output
+    assert "5 steps: predictions of MODEL; importance of inputs; " in output
     assert (place / "sized" / "frontier.svg").read_text().startswith("<svg xmlns=")
     assert found["recommended"] in (place / "sized" / "frontier.html").read_text()
     monkeypatch.chdir(place)
