@@ -71,10 +71,10 @@ def _named_for_vllm(model: Model, config: dict[str, Any]) -> dict[str, Any]:
     vLLM takes the first class that it knows, and asks the config class of the remote code for `block_configs`. In its
     first block attention begins the residual stream.
     """
-    own_blocks = config.keys() & {"per_layer_config", "ckpt_prune_biases"}
-    first_gone = 0 in config[ABSENT_KEY]["blocks"]
-    stock = model.family.causal and model.config.hidden_act == "silu" and not model.uses_sliding_window
-    if config["model_type"] not in DECILM_FAMILIES or own_blocks or first_gone or not stock:
+    own_blocks = config.keys() & {"per_layer_config", "ckpt_prune_biases"} or 0 in config[ABSENT_KEY]["blocks"]
+    if config["model_type"] not in DECILM_FAMILIES or own_blocks or not model.family.causal:
+        return config
+    if model.config.hidden_act != "silu" or model.uses_sliding_window:
         return config
     config_class = f"{REMOTE_MODULE}.{DECILM_FAMILIES[config['model_type']]}"
     return {
