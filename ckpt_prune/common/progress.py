@@ -55,11 +55,11 @@ def elapsed() -> float:
 
 def say_once(line: str) -> None:
     """Print a notice, unless it was printed before within the context of `show_progress`."""
-    said = _said.get()
-    if said is None or line not in said:
+    printed = _said.get()
+    if printed is None or line not in printed:
         Notices()(line)
-    if said is not None:
-        said.add(line)
+    if printed is not None:
+        printed.add(line)
 
 
 class Notices:

@@ -69,8 +69,8 @@ def _factor_in_place(matrix: Tensor) -> bool:
         factor, failed = torch.linalg.cholesky_ex(square)
         if int(failed):
             return False
-        rest = torch.addmm(matrix[below, panel], matrix[below, before], matrix[panel, before].T, alpha=-1)
-        matrix[below, panel] = torch.linalg.solve_triangular(factor, rest.T, upper=False).T
+        lower = torch.addmm(matrix[below, panel], matrix[below, before], matrix[panel, before].T, alpha=-1)
+        matrix[below, panel] = torch.linalg.solve_triangular(factor, lower.T, upper=False).T
         matrix[panel, panel] = factor + matrix[panel, panel].triu(1)
     return True
 

@@ -50,10 +50,10 @@ class NamedSuite:
             if self.folder is not None:
                 raise UserError(f"{folder}: no such folder of files of items")
             return {}
-        found = {task: sorted(folder.glob(f"{task}*.jsonl")) for task in self.tasks}
-        if self.folder is not None and not any(found.values()):
-            raise UserError(f"{folder} has no file of {self.name}'s tasks: {', '.join(f'{t}.jsonl' for t in found)}")
-        return {task: files[0] for task, files in found.items() if files}
+        files = {task: sorted(folder.glob(f"{task}*.jsonl")) for task in self.tasks}
+        if self.folder is not None and not any(files.values()):
+            raise UserError(f"{folder} has no file of {self.name}'s tasks: {', '.join(f'{t}.jsonl' for t in files)}")
+        return {task: paths[0] for task, paths in files.items() if paths}
 
     def mean(self, scores: Mapping[str, Mapping[str, float]]) -> float | None:
         """Return the mean of the accuracies that count, over the tasks that have one; None if none has.

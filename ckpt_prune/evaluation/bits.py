@@ -147,13 +147,13 @@ class PieceReader:
         """
         chosen = keep if keep is not None else self._kept
         strip, stop = self._logits(slice(piece, piece + 1)), len(self._windows[piece]) - 1
-        made = []
+        predictions = []
         for begin in range(self.start(piece) - 1, stop, STRIP):
             part = slice(begin, min(begin + STRIP, stop))
             logits = strip(0, part).float()
             logits = logits if chosen is None else logits.index_select(-1, chosen.to(logits.device))
-            made.append((part, logits.log_softmax(-1).cpu()))
-        return made
+            predictions.append((part, logits.log_softmax(-1).cpu()))
+        return predictions
 
     def count(self) -> tuple[list[float], int]:
         """Return the bits of each piece, and how many tokens count in all."""
@@ -162,8 +162,8 @@ class PieceReader:
         for piece, ids in enumerate(track(self._windows, self._what, unit="piece")):
             total = 0.0
             for part, predicted in self.strips(piece):
-                wanted = ids[part.start + 1 : part.stop + 1]
-                targets = torch.tensor(wanted if places is None else [places[index] for index in wanted])
+                following = ids[part.start + 1 : part.stop + 1]
+                targets = torch.tensor(following if places is None else [places[index] for index in following])
                 total -= float(predicted.gather(1, targets[:, None]).sum(dtype=torch.float64))
             check_finite("predictions", torch.tensor(total))
             bits.append(total / log(2))

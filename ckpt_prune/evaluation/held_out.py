@@ -62,8 +62,8 @@ def choose_held_out(
     is_text = model.family.modality == "text"
     if options.audio is not None:
         raise UserError("outputs are not measured on audio")
-    wanted = options.model_copy(update={"samples": count})
-    fresh = choose_fresh_samples(model, wanted, used, trust=trust, say=lambda _line: None)
+    sampling = options.model_copy(update={"samples": count})
+    fresh = choose_fresh_samples(model, sampling, used, trust=trust, say=lambda _line: None)
     samples = fresh.samples
     assert isinstance(samples, TokenWindows | ImageSamples)
     config = model.checkpoint.config

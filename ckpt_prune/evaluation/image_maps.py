@@ -63,10 +63,10 @@ def measure_maps(pair: Pair, options: EvaluateOptions) -> ScoredResult[Segmentat
     for start in track(range(0, len(samples), size), "reading maps", unit="batch"):
         batch = samples.batch(slice(start, start + size))
         truths = [maps.read(start + row) for row in range(len(batch["pixel_values"]))]
-        told = [_tell(model, batch, reader, [tuple(truth.shape) for truth in truths]) for model in models]
+        predictions = [_tell(model, batch, reader, [tuple(truth.shape) for truth in truths]) for model in models]
         for row, truth in enumerate(truths):
             there = truth >= 0
-            planes = [each[row][there] for each in told]
+            planes = [each[row][there] for each in predictions]
             for tally, plane in zip(tallies, planes, strict=True):
                 tally.add(plane, truth[there])
             agreeing += int((planes[0] == planes[-1]).sum())

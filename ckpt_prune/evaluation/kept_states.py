@@ -75,9 +75,9 @@ class KeptStates:
 
 
 def _drop_oldest(folder: Path) -> None:
-    found = [(file, file.stat()) for file in folder.glob("*.safetensors")]
-    total = sum(status.st_size for _, status in found)
-    for file, status in sorted(found, key=lambda each: each[1].st_mtime_ns):
+    statuses = [(file, file.stat()) for file in folder.glob("*.safetensors")]
+    total = sum(status.st_size for _, status in statuses)
+    for file, status in sorted(statuses, key=lambda each: each[1].st_mtime_ns):
         if total <= MOST_BYTES:
             break
         file.unlink(missing_ok=True)

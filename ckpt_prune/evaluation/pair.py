@@ -93,8 +93,8 @@ class Pair:
         """Those of the two that can be run block by block, by their folders."""
         graphs = {graph.parent for graph in (self.graph, self.reference_graph) if graph is not None}
         dtype = default_dtype(self.device)
-        found = {each: StreamedModel.open(each, self.device, dtype) for each in self.folders if each not in graphs}
-        return {folder: model for folder, model in found.items() if model is not None}
+        models = {each: StreamedModel.open(each, self.device, dtype) for each in self.folders if each not in graphs}
+        return {folder: model for folder, model in models.items() if model is not None}
 
     def load_reference(self) -> PreTrainedModel:
         """Load the WHOLE reference, of which there has to be one. Raises UserError if it does not load."""
@@ -122,10 +122,10 @@ def lack_of_room(folders: Iterable[Path], device: torch.device) -> str | None:
     if device.type != "cpu" or free is None or current_device_map() is not None:
         return None
     try:
-        whole = [Checkpoint.open(str(folder), packed=True).tensors for folder in folders]
+        stored = [Checkpoint.open(str(folder), packed=True).tensors for folder in folders]
     except UserError:  # loading says what is wrong
         return None
-    needed = torch.float32.itemsize * sum(tensor.numel for tensors in whole for tensor in tensors.values())
+    needed = torch.float32.itemsize * sum(tensor.numel for tensors in stored for tensor in tensors.values())
     if needed <= _ROOM * free:
         return None
     names = " and ".join(map(str, folders))

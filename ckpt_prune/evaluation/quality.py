@@ -66,5 +66,5 @@ def figures_of(loss: Loss) -> list[str]:
 
 def lines_of(loss: Loss) -> list[str]:
     """Return the lines that a terminal shows of an output beside another model."""
-    beside = f"beside {loss.against or 'the dense model'}, on {loss.data}: {', '.join(figures_of(loss))}"
-    return [beside] if loss.verdict is None else [beside, loss.verdict]
+    comparison = f"beside {loss.against or 'the dense model'}, on {loss.data}: {', '.join(figures_of(loss))}"
+    return [comparison] if loss.verdict is None else [comparison, loss.verdict]

@@ -116,10 +116,10 @@ class FilePlanner:
 
 def model_of_output(model: Model, output: Output) -> Model:
     """Return the model that an output would hold, whose weights are nowhere: for names, shapes and config alone."""
-    known = model.checkpoint.tensors
-    some = next(iter(known.values()))
+    stored = model.checkpoint.tensors
+    some = next(iter(stored.values()))
     tensors = {
-        name: replace(known.get(name, some), name=name, dtype=dtype, shape=shape, scaled=None, adapter=None)
+        name: replace(stored.get(name, some), name=name, dtype=dtype, shape=shape, scaled=None, adapter=None)
         for specs in output.layout.values()
         for name, (dtype, shape) in specs.items()
     }

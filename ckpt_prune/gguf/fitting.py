@@ -190,8 +190,8 @@ class Fitter:
             for keys in source.group_keys(list(readers)):
                 moments = source.moments(block, tensors, keys)
                 for first in keys:
-                    own = {model.tensor(block, module) for module in readers[first]}
-                    for name in [name for name, place in places.items() if place.sources <= own]:
+                    linears = {model.tensor(block, module) for module in readers[first]}
+                    for name in [name for name, place in places.items() if place.sources <= linears]:
                         place = places.pop(name)
                         folds_of = [self._place(each.to("cpu"), place) for each in select_input_moments(moments[first])]
                         files[name] = self._round(name, folds_of)

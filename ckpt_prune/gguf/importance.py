@@ -86,10 +86,10 @@ def read_imatrix(file: Path, layout: Layout) -> Importance:
         entries = libgguf.load_imatrix(file)
     except (OSError, ValueError, EOFError, OverflowError, MemoryError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is no importance matrix of llama.cpp, or damaged: {error}") from error
-    known = {name: np.ravel(values) for name, values in entries.items() if name in layout.tensors}
-    if not known:
+    weights = {name: np.ravel(values) for name, values in entries.items() if name in layout.tensors}
+    if not weights:
         raise UserError(f"{file} knows none of this model's matrices: it was measured on another model")
-    for name, values in known.items():
+    for name, values in weights.items():
         width = layout.tensors[name].shape[-1]
         if len(values) != width:
             raise UserError(
@@ -98,7 +98,7 @@ def read_imatrix(file: Path, layout: Layout) -> Importance:
             )
         if not np.isfinite(values).all() or (values < 0).any():
             raise UserError(f"{file}: {name} holds NaN, Inf or numbers below zero: measure again")
-    return {name: np.ascontiguousarray(values, dtype=np.float32) for name, values in known.items() if values.any()}
+    return {name: np.ascontiguousarray(values, dtype=np.float32) for name, values in weights.items() if values.any()}
 
 
 def write_imatrix(out: Path, statistics: Statistics, model: Model) -> Importance:

@@ -47,9 +47,9 @@ class Head:
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of states (tokens, hidden)."""
-        made = states @ self.weight.T if self.bias is None else torch.addmm(self.bias, states, self.weight.T)
-        made = made * self.factor
-        return made if self.cap is None else self.cap * torch.tanh(made / self.cap)
+        logits = states @ self.weight.T if self.bias is None else torch.addmm(self.bias, states, self.weight.T)
+        logits = logits * self.factor
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def diverge_from(reference: TextPredictions, folder: Path, windows: int, parts: 
         return _compare(*_read_states(folder, part.windows, trust=True), part).mean_kl
     ids, starts = _write_with(part.windows, parts)
     head, states = _read_states(folder, ids, trust=True)
-    own = _add_nll(part.head, part.states, part.windows, [(1, part.windows.shape[1])] * len(part.windows))
-    return (_add_nll(head, states, ids, starts) - own) / (part.windows[:, 1:].numel())
+    reference_nll = _add_nll(part.head, part.states, part.windows, [(1, part.windows.shape[1])] * len(part.windows))
+    return (_add_nll(head, states, ids, starts) - reference_nll) / (part.windows[:, 1:].numel())
 
 
 def _write_with(windows: Tensor, parts: TokenParts) -> tuple[Tensor, list[tuple[int, int]]]:
@@ -182,8 +182,8 @@ def _find_head(model: Any, ids: Tensor, folder: Path) -> Head:
     head = Head(linear.weight.detach(), 1.0, None, linear.bias)
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if cap is None:
-        made = head.logits(seen[0][0]).double()
-        head = replace(head, factor=float((logits * made).sum() / made.square().sum()))
+        unscaled = head.logits(seen[0][0]).double()
+        head = replace(head, factor=float((logits * unscaled).sum() / unscaled.square().sum()))
     else:
         head = replace(head, cap=float(cap))
     if not torch.allclose(head.logits(seen[0][0]), logits, rtol=1e-3, atol=1e-3):

@@ -82,9 +82,9 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
         tokenizer = _of_words(keys, vocabulary, pre)
     else:
         tokenizer = _of_pieces(keys, vocabulary, types, names["unknown"])
-    whole = {token for token, index in vocabulary.items() if types[index] in _CUT}
+    never_split = {token for token, index in vocabulary.items() if types[index] in _CUT}
     strips = isinstance(name := values.get("general.name"), str) and PHI.search(name) is not None
-    for token in sorted(whole, key=vocabulary.__getitem__):
+    for token in sorted(never_split, key=vocabulary.__getitem__):
         rstrip, is_text = strips and token not in PHI_KEEPS, types[vocabulary[token]] == USER_DEFINED
         added = AddedToken(token, normalized=False, special=not is_text, rstrip=rstrip)
         (tokenizer.add_tokens if is_text else tokenizer.add_special_tokens)([added])
@@ -98,7 +98,7 @@ def tokenizer_of(values: Mapping[str, Any], where: Path) -> StoredTokenizer:
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=framed)
     short = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     # transformers cuts every token that has a name out of a text, which llama.cpp does not do with ordinary ones.
-    named = {f"{short[key]}_token": name for key, name in names.items() if name in whole}
+    named = {f"{short[key]}_token": name for key, name in names.items() if name in never_split}
     generation = _generation(keys, values, tokens, ids)
     templates = _templates(keys)
     keys.check_others(TOKENIZER_WITHOUT_EFFECT, {})
@@ -137,19 +137,19 @@ def _generation(
     stops = find_stops(values)
     ends = [*dict.fromkeys(index for index in (*named, *sorted(stops)) if index in stops)]
     suppressed = keys.entries("ggml.suppress_tokens", int, [])
-    found = {
+    settings = {
         "bos_token_id": ids["bos"],
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "pad_token_id": ids["padding"],
         "suppress_tokens": [index for index in suppressed if 0 <= index < len(tokens)],
     }
-    return {key: value for key, value in found.items() if key != "suppress_tokens" or value}
+    return {key: value for key, value in settings.items() if key != "suppress_tokens" or value}
 
 
 def _templates(keys: Keys) -> dict[str, str]:
     """Chat templates by name. The one without a name is the default."""
-    found = {"default": keys.take("chat_template"), **keys.others("chat_template.")}
-    templates = {name: text for name, text in found.items() if text is not None}
+    stored = {"default": keys.take("chat_template"), **keys.others("chat_template.")}
+    templates = {name: text for name, text in stored.items() if text is not None}
     for name, text in templates.items():
         if _TEMPLATE.fullmatch(name) is None or not isinstance(text, str):
             raise UserError(

@@ -61,7 +61,7 @@ def kinds_of(
         UserError: rows of the embedding do not divide into blocks of the type that is asked for, an expression decides
             nothing, or so few bits want the importance of inputs.
     """
-    asked = _asked_kinds(layout, others)
+    asked_kinds = _asked_kinds(layout, others)
     if MIXTURES[chosen].needs_importance and not weighted:
         raise _few_bits(chosen)
     kinds: dict[str, Kind] = {}
@@ -72,12 +72,12 @@ def kinds_of(
         if not _is_matrix(name, weight):
             kinds[name] = Kind.F32
             continue
-        chosen_kind = kind = asked.get(name) or _choose_kind(layout, name, chosen, weighted=weighted)
+        chosen_kind = kind = asked_kinds.get(name) or _choose_kind(layout, name, chosen, weighted=weighted)
         for other in (FALLBACKS.get(chosen_kind, chosen_kind), Kind.F16):
             if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
                 kind = other
         kinds[name] = kind
-        if kind in LEAST and name in asked and name not in OUTER and not weighted:
+        if kind in LEAST and name in asked_kinds and name not in OUTER and not weighted:
             raise _few_bits(f"--tensor-type {kind.name.lower()}")
         if kind != chosen_kind:
             changed[kind.name.lower(), chosen_kind.name.lower()] += 1
@@ -105,27 +105,27 @@ def _asked_kinds(layout: Layout, others: OtherTypes) -> dict[str, Kind]:
             f"--output-type {others.output} is of a head with weights of its own, and this one is the embedding: give "
             f"--embedding-type {others.output}"
         )
-    asked: dict[str, Kind] = {}
+    kinds: dict[str, Kind] = {}
     for name, option, kind in (
         (head, "--output-type", others.output),
         (embedding, "--embedding-type", others.embedding),
         (head, "--embedding-type", others.embedding),
     ):
-        if kind is not None and name in layout.tensors and name not in asked:
+        if kind is not None and name in layout.tensors and name not in kinds:
             _check_rows(option, kind, int(layout.tensors[name].shape[-1]))
-            asked[name] = Kind[kind.upper()]
+            kinds[name] = Kind[kind.upper()]
     for pattern, kind in others.matrices.items():
         names = [name for name, weight in layout.tensors.items() if _is_matrix(name, weight)]
-        found = [name for name in names if re.search(pattern, name)]
-        if not found:
+        matching = [name for name in names if re.search(pattern, name)]
+        if not matching:
             near = ", ".join(name for name in names if name.startswith("blk.0."))
             raise UserError(f"--tensor-type {pattern}={kind} matches no matrix of the file: names are {near}, …")
-        if not set(found) - asked.keys():
+        if not set(matching) - kinds.keys():
             raise UserError(
                 f"--tensor-type {pattern}={kind} decides nothing: what it matches follows options before it"
             )
-        asked |= dict.fromkeys([name for name in found if name not in asked], Kind[kind.upper()])
-    return asked
+        kinds |= dict.fromkeys([name for name in matching if name not in kinds], Kind[kind.upper()])
+    return kinds
 
 
 def _few_bits(what: str) -> UserError:

@@ -71,11 +71,11 @@ def write_gguf(
         try:
             write_head(writer)
             for name, weight in track(list(layout.tensors.items()), "writing", unit="tensor"):
-                made = (rounded or {}).get(name)
-                if made is None:
+                file = (rounded or {}).get(name)
+                if file is None:
                     parts = encode(name, weight.read(), kinds[name], importance.get(name))
                 else:
-                    parts = load_rows(made)
+                    parts = load_rows(file)
                 writer.write_tensor_data(_Rows(sizes[name], parts))  # type: ignore[arg-type]
         finally:
             writer.close()

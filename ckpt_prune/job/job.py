@@ -127,9 +127,9 @@ class Job:
 
         Samples of one choice begin alike, so the larger of two holds the other, unless they were chosen beside it.
         """
-        beside = self.training is not None and self.training.seen is False
+        is_fresh = self.training is not None and self.training.seen is False
         given = [each.samples for each in (self.live, self.training) if each is not None]
-        if self.statistics is None and not (beside and (self.live is not None or self.earlier)):
+        if self.statistics is None and not (is_fresh and (self.live is not None or self.earlier)):
             return max(given, key=len, default=[])
         used = [*self.earlier, *((len(samples), samples.fingerprint) for samples in given)]
         if self.statistics is not None:
@@ -137,7 +137,7 @@ class Job:
             if len(index.data) > 1:
                 return None
             used.insert(0, (index.samples, index.data[0]))
-        return used if beside else [max(used)]
+        return used if is_fresh else [max(used)]
 
     @property
     def stored_model(self) -> Model:

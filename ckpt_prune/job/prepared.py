@@ -267,5 +267,5 @@ class Prepared:
 
 
 def begin(job: Job) -> Prepared:
-    known = {type(fact): fact for fact in job.opened}
-    return Prepared(job, job.model, job.recipe, job.statistics, job.live, plan=job.plan, known=known)
+    facts_by_type = {type(fact): fact for fact in job.opened}
+    return Prepared(job, job.model, job.recipe, job.statistics, job.live, plan=job.plan, known=facts_by_type)

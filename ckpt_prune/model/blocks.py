@@ -44,20 +44,20 @@ def _stock_kinds(
     """
     family = load_family(model_type, variant) if outside is None else parse_family(outside, variant)
     family = family.of(architecture)
-    wanted = {module for module in family.linears if "{expert}" not in module}
-    wanted |= {space.measured for space in family.expert_spaces.values()}
+    modules = {module for module in family.linears if "{expert}" not in module}
+    modules |= {space.measured for space in family.expert_spaces.values()}
     for few in _FEW:
         config = _stock_config(family, few)
         names = Names(build_skeleton(config, architecture))  # names do not depend on sizes
-        found = {
+        block_of = {
             module: block
             for block in reversed(range(family.dimension(config, "layers")))
-            for module in wanted
+            for module in modules
             if names.parameters(family.tensor(block, module))
         }
-        if wanted <= found.keys():
+        if modules <= block_of.keys():
             break
-    return names, MappingProxyType(found)
+    return names, MappingProxyType(block_of)
 
 
 def _stock_config(family: Family, blocks: int | None) -> "PreTrainedConfig":

@@ -76,12 +76,12 @@ def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tup
     found: list[dict[str, tuple[int, ...]]] = []
     for block in range(blocks):
         prefix = family.block.format(block=block)
-        own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+        inside = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
         for stack, (part,) in ({} if family.experts is None else family.experts.stacks).items():
-            count, *shape = own.pop(stack, (0,))
+            count, *shape = inside.pop(stack, (0,))
             turned = family.experts is not None and family.experts.turned and part.endswith(".weight")
-            own |= {part.format(expert=e): tuple(reversed(shape) if turned else shape) for e in range(count)}
-        found.append(own)
+            inside |= {part.format(expert=e): tuple(reversed(shape) if turned else shape) for e in range(count)}
+        found.append(inside)
     return found
 
 
@@ -154,9 +154,9 @@ def _check_linears(family: Family, blocks: Sequence[Shapes]) -> Family:
             raise UserError(f"block: {family.architecture} has no tensor that begins with {prefix}")
         linears = {name.removesuffix(".weight") for name in weights}
         everywhere |= linears
-        own = spaces_among(family.spaces, linears)
-        found |= own.keys()
-        named = others | {module for space in own.values() for module in space.modules}
+        spaces = spaces_among(family.spaces, linears)
+        found |= spaces.keys()
+        named = others | {module for space in spaces.values() for module in space.modules}
         if extra := sorted(each for each in linears - named if re.sub(r"\.\d+\.", ".{expert}.", each) not in others):
             begun = [space for space in family.spaces.values() if linears.intersection(space.modules)]
             module = next((each for space in begun for each in space.modules if each not in linears), None)
@@ -168,7 +168,7 @@ def _check_linears(family: Family, blocks: Sequence[Shapes]) -> Family:
             )
     if wrong := sorted(set(family.attention.modules) - everywhere):
         raise UserError(f"attention: {family.architecture} has no {family.tensor(0, wrong[0])}")
-    return family.model_copy(update={"spaces": {name: own for name, own in family.spaces.items() if name in found}})
+    return family.model_copy(update={"spaces": {name: each for name, each in family.spaces.items() if name in found}})
 
 
 def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> None:

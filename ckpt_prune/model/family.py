@@ -151,9 +151,9 @@ class Family(StrictModel):
 
     def class_of(self, auto: str) -> str | None:
         """Return the first class that an Auto class loads, or None."""
-        own = next((name for name, each in self.architectures.items() if each.auto == auto), None)
+        described = next((name for name, each in self.architectures.items() if each.auto == auto), None)
         # Those of transformers' mappings last: to ask for them imports them.
-        return own or next((name for name, each in self.classes.items() if each.auto == auto), None)
+        return described or next((name for name, each in self.classes.items() if each.auto == auto), None)
 
     @property
     def purpose(self) -> Purpose | None:

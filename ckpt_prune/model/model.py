@@ -66,9 +66,9 @@ class Model:
         if oriented.stated:
             config = parse_config(oriented.config)
         model = cls(oriented, family.with_config(config), config)
-        found = {space for block in range(model.blocks) for space in model.spaces(block)}
-        if found < model.family.spaces.keys():
-            spaces = {name: space for name, space in model.family.spaces.items() if name in found}
+        present = {space for block in range(model.blocks) for space in model.spaces(block)}
+        if present < model.family.spaces.keys():
+            spaces = {name: space for name, space in model.family.spaces.items() if name in present}
             model = replace(model, family=model.family.model_copy(update={"spaces": spaces}))
         if not checkpoint.by_class and not is_as_described(model):
             return cls.of(replace(checkpoint, by_class=True))

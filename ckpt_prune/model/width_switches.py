@@ -35,10 +35,10 @@ def stating_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     shapes, others = (stock_names(each, family.architecture).shapes for each in (plain, changed))
     for space in family.consumers.values():
         weights = [family.tensor(block, space.consumer) for block in range(family.dimension(parsed, "layers"))]
-        own = next((weight for weight in weights if weight in shapes), None)
-        if own is None or shapes[own] == others.get(own):
+        weight_name = next((weight for weight in weights if weight in shapes), None)
+        if weight_name is None or shapes[weight_name] == others.get(weight_name):
             continue
-        width = shapes[own][0 if space.consumer in family.transposed else 1]
+        width = shapes[weight_name][0 if space.consumer in family.transposed else 1]
         for key, factors in space.config.items():
             # Published files may have the number under a name that the class takes away (LFM2's block_ff_dim).
             old, known = getattr(parsed, key), {*parsed.to_dict(), *parsed.attribute_map}

@@ -395,11 +395,11 @@ class GraphProof:
     def _check_range(self) -> tuple[bool, str]:
         feed = {name: value[:_RANGE_SAMPLES] for name, value in self._typical_feed().items()}
         feed = {name: value.half() if value.is_floating_point() else value for name, value in feed.items()}
-        held = HeldModel(self._in_half)
-        reference = self.reference.replaced(held.get())
-        found = measure_half_range(reference.module, lambda: reference.run(feed))
-        held.let_go()
-        return found.fits, found.describe()
+        half_model = HeldModel(self._in_half)
+        reference = self.reference.replaced(half_model.get())
+        span = measure_half_range(reference.module, lambda: reference.run(feed))
+        half_model.let_go()
+        return span.fits, span.describe()
 
     def _load(self, provider: Provider) -> tuple[bool, str]:
         try:
@@ -668,14 +668,14 @@ class TextProof(GraphProof):
         if "graph" not in self._known:
             return super()._reuse_outputs()
         self.reference.let_go()
-        known = {
+        stored = {
             side: _KnownLogits(self.reference.config, self.windows, read_stored(value))
             for side, value in self._known.items()
         }
         self._known = {}
-        ours = cast(OnnxModel, known["graph"])
+        ours = cast(OnnxModel, stored["graph"])
         # If PyTorch failed before, it will again.
-        return ours, self.reference.replaced(known["pytorch"]) if "pytorch" in known else self.reference
+        return ours, self.reference.replaced(stored["pytorch"]) if "pytorch" in stored else self.reference
 
     def _compare_chunks(self, case: TextCase, given: Given) -> list[Case]:
         """A text through the cache in pieces, against one pass in PyTorch: outputs, and the keys and values kept."""

@@ -87,9 +87,9 @@ def put_codes(kind: Kind, blocks: Array, codes: Array) -> Array:
     """
     new, columns = blocks.copy(), codes.shape[-1]
     shape = codes.shape[:-1]
-    whole = codes.astype(np.int16).astype(np.uint8)
+    unsigned = codes.astype(np.int16).astype(np.uint8)
     for field in CODES[kind].fields:
-        bits = (whole >> field.shift) & ((1 << field.width) - 1)
+        bits = (unsigned >> field.shift) & ((1 << field.width) - 1)
         size = columns * field.width // 8
         if kind in _QH_IN_ORDER and field.width == 1:
             packed = np.packbits(bits, axis=-1, bitorder="little")

@@ -90,9 +90,9 @@ class _Measurement:
     def add_effects(self, statistics: Statistics) -> None:
         """Add what errors of every layer do to the model's output, as far as that is wanted."""
         family = self.model.family
-        wanted = {*family.consumers, *self.named, *(family.logits if "logits" in self.kinds else ())}
+        names = {*family.consumers, *self.named, *(family.logits if "logits" in self.kinds else ())}
         how: dict[str, Any] = {
-            "spaces": [space for space in family.spaces if space in wanted],
+            "spaces": [space for space in family.spaces if space in names],
             "device": self.device,
             "compute_dtype": self.dtype,
         }

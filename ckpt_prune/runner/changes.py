@@ -29,9 +29,9 @@ def changes_of(prepared: Prepared) -> list[RecipeChange]:
 
 def change_lines(prepared: Prepared) -> Iterator[str]:
     """Say what is not as the recipe says, but what other lines tell: spaces without a stock class, and multiples."""
-    told = {f"spaces.{name}" for name in prepared.whole.left_whole}
+    left_whole = {f"spaces.{name}" for name in prepared.whole.left_whole}
     for change in changes_of(prepared):
-        if change.key not in told and not change.key.endswith(_MULTIPLE):
+        if change.key not in left_whole and not change.key.endswith(_MULTIPLE):
             yield change.words
 
 

@@ -93,12 +93,12 @@ def write_stock(
     Nothing is kept of one that does not compute what its source does, if `compare` is given.
     """
     record = ConversionRecord(source=stock.name, fingerprint=stock.fingerprint, notes=list(stock.notes))
-    made = [SINGLE, CONFIG, CONVERSION_RECORD, *stock.texts]
+    names = [SINGLE, CONFIG, CONVERSION_RECORD, *stock.texts]
     opening = OutputFacts(
         _CONVERTED,
         hashlib.sha256(canonical_json([__version__, "convert", stock.fingerprint]).encode()).hexdigest(),
         [] if stock.source is None else [stock.source],
-        lambda: top_names(stock.copied) | {name.partition("/")[0]: None for name in made},
+        lambda: top_names(stock.copied) | {name.partition("/")[0]: None for name in names},
         lambda journal: f"{len(journal.entries)} of {len(stock.tensors)} tensors converted",
     )
     run = Run(out, None, PhaseTimer(torch.device("cpu")), announce)

@@ -96,9 +96,9 @@ class Estimate:
 
     def followed_by(self, other: "Estimate") -> "Estimate":
         """Return the estimate of this work and another one after it."""
-        known = self.seconds is not None and other.seconds is not None
+        is_known = self.seconds is not None and other.seconds is not None
         return Estimate(
-            (self.seconds or 0) + (other.seconds or 0) if known else None,
+            (self.seconds or 0) + (other.seconds or 0) if is_known else None,
             max(self.peak_bytes, other.peak_bytes),
             self.disk_bytes + other.disk_bytes,
             self.export_bytes + other.export_bytes,
@@ -235,8 +235,8 @@ def estimate_evaluation(
     strip = min(STRIP_BYTES, windows * tokens * vocabulary * 4)
     heads = outside + copied + (1 + len(models)) * strip
     base = (resident_bytes() or 0) + LIBRARIES
-    held = min(states, len(models) * states_limit())
-    return Estimate(seconds, base + held + max(busiest, heads), states - held)
+    in_memory = min(states, len(models) * states_limit())
+    return Estimate(seconds, base + in_memory + max(busiest, heads), states - in_memory)
 
 
 @dataclass(frozen=True, eq=False)

@@ -131,8 +131,8 @@ def _find_finished(opening: OutputFacts, run: Run) -> Any:
         return None
     complete_swap(run.out, opening.form.kind)
     lacking = " and ".join(work.noun for work in unfollowed(run))
-    left = f"complete: only its {lacking} is missing" if lacking else "finished: nothing is left to do"
-    run.announce(f"{run.out} is {left}")
+    state = f"complete: only its {lacking} is missing" if lacking else "finished: nothing is left to do"
+    run.announce(f"{run.out} is {state}")
     return record
 
 
@@ -144,7 +144,7 @@ def summary(journal: Journal, blocks: int, done: str) -> str:
         return "all done but what is exported of it"
     # A numbered entry is of one block, or of one model that was tried.
     counts = Counter(entry.rpartition(" ")[0] for entry in journal.entries if entry.rpartition(" ")[2].isdigit())
-    whole = [entry for entry in journal.entries if not entry.rpartition(" ")[2].isdigit()]
+    phases = [entry for entry in journal.entries if not entry.rpartition(" ")[2].isdigit()]
     written = counts.pop("block", 0)
-    parts = [f"{name} ({count})" for name, count in counts.items() if name not in whole]
-    return ", ".join([*whole, *parts, *([f"{written} of {blocks} blocks {done}"] if written else [])])
+    parts = [f"{name} ({count})" for name, count in counts.items() if name not in phases]
+    return ", ".join([*phases, *parts, *([f"{written} of {blocks} blocks {done}"] if written else [])])

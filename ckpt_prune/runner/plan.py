@@ -125,8 +125,8 @@ def make_plan(prepared: Prepared) -> Plan:
     for block in track(model.spaced_blocks, "planning", total=len(model.spaced_blocks)):
         given = prepared.statistics
         metric = given.read_fisher(block) if given is not None and given.index.fisher else {}
-        own = [solver for solver in solvers if solver.space in model.spaces(block)]
-        read = {name: tensor for solver in own for name, tensor in solver.read(block).items()}
+        present = [solver for solver in solvers if solver.space in model.spaces(block)]
+        read = {name: tensor for solver in present for name, tensor in solver.read(block).items()}
         for at in engine.sites(block, read, source):
             solver, plan = at.solver, at.solved[0]
             fisher = metric.get(model.moments_name(block, plan.site.space))

@@ -196,8 +196,8 @@ def prune_model(
 
 def _read(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -> Job:
     # What is only told, and of sizes alone, does without transformers' class, which takes seconds to import.
-    told = options.dry_run and not chosen.recipe.needs_moments and chosen.plan is None and not has_data(options)
-    dense = open_model(options.model, Opening.of(options, by_class=not told))
+    only_sizes = options.dry_run and not chosen.recipe.needs_moments and chosen.plan is None and not has_data(options)
+    dense = open_model(options.model, Opening.of(options, by_class=not only_sizes))
     chosen = replace(chosen, recipe=fit_to_runtimes(chosen.recipe, dense, say))
     model, facts = dense, list[Any]()
     for stage in stages_of(chosen.recipe):
@@ -244,10 +244,10 @@ def _measure(options: PruneOptions, pruned: Pruned, job: Job) -> Pruned:
     """Measure the output and the dense model on held-out data."""
     say = Notices()
     try:
-        beside = pruned.dense or options.model
-        results = measure_quality(pruned.path, job, options, say, beside, whole=pruned.dense)
+        reference = pruned.dense or options.model
+        results = measure_quality(pruned.path, job, options, say, reference, whole=pruned.dense)
     except UserError as error:
-        again = f"`ckpt-prune evaluate {pruned.path} --against {beside}`"
+        again = f"`ckpt-prune evaluate {pruned.path} --against {reference}`"
         raise EvaluationFailedError(f"{error}; {pruned.path} is complete: {again}", pruned) from error
     report, notices = find_report(pruned.path), (*pruned.notices, *say.lines)
     return replace(pruned, evaluation=results[0] if results else None, report=report, notices=notices)

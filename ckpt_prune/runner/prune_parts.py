@@ -59,14 +59,14 @@ def _first(part: str, place: Path) -> dict[str, Any]:
 
 def _of_tower(options: PruneOptions, place: Path) -> PruneOptions:
     """Return the options for the tower: its images, its recipe, and a folder in which it waits."""
-    own = {
+    changes = {
         **_first("vision", place),
         "data": None if options.images else options.data,
         "choose": options.choose if options.choose == "first" else "random",
         **{"text": (), "window": None, "bos": "auto", "samples": None},
     }
     if options.vision_recipe is not None:
-        own |= {"recipe": options.vision_recipe, "overrides": ()}
+        changes |= {"recipe": options.vision_recipe, "overrides": ()}
     if options.vision_ratio is not None:
-        own["ratio"] = options.vision_ratio
-    return options.model_copy(update=own)
+        changes["ratio"] = options.vision_ratio
+    return options.model_copy(update=changes)

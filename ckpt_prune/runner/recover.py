@@ -80,10 +80,10 @@ def _read(options: RecoverOptions, say: Notices) -> Job:
     job = Job(pruned, recipe, device=device, dense=dense, trust=trust, asked=digested_options(options))
     check_job(job)
     seen = classes = None
-    known = known_samples(find_report(pruned.checkpoint.path))
+    used = known_samples(find_report(pruned.checkpoint.path))
     if method == "scales":
         assert dense is not None
-        fresh = choose_fresh_samples(dense, options, known, trust=trust, most=FEW_SAMPLES, say=say)
+        fresh = choose_fresh_samples(dense, options, used, trust=trust, most=FEW_SAMPLES, say=say)
         samples, seen = fresh.samples, fresh.seen
     elif options.data is not None:
         cutoff = options.window or LLM_PRUNER["window"]
@@ -96,4 +96,4 @@ def _read(options: RecoverOptions, say: Notices) -> Job:
         check_same_reader(pruned, dense, options.text, trust=trust)
     after = asked_after(options.perplexity_after, pruned) if method in ("laco", "snows") else frozenset[int]()
     training = RecoverySamples(samples, dtype, state_memory(options), after, seen, classes)
-    return replace(job, training=training, earlier=known or ())
+    return replace(job, training=training, earlier=used or ())

@@ -65,9 +65,9 @@ def _other_parts(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     if before is None or before.part is None:
         return []
     files = ("others", "files", "side_files", "job", "stages")
-    own = {key: value for key, value in before.data().items() if key not in files}
+    earlier = {key: value for key, value in before.data().items() if key not in files}
     part = checkpoint.within and checkpoint.within.part
-    return [each for each in (own, *before.others) if each["part"] != part]
+    return [each for each in (earlier, *before.others) if each["part"] != part]
 
 
 def describe_data(prepared: Prepared) -> dict[str, Any]:

@@ -23,8 +23,8 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
     groups = {keys.key: keys.column_group for keys in recipe.stages if keys.column_group > 1}
 
     def multiple(unit: int) -> int:
-        own = (group // gcd(group, unit) for group in groups.values())
-        return lcm(*own, *(target.multiple(unit) for target in named))
+        column_groups = (group // gcd(group, unit) for group in groups.values())
+        return lcm(*column_groups, *(target.multiple(unit) for target in named))
 
     multiples, rows = {space: multiple(columns.get(space, 1)) for space in recipe.spaces}, multiple(1)
     if rows == 1:
@@ -53,8 +53,8 @@ def check_stored(prepared: Prepared) -> None:
 
 def _targets(recipe: Recipe) -> list[Target]:
     """Return the runtimes that an output is for: those that the recipe names, and those of what it exports."""
-    own = [Target(name) for keys in recipe.stages for name in keys.runtimes]
-    return [*(read_target(text) for text in recipe.runs_on or []), *own]
+    named = [read_target(text) for text in recipe.runs_on or []]
+    return named + [Target(name) for keys in recipe.stages for name in keys.runtimes]
 
 
 def _check(targets: Iterable[Target], model: Model, model_type: str, changes: set[Change]) -> None:

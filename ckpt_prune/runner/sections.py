@@ -37,8 +37,8 @@ def name_report(report: Report) -> str:
 def all_sections(report: Report) -> list[Section]:
     sections = [size_section(report), *recipe_sections(report), *stage_sections(report), provenance(report)]
     for other in map(Report.read, report.others):
-        own = [size_section(other), *recipe_sections(other), *stage_sections(other)]
-        sections += [replace(section, title=f"{section.title}, {other.part} part") for section in own]
+        of_part = [size_section(other), *recipe_sections(other), *stage_sections(other)]
+        sections += [replace(section, title=f"{section.title}, {other.part} part") for section in of_part]
     return sections
 
 

@@ -174,23 +174,23 @@ def compare_logs(
         others: fields of the proof.
     """
     answer = (actual, ids, theirs, theirs_actual, likeliest)
-    own = _compare(logs, *answer)
-    figures = [(model_name(model), own)] + ([] if dense is None else [(dense[0], _compare(dense[1], *answer))])
+    figures = _compare(logs, *answer)
+    comparisons = [(model_name(model), figures)] + ([] if dense is None else [(dense[0], _compare(dense[1], *answer))])
     losses: list[Loss] = []
-    for name, found in figures:
-        before, after, kl = (value if math.isfinite(value) else None for value in (*found["perplexity"], found["kl"]))
+    for name, row in comparisons:
+        before, after, kl = (value if math.isfinite(value) else None for value in (*row["perplexity"], row["kl"]))
         loss = Loss(
             of="perplexity",
             before=before,
             after=after,
             kl=kl,
-            agreement=found["top1"],
-            data=f"{found['positions']} positions of {others['text']}",
+            agreement=row["top1"],
+            data=f"{row['positions']} positions of {others['text']}",
             against=name,
         )
         # What is lost beside its own model few bits have done.
         losses.append(judge(loss, _REMEDY if not losses and others["allowed"] is None else ""))
-    return RuntimeProof(**own, losses=tuple(losses), **others)
+    return RuntimeProof(**figures, losses=tuple(losses), **others)
 
 
 def _compare(

@@ -34,17 +34,16 @@ def source_lines(report: Any) -> list[str]:
 
 def _stage_class(kind: type[StageKeys]) -> "type[Stage[Any]]":
     module = _find_module(kind, "stage")
-    found = [each for each in vars(module).values() if isinstance(each, type) and vars(each).get("of") is kind]
-    (stage,) = found
+    (stage,) = [each for each in vars(module).values() if isinstance(each, type) and vars(each).get("of") is kind]
     return stage
 
 
 def find_functions(name: str, module: str) -> Iterator[Callable[..., Any]]:
     """Yield the functions of a name that stages have in the module of a name, in the order of the stages."""
     for kind in STAGES:
-        found = getattr(_find_module(kind, module), name, None)
-        if found is not None:
-            yield found
+        function = getattr(_find_module(kind, module), name, None)
+        if function is not None:
+            yield function
 
 
 def _find_module(kind: type[StageKeys], name: str) -> ModuleType | None:

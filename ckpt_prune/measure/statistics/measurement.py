@@ -197,14 +197,14 @@ def measure_into(
         files[name_file("taylor", block)] = write_taylor(folder, block, importances)
 
     for block, tensors in track(read_ahead(model.read_block, range(blocks)), "calibrating", total=blocks):
-        known = model.spaces(block).keys() | model.inputs(block).keys()
-        lacking += [model.moments_name(block, key) for key in gram if key not in known]
+        keys = model.spaces(block).keys() | model.inputs(block).keys()
+        lacking += [model.moments_name(block, key) for key in gram if key not in keys]
         if _entry(block) in done:
             stream.advance(block, tensors)
             files[name_file("block", block)] = done[_entry(block)]
         else:
-            asked = {key: whole or block in grams for key, whole in gram.items() if key in known}
-            observed = stream.observe(block, tensors, asked, advance=True)
+            block_gram = {key: whole or block in grams for key, whole in gram.items() if key in keys}
+            observed = stream.observe(block, tensors, block_gram, advance=True)
             named = {model.moments_name(block, key): moments for key, moments in observed.items()}
             group.on_first(partial(write, block, named))
         if see_stream is not None:

@@ -94,5 +94,5 @@ class Bare(StageKeys):
 
     def settings(self, epochs: int) -> RecoverySettings:
         """Return the settings of the training loop."""
-        own = self.model_dump(include={"batch", "accumulate", "held_out", "patience"})
-        return RecoverySettings.model_validate({**own, "epochs": epochs, "schedule": "cosine"})
+        training = self.model_dump(include={"batch", "accumulate", "held_out", "patience"})
+        return RecoverySettings.model_validate({**training, "epochs": epochs, "schedule": "cosine"})

@@ -63,12 +63,12 @@ class Mimicry:
 
     def block_tensors(self, block: int) -> Tensors:
         """Return the tensors of a block of the student by on-disk name, float32."""
-        found = {name: self._parameters(block, name) for name in self.model.block_names(block)}
-        return {name: torch.cat([p.detach() for p in parts]) for name, parts in found.items() if parts}
+        pieces = {name: self._parameters(block, name) for name in self.model.block_names(block)}
+        return {name: torch.cat([p.detach() for p in parts]) for name, parts in pieces.items() if parts}
 
     def _parameters(self, block: int, name: str) -> list[nn.Parameter]:
-        held = dict(self._layers[block].named_parameters())
-        return [held[path] for path in self._factory.find_paths(block, name) if path in held]
+        parameters = dict(self._layers[block].named_parameters())
+        return [parameters[path] for path in self._factory.find_paths(block, name) if path in parameters]
 
     def train(self, blocks: int, epochs: int, progress: Progress = lambda _epoch, _loss: None) -> Trained[list[Tensor]]:
         """Train the first so many blocks, and leave them as they were in the best epoch, or at the start."""
@@ -96,8 +96,8 @@ class Mimicry:
     @torch.no_grad()
     def _run_all(self, model: Any) -> tuple[Tensor, Tensor]:
         count = len(next(iter(self._inputs.values())))
-        made = [self.run(model, part) for part in self.parts(torch.arange(count))]
-        return torch.cat([each[0] for each in made]), torch.cat([each[1] for each in made])
+        outputs = [self.run(model, part) for part in self.parts(torch.arange(count))]
+        return torch.cat([each[0] for each in outputs]), torch.cat([each[1] for each in outputs])
 
     def run(self, model: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the head reads of some images, and the logits."""

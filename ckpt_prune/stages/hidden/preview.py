@@ -212,8 +212,8 @@ def narrow_jointly(prepared: Prepared, record: HiddenRecord, view: SlicedCheckpo
         view: the model in the basis that was measured; by default names and shapes alone.
     """
     at_size = at_own_size(prepared) if hidden_of(prepared).auto else prepared
-    left = replace(prepared, start=prepared.whole, recipe=_left_to_do(at_size.recipe), statistics=None)
-    narrowed = left.knowing(record)
+    remaining = replace(prepared, start=prepared.whole, recipe=_left_to_do(at_size.recipe), statistics=None)
+    narrowed = remaining.knowing(record)
     if record.kept == record.dimensions:
         return narrowed
     sliced = view or view_of(prepared, record.kept)

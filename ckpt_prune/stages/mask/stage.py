@@ -82,11 +82,11 @@ class MaskStage(Stage[Mask]):
 
     def messages(self, prepared: Prepared) -> list[str]:
         model = prepared.model
-        left = model.blocks - len(masked_blocks(model, self.keys.only))
-        if not left:
+        unmasked = model.blocks - len(masked_blocks(model, self.keys.only))
+        if not unmasked:
             return []
         return [
-            f"the mask leaves {plural(left, 'block')} as they are, which have none of the linear modules that are "
+            f"the mask leaves {plural(unmasked, 'block')} as they are, which have none of the linear modules that are "
             "masked"
         ]
 
@@ -124,8 +124,8 @@ class MaskStage(Stage[Mask]):
         if not self.keys.reads_inputs:
             return None
         # Wanda needs norms, and Grams for the errors that the report states, if they are asked for.
-        whole = bool(prepared.diagnostics) or self.keys.method == "sparsegpt"
-        return dict.fromkeys(prepared.model.family.inputs, whole)
+        has_grams = bool(prepared.diagnostics) or self.keys.method == "sparsegpt"
+        return dict.fromkeys(prepared.model.family.inputs, has_grams)
 
     def step(self, prepared: Prepared, run: Run) -> PruneStep:
         """Return what masks a block. Rotations that are learned in turn are learned on its stream."""

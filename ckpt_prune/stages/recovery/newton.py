@@ -34,9 +34,9 @@ def solve_by_products(product: Callable[[Tensor], Tensor], right: Tensor, residu
         step = energy / curvature
         x += step * direction
         lacking -= step * curved
-        left = lacking @ lacking
-        direction = lacking + left / energy * direction
-        energy = left
+        new_energy = lacking @ lacking
+        direction = lacking + new_energy / energy * direction
+        energy = new_energy
     return x
 
 

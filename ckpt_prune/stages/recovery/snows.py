@@ -133,8 +133,8 @@ class OperationsError:
 
         def product(vector: Tensor) -> Tensor:
             graphs = (self._gradient(part, len(rows)) for part in parts) if kept is None else kept
-            made = [self._flat(self._derive(graph @ vector, retain=kept is not None)) for graph in graphs]
-            return torch.stack(made).sum(0)
+            products = [self._flat(self._derive(graph @ vector, retain=kept is not None)) for graph in graphs]
+            return torch.stack(products).sum(0)
 
         yield gradient if kept is None else kept[0].detach(), product
 
@@ -162,9 +162,9 @@ class OperationsError:
         with sdpa_kernel(SDPBackend.MATH):
             with torch.no_grad():
                 targets = self._targets.take(self._stream.run(self._dense, self._index, states, rows))
-            made = self._operations.take(self._stream.run(self._masked, self._index, states, rows))
+            outputs = self._operations.take(self._stream.run(self._masked, self._index, states, rows))
         share = len(rows) / count
-        errors = [(ours - theirs).square().mean() for ours, theirs in zip(made, targets, strict=True)]
+        errors = [(ours - theirs).square().mean() for ours, theirs in zip(outputs, targets, strict=True)]
         return torch.stack(errors).sum() * share
 
     def _gradient(self, rows: Tensor, count: int) -> Tensor:
@@ -172,8 +172,8 @@ class OperationsError:
         return self._flat(torch.autograd.grad(error, self.parameters, create_graph=True))
 
     def _derive(self, value: Tensor, *, retain: bool) -> Sequence[Tensor]:
-        found = torch.autograd.grad(value, self.parameters, retain_graph=retain, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for g, p in zip(found, self.parameters, strict=True)]
+        gradients = torch.autograd.grad(value, self.parameters, retain_graph=retain, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, self.parameters, strict=True)]
 
     def _flat(self, gradients: Sequence[Tensor]) -> Tensor:
         return torch.cat([gradient[free] for gradient, free in zip(gradients, self.free, strict=True)])
@@ -239,12 +239,12 @@ class SnowsRecoverer(Recoverer):
 
     def _train(self, index: int, pruned: Mapping[str, Tensor], targets: Tensor, meter: Meter) -> Trained[Tensors]:
         dense, factory = self.read_dense(index), self.pruned.factory
-        wanted = {factory.family.tensor(index, each) for each in factory.family.linears_of(self.settings.only)}
+        linears = {factory.family.tensor(index, each) for each in factory.family.linears_of(self.settings.only)}
         groups = module_groups(factory, index)
         new, count, curve = dict(pruned), 0, [0.0, 0.0]
         for at, group in enumerate(groups):
             behind = [name for later in groups[at + 1 :] for name in later]
-            masked = {n: dense[n] for n in group if n in wanted and not torch.equal(dense[n], pruned[n])}
+            masked = {n: dense[n] for n in group if n in linears and not torch.equal(dense[n], pruned[n])}
             if not masked:
                 continue
             meter.say(f"block {index} {', '.join(name.split('.')[-2] for name in masked)}")

@@ -181,8 +181,8 @@ def multiples_line(prepared: Prepared) -> str | None:
     more = 0
     for space in (name for name, settings in recipe.spaces.items() if settings.keep is None):
         ratio, rounding = recipe.ratio_of(space), rounding_of(model, recipe, space)
-        asked = (units_kept(units, ratio, rounding, model.multiple(space)) for units in model.unit_counts(space))
-        more += (sum(prepared.counts(space)) - sum(asked)) * model.unit_weights(space)
+        counts = (units_kept(units, ratio, rounding, model.multiple(space)) for units in model.unit_counts(space))
+        more += (sum(prepared.counts(space)) - sum(counts)) * model.unit_weights(space)
     names = ", ".join(recipe.runs_on)
     if more <= 0:
         return f"multiples for {names} make the output no larger than the ratio does"

@@ -68,10 +68,10 @@ def _deleted_estimates(parts: Sequence[Mapping[int, int]], cells: Mapping[int, H
             members[cell, 0] += len(parts)
             continue
         for part in parts:
-            own = part.get(index, 0)
-            seen = counts[index] - own
+            count = part.get(index, 0)
+            seen = counts[index] - count
             if seen <= _COUNTED:
-                total[cell, seen] += own
+                total[cell, seen] += count
                 members[cell, seen] += 1
 
     def worth(index: int) -> float:

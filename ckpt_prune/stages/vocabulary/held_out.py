@@ -37,8 +37,8 @@ class SplitText:
 
 def _line_end(text: str, place: int) -> int:
     """Return the place after the next line break, or this one if there is none nearby."""
-    found = text.find("\n", place, place + 10_000)
-    return place if found < 0 else found + 1
+    line_break = text.find("\n", place, place + 10_000)
+    return place if line_break < 0 else line_break + 1
 
 
 def count_tokens(tokenizer: Tokenizer, text: str) -> Counter[int]:

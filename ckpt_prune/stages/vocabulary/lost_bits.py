@@ -101,14 +101,14 @@ class HeldOutBits:
             more = [max(0, now - before) for now, before in zip(after, self._tokens[number], strict=True)]
             growths.append(more)
             drawn.append([(number, window) for window in draw_windows(more, self._each)])
-        wanted = [*dict.fromkeys(window for own in drawn for window in own)]
+        chosen = [*dict.fromkeys(window for windows in drawn for window in windows)]
         changed = {}
-        if wanted:
-            read = [self._windows[t][w] for t, w in wanted]
+        if chosen:
+            read = [self._windows[t][w] for t, w in chosen]
             bits, _ = PieceReader(self._model, tokenizer, read, numbers=numbers, kept=torch.tensor(kept)).count()
-            changed = {each: now - then for each, now, then in zip(wanted, bits, self._dense_bits(wanted), strict=True)}
+            changed = {each: now - then for each, now, then in zip(chosen, bits, self._dense_bits(chosen), strict=True)}
         costs = []
-        for text, own, grown, a_byte in zip(self._texts, drawn, growths, self.bits_per_byte, strict=True):
-            a_token = sum(changed[window] / grown[window[1]] for window in own) / max(1, len(own))
-            costs.append(LostBits(a_byte * len(text.held.encode()), a_token * sum(grown), len({*own})))
+        for text, windows, grown, a_byte in zip(self._texts, drawn, growths, self.bits_per_byte, strict=True):
+            a_token = sum(changed[window] / grown[window[1]] for window in windows) / max(1, len(windows))
+            costs.append(LostBits(a_byte * len(text.held.encode()), a_token * sum(grown), len({*windows})))
         return costs

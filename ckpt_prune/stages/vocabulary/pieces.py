@@ -230,12 +230,12 @@ class Pieces:
         scores, longest = self.scores, self._longest
         best: list[tuple[float, int]] = [(0.0, 0)]
         for end in range(1, len(token) + 1):
-            found = (float("-inf"), -1)
+            split = (float("-inf"), -1)
             for start in range(max(0, end - longest), end):
-                own = scores.get(token[start:end])
-                if own is not None and best[start][1] >= 0 and end - start < len(token):
-                    found = max(found, (best[start][0] + own, start))
-            best.append(found)
+                score = scores.get(token[start:end])
+                if score is not None and best[start][1] >= 0 and end - start < len(token):
+                    split = max(split, (best[start][0] + score, start))
+            best.append(split)
         pieces, end = [], len(token)
         while end > 0:
             start = best[end][1]
@@ -269,12 +269,12 @@ class Pieces:
         closed = {*kept, *self.needed, *self.added.values()}
         if not self.closed:
             return closed
-        left = list(closed)
-        while left:
-            for part in self.splits.get(left.pop(), ()):
+        unread = list(closed)
+        while unread:
+            for part in self.splits.get(unread.pop(), ()):
                 if part not in closed:
                     closed.add(part)
-                    left.append(part)
+                    unread.append(part)
         return closed
 
     def expand(self, index: int, kept: set[int]) -> list[int]:
@@ -293,12 +293,12 @@ class Pieces:
             return {self.vocabulary[token]: -score for token, score in self.scores.items()}
         if self.kind == "WordPiece":
             return {index: float(index) for index in self.vocabulary.values()}
-        made = dict.fromkeys(self.vocabulary.values(), -1.0)
+        rank_of = dict.fromkeys(self.vocabulary.values(), -1.0)
         for merge, rank in self.merges.items():
             index = self.vocabulary.get(self.join(*merge))
-            if index is not None and made[index] < 0:
-                made[index] = float(rank)
-        return made
+            if index is not None and rank_of[index] < 0:
+                rank_of[index] = float(rank)
+        return rank_of
 
 
 # ---- rebuilding -----------------------------------------------------------------------------------------------------

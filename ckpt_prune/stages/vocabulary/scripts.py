@@ -51,9 +51,9 @@ def script_of_bytes(data: bytes) -> str:
     for length in (1, 2, 3):
         tail = data[-length:]
         if tail[0] >= 0xC2:
-            wanted = 2 if tail[0] < 0xE0 else 3 if tail[0] < 0xF0 else 4
+            size = 2 if tail[0] < 0xE0 else 3 if tail[0] < 0xF0 else 4
             # 0xE0 and 0xF0 need a larger second byte; 0xA0 is one for both.
-            whole = tail + bytes([0xA0] * (wanted - length))
-            first = whole.decode(errors="ignore")
+            character = tail + bytes([0xA0] * (size - length))
+            first = character.decode(errors="ignore")
             return script_of_text(first) if first else OTHER
     return OTHER

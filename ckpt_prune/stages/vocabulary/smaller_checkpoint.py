@@ -117,11 +117,11 @@ def keep_rows(model: Model, pieces: Pieces | None, kept: Sequence[int]) -> Model
     rewritten: Mapping[str, bytes | None] = {}
     if pieces is not None:
         rewritten = rewrite_files(pieces, numbers, side_files_of(source).files)
-    own = {each.name: getattr(source, each.name) for each in fields(Checkpoint)}
-    own |= {"config": values, "tensors": tensors, "rewritten": rewritten}
+    arguments = {each.name: getattr(source, each.name) for each in fields(Checkpoint)}
+    arguments |= {"config": values, "tensors": tensors, "rewritten": rewritten}
     if source.within is not None:
-        own["within"] = _within(source, values, numbers)
-    smaller = SmallerCheckpoint(**own, source=source, kept=torch.tensor(kept, dtype=torch.int64), rows=rows)
+        arguments["within"] = _within(source, values, numbers)
+    smaller = SmallerCheckpoint(**arguments, source=source, kept=torch.tensor(kept, dtype=torch.int64), rows=rows)
     config = parse_config(values)
     return Model(smaller, model.family.with_config(config), config)
 

@@ -37,11 +37,11 @@ class VocabularyStage(Stage[Vocabulary]):
         alone = not recipe.sizing
         limit, size = None, recipe.size
         if size is not None and size.kind != "latency":
-            wanted = size.of(cost_in(size.kind, cost_of(model)))
+            target = size.of(cost_in(size.kind, cost_of(model)))
             if alone:
-                limit = most_rows(model, size.kind, wanted)
+                limit = most_rows(model, size.kind, target)
             recipe = recipe.model_copy(
-                update={"size": None if alone else TargetSize.model_validate({size.kind: wanted})}
+                update={"size": None if alone else TargetSize.model_validate({size.kind: target})}
             )
         settled = VocabularyChoice(model, self.keys, options, limit).settle(say)
         return Opened(settled.model, recipe, settled.record)
@@ -87,5 +87,5 @@ def most_rows(model: Model, kind: SizeKind, wanted: int) -> int:
     """
     rows = vocabulary_rows(model)
     sizes = [cost_in(kind, cost_of(keep_rows(model, None, range(count)))) for count in (rows // 2, rows)]
-    each = (sizes[1] - sizes[0]) / (rows - rows // 2)
-    return min(rows, max(0, floor(rows - (sizes[1] - wanted) / each)))
+    per_row = (sizes[1] - sizes[0]) / (rows - rows // 2)
+    return min(rows, max(0, floor(rows - (sizes[1] - wanted) / per_row)))

@@ -76,12 +76,12 @@ class Variants:
         """
         number = itertools.count()
         spaces = [space for space, counts in self.counts.items() if counts]
-        own = [space for space in spaces if space in self.model.spaces(block)]
-        read = CachedMoments(self.statistics, self.model).moments(block, tensors, own)
+        present = [space for space in spaces if space in self.model.spaces(block)]
+        read = CachedMoments(self.statistics, self.model).moments(block, tensors, present)
         moments: dict[SpaceName, Any] = {space: (sum_folds(folds).to(self.device),) for space, folds in read.items()}
         for space in spaces:
             chosen = [count for count in self.counts[space] if next(number) in which]
-            if space not in own:
+            if space not in present:
                 yield from (dict(tensors) for _ in chosen)
                 continue
             if not chosen:
