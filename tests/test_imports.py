@@ -82,7 +82,13 @@ def test_recipes_and_reports_are_read_without_torch():
     """Modules are imported in one process, so that the first which loads torch is named."""
     stages = [name for name, path in modules(PACKAGE / "stages").items() if path.stem in ("keys", "show", "records")]
     assert len(stages) > 20
-    names = [*stages, "ckpt_prune.stages.recipe_files", "ckpt_prune.stages.report", "ckpt_prune.runner.sections"]
+    names = [
+        *stages,
+        "ckpt_prune.stages.recipe_files",
+        "ckpt_prune.stages.report",
+        "ckpt_prune.runner.sections",
+        "ckpt_prune.runner.read_recipe",
+    ]
     script = (
         "import sys\nfrom importlib import import_module\n"
         f"for name in {names}:\n"

@@ -240,6 +240,10 @@ class Target:
         return lcm(rows // gcd(rows, columns), self.runtime.units.get(self.option, 1))
 
 
+_FEW = 4
+"""Options that are read at a glance."""
+
+
 def read_target(text: str) -> Target:
     """Read `vllm` or `llama.cpp:q4_0`; UserError for what is none."""
     name, _, option = text.strip().partition(":")
@@ -249,7 +253,8 @@ def read_target(text: str) -> Target:
     options = [each for each in (*RUNTIMES[name].rows, *RUNTIMES[name].units) if each]
     if ":" in text and option not in options:
         choices = f"choose from {', '.join(f'{name}:{each}' for each in options)}" if options else "it takes no option"
-        raise UserError(f"{text.strip()!r} is no option of {name}: {choices}")
+        hint = did_you_mean(option, options) if len(options) > _FEW else ""
+        raise UserError(f"{text.strip()!r} is no option of {name}: {hint}{choices}")
     return Target(name, option)
 
 

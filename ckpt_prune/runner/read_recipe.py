@@ -1,17 +1,18 @@
-"""Read the recipe or the plan that options name, before the model: without transformers, which takes seconds."""
+"""Read the recipe or the plan that options name, before the model: without transformers, which takes seconds.
+
+torch takes seconds, too, and comes when the recipe is right.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.model.runtimes import read_target
 from ckpt_prune.options.commands import PruneOptions, RecipeOptions
 from ckpt_prune.options.data import given_data
-from ckpt_prune.parallel.devices import resolve_device
 from ckpt_prune.recipe.origin import Origin
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.recipe import Recipe
@@ -20,6 +21,9 @@ from ckpt_prune.recipe.sizes import asked_size
 from ckpt_prune.stages.recipe_files import load_recipe
 from ckpt_prune.stages.recovery.keys import Recovery
 from ckpt_prune.stages.vocabulary.keys import VOCABULARY_ALONE, vocabulary_changes
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class ChosenRecipe:
 
     recipe: Recipe
     plan: Plan | None
-    device: torch.device
+    device: "torch.device"
     origin: Origin | None
     written: Recipe
 
@@ -47,7 +51,6 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
     Args:
         options: that do not contradict each other by themselves.
     """
-    device = resolve_device(options.device)
     plan = options.plan if options.plan is None or isinstance(options.plan, Plan) else read_plan(Path(options.plan))
     if plan is not None and options.vocabulary is not None:
         raise UserError("a plan is of a model with all its tokens: --vocabulary does not go with it")
@@ -67,7 +70,9 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")
     if options.perplexity_after is not None and recovery is not None and recovery.at_the_end:
         raise UserError("--perplexity-after is for recovery block by block, and scales are fitted to all at the end")
-    return ChosenRecipe(recipe, plan, device, origin, recipe)
+    from ckpt_prune.parallel.devices import resolve_device
+
+    return ChosenRecipe(recipe, plan, resolve_device(options.device), origin, recipe)
 
 
 def recipe_of(

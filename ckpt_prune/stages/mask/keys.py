@@ -134,7 +134,10 @@ class Mask(StageKeys):
 
     @classmethod
     def check_size(cls, name: str) -> None:
-        raise UserError(f"recipe {name} has a mask, which leaves every size as it is: say --ratio")
+        raise UserError(
+            f"recipe {name} has a mask, which leaves every size as it is: leave the size out, or take a recipe that "
+            "makes matrices narrower, such as --recipe ridge"
+        )
 
     @classmethod
     def settles_ratio(cls, keys: tuple[str, ...], values: Mapping[str, Any]) -> bool:

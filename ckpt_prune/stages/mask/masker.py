@@ -157,6 +157,10 @@ def masked_inputs(model: Model, block: int, only: Part | None) -> dict[str, list
     return {first: own for first, own in inputs.items() if own}
 
 
+_USUAL = ("2:4", "4:8")
+"""Patterns that runtimes or papers know."""
+
+
 def masked_weights(model: Model, block: int, only: Part | None) -> list[str]:
     """Return the on-disk weights of a block that a mask is of."""
     return [model.tensor(block, module) for own in masked_inputs(model, block, only).values() for module in own]
@@ -175,7 +179,8 @@ def check_widths(model: Model, mask: Mask) -> None:
     for name in chain.from_iterable(masked_weights(model, block, mask.only) for block in range(model.blocks)):
         columns = model.checkpoint.tensors[name].shape[1]
         if columns % groups.of:
+            fitting = ", ".join(text for text in _USUAL if columns % int(text.partition(":")[2]) == 0)
             raise UserError(
                 f"{name} has {columns} inputs, which {groups} does not divide into groups of {groups.of}: "
-                "use another pattern, or unstructured"
+                f"take {f'{fitting} or ' if fitting else ''}unstructured"
             )
