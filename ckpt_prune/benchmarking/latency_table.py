@@ -169,9 +169,9 @@ def _measure_table(
     names = list(dict.fromkeys(map(recipe_space, spaces)))
     alike = {name: [space for space in spaces if recipe_space(space) == name] for name in names}
     widths = {space: max(model.unit_counts(space)) for space in spaces}
-    halves = {name: {space: max(1, widths[space] // 2) for space in own} for name, own in alike.items()}
-    everything = {space: kept for own in halves.values() for space, kept in own.items()}
-    variants = [Variant(blocks, {}), Variant(few, {}), *(Variant(blocks, own) for own in halves.values())]
+    halves = {name: {space: max(1, widths[space] // 2) for space in members} for name, members in alike.items()}
+    everything = {space: kept for counts in halves.values() for space, kept in counts.items()}
+    variants = [Variant(blocks, {}), Variant(few, {}), *(Variant(blocks, counts) for counts in halves.values())]
     if half is not None:
         variants += [Variant(blocks, {}, narrow=True), Variant(few, {}, narrow=True)]
     variants.append(Variant(few, everything, narrow=half is not None))
@@ -179,10 +179,10 @@ def _measure_table(
     whole, part, *others, least = time_fastest(timers, workload, "timing blocks")
     rest, block = _split_rest_and_block(whole, part, blocks, few)
     units = {
-        name: max((whole - time) / blocks, 0.0) / (widths[own[0]] - halves[name][own[0]])
-        for (name, own), time in zip(alike.items(), others[: len(alike)], strict=True)
+        name: max((whole - time) / blocks, 0.0) / (widths[members[0]] - halves[name][members[0]])
+        for (name, members), time in zip(alike.items(), others[: len(alike)], strict=True)
     }
-    units = _bound_units(units, block, {name: widths[own[0]] for name, own in alike.items()})
+    units = _bound_units(units, block, {name: widths[members[0]] for name, members in alike.items()})
     stream = None
     width = kept = model.dimension("hidden")
     if half is not None:
@@ -214,10 +214,10 @@ def _time_stream(width: int, dropped: int, wide: tuple[float, float], narrow: tu
 
 def _bound_units(units: dict[str, float], block: float, counts: dict[str, int]) -> dict[str, float]:
     """Times of units above zero, and all together at most nearly the block's, in spite of noise."""
-    least = {name: max(own, 1e-4 * block / counts[name]) for name, own in units.items()}
-    together = sum(own * counts[name] for name, own in least.items())
+    least = {name: max(seconds, 1e-4 * block / counts[name]) for name, seconds in units.items()}
+    together = sum(seconds * counts[name] for name, seconds in least.items())
     scale = min(1.0, 0.95 * block / together) if together else 1.0
-    return {name: own * scale for name, own in least.items()}
+    return {name: seconds * scale for name, seconds in least.items()}
 
 
 def _count_timed_blocks(model: Model) -> int:
@@ -262,4 +262,4 @@ def time_fastest(timers: Sequence[TorchTimer], workload: Workload, title: str) -
     with meter(ROUNDS + WARMUP, title, unit="round") as bar:
         rounds = iter(range(1, ROUNDS + WARMUP + 1))
         timings = take_turns(timers, workload, rounds=ROUNDS, warmup=WARMUP, tick=lambda: bar.to(next(rounds)))
-    return [1e9 * min(min(each[phase]) for each in own) for own in timings]
+    return [1e9 * min(min(each[phase]) for each in rounds) for rounds in timings]

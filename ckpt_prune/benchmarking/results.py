@@ -117,8 +117,8 @@ def make_blocks(
         timings: of each participant, by round.
         costs: of A and of B; None if they are not known.
     """
-    phases = dict.fromkeys(phase for own in timings for phase in own[0])
-    timed = {phase: [place for place, own in enumerate(timings) if phase in own[0]] for phase in phases}
+    phases = dict.fromkeys(phase for timing in timings for phase in timing[0])
+    timed = {phase: [place for place, timing in enumerate(timings) if phase in timing[0]] for phase in phases}
     return [
         Block(
             phase=phase,
@@ -147,17 +147,17 @@ def _make_rows(
 ) -> list[BenchmarkRow]:
     seconds = [[second for timing in rounds for second in timing] for rounds in latencies]
     medians = [float(np.percentile(each, 50)) for each in seconds]
-    dense = {own.runtime: median for own, median in zip(participants, medians, strict=True) if own.label == "A"}
+    dense = {each.runtime: median for each, median in zip(participants, medians, strict=True) if each.label == "A"}
     flops = {label: known.flops(workload, phase) if known else None for label, known in costs.items()}
     rows = []
-    for own, rounds, each, median in zip(participants, latencies, seconds, medians, strict=True):
-        base: Runtime = "PyTorch" if own.runtime.startswith("PyTorch") else own.runtime
-        count, dense_count = flops[own.label], flops["A"]
+    for tried, rounds, each, median in zip(participants, latencies, seconds, medians, strict=True):
+        base: Runtime = "PyTorch" if tried.runtime.startswith("PyTorch") else tried.runtime
+        count, dense_count = flops[tried.label], flops["A"]
         rows.append(
             BenchmarkRow(
-                label=own.label,
-                model=own.model,
-                runtime=own.runtime,
+                label=tried.label,
+                model=tried.model,
+                runtime=tried.runtime,
                 p50_ms=1e3 * median,
                 p95_ms=1e3 * float(np.percentile(each, 95)),
                 throughput=workload.count_items(phase) / median,

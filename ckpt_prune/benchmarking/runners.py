@@ -221,7 +221,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     Raises UserError if it has no such list.
     """
     lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
-    inner = {id(own) for each in lists for own in each.modules() if own is not each}
+    inner = {id(inside) for each in lists for inside in each.modules() if inside is not each}
     outer = [each for each in lists if id(each) not in inner]
     if not outer:
         raise UserError(f"{type(module).__name__} has no list of blocks to time")

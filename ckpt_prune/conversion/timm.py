@@ -257,27 +257,27 @@ class _Renamer:
                 self._put(f"classifier.{kind}", f"head.{kind}")
 
     def add_block(self, index: int) -> None:
-        source, own, new = self.source, f"blocks.{index}.", f"{self.base}encoder.layer.{index}."
+        source, old, new = self.source, f"blocks.{index}.", f"{self.base}encoder.layer.{index}."
         for kind in ("weight", "bias"):
             for module, name in _PARTS.items():
-                self._put(f"{new}{name}.{kind}", f"{own}{module}.{kind}", self._absorb_scale(own, module, kind))
-            if kind == "bias" and not source.has(f"{own}attn.qkv.bias"):
+                self._put(f"{new}{name}.{kind}", f"{old}{module}.{kind}", self._absorb_scale(old, module, kind))
+            if kind == "bias" and not source.has(f"{old}attn.qkv.bias"):
                 continue
-            fused = f"{own}attn.qkv.{kind}"
+            fused = f"{old}attn.qkv.{kind}"
             rows, *rest = source.shape(fused)
             for place, name in enumerate(("query", "key", "value")):
                 part = slice(place * rows // 3, (place + 1) * rows // 3)
-                projection = self._new([fused], (rows // 3, *rest), lambda own, part=part: own[part])
+                projection = self._new([fused], (rows // 3, *rest), lambda stacked, part=part: stacked[part])
                 self._put(f"{new}attention.attention.{name}.{kind}", fused, projection)
 
     def _absorb_scale(self, block: str, module: str, kind: str) -> NewTensor | None:
         """Return a projection with its layer scale absorbed; None if it has none."""
         if module not in _SCALES or not self.source.has(block + _SCALES[module]):
             return None
-        scale, own = block + _SCALES[module], f"{block}{module}.{kind}"
+        scale, weight = block + _SCALES[module], f"{block}{module}.{kind}"
         self.used.add(scale)
         self.scales += kind == "weight"
-        return self._new([own, scale], self.source.shape(own), _times)
+        return self._new([weight, scale], self.source.shape(weight), _times)
 
 
 def _times(projection: Tensor, scale: Tensor) -> Tensor:

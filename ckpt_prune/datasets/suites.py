@@ -61,11 +61,11 @@ class NamedSuite:
         `scores` is task → accuracy, by our names or lm-eval's.
         """
         values = [
-            own[key]
+            accuracies[key]
             for task, metric in self.tasks.items()
-            if (own := scores.get(task)) is not None
+            if (accuracies := scores.get(task)) is not None
             for key in (metric, _LM_EVAL[metric])
-            if key in own
+            if key in accuracies
         ]
         return sum(values) / len(values) if values else None
 

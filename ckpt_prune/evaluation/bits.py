@@ -218,7 +218,7 @@ def compare_bits(
 
     They are held against each other at ends of tokens that both have, over the tokens that both have.
     """
-    ours, theirs = (PieceReader(model, own, pieces) for model, own in zip(models, tokenizers, strict=True))
+    ours, theirs = (PieceReader(model, tokenizer, pieces) for model, tokenizer in zip(models, tokenizers, strict=True))
     scores = ours.score(), theirs.score()
     numbers = [tokenizer.get_vocab() for tokenizer in tokenizers]
     sizes = [model.config.get_text_config().vocab_size for model in models]
@@ -229,7 +229,7 @@ def compare_bits(
     )
     if not shared:
         return BitsComparison(*scores, None, None)
-    keep = [torch.tensor([own[token] for token in shared]) for own in numbers]
+    keep = [torch.tensor([id_of[token] for token in shared]) for id_of in numbers]
     total, same, places = 0.0, 0, 0
     for piece in range(len(pieces)):
         ends = ours.ends(piece), theirs.ends(piece)
@@ -237,8 +237,8 @@ def compare_bits(
         if not common:
             continue
         q, p = (
-            _rows(reader.strips(piece, tokens), [own[end] for end in common])
-            for reader, tokens, own in zip((ours, theirs), keep, ends, strict=True)
+            _rows(reader.strips(piece, tokens), [place_of[end] for end in common])
+            for reader, tokens, place_of in zip((ours, theirs), keep, ends, strict=True)
         )
         total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
         same += int((p.argmax(-1) == q.argmax(-1)).sum())

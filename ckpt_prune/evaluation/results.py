@@ -224,7 +224,7 @@ class TextsResult(Result):
         None where there are none, or one is not finite. The perplexity over all tokens (`together`) is another number.
         """
         scores = [result for _, result in self.results if isinstance(result, ScoredResult)]
-        pairs = [[getattr(each, "perplexity", math.inf) for each in (own.score, own.reference)] for own in scores]
+        pairs = [[getattr(s, "perplexity", math.inf) for s in (each.score, each.reference)] for each in scores]
         means = [fmean(each) for each in zip(*pairs, strict=True)] or [math.inf, math.inf]
         model, reference = (mean if math.isfinite(mean) else None for mean in means)
         return model, reference

@@ -107,9 +107,9 @@ def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> Tex
     """
     head, states = _read_states(folder, windows, trust=trust)
     sums = PredictionSums()
-    for own, ids in zip(track(states, "its predictions", unit="window"), windows, strict=True):
+    for hidden, ids in zip(track(states, "its predictions", unit="window"), windows, strict=True):
         for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
-            sums.add([head.logits(own[part])], ids[part + 1])
+            sums.add([head.logits(hidden[part])], ids[part + 1])
     return TextPredictions(windows, states, head, sums.perplexity(0)[0])
 
 
@@ -136,16 +136,16 @@ def _write_with(windows: Tensor, parts: TokenParts) -> tuple[Tensor, list[tuple[
     written = [[parts(token) for token in window] for window in windows.tolist()]
     flat = [[part for token in window for part in token] for window in written]
     longest = max(map(len, flat))
-    ids = torch.tensor([own + own[:1] * (longest - len(own)) for own in flat])
-    return ids, [(len(window[0]), len(own)) for window, own in zip(written, flat, strict=True)]
+    ids = torch.tensor([ids + ids[:1] * (longest - len(ids)) for ids in flat])
+    return ids, [(len(window[0]), len(ids)) for window, ids in zip(written, flat, strict=True)]
 
 
 def _add_nll(head: Head, states: Tensor, windows: Tensor, ranges: Sequence[tuple[int, int]]) -> float:
     """Return −Σ log p of the tokens in a range of each window, in nats."""
     sums = PredictionSums()
-    for own, ids, (start, stop) in zip(track(states, "comparing", unit="window"), windows, ranges, strict=True):
+    for hidden, ids, (start, stop) in zip(track(states, "comparing", unit="window"), windows, ranges, strict=True):
         for part in torch.split(torch.arange(start - 1, stop - 1), _TOKENS):
-            sums.add([head.logits(own[part])], ids[part + 1])
+            sums.add([head.logits(hidden[part])], ids[part + 1])
     return sums.nll[0]
 
 
@@ -167,9 +167,9 @@ def _read_states(folder: Path, windows: Tensor, *, trust: bool) -> tuple[Head, T
 def _compare(head: Head, states: Tensor, reference: TextPredictions) -> PredictionSums:
     """Compare what a head makes of states, (windows, length, hidden), with a model's predictions."""
     sums, theirs = PredictionSums(), zip(reference.states, reference.windows, strict=True)
-    for ours, (own, ids) in zip(track(states, "comparing", unit="window"), theirs, strict=True):
+    for ours, (dense, ids) in zip(track(states, "comparing", unit="window"), theirs, strict=True):
         for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
-            sums.add([head.logits(ours[part]), reference.head.logits(own[part])], ids[part + 1])
+            sums.add([head.logits(ours[part]), reference.head.logits(dense[part])], ids[part + 1])
     return sums
 
 

@@ -133,7 +133,7 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
     together = [other for other, each in family.spaces.items() if each.units == space.units in family.together]
     # One unit fewer stands for any number: the first drop is what changes the container.
     fewer = max(1, units - (model.multiple(name) if space.ends == "experts" else 1))
-    widths = [{space: fewer for space in own if space in {*alike, *together}} for own in model.dense_widths]
+    widths = [{space: fewer for space in widths_of if space in {*alike, *together}} for widths_of in model.dense_widths]
     biases = model.biased
 
     def container(biases: frozenset[str]) -> str:
@@ -221,8 +221,8 @@ def _zeros(checkpoint: Checkpoint) -> SparsityDescription:
     }
     keys = TensorZeros.model_fields.keys()
     return SparsityDescription(
-        modules={module: _total(own) for module, own in modules.items()},
-        blocks=_total([each for own in modules.values() for each in own]),
+        modules={module: _total(zeros) for module, zeros in modules.items()},
+        blocks=_total([each for zeros in modules.values() for each in zeros]),
         tensors=[TensorZeros.model_validate({key: getattr(each, key) for key in keys}) for each in tensors.values()],
     )
 

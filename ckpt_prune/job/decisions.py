@@ -94,10 +94,10 @@ def multiple_of(model: Model, recipe: Recipe, space: SpaceName) -> int:
 
     The router's groups of experts leave no choice: there it is a multiple of both.
     """
-    own, needed = recipe.spaces[space].multiple_of, model.multiple(space)
+    chosen, needed = recipe.spaces[space].multiple_of, model.multiple(space)
     if model.family.spaces[space].ends == "experts":
-        return lcm(own, needed)
-    return own if own > 1 else needed
+        return lcm(chosen, needed)
+    return chosen if chosen > 1 else needed
 
 
 def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Rounding:

@@ -15,8 +15,8 @@ def identify(value: Any) -> Any:
     It is a `default` of `json.dumps`.
     """
     for name in ("fingerprint", "digest"):
-        if isinstance(own := getattr(value, name, None), str):
-            return own
+        if isinstance(digest := getattr(value, name, None), str):
+            return digest
     if isinstance(value, torch.device):
         return value.type
     if isinstance(value, torch.dtype):

@@ -56,7 +56,7 @@ class Latencies:
             return self
         gone = self.stream.width - kept
         block = self.block - gone * self.stream.block
-        units = {space: own * block / self.block for space, own in self.units.items()}
+        units = {space: seconds * block / self.block for space, seconds in self.units.items()}
         return replace(self, rest=self.rest - gone * self.stream.rest, block=block, units=units, stream=None)
 
     def of(self, blocks: int) -> int:

@@ -53,7 +53,7 @@ def plan_layout(
         added: tensors besides biases that the source lacks, or has in another shape.
         ranks: of linear modules that become two thin ones.
     """
-    narrow = [{space: count for space, count in own.items() if space not in container.padded} for own in widths]
+    narrow = [{space: count for space, count in counts.items() if space not in container.padded} for counts in widths]
     shapes = model.shapes_at(narrow)
     files = {name: info.file for name, info in model.checkpoint.tensors.items()}
     for name, (beside, shape) in (added or {}).items():
@@ -68,8 +68,8 @@ def plan_layout(
     for block in range(len(widths)):
         if model.pairs_name(block) in shapes:
             files[model.pairs_name(block)] = files[model.tensor(block, model.family.attention.query)]
-    for block, own in enumerate(ranks):
-        for module, rank in own.items():
+    for block, rank_of in enumerate(ranks):
+        for module, rank in rank_of.items():
             weight = model.tensor(block, module)
             dtype, (rows, columns) = shapes.pop(weight)
             for name, shape in zip(factor_names(weight), ((rank, columns), (rows, rank)), strict=True):

@@ -94,7 +94,7 @@ class Prepared:
         """Keep those of the recipe's spaces that this model has and may prune."""
         recipe = self.recipe.at(self.model.family)
         if recipe.shares_stock and not self.model.has_remote_code:
-            insisted = {name for name, own in recipe.spaces.items() if own.ratio is not None}
+            insisted = {name for name, settings in recipe.spaces.items() if settings.ratio is not None}
             recipe = recipe.without(unprunable_spaces(self.model).keys() - insisted)
         object.__setattr__(self, "recipe", recipe)
 

@@ -45,4 +45,4 @@ class PhaseTimer:
 
 
 def _rounded(seconds: Mapping[Phase, float]) -> dict[str, float | None]:
-    return {name: round(own, 4) for name, own in seconds.items()}
+    return {name: round(value, 4) for name, value in seconds.items()}

@@ -72,7 +72,7 @@ def shorten_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:
         if first := getattr(config, key, None):
             changes[key] = sum(old < first for old in kept)
     if overrides := values.get("per_layer_config"):
-        numbered = {int(block): own for block, own in overrides.items()}
+        numbered = {int(block): keys for block, keys in overrides.items()}
         changes["per_layer_config"] = {str(new): numbered[old] for new, old in enumerate(kept) if old in numbered}
     others = {key: value for key, value in values.items() if key not in _BACKBONE_KEYS}
     return others | {stored_key(key, values, config): value for key, value in changes.items()}

@@ -40,7 +40,7 @@ def described_shapes(model: Any) -> dict[str, tuple[int, ...]] | None:
     """Return name → shape of every tensor, each weight as (outputs, inputs); None if the description lacks some."""
     family, residual, hidden = model.family, model.family.residual, model.dimension("hidden")
     vocabulary = getattr(model.config, "vocab_size", None)
-    of_blocks = {frozenset(own) for own in model.dense_widths}
+    of_blocks = {frozenset(widths) for widths in model.dense_widths}
     if residual is None or family.embedding is None or vocabulary is None or of_blocks != {frozenset(family.spaces)}:
         return None
     lines: dict[tuple[str, str], int] = {}

@@ -92,8 +92,8 @@ def _shapes_inside(family: Family, shapes: Shapes, blocks: int) -> dict[str, tup
     """
     first: dict[str, tuple[int, tuple[int, ...]]] = {}
     named = {f"{module}.weight" for module in family.linears}
-    for block, own in enumerate(_by_block(family, shapes, blocks)):
-        for name, shape in own.items():
+    for block, inside in enumerate(_by_block(family, shapes, blocks)):
+        for name, shape in inside.items():
             where, known = first.setdefault(name, (block, shape))
             if name in named and shape != known:
                 raise UserError(

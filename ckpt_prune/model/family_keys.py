@@ -93,9 +93,9 @@ class Experts(StrictModel):
             return {}
         names = {module.replace(".{expert}", ""): module for module in self.roles}
         kind = "" if self.bare else ".weight"
-        stacks: dict[str, tuple[str, ...]] = {f"{name}{kind}": (f"{own}.weight",) for name, own in names.items()}
+        stacks: dict[str, tuple[str, ...]] = {f"{name}{kind}": (f"{path}.weight",) for name, path in names.items()}
         kinds = {module: SHIFT if module == self.down else "bias" for module in self.roles}
-        return stacks | {f"{name}_bias": (f"{own}.{kinds[own]}",) for name, own in names.items() if self.biased}
+        return stacks | {f"{name}_bias": (f"{path}.{kinds[path]}",) for name, path in names.items() if self.biased}
 
     @property
     def kinds(self) -> tuple[str, ...]:

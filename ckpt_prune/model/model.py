@@ -129,13 +129,13 @@ class Model:
                 module = match[2].rpartition(".")[0]
                 # A linear module that was factored stands in two.
                 held[int(match[1])] |= {module, module.rpartition(".")[0]} & named
-        kinds = {frozenset(own): spaces_among(self.family.spaces, own) for own in [*held.values(), set[str]()]}
+        kinds = {frozenset(names): spaces_among(self.family.spaces, names) for names in [*held.values(), set[str]()]}
         return [kinds[frozenset(held[block])] for block in range(self.blocks)]
 
     @cached_property
     def dense_widths(self) -> list[dict[SpaceName, int]]:
         """The units of every space that each block has; of q and k, those of one head."""
-        counts = {space: own.count(self.dimension) for space, own in self.family.spaces.items()}
+        counts = {name: space.count(self.dimension) for name, space in self.family.spaces.items()}
         return [{space: counts[space] for space in self.spaces(block)} for block in range(self.blocks)]
 
     def units(self, space: SpaceName, block: int) -> int:
@@ -532,7 +532,7 @@ class Model:
     @property
     def widest_consumer(self) -> int:
         """The width of the widest consumer of any block; 0 if there is none."""
-        return max((max([own] if isinstance(own, int) else own) for own in self.consumer_widths.values()), default=0)
+        return max((w if isinstance(w, int) else max(w) for w in self.consumer_widths.values()), default=0)
 
     @property
     def linear_widths(self) -> dict[str, int]:
@@ -545,8 +545,8 @@ class Model:
         """Router's on-disk weight, with `{block}` for the block → experts."""
         routers = self.family.expert_spaces.items()
         return {
-            f"{self.family.block}{own.measured}.weight": self.family.spaces[name].count(self.dimension)
-            for name, own in routers
+            f"{self.family.block}{space.measured}.weight": self.family.spaces[name].count(self.dimension)
+            for name, space in routers
         }
 
     @property

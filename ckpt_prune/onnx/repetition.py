@@ -283,10 +283,10 @@ class _Repetition:
         before = entered.producer()
         assert before is not None
         self._graph.insert_after(before, nodes)
-        for index, own in zip(self._presents(template), self._presents(block), strict=True):
+        for index, output in zip(self._presents(template), self._presents(block), strict=True):
             present = copies[self._graph.outputs[index]]
             present.shape = self._graph.outputs[index].shape
-            self._graph.outputs[own] = present
+            self._graph.outputs[output] = present
         return copies[template.left]
 
 

@@ -82,7 +82,7 @@ class Readings:
         values = [_make_value(tensor) for tensor in self._evaluate(block, index)]
         for value in values:
             self._graph.register_initializer(value)
-        return values, all(own.shape == value.shape for own, value in zip(self.values, values, strict=True))
+        return values, all(earlier.shape == value.shape for earlier, value in zip(self.values, values, strict=True))
 
     def _is_constant(self, value: onnx_ir.Value) -> bool:
         if value not in self._constant:

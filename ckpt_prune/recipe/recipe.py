@@ -402,7 +402,9 @@ class Recipe(Strict):
     @property
     def folds(self) -> int:
         """The groups of samples whose sums are kept apart by default: to choose on, or to see whether a fit wins."""
-        return 4 if self.needs_folds else 2 if any(own.compensation.by_rule for own in self.spaces.values()) else 1
+        if self.needs_folds:
+            return 4
+        return 2 if any(settings.compensation.by_rule for settings in self.spaces.values()) else 1
 
     @property
     def decides_widths(self) -> bool:
@@ -465,7 +467,7 @@ class Recipe(Strict):
             if (by_default if settings.optional is None else settings.optional) and recipe_space(name) not in prunable
         }
         if lacking:
-            return self._with_spaces({n: own for n, own in self.spaces.items() if n not in lacking}).at(family)
+            return self._with_spaces({k: v for k, v in self.spaces.items() if k not in lacking}).at(family)
         # Spaces that meet a size together have no ratio of their own: one that is to stay whole is not among them.
         pruned = {name: settings for name, settings in self.spaces.items() if settings.ratio != 0}
         if self.allocation == "least-error" and pruned and len(pruned) < len(self.spaces):

@@ -100,7 +100,7 @@ def _measure_suite(suite: NamedSuite, pair: Pair, options: EvaluateOptions) -> R
     scores = tables.record[key]
     others = None
     if pair.reference is not None:
-        others = {task: own["against"] for task, own in scores.items()} if files else tables.record["against"][key]
+        others = {task: each["against"] for task, each in scores.items()} if files else tables.record["against"][key]
     means, lines = {"mean": suite.mean(scores)}, [suite.describe(scores, str(pair.name))]
     if others is not None:
         means["against"] = suite.mean(others)

@@ -69,13 +69,13 @@ class Planned:
             name: [site for site in plan.sites if site.space == name]
             for name in first_expert_spaces(plan.recipe.spaces)
         }
-        pairs = {name: mean_errors(own) for name, own in sites.items()}
+        pairs = {name: mean_errors(records) for name, records in sites.items()}
         return {
             "recipe": plan.recipe.name,
             "after": plan.after.model_dump(),
             "container": "remote code" if plan.container == "remote" else plan.container,
             "errors": {name: None if pair is None else pair[1] for name, pair in pairs.items()},
-            "held_out": {name: mean_held_out(own) for name, own in sites.items()},
+            "held_out": {name: mean_held_out(records) for name, records in sites.items()},
             "divergence": plan.divergence,
             "messages": self.messages,
         }

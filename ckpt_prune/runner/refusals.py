@@ -131,9 +131,9 @@ def refuse_recover(options: RecoverOptions) -> None:
             raise UserError(f"--method {options.method} trains in one process: start it without torchrun")
         _check_whole(options)
     if options.method != "lora":
-        for name, own in LoraSettings.model_fields.items():
-            if getattr(options, name) != own.default:
-                raise UserError(f"{flags_of(name, own)[-1]} is for --method lora")
+        for name, field in LoraSettings.model_fields.items():
+            if getattr(options, name) != field.default:
+                raise UserError(f"{flags_of(name, field)[-1]} is for --method lora")
     if options.method != "snows":
         for name, field in SnowsSettings.model_fields.items():
             if getattr(options, name) != field.default:

@@ -72,7 +72,7 @@ def _beside_shipped(report: Report) -> str:
         return start + _CHANGED
     if size is not None:
         return f"{start}, for {size.words}."
-    if any(own.keep is not None for own in used.spaces.values()):
+    if any(settings.keep is not None for settings in used.spaces.values()):
         return f"{start}, with numbers of units to keep."
     ratios = {space: used.ratio_of(space) for space in used.spaces}
     if len(set(ratios.values())) > 1:

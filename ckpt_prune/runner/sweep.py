@@ -187,7 +187,7 @@ def _scores(result: Result) -> Scores:
         raise UserError("--evaluate measures a perplexity of text or classes of images, which this model has not")
     assert result.reference is not None
     if isinstance(result.score, Classification):
-        metric, on, own = "top1", f"{result.score.images} images", result.score.top1
+        metric, on, value = "top1", f"{result.score.images} images", result.score.top1
         dense_top1 = result.reference.top1
         dense = "top-1 (no labels)" if dense_top1 is None else f"top-1 (dense: {dense_top1:.1%})"
     else:
@@ -195,8 +195,8 @@ def _scores(result: Result) -> Scores:
         if isinstance(result.score, MaskedScore):
             metric, on = "masked_perplexity", f"{result.score.tokens} masked tokens"
         dense = f"{metric.replace('_', ' ')} (dense: {result.reference.perplexity:.3f})"
-        on, own = f"{on} of {result.score.window} tokens", result.score.perplexity
-    score, kl = (each if each is not None and isfinite(each) else None for each in (own, result.kl))
+        on, value = f"{on} of {result.score.window} tokens", result.score.perplexity
+    score, kl = (each if each is not None and isfinite(each) else None for each in (value, result.kl))
     return Scores(metric, score, kl, f"{dense} and KL on {on}")
 
 
@@ -283,19 +283,19 @@ def _plan_points(
 
 
 def _add_scores(curve: Sweep, measuring: PointMeasurer) -> Sweep:
-    scores = [own for _, own in measuring.each(curve.key, [point.value for point in curve.points])]
-    points = [_add_score(point, own) for point, own in zip(curve.points, scores, strict=True)]
+    scores = [score for _, score in measuring.each(curve.key, [point.value for point in curve.points])]
+    points = [_add_score(point, score) for point, score in zip(curve.points, scores, strict=True)]
     return replace(curve, points=tuple(points), measured=scores[0].told, metric=scores[0].metric)
 
 
 def _measure_only(key: str, values: Sequence[float | str], measuring: PointMeasurer) -> Sweep:
     measuring.foresee(values)
     points = []
-    for value, (pruned, own) in zip(values, measuring.each(key, values), strict=True):
+    for value, (pruned, score) in zip(values, measuring.each(key, values), strict=True):
         assert pruned.settled is not None
         assert pruned.report is not None
-        points.append(_add_score(point_of_output(value, pruned.settled, pruned.report), own))
-        settled, scores = pruned.settled, own
+        points.append(_add_score(point_of_output(value, pruned.settled, pruned.report), score))
+        settled, scores = pruned.settled, score
     recipe = settled.recipe
     spaces = tuple(first_expert_spaces(recipe.spaces))
     notes = tuple(change_lines(settled))

@@ -59,8 +59,8 @@ def draw(figure: Figure) -> str:
     runs = [(_runs(line, joined=figure.joined), number) for number, line in lines]
     parts = [
         *_frame(x, y, figure.unit, figure.across),
-        *(_band(own, number, x, y) for own, number in runs),
-        *(_stroke(own, number, x, y) for own, number in runs),
+        *(_band(points, number, x, y) for points, number in runs),
+        *(_stroke(points, number, x, y) for points, number in runs),
         *(_marks(line, number, x, y) for number, line in lines),
         *_tooltips(figure, places, x, y),
     ]

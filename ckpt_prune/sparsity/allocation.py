@@ -63,7 +63,7 @@ def ratios_by_outliers(outliers: Sequence[float], sizes: Sequence[int], ratio: f
     """
     kept = _linear(outliers, 0.0, 2 * spread)
     shares = [size / sizes[0] for size in sizes]
-    mean = sum(size * own for size, own in zip(shares, kept, strict=True)) / sum(shares)
+    mean = sum(size * part for size, part in zip(shares, kept, strict=True)) / sum(shares)
     return [ratio - share + mean for share in kept]
 
 

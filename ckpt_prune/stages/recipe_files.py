@@ -69,7 +69,7 @@ def load_recipe(
         keys = _apply_override(values, override)
         values = FullRecipe.expand_names(values)
         _drop_strength(values, keys, lines)
-        if lines.get(("ratio",)) and any(kind.settles_ratio(keys, own) for kind, own in _stages_in(values)):
+        if lines.get(("ratio",)) and any(kind.settles_ratio(keys, settings) for kind, settings in _stages_in(values)):
             values.pop("ratio", None)
         # What is set on the command line has no line in the file.
         lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
@@ -92,12 +92,12 @@ def load_recipe(
 
 def _stages_in(values: Mapping[str, Any]) -> list[tuple[type[StageKeys], dict[str, Any]]]:
     """Return the stages that a file names, with the values under their keys."""
-    return [(kind, own) for kind in STAGES if isinstance(own := values.get(kind.key), dict)]
+    return [(kind, settings) for kind in STAGES if isinstance(settings := values.get(kind.key), dict)]
 
 
 def _set_ratio(values: dict[str, Any], ratio: float, lines: Lines) -> None:
-    for kind, own in _stages_in(values):
-        kind.check_ratio(own, ratio)
+    for kind, settings in _stages_in(values):
+        kind.check_ratio(settings, ratio)
     values["ratio"] = ratio
     values.pop("size", None)
     _drop_own_ratios(values, lines)
@@ -119,10 +119,10 @@ def _drop_own_ratios(values: dict[str, Any], lines: Lines) -> None:
     if not isinstance(spaces, dict):
         return
     values["spaces"] = {
-        name: {key: value for key, value in own.items() if key != "ratio"}
-        if isinstance(own, dict) and lines.get(("spaces", name, "ratio"))
-        else own
-        for name, own in spaces.items()
+        name: {key: value for key, value in settings.items() if key != "ratio"}
+        if isinstance(settings, dict) and lines.get(("spaces", name, "ratio"))
+        else settings
+        for name, settings in spaces.items()
     }
 
 

@@ -77,10 +77,10 @@ class EndDistances:
         """
         for _, rows in stream.batches:
             here = end[rows].to(stream.factory.device).float()
-            for own in drawn:
-                gradient = own.values[rows].to(here)
+            for draw in drawn:
+                gradient = draw.values[rows].to(here)
                 for first, states in enumerate(before):
-                    self._sums[first, len(before)] += own.measure_shift(gradient, states[rows].to(here) - here)
+                    self._sums[first, len(before)] += draw.measure_shift(gradient, states[rows].to(here) - here)
 
     @property
     def distances(self) -> Distances:
@@ -117,7 +117,7 @@ def measure_distances(
     ends.see(stream, states, end, drawn)
     for block in track(range(model.blocks - 1, 0, -1), "gradients", total=model.blocks - 1):
         module, end = stream.factory.build_block(block, model.read_block(block)).requires_grad_(False), states.pop()
-        for _ in pass_back(stream, module, block, end, [own.values for own in drawn]):
+        for _ in pass_back(stream, module, block, end, [draw.values for draw in drawn]):
             pass
         ends.see(stream, states, end, drawn)
     return ends.distances

@@ -128,7 +128,7 @@ def measure_fisher(
             ends.see(stream, states, end, gradients)
         if block_watcher is not None:
             block_watcher.end(len(samples))
-        named = {model.moments_name(block, space): Fisher(len(samples), own) for space, own in sums.items()}
+        named = {model.moments_name(block, space): Fisher(len(samples), total) for space, total in sums.items()}
         for name, metric in named.items():
             if not all_finite(metric.sums):
                 raise UserError(f"the gradient at {name} is not finite: the model overflows in {compute_dtype}")
@@ -152,18 +152,18 @@ def _pass_block(
         for _ in pass_back(stream, module, block, entering_states, values):
             pass
         return {}
-    consumers = {space: own.consumer for space, own in family.consumers.items() if space in spaces}
+    consumers = {name: space.consumer for name, space in family.consumers.items() if name in spaces}
     # A space within another ends in the same consumer.
     spaces_at = {
-        consumer: [space for space, own in family.columns.items() if own.consumer == consumer and space in spaces]
+        consumer: [name for name, space in family.columns.items() if space.consumer == consumer and name in spaces]
         for consumer in consumers.values()
     }
-    readers = {space: own.readers for space, own in family.logits.items() if space in spaces}
+    readers = {name: space.readers for name, space in family.logits.items() if name in spaces}
     # Keys meet queries turned by position; turning changes no length of a gradient.
     turners = {
-        space: RotaryTurner(factory, module, block, own)
-        for space, own in family.rotary_spaces.items()
-        if rotary and space in spaces
+        name: RotaryTurner(factory, module, block, space)
+        for name, space in family.rotary_spaces.items()
+        if rotary and name in spaces
     }
     readers |= {space: family.rotary_spaces[space].readers for space in turners}
     names = {*consumers.values(), *(reader for pair in readers.values() for reader in pair)}

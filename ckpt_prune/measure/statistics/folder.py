@@ -124,7 +124,7 @@ def write_fisher(folder: Path, block: int, metrics: Mapping[str, Fisher], curves
     `curves` are those that are known, on samples that the metric was not measured on if there are folds.
     """
     sums = {name: metric.sums for name, metric in metrics.items()}
-    tensors = {name: pack_symmetric(own) if own.ndim == 2 else own for name, own in sums.items()}
+    tensors = {name: pack_symmetric(values) if values.ndim == 2 else values for name, values in sums.items()}
     for key, pair in (curves or {}).items():
         tensors |= {"/".join((*key, name)): tensor for name, tensor in zip(_CURVES, pair, strict=True)}
     return write_tensors(folder, name_file("fisher", block), tensors)
@@ -132,7 +132,7 @@ def write_fisher(folder: Path, block: int, metrics: Mapping[str, Fisher], curves
 
 def write_taylor(folder: Path, block: int, importances: Mapping[str, Taylor]) -> str:
     """Write the importances of one block's units, by on-disk weight, and return the file's SHA-256."""
-    tensors = {f"{name}/{order}": getattr(own, order) for name, own in importances.items() for order in _ORDERS}
+    tensors = {f"{name}/{order}": getattr(sums, order) for name, sums in importances.items() for order in _ORDERS}
     return write_tensors(folder, name_file("taylor", block), tensors)
 
 
@@ -385,7 +385,7 @@ def record_fisher(
         "collect": [kind for kind in get_args(Collect) if kind in {*index.collect, "fisher"}],
         "fisher": samples,
         "predicted": {
-            site: {name: list(own) for name, own in by_score.items()} for site, by_score in predicted.items()
+            site: {name: list(curve) for name, curve in by_score.items()} for site, by_score in predicted.items()
         },
         "spaces": {space: list(points) for space, points in spaces.items()},
         "scores": dict(scores),

@@ -76,11 +76,11 @@ def count_statistics_bytes(model: Model, *, collect: Sequence[Collect], folds: i
     def of_inputs(width: int) -> int:
         return folds * (4 * 8 * width + (2 * width * (width + 1) if "gram" in collect else 0))
 
-    for (space, own), width in zip(family.consumers.items(), model.consumer_widths.values(), strict=True):
+    for (space, definition), width in zip(family.consumers.items(), model.consumer_widths.values(), strict=True):
         blocks = model.blocks_with(space)
         needed += sum(map(of_inputs, [width] * len(blocks) if isinstance(width, int) else width))
         if "fisher" in collect and blocks:
-            outputs = model.tensors[model.tensor(blocks[0], own.consumer)][1][0]
+            outputs = model.tensors[model.tensor(blocks[0], definition.consumer)][1][0]
             needed += len(blocks) * 2 * outputs * (outputs + 1)
         if "taylor" in collect:
             needed += sum(2 * 8 * units for units in model.unit_counts(space))

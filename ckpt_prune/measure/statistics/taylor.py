@@ -105,7 +105,7 @@ def _pass_block(
         disk: [path.removesuffix(".weight") for path in factory.find_paths(block, factory.family.tensor(block, disk))]
         for disk in linears_of(factory.model.spaces(block))
     }
-    paths = [path for own in paths_of.values() for path in own]
+    paths = [path for of_weight in paths_of.values() for path in of_weight]
     weights: dict[str, _WeightGradient] = {}
     for batch in pass_back(stream, module, block, entering_states, [gradients], paths):
         for disk, own_paths in paths_of.items():
@@ -116,7 +116,7 @@ def _pass_block(
                 zeros = (x.new_zeros(y.shape[-1], x.shape[-1], dtype=torch.float32) for _ in range(2))
                 weights[disk] = _WeightGradient(*zeros)
             weights[disk].add(x, y)
-    return {disk: _WeightGradient(group.add(own.total), group.add(own.squares)) for disk, own in weights.items()}
+    return {disk: _WeightGradient(group.add(sums.total), group.add(sums.squares)) for disk, sums in weights.items()}
 
 
 def _by_sample(tokens: Tensor, samples: int) -> Tensor:

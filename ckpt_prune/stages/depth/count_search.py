@@ -49,4 +49,4 @@ class BlockCountSearch(CountSearch):
 def ranked_at(ranking: Mapping[Site, Sequence[RankedUnits]], record: DepthRecord) -> dict[Site, Sequence[RankedUnits]]:
     """Return the ranking of the blocks that stay, by their new numbers."""
     places = {old: new for new, old in enumerate(record.kept)}
-    return {site._replace(block=places[site.block]): own for site, own in ranking.items() if site.block in places}
+    return {site._replace(block=places[site.block]): curve for site, curve in ranking.items() if site.block in places}

@@ -119,16 +119,16 @@ def fit_maps(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapRec
 
 def _fit_map(prepared: Prepared, stream: Any, waiting: _Waiting) -> tuple[GapMap, dict[str, Tensor]]:
     """Fit the map of the gap that the stream has just passed; return it and the tensors that absorb it."""
-    model, own = prepared.model, depth_of(prepared).compensation
+    model, settings = prepared.model, depth_of(prepared).compensation
     spaces = find_map_spaces(model.family)
     folds = observe_gap(stream, waiting.block, waiting.tensors, spaces, waiting.entering, stream.states)
     names, bias = _consumers(model, waiting.block), _consumers(model, waiting.block, "bias")[0]
-    by_folds = own.lambda_by is not None
+    by_folds = settings.lambda_by is not None
     solved = fit_map(
         [each.to(prepared.device) for each in folds],
         biased=bias in waiting.tensors,
-        strength=None if by_folds else own.strength,
-        grid=own.grid,
+        strength=None if by_folds else settings.strength,
+        grid=settings.grid,
     )
     if solved.identity:
         return solved, {}
@@ -215,7 +215,7 @@ def observe_gap(
         moments[fold] = moments[fold].accumulate(output)
         drifts[fold] = drifts[fold].accumulate(delta, output)
     pairs = zip(moments, drifts, strict=True)
-    return tuple(replace(own.to("cpu"), drift=drift.to("cpu")) for own, drift in pairs)
+    return tuple(replace(fold.to("cpu"), drift=drift.to("cpu")) for fold, drift in pairs)
 
 
 def _mlp_output(

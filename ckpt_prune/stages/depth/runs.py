@@ -30,8 +30,8 @@ def least_runs(costs: Sequence[Sequence[float]], count: int, most: int, allowed:
     best: list[dict[tuple[int, int], tuple[float, tuple[int, ...]]]] = [{} for _ in range(blocks + 2)]
     best[0][0, 0] = 0.0, ()
     for start in range(blocks + 1):
-        for (gone, runs), (cost, own) in best[start].items():
-            _keep(best[start + 1], (gone, runs), cost, own)
+        for (gone, runs), (cost, removed) in best[start].items():
+            _keep(best[start + 1], (gone, runs), cost, removed)
             if runs == most:
                 continue
             for stop in range(start + 1, min(blocks, start + count - gone) + 1):
@@ -39,7 +39,7 @@ def least_runs(costs: Sequence[Sequence[float]], count: int, most: int, allowed:
                     break
                 here = (gone + stop - start, runs + 1)
                 # The block at `stop` stays: two runs side by side would be one.
-                _keep(best[stop + 1], here, cost + costs[start][stop], (*own, *range(start, stop)))
+                _keep(best[stop + 1], here, cost + costs[start][stop], (*removed, *range(start, stop)))
     ends = [found for (gone, _), found in best[blocks + 1].items() if gone == count]
     return list(min(ends)[1]) if ends else None
 

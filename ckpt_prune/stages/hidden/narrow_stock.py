@@ -179,5 +179,5 @@ def embedding_scale(model: Model, container: Container) -> float:
 def _narrower(was: Any, would: Any, width: int, kept: int) -> bool:
     """Return whether a fact is the width, or a shape with it, before and after."""
     if isinstance(was, tuple) and isinstance(would, tuple) and len(was) == len(would):
-        return all(own == other or (own, other) == (width, kept) for own, other in zip(was, would, strict=True))
+        return all(old == new or (old, new) == (width, kept) for old, new in zip(was, would, strict=True))
     return (was, would) == (width, kept)

@@ -125,18 +125,18 @@ def _measure_bases(prepared: Prepared, view: SlicedCheckpoint, bases: WrittenBas
             sliced.stream.advance(block, tensors)
         else:
             found: list[Tensor] = []
-            own: list[float] = []
+            kept: list[float] = []
 
-            def choose(_place: int, gram: Tensor, found: list[Tensor] = found, own: list[float] = own) -> Tensor | None:
+            def choose(_: int, gram: Tensor, found: list[Tensor] = found, kept: list[float] = kept) -> Tensor | None:
                 basis, share = principal_directions(gram.to(prepared.device), view.kept, centred=centred)
                 basis = basis.float().double()  # as it is read again
                 found.append(basis)
-                own.append(share)
+                kept.append(share)
                 return basis if sequential else None
 
             sliced.block(block, tensors, choose)
             with disk_failures(bases.folder):
-                journal.record(unit, note=own, files=[bases.write(block, found)])
+                journal.record(unit, note=kept, files=[bases.write(block, found)])
         shares += journal.notes[unit]
     return shares
 

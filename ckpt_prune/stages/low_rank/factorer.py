@@ -57,8 +57,9 @@ class Factorer:
         """
         running, made = dict(tensors), {}
         factored: list[FactoredRecord] = []
-        groups = {first: [m for m in own if m in self.ranks[block]] for first, own in self.family.inputs.items()}
-        for stage in source.group_keys([first for first, own in groups.items() if own]):
+        ranks = self.ranks[block]
+        groups = {first: [m for m in modules if m in ranks] for first, modules in self.family.inputs.items()}
+        for stage in source.group_keys([first for first, modules in groups.items() if modules]):
             with phase("calibration"):
                 moments = source.moments(block, running, stage)
                 unpruned = None if self.dense is None else self.dense.moments(block, tensors, stage)

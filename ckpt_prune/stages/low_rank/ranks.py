@@ -38,8 +38,8 @@ def uniform_ranks(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 1)
         Ranks of those that become two.
     """
     ranks = {
-        each: round_rank(own, rank_for_ratio(own.rows, own.columns, ratio), multiple_of)
-        for each, own in linears.items()
+        each: round_rank(linear, rank_for_ratio(linear.rows, linear.columns, ratio), multiple_of)
+        for each, linear in linears.items()
     }
     return {each: rank for each, rank in ranks.items() if rank is not None}
 

@@ -153,8 +153,8 @@ class Masker:
 def masked_inputs(model: Model, block: int, only: Part | None) -> dict[str, list[str]]:
     """Return the linear modules that a mask is of, by the first of those that read the same input (`Model.inputs`)."""
     part = set(model.family.linears_of(only))
-    inputs = {first: [each for each in own if each in part] for first, own in model.inputs(block).items()}
-    return {first: own for first, own in inputs.items() if own}
+    inputs = {first: [each for each in modules if each in part] for first, modules in model.inputs(block).items()}
+    return {first: modules for first, modules in inputs.items() if modules}
 
 
 _USUAL = ("2:4", "4:8")
@@ -163,7 +163,7 @@ _USUAL = ("2:4", "4:8")
 
 def masked_weights(model: Model, block: int, only: Part | None) -> list[str]:
     """Return the on-disk weights of a block that a mask is of."""
-    return [model.tensor(block, module) for own in masked_inputs(model, block, only).values() for module in own]
+    return [model.tensor(block, module) for modules in masked_inputs(model, block, only).values() for module in modules]
 
 
 def masked_blocks(model: Model, only: Part | None) -> list[int]:

@@ -66,14 +66,14 @@ def least_divergence(curves: Sequence[Points], sizes: Sequence[int], ratio: floa
     least, most = (round(STEPS * each) for each in (max(0.0, ratio - spread), min(1.0, ratio + spread)))
     most = min(most, STEPS - 1)
     # Kept parts count from the fewest that are allowed; one more stands for these.
-    own: Mapping[int, Curve] = {
+    rising: Mapping[int, Curve] = {
         block: Curve(_rising([divergence_at(points, step / STEPS) for step in range(least, most + 2)]), float(size))
         for block, (points, size) in enumerate(zip(curves, sizes, strict=True))
     }
     fewest = STEPS - most - 1
     budget = STEPS * (1 - ratio) * sum(sizes) - fewest * sum(sizes)
-    kept = least_error(own, budget + 1e-6 * sum(sizes))
-    shares = [1 - (fewest + kept[block]) / STEPS for block in own]
+    kept = least_error(rising, budget + 1e-6 * sum(sizes))
+    shares = [1 - (fewest + kept[block]) / STEPS for block in rising]
     # Less than one part of a block is left over: all blocks share it.
     over = sum(share * size for share, size in zip(shares, sizes, strict=True)) / sum(sizes) - ratio
     return [min(max(share - over, 0.0), 1 - 1 / STEPS) for share in shares]
@@ -130,7 +130,7 @@ def choose_shares(prepared: Prepared, mask: Mask) -> MaskShares:
 
 def _in_groups(model: Model, mask: Mask, kept: list[int], figures: list[float], of: int) -> MaskShares:
     of_each = _of_every_block(model, mask, kept, of)
-    ratios = [1 - own / of for own in of_each]
+    ratios = [1 - count / of for count in of_each]
     return MaskShares(ratios=ratios, kept=of_each, figures=_of_every_block(model, mask, figures, 0.0))
 
 
@@ -231,15 +231,15 @@ def _choose_by_divergence(prepared: Prepared, mask: Mask) -> MaskShares:
                 pass
         end = before
     sizes = [_size(model, block, mask) for block in masked_blocks(model, mask.only)]
-    if not all(bool(torch.isfinite(torch.tensor(own)).all()) for own in curves):
+    if not all(bool(torch.isfinite(torch.tensor(curve)).all()) for curve in curves):
         raise UserError("mask.allocation divergence: a gradient or a masked block's output is not finite")
     if groups is not None:
-        kept = least_divergence_in_groups([[0.0, *own] for own in curves], sizes, groups.kept)
-        figures = [[0.0, *own][groups.of - n] for own, n in zip(curves, kept, strict=True)]
+        kept = least_divergence_in_groups([[0.0, *curve] for curve in curves], sizes, groups.kept)
+        figures = [[0.0, *curve][groups.of - n] for curve, n in zip(curves, kept, strict=True)]
         return _in_groups(model, mask, kept, figures, groups.of)
-    points = [list(zip(tried, own, strict=True)) for own in curves]
+    points = [list(zip(tried, curve, strict=True)) for curve in curves]
     ratios = [round(r, 6) for r in least_divergence(points, sizes, prepared.recipe.ratio, mask.chosen_spread)]
-    return _at_ratios(model, mask, ratios, [divergence_at(own, r) for own, r in zip(points, ratios, strict=True)])
+    return _at_ratios(model, mask, ratios, [divergence_at(curve, r) for curve, r in zip(points, ratios, strict=True)])
 
 
 def _observe(
@@ -264,5 +264,5 @@ def _divergence(
     module, found = stream.factory.build_block(block, masked), 0.0
     for _, rows in stream.batches:
         lacks = (stream.run(module, block, before[rows], rows) - end[rows].to(stream.factory.device)).float()
-        found += sum(own.measure_shift(own.values[rows].to(lacks), lacks) for own in drawn)
+        found += sum(draw.measure_shift(draw.values[rows].to(lacks), lacks) for draw in drawn)
     return found / 2 / len(end)

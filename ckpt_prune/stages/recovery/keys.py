@@ -20,7 +20,7 @@ class Recovery(SnowsSettings, RecoverySettings, StageKeys):
     trains = True
     later: ClassVar[Mapping[str, Any]] = {
         "method": "laco",
-        **{key: own.default for key, own in SnowsSettings.model_fields.items()},
+        **{key: field.default for key, field in SnowsSettings.model_fields.items()},
     }
 
     samples: int | None = Field(
@@ -39,7 +39,7 @@ class Recovery(SnowsSettings, RecoverySettings, StageKeys):
             laco_keys += [key for key, odd in (("lr", self.lr), ("schedule", self.schedule != "cosine")) if odd]
             if laco_keys:
                 raise ValueError(f"{laco_keys[0]} is for method laco: snows takes Newton steps on weights")
-        elif set_keys := [key for key, own in SnowsSettings.model_fields.items() if getattr(self, key) != own.default]:
+        elif set_keys := [k for k, field in SnowsSettings.model_fields.items() if getattr(self, k) != field.default]:
             raise ValueError(f"{set_keys[0]} is for method snows, not {self.method}")
         if self.method == "scales" and laco_keys:
             raise ValueError(

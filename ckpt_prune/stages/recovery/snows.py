@@ -254,7 +254,7 @@ class SnowsRecoverer(Recoverer):
                     index,
                     {**new, **{name: dense[name] for name in behind}},
                     masked,
-                    [[path for paths in own.values() for path in paths] for own in groups],
+                    [[path for paths in modules.values() for path in paths] for modules in groups],
                     at,
                     self.snows.operations + 1,
                     part_size(self.settings),

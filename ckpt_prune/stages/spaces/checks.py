@@ -42,14 +42,15 @@ def check_sites(prepared: Prepared) -> None:
 def _check_counts(prepared: Prepared) -> None:
     """Refuse numbers of units to keep that are not of this model."""
     recipe, model = prepared.recipe, prepared.model
-    for space, own in recipe.spaces.items():
-        if own.keep is None or space not in model.family.spaces:
+    for space, settings in recipe.spaces.items():
+        if settings.keep is None or space not in model.family.spaces:
             continue
-        if len(own.keep) != model.blocks:
-            raise UserError(f"spaces.{space}.keep has {len(own.keep)} numbers, and the model {model.blocks} blocks")
+        counts = len(settings.keep)
+        if counts != model.blocks:
+            raise UserError(f"spaces.{space}.keep has {counts} numbers, and the model {model.blocks} blocks")
         multiple = model.multiple(space)
         for block in model.blocks_with(space):
-            kept, units = own.keep[block], model.units(space, block)
+            kept, units = settings.keep[block], model.units(space, block)
             if not 1 <= kept <= units or (kept % multiple and kept < units):
                 steps = f" in multiples of {multiple}" if multiple > 1 else ""
                 raise UserError(
@@ -133,9 +134,9 @@ def check_enough_samples(prepared: Prepared) -> None:
     if not samples or (prepared.recipe.size is not None and prepared.recipe.allocation == "uniform"):
         return  # a size is checked again at its ratio
     what = "images" if prepared.model.family.modality == "image" else f"windows of {tokens} tokens"
-    for space, own in prepared.recipe.spaces.items():
-        method = own.compensation.method
-        bare = own.compensation.lam == 0 and not own.compensation.lambda_grid
+    for space, settings in prepared.recipe.spaces.items():
+        method = settings.compensation.method
+        bare = settings.compensation.lam == 0 and not settings.compensation.lambda_grid
         if not bare or not kind_of(space).methods[method].uses_strength:
             continue
         # A ranking over blocks may leave a block whole.
@@ -204,8 +205,8 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     for name in recipe.spaces:
         obstacle = family.spaces[name].whole
         if obstacle is not None:
-            prunable = {each: own for each, own in family.spaces.items() if own.whole is None and own.ends != "experts"}
-            plain = (each for each, own in prunable.items() if each in family.columns and own.fixed is None)
+            prunable = {k: s for k, s in family.spaces.items() if s.whole is None and s.ends != "experts"}
+            plain = (key for key, space in prunable.items() if key in family.columns and space.fixed is None)
             others = list(first_expert_spaces(plain)) or list(first_expert_spaces(prunable))
             alone = " and ".join(f"recipe corp-{other}" for other in others)
             raise UserError(

@@ -23,17 +23,17 @@ class Spaces(StageKeys):
         return cls() if recipe.spaces else None
 
     def check_recipe(self, recipe: Recipe) -> None:
-        for space, own in recipe.spaces.items():
-            kind, method = kind_of(space), own.compensation.method
-            if own.score not in kind.scores:
+        for space, settings in recipe.spaces.items():
+            kind, score, method = kind_of(space), settings.score, settings.compensation.method
+            if score not in kind.scores:
                 allowed = ", ".join(kind.scores)
-                raise ValueError(f"spaces.{space}: score {own.score} does not rank its units; allowed here: {allowed}")
+                raise ValueError(f"spaces.{space}: score {score} does not rank its units; allowed here: {allowed}")
             if method not in kind.methods:
                 allowed = ", ".join(kind.methods)
                 raise ValueError(f"spaces.{space}: method {method} is not for this space; allowed here: {allowed}")
             if kind.needs_taylor(recipe.settings_of(space)) and recipe.target != "dense":
                 raise ValueError(
-                    f"spaces.{space}: score {own.score} is measured on the unpruned model, with a pass back through "
+                    f"spaces.{space}: score {score} is measured on the unpruned model, with a pass back through "
                     "all of it: say target: dense"
                 )
         self._check_allocation(recipe)
@@ -47,18 +47,19 @@ class Spaces(StageKeys):
             by_errors = recipe.allocation == "least-error" and not kind.by_errors
             if kind.unrankable is not None and (recipe.ranks_blocks or by_errors):
                 raise ValueError(kind.unrankable)
-        for space, own in recipe.spaces.items():
-            if own.keep is not None and (own.ratio is not None or recipe.allocation != "uniform"):
-                other = "its ratio" if own.ratio is not None else f"allocation {recipe.allocation}"
+        for space, settings in recipe.spaces.items():
+            keep, score = settings.keep, settings.score
+            if keep is not None and (settings.ratio is not None or recipe.allocation != "uniform"):
+                other = "its ratio" if settings.ratio is not None else f"allocation {recipe.allocation}"
                 raise ValueError(f"spaces.{space}: keep and {other} both say how much goes: leave one out")
-            if own.keep is not None and len(set(own.keep)) > 1 and recipe.widths == "uniform":
+            if keep is not None and len(set(keep)) > 1 and recipe.widths == "uniform":
                 raise ValueError(
                     f"spaces.{space}: keep gives blocks widths of their own, which no stock model can load: say "
                     "widths: per_layer to accept remote code"
                 )
-            if recipe.ranks_blocks and not kind_of(space).scores_columns(own.score):
-                raise ValueError(f"spaces.{space}: score {own.score} ranks units, and FLAP's rankings compare columns")
-            if own.score == CHOSEN and recipe.allocation != "least-error":
+            if recipe.ranks_blocks and not kind_of(space).scores_columns(score):
+                raise ValueError(f"spaces.{space}: score {score} ranks units, and FLAP's rankings compare columns")
+            if score == CHOSEN and recipe.allocation != "least-error":
                 raise ValueError(
                     f"spaces.{space}: score {CHOSEN} is chosen by the errors of every width: say allocation: "
                     "least-error"
@@ -86,8 +87,8 @@ class Spaces(StageKeys):
             raise ValueError("experts go whole or lose columns: for both, prune twice, whole experts first")
 
     def _check_drift(self, recipe: Recipe) -> None:
-        for space, own in recipe.spaces.items():
-            if own.compensation.shares is not None and recipe.target != "drift":
+        for space, settings in recipe.spaces.items():
+            if settings.compensation.shares is not None and recipe.target != "drift":
                 raise ValueError(f"spaces.{space}: shares requires target: drift")
         if recipe.target != "drift" or recipe.true_sequential:
             return
@@ -99,7 +100,7 @@ class Spaces(StageKeys):
                 )
 
     def _check_strengths(self, recipe: Recipe) -> None:
-        compensations = [own.compensation for own in recipe.spaces.values()]
+        compensations = [settings.compensation for settings in recipe.spaces.values()]
         if len({fit.lambda_by for fit in compensations} & {"perplexity", "folds"}) > 1:
             raise ValueError("lambda_by must be the same in every space that has a grid")
         grids = {
@@ -129,7 +130,7 @@ class Spaces(StageKeys):
         return any(kind_of(space).needs_moments(recipe.settings_of(space)) for space in recipe.spaces)
 
     def needs_folds(self, recipe: Recipe) -> bool:
-        return any(own.compensation.by_folds for own in recipe.spaces.values())
+        return any(settings.compensation.by_folds for settings in recipe.spaces.values())
 
     def collects(self, recipe: Recipe) -> set[Collect]:
         needed: set[Collect] = {"fisher"} if recipe.weighed_by_effect else set()

@@ -198,13 +198,13 @@ def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
     inner = next((name for name, each in model.family.columns.items() if each.within == space), None)
     if inner is None or inner in recipe.spaces:
         return ""
-    units, own = max(model.unit_counts(inner)), model.family.spaces[inner]
+    units, definition = max(model.unit_counts(inner)), model.family.spaces[inner]
     with suppress(UserError):  # a ratio that leaves none
-        dropped = units - units_kept(units, recipe.ratio_of(space), own.rounding)
+        dropped = units - units_kept(units, recipe.ratio_of(space), definition.rounding)
         if dropped:
-            in_each = f"{dropped} of {units} {own.unit}s in each"
+            in_each = f"{dropped} of {units} {definition.unit}s in each"
             return f"a recipe with spaces.{inner} can drop {in_each} instead of whole ones"
-    return f"a recipe with spaces.{inner} can drop {own.unit}s instead of whole ones"
+    return f"a recipe with spaces.{inner} can drop {definition.unit}s instead of whole ones"
 
 
 SECOND_ORDER = "a second-order estimate, too low where many units go or samples are few"

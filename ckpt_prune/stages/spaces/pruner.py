@@ -95,7 +95,7 @@ class Pruner:
         spaces = self.model.spaces(block)
         decided = {s: self.decisions.of(self.model, Site(block, s)) for s in spaces if s in recipe.spaces}
         # What stays whole is not measured again: it is most of what a budget leaves of attention.
-        measured = [s for s, own in decided.items() if own.scores is None or own.keep != self.model.units(s, block)]
+        measured = [s for s, d in decided.items() if d.scores is None or d.keep != self.model.units(s, block)]
         groups = {group[0]: group for group in source.group_keys(measured) if group}
         of_group: Mapping[SpaceName, SpaceMoments] = {}
         for space, decision in decided.items():
@@ -141,7 +141,7 @@ class Pruner:
         """
         space = self.model.family.spaces[plan.space]
         count, copies = space.count(self.model.dimension), space.copies(self.model.dimension)
-        within = next(own for name, own in kept.items() if self.model.family.spaces[name].units == space.per)
+        within = next(units for name, units in kept.items() if self.model.family.spaces[name].units == space.per)
         scores, first = torch.zeros(copies, count, dtype=torch.float64), plan.kept[: len(plan.kept) // len(within)]
         scores[within] = torch.tensor(plan.scores, dtype=torch.float64).view(len(within), count)
         stays = torch.tensor(first).repeat(copies, 1)

@@ -140,10 +140,10 @@ def _make_table(sites: Sequence[SiteRecord]) -> Sequence[Table]:
 
 def _errors(sites: Sequence[SiteRecord]) -> Iterator[str]:
     """Say what the errors are."""
-    measured = [own for own in _by_space(sites).values() if mean_errors(own) is not None]
+    measured = [records for records in _by_space(sites).values() if mean_errors(records) is not None]
     if measured:
-        drift = any(site.share is not None for own in measured for site in own)
-        logits = any(ENDS.get(recipe_space(own[0].space)) in ("logits", "rotary") for own in measured)
+        drift = any(site.share is not None for records in measured for site in records)
+        logits = any(ENDS.get(recipe_space(records[0].space)) in ("logits", "rotary") for records in measured)
         of = " (of queries and keys: of the attention logits)" if logits else ""
         yield (
             f"The error is the share of the energy of a module's output{of} that pruning changes, before and after "
@@ -156,8 +156,8 @@ def _errors(sites: Sequence[SiteRecord]) -> Iterator[str]:
 
 def mean_lines(sites: Sequence[SiteRecord]) -> Iterator[str]:
     """Yield the mean error of every space on held-out folds."""
-    for space, own in _by_space(sites).items():
-        if (error := mean_held_out(own)) is not None:
+    for space, records in _by_space(sites).items():
+        if (error := mean_held_out(records)) is not None:
             yield f"{space}: mean error on held-out folds, compensated, {error:.4f}"
 
 
@@ -187,7 +187,7 @@ def compare_errors(sites: Sequence[SiteRecord], *, warnings: bool = False) -> It
 
 def count_left_out(sites: Sequence[SiteRecord], recipe: Recipe) -> Iterator[str]:
     """Say at how many sites a fit loses to the kept weights by held-out samples, so that these stay as they are."""
-    ruled = {space for space, own in recipe.spaces.items() if own.compensation.by_rule}
+    ruled = {space for space, settings in recipe.spaces.items() if settings.compensation.by_rule}
     fitted = [site for site in sites if recipe_space(site.space) in ruled and len(site.kept) < site.units]
     held_out = [site for site in fitted if site.error_held_out is not None]
     left_out = [_place(site) for site in held_out if site.method == "none"]
@@ -231,13 +231,13 @@ def _coarse(sites: Sequence[SiteRecord], recipe: Recipe) -> Iterator[str]:
     if recipe.allocation != "uniform" or recipe.size is not None:
         return
     blocks = recipe.blocks(1 + max((site.block for site in sites), default=0))
-    for space, own in recipe.spaces.items():
+    for space, settings in recipe.spaces.items():
         site = next((site for site in sites if site.space == space and site.block in blocks), None)
-        if site is None or own.keep is not None:
+        if site is None or settings.keep is not None:
             continue
         ratio, dropped = recipe.ratio_of(space), site.units - len(site.kept)
         if is_far(ratio, dropped / site.units):
-            steps = f" in multiples of {own.multiple_of}" if own.multiple_of > 1 else ""
+            steps = f" in multiples of {settings.multiple_of}" if settings.multiple_of > 1 else ""
             gone = f"{dropped} ({dropped / site.units:.3g}) went" if dropped else "none went"
             yield (
                 f"Space {space} has {plural(site.units, 'unit')} per block{steps}, too coarse for a ratio of "
@@ -349,14 +349,14 @@ def draw_sites(sites: Sequence[SiteRecord]) -> Iterator[Figure]:
     groups = [(_words(name), spaces[name]) for name in order]
     for title, note, unit, picks, options in FIGURES:
         if isinstance(picks, Mapping):
-            for space, own in groups:
+            for space, records in groups:
                 named = [text.format(space=space.label, target=space.target) for text in (title, unit)]
-                lines = [draw_line(name, own, pick) for name, pick in picks.items()]
+                lines = [draw_line(name, records, pick) for name, pick in picks.items()]
                 floor = any(line.name == "floor" and line.points for line in lines)
                 own_note = note if floor else note.removesuffix(_BELOW)
                 yield from draw_figure(named[0], own_note, named[1], *lines, **options)
         else:
-            lines = [draw_line(space.label, own, picks) for space, own in groups]
+            lines = [draw_line(space.label, records, picks) for space, records in groups]
             yield from draw_figure(title, note, unit, *lines, **options)
 
 

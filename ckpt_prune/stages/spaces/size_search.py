@@ -197,8 +197,8 @@ def _least_size(prepared: Prepared) -> int:
     recipe, model = prepared.recipe, prepared.model
     assert recipe.size is not None
     smallest = [
-        {space: min(units, multiple_of(model, recipe, space)) for space, units in own.items() if space in recipe.spaces}
-        for own in model.dense_widths
+        {name: min(units, multiple_of(model, recipe, name)) for name, units in block.items() if name in recipe.spaces}
+        for block in model.dense_widths
     ]
     return size_at(prepared, recipe.size.kind, smallest)
 

@@ -186,12 +186,12 @@ def effects_on(statistics: Statistics, name: str, score: str) -> list[tuple[int,
     predictions are scaled by measured over predicted effects of obs.
     """
     by_score, measured = statistics.index.predicted.get(name, {}), statistics.index.effects.get(name, [])
-    own, usual = by_score.get(score), by_score.get(CANDIDATES[0])
-    if own is None or usual is None or score == CANDIDATES[0]:
-        return measured or own or []
+    predicted, usual = by_score.get(score), by_score.get(CANDIDATES[0])
+    if predicted is None or usual is None or score == CANDIDATES[0]:
+        return measured or predicted or []
     if [count for count, _ in measured] != [count for count, _ in usual]:
-        return own
-    triples = zip(own, usual, measured, strict=True)
+        return predicted
+    triples = zip(predicted, usual, measured, strict=True)
     return [(count, value * true / told if told > 0 else true) for (count, value), (_, told), (_, true) in triples]
 
 
@@ -280,8 +280,8 @@ def _least_error_counts(
     for site, curve in curves.items():
         by_space.setdefault(recipe_space(site.space), []).append(curve)
     blocks = prepared.model.blocks
-    crossings = [Crossing(c.inside, {own: cost * blocks for own, cost in c.shared.items()}) for c in crossed]
-    kept = least_error({space: merge_curves(own) for space, own in by_space.items()}, budget, crossings)
+    crossings = [Crossing(c.inside, {sharing: cost * blocks for sharing, cost in c.shared.items()}) for c in crossed]
+    kept = least_error({space: merge_curves(members) for space, members in by_space.items()}, budget, crossings)
     return {site: kept[recipe_space(site.space)] for site in curves}
 
 
@@ -291,7 +291,7 @@ def _counts_per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequ
     grouped: dict[Site, list[Curve]] = {}
     for site, curve in curves.items():
         grouped.setdefault(merged_site[site], []).append(curve)
-    sites = {site: own[0] if len(own) == 1 else merge_curves(own) for site, own in grouped.items()}
+    sites = {site: members[0] if len(members) == 1 else merge_curves(members) for site, members in grouped.items()}
     kept = least_error(sites, budget, crossings_of(sites, crossed))
     return {site: kept[merged_site[site]] for site in curves}
 
@@ -301,7 +301,7 @@ def crossings_of(curves: Mapping[Site, Curve], crossed: Sequence[CrossedSpaces])
     return [
         Crossing(
             [(Site(block, inner), Site(block, outer)) for inner, outer in spaces.inside],
-            {tuple(Site(block, space) for space in own): cost for own, cost in spaces.shared.items()},
+            {tuple(Site(block, space) for space in sharing): cost for sharing, cost in spaces.shared.items()},
         )
         for spaces in crossed
         for block in sorted({site.block for site in curves})

@@ -62,7 +62,7 @@ class HeldOutBits:
 
     @cached_property
     def _tokens(self) -> list[list[int]]:
-        return [[self._count(piece.text) for piece in own] for own in self._windows]
+        return [[self._count(piece.text) for piece in pieces] for pieces in self._windows]
 
     def _count(self, text: str) -> int:
         return count_tokens(self._tokenizer, text).total()
@@ -79,12 +79,12 @@ class HeldOutBits:
     def bits_per_byte(self) -> list[float]:
         """Bits per byte of each text by the model with all tokens, on windows spread over it."""
         spread = []
-        for text, own in enumerate(self._windows):
-            count = min(len(own), self._each)
-            spread.append([(text, place) for place in spread_evenly(count, len(own))])
-        self._dense_bits([window for own in spread for window in own])  # all at once
-        sizes = [sum(self._windows[t][w].bytes for t, w in own) for own in spread]
-        return [sum(self._dense_bits(own)) / max(1, size) for own, size in zip(spread, sizes, strict=True)]
+        for text, pieces in enumerate(self._windows):
+            count = min(len(pieces), self._each)
+            spread.append([(text, place) for place in spread_evenly(count, len(pieces))])
+        self._dense_bits([window for windows in spread for window in windows])  # all at once
+        sizes = [sum(self._windows[t][w].bytes for t, w in windows) for windows in spread]
+        return [sum(self._dense_bits(windows)) / max(1, size) for windows, size in zip(spread, sizes, strict=True)]
 
     def lost(self, tokenizer: Tokenizer, kept: Sequence[int], numbers: Mapping[int, int]) -> list[LostBits]:
         """Return what fewer tokens cost, by text.

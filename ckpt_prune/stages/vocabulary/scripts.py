@@ -33,7 +33,7 @@ def script_of_character(character: str) -> str:
 
 def script_of_text(text: str) -> str:
     """Return the script of the first letter of a text that has one; `common` if none has."""
-    return next((own for each in text if (own := script_of_character(each)) != COMMON), COMMON)
+    return next((script for each in text if (script := script_of_character(each)) != COMMON), COMMON)
 
 
 def script_of_bytes(data: bytes) -> str:

@@ -276,7 +276,7 @@ class _Site:
     def divergences(self, samples: int) -> dict[str, list[tuple[int, float]]]:
         """Return ½ E[(g·δ)²], the mean over samples."""
         sums = {score: map(sum, zip(*of_draws, strict=True)) for score, of_draws in self.seen.items()}
-        means = {score: [value / 2 / samples for value in own] for score, own in sums.items()}
+        means = {score: [value / 2 / samples for value in of_counts] for score, of_counts in sums.items()}
         return {
             score: list(zip(self.counts, means[first], strict=True))
             for score, first in self.first.items()
@@ -287,12 +287,12 @@ class _Site:
     def seen(self) -> dict[str, list[list[float]]]:
         """Score → for each draw the sums of all counts."""
         by_score: dict[str, list[list[float]]] = {}
-        for (score, _), own in self._sums.items():
-            by_score.setdefault(score, []).append(own)
+        for (score, _), of_counts in self._sums.items():
+            by_score.setdefault(score, []).append(of_counts)
         return by_score
 
     def spread(self, score: str) -> float:
         """Return the standard error of the mean of all draws over it, at the middle count; 0 of a single draw."""
-        values = [own[len(own) // 2] for own in self.seen[score]]
+        values = [of_counts[len(of_counts) // 2] for of_counts in self.seen[score]]
         mean = sum(values) / len(values)
         return stdev(values) / sqrt(len(values)) / mean if len(values) > 1 and mean else 0.0

@@ -89,7 +89,7 @@ def measure_effects(
         samples of `Readout.divergence` from the dense model. A site of one unit is left out.
     """
     counts = counts_of(model, statistics, spaces, points)
-    variants = [(space, count) for space, own in counts.items() for count in own]
+    variants = [(space, count) for space, fewer in counts.items() for count in fewer]
     if not variants:
         return {}
     few = SampleRange(samples, 0, min(len(samples), LIMITS[model.family.modality] if limit is None else limit))
@@ -108,7 +108,7 @@ def measure_effects(
             states.advance(block, tensors, dense=site == 0)
         if block < model.blocks - 1:
             continue
-        pairs = [(readout, own) for own in states.pruned]
+        pairs = [(readout, pruned) for pruned in states.pruned]
         of_site: dict[str, list[tuple[int, float]]] = {}
         values = group.interleave(measure_divergences(readout, states.dense, few, pairs))
         for (space, count), value in zip(variants, values, strict=True):
@@ -177,7 +177,7 @@ def _read_recorded(blocks: int, journal: Journal | None) -> tuple[dict[str, list
     notes: dict[str, Any] = process_group().once(lambda: {} if journal is None else journal.notes)
     start = next((block for block in range(blocks) if _entry(block) not in notes), blocks)
     recorded = (notes[_entry(block)] for block in range(start))
-    return {name: [(count, value) for count, value in own] for note in recorded for name, own in note.items()}, start
+    return {name: [(n, value) for n, value in curve] for note in recorded for name, curve in note.items()}, start
 
 
 def _entry(block: int) -> str:

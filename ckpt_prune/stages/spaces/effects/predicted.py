@@ -79,16 +79,16 @@ def measure_spaces(
     for block in track(range(model.blocks), "effects of spaces", total=model.blocks):
         tensors = model.read_block(block)
         fitted = refits.of(block, tensors)
-        for (space, count, single), own in zip(own_variants, states, strict=True):
+        for (space, count, single), changed in zip(own_variants, states, strict=True):
             site = tensors
             if space in model.spaces(block):
                 site = fitted.prune_site(space, single or _best(predicted[model.site_name(block, space)], count), count)
             pruned = stream.factory.build_block(block, site)
-            stream.pass_through(pruned, block, own, own)
+            stream.pass_through(pruned, block, changed, changed)
         if end is None:
             stream.advance(block, tensors)
     readout = stream.readout()
-    others = [(readout, own) for own in states]
+    others = [(readout, variant) for variant in states]
     dense = stream.states if end is None else end
     values = group.interleave(measure_divergences(readout, dense, samples, others, positions=POSITIONS))
     for (space, count, _), value in zip(variants, values, strict=True):

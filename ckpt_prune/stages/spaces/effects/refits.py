@@ -56,8 +56,8 @@ class Refits:
     def read(self, block: int) -> dict[SpaceName, Moments]:
         """Return the moments of a block's sites that refits are made to."""
         read = CachedMoments(self.statistics, self.model).moments(block, {}, self.of_block(block))
-        folds = {space: select_input_moments(own) for space, own in read.items()}
-        return {space: sum_folds(own[:-1] or own).to(self.device) for space, own in folds.items()}
+        folds = {space: select_input_moments(sums) for space, sums in read.items()}
+        return {space: sum_folds(inputs[:-1] or inputs).to(self.device) for space, inputs in folds.items()}
 
     def known(self, block: int) -> dict[tuple[Site, str], Tensor]:
         """Return the scores of the sites of a block that were computed so far."""

@@ -39,8 +39,8 @@ class HeadSolver(Solver, Generic[HeadMoments]):
     moments_type: ClassVar[type]
 
     def _moments(self, folds: SpaceMoments | None) -> tuple[HeadMoments, ...]:
-        own: Any = (fold for fold in folds or () if isinstance(fold, self.moments_type))
-        return tuple(fold.to(self.device) for fold in own)
+        moments: Any = (fold for fold in folds or () if isinstance(fold, self.moments_type))
+        return tuple(fold.to(self.device) for fold in moments)
 
     def solve(self, block: int, tensors: Tensors, folds: SpaceMoments | None, decision: SiteDecision) -> SolvedSite:
         """Select units of every head, and solve what makes up for the others in q and k.
