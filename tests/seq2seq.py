@@ -32,7 +32,8 @@ STACKS: dict[str, Any] = {
     "decoder_ffn_dim": 56,
     "max_position_embeddings": 64,
 }
-TYPES = ("bart", "marian", "m2m_100")
+T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+TYPES = ("bart", "marian", "m2m_100", "t5", "mt5")
 
 
 def write_model(folder: Path, model_type: str) -> PreTrainedModel:
@@ -45,9 +46,12 @@ def write_model(folder: Path, model_type: str) -> PreTrainedModel:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
-    config = AutoConfig.for_model(model_type, **TOKENS, **STACKS)
+    config = AutoConfig.for_model(model_type, **TOKENS, **(T5 if "t5" in model_type else STACKS))
     model: PreTrainedModel = AutoModelForSeq2SeqLM.from_config(config).eval()
     randomise(model, 7)
+    for name, weight in model.named_parameters():
+        if "Attention.q" in name:  # T5 does not divide by the root of the heads' width
+            weight.data *= 0.2
     with quiet_transformers():
         model.save_pretrained(folder)
         fast.save_pretrained(folder)

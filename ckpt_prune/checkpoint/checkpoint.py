@@ -58,12 +58,16 @@ class PartOf:
         part: name of the part.
         key: of its config in the config of the whole.
         names: name of a tensor of the part → its name on disk.
+        beside: first part of the names of another part's tensors, if one config key states a width of both (T5).
+        goes_on: whether that part is pruned next, in the same call: until then its width is another.
     """
 
     whole: "Checkpoint"
     part: str
     key: str
     names: Mapping[str, str]
+    beside: str | None = None
+    goes_on: bool = False
 
     @property
     def rest(self) -> dict[str, TensorInfo]:

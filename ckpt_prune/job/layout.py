@@ -1,16 +1,20 @@
 """The files of an output: every tensor's dtype and shape, checked against the container on the meta device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.shard import stack_shapes
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.composites import composite_names, merge_part_config
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import Container, Ranks, Widths
 from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.model import Model, TensorSpec
+from ckpt_prune.model.skeleton import stock_names
 
 Layout = dict[str, dict[str, TensorSpec]]
 """File → tensor → dtype and shape."""
@@ -77,18 +81,37 @@ def plan_layout(
     turned = model.checkpoint.transposed
     plain = {name: (dtype, shape[::-1] if name in turned else shape) for name, (dtype, shape) in shapes.items()}
     stored = {name: shape for name, (_, shape) in stack_shapes(plain, model.checkpoint.stacks).items()}
+    within = model.checkpoint.within
+    other = within.beside if within is not None and within.goes_on else None
+    if within is not None and other is None:
+        check_beside(model, container.config)
     if model.checkpoint.by_class:
-        check_shapes(stored, container.names(), "the output")
+        check_shapes(stored, container.names(), "the output", beside=other)
     layout: Layout = {file: {} for file in model.checkpoint.files}
     for name in shapes:
         layout[files[name]][name] = shapes[name]
-    within = model.checkpoint.within
     if within is not None:  # a part of a composite, whose class must take the output too
         outside = {name: info.stored_shape for name, info in within.rest.items()}
         inside = {within.on_disk(name): shape for name, shape in stored.items()}
         names = composite_names(merge_part_config(model.checkpoint, container.config))
-        check_shapes(outside | inside, names, "the output")
+        check_shapes(outside | inside, names, "the output", beside=other)
     return layout
+
+
+def check_beside(model: Model, config: Mapping[str, Any]) -> None:
+    """Refuse an output whose other stack of blocks is not as wide as a config key says that both are."""
+    within, family = model.checkpoint.within, model.family
+    shared = [space for space in family.consumers.values() if family.shares_width(space)]
+    if within is None or within.beside is None or not shared:
+        return
+    names = stock_names(dict(config), family.architecture)
+    for name, info in model.checkpoint.tensors.items():
+        if name.startswith(within.beside) and names.shape(name) not in (None, info.stored_shape):
+            key, others = next(iter(shared[0].config)), within.beside.partition(".block")[0]
+            raise UserError(
+                f"{key} of {family.model_type} states the width of both stacks of blocks, and the {others} has another "
+                f"than the {within.part} would have: leave out --part, and both are pruned to one width"
+            )
 
 
 OUTER = "/"

@@ -23,6 +23,7 @@ from ckpt_prune.model.descriptions import (
     description_keys,
     known_families,
     load_family,
+    parse_family,
     variants_of,
 )
 from ckpt_prune.model.spaces import SpaceName, StrictModel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ckpt_prune.checkpoint.checkpoint import Checkpoint
+    from ckpt_prune.model.family import Family
     from ckpt_prune.model.skeleton import Names
 
 
@@ -161,11 +163,11 @@ def composite_names(config: Mapping[str, Any]) -> "Names":
     return Names(build_skeleton(parse_config(dict(config)), composite.architecture))
 
 
-def extract_part(whole: "Checkpoint", name: str) -> "Checkpoint":
+def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "Checkpoint":
     """Return a part of a composite as the checkpoint of a stock class, under that class's names and config.
 
     The config carries a description of the part: that of its family without the containers and the spaces that the
-    whole's own class has no room for.
+    whole's own class has no room for. `goes_on` is as in `PartOf`.
     """
     from ckpt_prune.checkpoint.checkpoint import PartOf
     from ckpt_prune.model.skeleton import parse_config, stock_names
@@ -200,8 +202,25 @@ def extract_part(whole: "Checkpoint", name: str) -> "Checkpoint":
             if inner is not None and inner in stock.model.state_dict():
                 stored_as[stock.saved_as(inner)] = stored
     tensors = {inner: replace(whole.tensors[stored], name=inner) for inner, stored in stored_as.items()}
-    within = PartOf(whole, name, part.config or "", stored_as)
+    beside = None
+    if part.stack is not None:
+        family = parse_family(json.dumps(config[OUTSIDE_KEY]))
+        widths = _shared_widths(family, tensors)
+        other = "decoder" if part.stack == "encoder" else "encoder"
+        beside = family.block.partition("{block}")[0].replace(part.stack, other) if widths else None
+        config |= widths
+    within = PartOf(whole, name, part.config or "", stored_as, beside, goes_on)
     return replace(whole, config=config, tensors=tensors, within=within)
+
+
+def _shared_widths(family: "Family", tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Return config keys of widths that both stacks share, as wide as this one is: the other may be pruned already."""
+    return {
+        key: tensors[family.tensor(0, space.consumer)].shape[1]
+        for space in family.consumers.values()
+        if family.shares_width(space)
+        for key in space.config
+    }
 
 
 def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str, Any]:

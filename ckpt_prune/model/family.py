@@ -105,6 +105,7 @@ class Family(StrictModel):
     shares: dict[str, int] = Field(default_factory=dict)
     width_switches: dict[str, bool] = Field(default_factory=dict)
     positions_behind: str | None = None
+    passes_on: bool = False
     sliding_window: str | None = None
     norm_offset: float = 0.0
     residual: ResidualKeys | None = None
@@ -174,6 +175,10 @@ class Family(StrictModel):
     def reads_tokens(self) -> bool:
         """Whether blocks are passed texts, or pairs of them, and not images or sounds."""
         return self.modality in ("text", "pairs")
+
+    def shares_width(self, space: Space) -> bool:
+        """Return whether a config key states the width of a space of both stacks of blocks (T5's `d_ff`)."""
+        return self.modality == "pairs" and not any("coder" in key for key in space.config)
 
     @property
     def causal(self) -> bool:

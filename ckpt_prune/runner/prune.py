@@ -127,24 +127,34 @@ Tell = Callable[[Pruned, str], None]
 
 
 def foresee(options: PruneOptions, chosen: ChosenRecipe) -> Prepared:
-    """Refuse what cannot work, as far as that is known without data; return what is decided without it."""
-    job = _read(options, chosen, Notices())
+    """Refuse what cannot work for one of two parts, as far as that is known without data.
+
+    Returns what is decided without it.
+    """
+    job = _read(options, chosen, Notices(), goes_on=True)
     return preview_job(job, check_job(job, needs_data=False))
 
 
 def prune_model(
-    options: PruneOptions, chosen: ChosenRecipe, tell: Tell | None = None, *, dense: str | None = None
+    options: PruneOptions,
+    chosen: ChosenRecipe,
+    tell: Tell | None = None,
+    *,
+    dense: str | None = None,
+    goes_on: bool = False,
 ) -> Pruned:
     """Prune a model (`ckpt_prune.prune`), by the recipe that options name.
 
-    `dense` is what the output is measured beside, if another part of the model that options name is pruned already.
+    Args:
+        dense: what the output is measured beside, if another part of the model that options name is pruned already.
+        goes_on: whether another part is pruned next, in the same call.
     """
     out, say, told = options.output, Notices(), tell or (lambda _pruned, _following: None)
 
     # 1. Read model and data, and decide all that needs no measuring. What cannot work is refused.
     if is_for_file(options):
         options, chosen = choose_for_file(options, chosen, say)
-    job = _read(options, chosen, say)
+    job = _read(options, chosen, say, goes_on=goes_on)
     start = check_job(job, needs_data=not options.dry_run)
     preview = preview_job(job, start)
     settled = preview if options.dry_run or start.widths_known else start
@@ -194,10 +204,10 @@ def prune_model(
     return pruned
 
 
-def _read(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -> Job:
+def _read(options: PruneOptions, chosen: ChosenRecipe, say: Notices, *, goes_on: bool) -> Job:
     # What is only told, and of sizes alone, does without transformers' class, which takes seconds to import.
     only_sizes = options.dry_run and not chosen.recipe.needs_moments and chosen.plan is None and not has_data(options)
-    dense = open_model(options.model, Opening.of(options, by_class=not only_sizes))
+    dense = open_model(options.model, Opening.of(options, by_class=not only_sizes, goes_on=goes_on))
     chosen = replace(chosen, recipe=fit_to_runtimes(chosen.recipe, dense, say))
     model, facts = dense, list[Any]()
     for stage in stages_of(chosen.recipe):

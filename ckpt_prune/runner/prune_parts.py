@@ -34,14 +34,15 @@ def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
     for each, chosen in ((before, first), (after, second)):
         foresee(each.model_copy(update=nothing), chosen)
     if options.dry_run:
-        return replace(prune_model(after, second), first=prune_model(before, first))
+        return replace(prune_model(after, second, goes_on=True), first=prune_model(before, first, goes_on=True))
 
     def tell_first(pruned: Pruned, following: str) -> None:
         if tell is not None:
             tell(replace(pruned, goes_on=True), following)
 
     begun = options.resume and (partial_of(place).exists() or place.exists())
-    prune_model(before.model_copy(update={"resume": begun, "overwrite": not begun}), first, tell_first)
+    before = before.model_copy(update={"resume": begun, "overwrite": not begun})
+    prune_model(before, first, tell_first, goes_on=True)
     begun = options.resume and (partial_of(out).exists() or out.exists())
     after = after.model_copy(update={"model": str(place), "resume": begun})
     try:

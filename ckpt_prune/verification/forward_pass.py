@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.common.filenames import REPORT
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.memory import available_bytes
@@ -87,6 +88,8 @@ def _find_obstacle(model: Model, dtype: torch.dtype) -> str | None:
     checkpoint = model.checkpoint
     if checkpoint.within is not None and model.family.modality != "pairs":
         return "it is a part of another model"
+    if checkpoint.within is not None and checkpoint.within.beside and (checkpoint.path / REPORT).is_file():
+        return "the other stack is pruned, and no class has two widths"
     if checkpoint.adapter is not None:
         return "an adapter is merged into it as it is read"
     if "auto_map" in read_config(checkpoint.path):

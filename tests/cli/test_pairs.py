@@ -76,7 +76,7 @@ def prune_by_hand(model: PreTrainedModel, paths: list[str], ratio: float) -> Non
         weight, bias = closed_forms.ridge(W[:, kept], X[:, kept], X @ W.T, strength)
         consumer.weight.zero_()
         consumer.weight[:, kept] = torch.from_numpy(weight)
-        consumer.bias += torch.from_numpy(bias)
+        assert not bias.any()
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
@@ -188,4 +188,33 @@ def test_other_types(model_type: str) -> None:
     ok("prune", "other", "--recipe", "ridge", "--ratio", "0.25", *DATA, "-o", "out")
     assert "FAILED" not in ok("verify", "out", "--against", "other")
     config = AutoModelForSeq2SeqLM.from_pretrained("out").config
-    assert (config.encoder_ffn_dim, config.decoder_ffn_dim) == (36, 42)
+    widths = {config.d_ff: 36} if "t5" in model_type else {config.encoder_ffn_dim: 36, config.decoder_ffn_dim: 42}
+    assert all(width == expected for width, expected in widths.items())
+
+
+def test_one_width_of_both_stacks(place: Path, bart: PreTrainedModel) -> None:
+    """T5 states one width of MLPs for encoder and decoder: neither goes alone."""
+    write_model(place / "t5", "t5")
+    alone = run("prune", "t5", "--part", "decoder", *RIDGE, *DATA, "-o", "out")
+    assert (alone.exit_code, Path("out").exists()) == (2, False)
+    assert alone.stderr.splitlines()[-1] == (
+        "Error: d_ff of t5 states the width of both stacks of blocks, and the encoder has another than the decoder "
+        "would have: leave out --part, and both are pruned to one width"
+    )
+    found = run("prune", "t5", "--recipe", "best-uniform", *DATA, "-o", "out")
+    assert found.exit_code == 2
+    assert found.stderr.splitlines()[-1] == (
+        "Error: recipe best-uniform finds a width for each stack of blocks, and d_ff of t5 states one for both: choose "
+        "a recipe with allocation: uniform, such as ridge"
+    )
+    ok("prune", "t5", *RIDGE, *DATA, "-o", "out")
+    pruned = AutoModelForSeq2SeqLM.from_pretrained("out").double().eval()
+    whole = AutoModelForSeq2SeqLM.from_pretrained("t5").double().eval()
+    for stack, blocks, layer in (("encoder", 2, 1), ("decoder", 3, 2)):
+        prune_by_hand(
+            whole, [f"{stack}.block.{block}.layer.{layer}.DenseReluDense.wo" for block in range(blocks)], 0.25
+        )
+    with torch.no_grad():
+        for pair in texts(6):
+            ours, theirs = pruned(**pair).logits, whole(**pair).logits
+            assert (ours - theirs).abs().max() <= 5e-4 * theirs.abs().max()

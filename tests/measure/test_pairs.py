@@ -52,7 +52,7 @@ def test_moments_are_those_of_the_stock_model(model_type: str, stack: Stack, tmp
     whole, model, samples = open_stack(tmp_path, model_type, stack)
     seen: dict[str, list[Tensor]] = {}
     for block in range(model.blocks):
-        path = f"{model.family.layers}.{block}.fc2"
+        path = f"{model.family.layers}.{block}.{model.family.consumers['mlp'].consumer}"
         seen[path] = []
         whole.get_submodule(path).register_forward_pre_hook(
             lambda _module, args, path=path: seen[path].append(args[0].flatten(0, -2).double())

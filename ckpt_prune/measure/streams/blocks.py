@@ -79,8 +79,12 @@ class BlockFactory:
         own = modeling_pruned.layer_config(self.config, index) if uneven else copy.copy(self.config)
         model = self.model.with_config(own)
         layer_config = model.with_widths(model.widths_of(index, tensors)).config
+        module: nn.Module
         with on_meta_device():
-            module = modeling_pruned.make_block(self._layers[index], layer_config, self._facts, index)
+            if self.family.modality == "pairs":  # a stack tells its blocks what no config says (T5's is_decoder)
+                module = copy.deepcopy(self._layers[index])
+            else:
+                module = modeling_pruned.make_block(self._layers[index], layer_config, self._facts, index)
         _replace_transposed(module)
         if self.family.experts is not None:
             experts = {own[0] for name, own in self._experts.items() if self.family.tensor(index, name) in tensors}

@@ -1,6 +1,6 @@
 """Hidden states of all samples, carried through a model one block at a time."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from ckpt_prune.measure.streams.experts import SplitExperts, saw_too_few
 from ckpt_prune.measure.streams.observers import OBSERVERS, Observer, watch_inputs
 from ckpt_prune.measure.streams.outside import ReadTensors, Whole, load_outside, make_recorders
 from ckpt_prune.measure.streams.readout import Readout
-from ckpt_prune.measure.streams.recorders import HandedAlone, HandedArguments, Rows, sample_axis
+from ckpt_prune.measure.streams.recorders import Handed, HandedAlone, HandedArguments, Rows, sample_axis
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import ALONE, Group
@@ -137,7 +137,7 @@ class HiddenStream:
         else:
             head, ties = f"{family.head}.weight", factory.names.ties
             model = load_outside(factory, self._tensors, self._read, {head} - ties.keys() - set(ties.values()))
-            recorders = make_recorders(factory, model)
+            recorders = make_recorders(factory, model, beside=self._first_results() if family.passes_on else None)
 
         def stop(_: Tensor) -> Tensor:
             raise _LastBlockReachedError
@@ -160,6 +160,12 @@ class HiddenStream:
                 self.states = allocate((len(self.samples), *entering.shape[1:]), entering.dtype)
             if position < len(batches):
                 self.states[rows] = entering.cpu()
+
+    def _first_results(self) -> Callable[[Tensor, Handed], tuple[Any, ...]]:
+        """Return what computes all that the first block returns beside hidden states."""
+        prefix = self.factory.family.block.format(block=0)
+        block = self.factory.build_block(0, self._read([name for name in self._tensors if name.startswith(prefix)]))
+        return lambda states, handed: tuple(block(states, *handed.arguments, **handed.options)[1:])
 
     def _by_sample(self, states: Tensor, count: int) -> Tensor:
         """Return states of `count` samples with these along the first axis."""

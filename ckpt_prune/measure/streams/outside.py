@@ -154,11 +154,11 @@ def _compute(factory: Surroundings, model: Any, path: str) -> None:
     module.to(factory.dtype)
 
 
-def make_recorders(factory: Surroundings, model: nn.Module, *, adds: bool = False) -> Recorders:
-    """Put recorders in place of the blocks of a model that `load_outside` returned; `adds` as for `Recorders`."""
+def make_recorders(factory: Surroundings, model: nn.Module, **options: Any) -> Recorders:
+    """Put recorders in place of the blocks of a model that `load_outside` returned; `options` are of `Recorders`."""
     layers: Any = model.get_submodule(factory.layers)
     outside = [module for path, module in model.named_modules() if path and is_outside(factory, path)]
-    return Recorders(layers, outside, factory.name, adds=adds)
+    return Recorders(layers, outside, factory.name, **options)
 
 
 def is_outside(factory: Surroundings, path: str) -> bool:

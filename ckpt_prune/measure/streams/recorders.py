@@ -45,6 +45,8 @@ class Recorders:
         name: of the model, for messages.
         adds: whether the model may add to hidden states between blocks. Recorders then return zeros, so that what the
             next one is passed is what was added, to the bit.
+        beside: computes what the first block returns beside hidden states, of these and its arguments, where the model
+            passes it on to all others (T5's relative positions). None if it does not.
 
     Attributes:
         results: how many things the model takes a block to return (`RESULTS`); None before a model has run.
@@ -54,13 +56,20 @@ class Recorders:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], outside: Iterable[nn.Module], name: str, *, adds: bool = False
+        self,
+        layers: Sequence[nn.Module],
+        outside: Iterable[nn.Module],
+        name: str,
+        *,
+        adds: bool = False,
+        beside: Callable[[Tensor, Handed], tuple[Any, ...]] | None = None,
     ) -> None:
         self.results: int | None = None
         self.handed: list[Handed] = []
         self.leave: Callable[[Tensor], Tensor] = lambda states: states
         self._name, self._count, self._states, self._adds = name, len(layers), torch.empty(0), adds
         self._outside, self._base = list(outside), 0.0
+        self._beside, self._others = beside, tuple[Any, ...]()
         self._changed = (
             f"blocks of {name} cannot run one by one: something changes the hidden states between them, or they return "
             "more than the model names"
@@ -81,7 +90,7 @@ class Recorders:
                 self._check_sums(call)
             return result
         finally:
-            self._states = torch.empty(0)
+            self._states, self._others = torch.empty(0), ()
 
     def _call(self, call: Callable[[], Any]) -> Any:
         self.handed.clear()
@@ -136,6 +145,7 @@ class Recorders:
             )
         if index == 0:
             self.entering = states
+            self._others = () if self._beside is None else self._beside(states, handed)
         elif states is not self._states:
             if not self._adds or states.shape != self._states.shape:
                 raise _OtherResultsError
@@ -143,7 +153,8 @@ class Recorders:
         self.handed.append(handed)
         states = torch.full_like(states, self._base) if self._adds else states
         self._states = states if index < self._count - 1 else self.leave(states)
-        return (self._states, *[None] * (self.results - 1)) if self.results else self._states
+        others = self._others or [None] * ((self.results or 1) - 1)
+        return (self._states, *others) if self.results else self._states
 
     def _check_end(self, call: Callable[[], Any]) -> Any:
         """Call a model of one block: what is behind it must be passed its hidden states, not the first sample's."""

@@ -8,7 +8,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import say_once
-from ckpt_prune.model.composites import composite_names, extract_part
+from ckpt_prune.model.composites import composite_names, extract_part, is_encoder_decoder
 from ckpt_prune.model.containers.checking import check_stored
 from ckpt_prune.model.containers.remote import remote_class
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, has_description, read_description
@@ -28,6 +28,7 @@ class Opening:
         family: file of a description from outside the package.
         part: of a composite.
         packed: read weights of few bits that `quantize` wrote, in place of refusing them.
+        goes_on: another part is pruned next, in the same call.
         by_class: False where the description of a family will do in place of its class (`Checkpoint.by_class`).
     """
 
@@ -35,11 +36,12 @@ class Opening:
     family: Path | None = None
     part: str | None = None
     packed: bool = False
+    goes_on: bool = False
     by_class: bool = True
 
     @classmethod
-    def of(cls, options: OpeningOptions, *, by_class: bool = True) -> "Opening":
-        return cls(options.trust_remote_code, options.family, options.part, by_class=by_class)
+    def of(cls, options: OpeningOptions, *, by_class: bool = True, goes_on: bool = False) -> "Opening":
+        return cls(options.trust_remote_code, options.family, options.part, goes_on=goes_on, by_class=by_class)
 
 
 def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
@@ -60,8 +62,12 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
     if how.part is None:
         checkpoint = replace(checkpoint, config=describe_unknown(checkpoint.config))
         return checkpoint if how.by_class else replace(checkpoint, by_class=not is_described(checkpoint.config))
-    check_stored(checkpoint, composite_names(checkpoint.config))
-    return extract_part(checkpoint, how.part)
+    if not is_encoder_decoder(checkpoint.config):
+        check_stored(checkpoint, composite_names(checkpoint.config))
+        return extract_part(checkpoint, how.part)
+    part = extract_part(checkpoint, how.part, goes_on=how.goes_on)
+    check_stored(part, composite_names(part.config))
+    return part
 
 
 def open_model(model: str, how: Opening | None = None) -> Model:

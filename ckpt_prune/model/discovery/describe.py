@@ -155,6 +155,7 @@ class Describer:
             "base": model.base_model_prefix,
             "architectures": {self.twin.architecture: {"auto": self.auto} | ({"head": head} if head else {})},
             **({} if self.stack is None else {"modality": "pairs"}),
+            **({"passes_on": True} if any(run.passed_on for run in self.runs) else {}),
             "layers": self.layers,
             "block": self.prefix,
             "embedding": embedding,

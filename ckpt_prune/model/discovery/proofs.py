@@ -2,7 +2,8 @@
 
 1. Its units in another order, in every tensor that has them, change no output.
 2. In another order in any one of these tensors alone they do: none is named idly.
-3. The stock class with fewer units computes what it computes with those units set to zero.
+3. The stock class with fewer units computes what it computes with those units set to zero. Where one config key states
+   the width of two stacks of blocks, that is its linear modules with fewer.
 
 Whole experts have no third proof: a router gives their share to others. The class must load with fewer.
 """
@@ -218,7 +219,8 @@ class Prover:
         if space.units in self.family.together:
             named += [each for each, own in spaces.items() if own.units == space.units and each not in named]
         first = {each: spaces[each].first(kept, self.dimension) for each in named}
-        config = None if space.fixed else self.twin.config | self._values(space, kept)
+        narrow = space.fixed is not None or self.family.shares_width(space)
+        config = None if narrow else self.twin.config | self._values(space, kept)
         shapes = {}
         pruned = [spaces[each] for each in named]
         for module in {module for own in pruned for module in [*own.modules, *(each.module for each in own.tables)]}:
@@ -249,7 +251,7 @@ class Prover:
             }
             self._outputs({each: tensor for each, tensor in cut.items() if each not in gone}, config)
             return None
-        return is_same(self._outputs(cut, config, narrow=space.fixed is not None), self._outputs(zeroed))
+        return is_same(self._outputs(cut, config, narrow=narrow), self._outputs(zeroed))
 
     def _values(self, space: AnySpace, kept: int) -> dict[str, int]:
         values = {key: kept * product(factors, self.dimension) for key, factors in space.config.items()}

@@ -72,6 +72,7 @@ class BlockRun:
         path: of the block in the model.
         states: the residual stream, or several of them in one tensor (…, hidden).
         places: samples and tokens of each.
+        passed_on: whether it is passed what the block before it returned beside the stream.
     """
 
     path: str
@@ -80,6 +81,7 @@ class BlockRun:
     places: tuple[int, int]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
+    passed_on: bool = False
 
 
 def list_of_blocks(twin: Twin, stack: str | None = None) -> str | None:
@@ -106,9 +108,16 @@ def record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
         given = dict(options)
         states = arguments[0] if arguments else given.pop("hidden_states")
         places = (states.shape[0], states.shape[1]) if states.dim() == 3 else twin.places
-        runs.append(BlockRun(f"{layers}.{numbers[block]}", block, states.clone(), places, arguments[1:], given))
+        passed_on = any(value is each for value in (*arguments[1:], *given.values()) for each in others)
+        path = f"{layers}.{numbers[block]}"
+        runs.append(BlockRun(path, block, states.clone(), places, arguments[1:], given, passed_on))
 
+    def note(_block: nn.Module, _arguments: Any, output: Any) -> None:
+        others[:] = [each for each in output[1:] if isinstance(each, Tensor)] if isinstance(output, tuple) else []
+
+    others: list[Tensor] = []
     hooks = [block.register_forward_pre_hook(see, with_kwargs=True) for block in blocks]
+    hooks += [block.register_forward_hook(note) for block in blocks]
     try:
         twin.outputs()
     finally:

@@ -316,7 +316,8 @@ def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: Any = stock_class(architecture, parsed)(parsed)
-        randomise(model)
+        # Logits of T5's attention are not divided by the root of their width: large ones would let rounding decide.
+        randomise(model, 0.5 if getattr(parsed, "is_encoder_decoder", False) else 1.5)
     model = model.float().eval()
     tokens = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens}
@@ -343,11 +344,11 @@ def set_eager(parsed: Any) -> None:
 
 
 @torch.no_grad()
-def randomise(model: nn.Module) -> None:
+def randomise(model: nn.Module, gain: float) -> None:
     for name, weight in model.named_parameters():
         noise = torch.randn_like(weight, dtype=torch.float32)
         is_scale = weight.dim() == 1 and name.endswith("weight")
-        values = noise / weight.shape[-1] ** 0.5 * 1.5 if weight.dim() > 1 else noise * 0.3 + float(is_scale)
+        values = noise / weight.shape[-1] ** 0.5 * gain if weight.dim() > 1 else noise * 0.3 + float(is_scale)
         weight.copy_(values)
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and name.endswith(("e_score_correction_bias", "expert_bias")):
