@@ -44,7 +44,7 @@ def test_a_stage_is_its_folder_and_two_lines(tmp_path):
     assert "the mlp is scaled by 3 afterwards" in shown["plan"]
     assert "weights were scaled by 3." in shown["prune"]
     assert "scaled weights are there" in shown["verify"]
-    assert "weights were scaled: they are not compared" in shown["verify"]
+    assert "dense rows, bit for bit; 6 tensors that other stages changed and not compared" in shown["verify"]
     written = {name: (tmp_path / name).read_text(encoding="utf-8") for name in ("out/README.md", "page.html")}
     assert all("weights were scaled by 3." in text for text in written.values())
     report = json.loads((tmp_path / "out" / "ckpt_prune.json").read_text(encoding="utf-8"))

@@ -1,5 +1,7 @@
 """Whether an output with bare blocks has their shapes, and the dense model's tensors where nothing was trained."""
 
+from collections.abc import Set
+
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.check import Finding
 from ckpt_prune.model.model import Model
@@ -12,7 +14,7 @@ def not_by_blocks(report: Report) -> str | None:
     return None if report.bare is None else "its blocks were trained together"
 
 
-def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, changed: Set[str]) -> Finding | None:
     """Check the shapes of all tensors, and that those that were not trained are the dense ones."""
     bare = report.bare
     if bare is None:
@@ -25,7 +27,7 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Fin
         if checkpoint.tensors[name].shape != info.shape:
             return False, f"{name} has not the columns that the report names"
     trained = {name for block in range(bare.trained) for name in model.block_names(block)}
-    untrained = [name for name in checkpoint.tensors if name not in trained]
+    untrained = [name for name in checkpoint.tensors if name not in trained and name not in changed]
     if difference := find_difference(checkpoint, dense, untrained):
         return False, difference
     return True, (

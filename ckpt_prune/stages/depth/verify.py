@@ -1,6 +1,6 @@
 """Whether the blocks that stay are the dense model's."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from fnmatch import fnmatchcase
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
@@ -33,13 +33,13 @@ def not_by_blocks(report: Report) -> str | None:
     return "whole blocks are gone, and the others were measured without them" if gone else None
 
 
-def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
-    return None if report.depth is None else check_kept_blocks(checkpoint, dense, report.depth)
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, changed: Set[str]) -> Finding | None:
+    return None if report.depth is None else _check_kept_blocks(checkpoint, dense, report.depth, changed)
 
 
-def check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRecord) -> Finding:
+def _check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRecord, changed: Set[str]) -> Finding:
     """Check that all tensors are those of `shape_source`, except those that a map is absorbed in."""
-    mapped = list_mapped_tensors(depth, checkpoint.tensors)
+    mapped = _list_mapped_tensors(depth, checkpoint.tensors)
     if checkpoint.tensors.keys() != dense.tensors.keys():
         return False, "the tensors are not those of the dense model's blocks that stay"
     zeroed = []
@@ -49,7 +49,7 @@ def check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRec
     for name in zeroed:
         if bool(checkpoint.read([name])[name].any()):
             return False, f"{name} is not zero, though the {depth.part} of its block is gone"
-    compared = [name for name in checkpoint.tensors if name not in mapped and name not in zeroed]
+    compared = [name for name in checkpoint.tensors if name not in changed | mapped and name not in zeroed]
     if difference := find_difference(checkpoint, dense, compared):
         return False, difference
     if depth.part != "block":
@@ -63,7 +63,11 @@ def check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRec
     )
 
 
-def list_mapped_tensors(depth: DepthRecord | None, names: Iterable[str]) -> set[str]:
+def rewritten(checkpoint: Checkpoint, report: Report) -> set[str]:
+    return _list_mapped_tensors(report.depth, checkpoint.tensors)
+
+
+def _list_mapped_tensors(depth: DepthRecord | None, names: Iterable[str]) -> set[str]:
     """List the tensors that maps of gaps are absorbed in. A record names those of all experts by a `*`."""
     patterns = [gap.into for gap in ([] if depth is None else depth.gaps) if gap.into is not None]
     mapped = {name for pattern in patterns for name in names if fnmatchcase(name, pattern)}

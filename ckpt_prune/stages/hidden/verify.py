@@ -5,7 +5,7 @@ squares of that on the dense embedding find the basis, and the other tensors can
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from math import sqrt
 
@@ -22,7 +22,6 @@ from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import expert_space
-from ckpt_prune.stages.depth.verify import list_mapped_tensors
 from ckpt_prune.stages.hidden.records import HiddenRecord
 from ckpt_prune.stages.hidden.sliced_checkpoint import SlicedCheckpoint
 from ckpt_prune.stages.report import Report
@@ -44,7 +43,7 @@ def not_by_blocks(report: Report) -> str | None:
     return None if report.hidden is None else "its weights have absorbed a basis of the residual stream"
 
 
-def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, changed: Set[str]) -> Finding | None:
     """Compare what can be computed again in another basis of the stream; None if all dimensions stay."""
     hidden = report.hidden
     if hidden is None:
@@ -54,7 +53,7 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Fin
     if not hidden.energy:
         return None
     if hidden.kind == "shared":
-        return check_kept_stream(checkpoint, dense, report, hidden)
+        return check_kept_stream(checkpoint, dense, report, hidden, changed)
     passed, detail = check_outside_blocks(checkpoint, Model.of(dense))
     return passed, f"{detail}; those inside have absorbed bases and are not compared" if passed else detail
 
@@ -85,7 +84,9 @@ class StreamBasis:
     bent: float
 
 
-def check_kept_stream(checkpoint: Checkpoint, dense: Checkpoint, report: Report, hidden: HiddenRecord) -> Finding:
+def check_kept_stream(
+    checkpoint: Checkpoint, dense: Checkpoint, report: Report, hidden: HiddenRecord, changed: Set[str] = frozenset()
+) -> Finding:
     """Find the basis, and compute tensors again with it: those outside the blocks, and those of some random blocks.
 
     Tensors that a compensation, a mask or a map rewrote are left out. Of pruned spaces the rows of kept units count.
@@ -102,7 +103,7 @@ def check_kept_stream(checkpoint: Checkpoint, dense: Checkpoint, report: Report,
     view = SlicedCheckpoint(model, "shared", hidden.kept, lambda _: bases, untied=untied, embedding_scale=basis.scale)
     blocks = sorted(random.SystemRandom().sample(range(model.blocks), min(BLOCKS, model.blocks)))
     largest, compared, uncompared = 0.0, 0, 0
-    for name, expected in _recompute(view, report, blocks):
+    for name, expected in _recompute(view, report, blocks, changed):
         if name not in checkpoint.tensors:
             return False, f"{name} is not there"
         if expected is None:
@@ -161,7 +162,9 @@ def find_basis(checkpoint: Checkpoint, model: Model, hidden: HiddenRecord) -> St
     return StreamBasis(directions, sqrt(hidden.kept / width) / float(length or 1), bent)
 
 
-def _recompute(view: SlicedCheckpoint, report: Report, blocks: list[int]) -> Iterator[tuple[str, Tensor | None]]:
+def _recompute(
+    view: SlicedCheckpoint, report: Report, blocks: list[int], changed: Set[str]
+) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the names of tensors with what they should be; None for one that was rewritten."""
     model = view.model
     prefixes = tuple(model.family.block.format(block=block) for block in range(model.blocks))
@@ -171,7 +174,7 @@ def _recompute(view: SlicedCheckpoint, report: Report, blocks: list[int]) -> Ite
     for block in track(blocks, "comparing", unit="block"):
         tensors = view.block(block)
         sites = {expert_space(site.space, site.expert): site for site in report.sites if site.block == block}
-        rewritten = _list_rewritten(model, report, block, sites) | list_mapped_tensors(report.depth, tensors)
+        rewritten = _list_rewritten(model, report, block, sites) | changed
         kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
         for module, kind, dim, lines in list_cuts(model.remaining_lines(kept)):
             name = model.tensor(block, module, kind)

@@ -1,5 +1,7 @@
 """Whether products of two factors are as far from the dense weights as the report says."""
 
+from collections.abc import Set
+
 import torch
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
@@ -16,13 +18,13 @@ _PRODUCT_TOLERANCE = 1e-6
 """Allowed difference, as a share of a weight's norm. Sums in another order differ by far less."""
 
 
-def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, changed: Set[str]) -> Finding | None:
     """Compare products of factors with the dense weights, and all other tensors."""
     if not report.factored:
         return None
     dense, _ = match_checkpoint(dense)
     factors = {name for linear in report.factored for name in factor_names(linear.weight)}
-    others = [name for name in checkpoint.tensors if name not in factors]
+    others = [name for name in checkpoint.tensors if name not in factors and name not in changed]
     if difference := find_difference(checkpoint, dense, others):
         return False, difference
     for linear in track(report.factored, "comparing factors", unit="tensor"):

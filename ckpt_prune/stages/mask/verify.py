@@ -1,5 +1,7 @@
 """Whether masked weights have the zeros, and their groups the pattern, that the report says."""
 
+from collections.abc import Set
+
 import torch
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
@@ -103,17 +105,21 @@ def checks(checkpoint: Checkpoint, report: Report | None) -> list[Check]:
     return [run_check("sparsity", lambda: _check_masks(checkpoint, report))]
 
 
-def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
+def rewritten(checkpoint: Checkpoint, report: Report) -> set[str]:
+    return set() if rewriting_method(report) is None else {linear.weight for linear in report.linears}
+
+
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, changed: Set[str]) -> Finding | None:
     """Compare masked weights, unless their method rewrites them, and all others."""
     if not report.linears or report.sites or report.rotation is not None:
         return None
     dense, _ = match_checkpoint(dense)
     masked, method = {linear.weight for linear in report.linears}, rewriting_method(report)
-    compared = [name for name in checkpoint.tensors if method is None or name not in masked]
-    if difference := find_difference(checkpoint, dense, compared, masked):
+    compared = checkpoint.tensors.keys() - changed - rewritten(checkpoint, report)
+    if difference := find_difference(checkpoint, dense, sorted(compared), masked):
         return False, difference
     count = plural(len(report.linears), "masked weight")
-    others = f"{len(checkpoint.tensors) - len(masked)} other tensors are the dense ones, bit for bit"
+    others = f"{len(compared - masked)} other tensors are the dense ones, bit for bit"
     if method is not None:
         return True, f"{others}; {count} rewritten by {method} and not compared"
     return True, f"{count}: what is not zero is the dense model's; {others}"

@@ -1,5 +1,7 @@
 """Check that the tensors which recovery does not train are the dense model's."""
 
+from collections.abc import Set
+
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.check import Finding
 from ckpt_prune.model.family import KINDS
@@ -13,25 +15,31 @@ def not_by_blocks(report: Report) -> str | None:
     return None if report.recovery is None and report.adapters is None else "its weights were trained"
 
 
-def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
+def rewritten(checkpoint: Checkpoint, report: Report) -> set[str]:
+    """Return the tensors that were trained: those of linear modules, or all of the blocks if norms were, too."""
+    if report.recovery is None and report.adapters is None:
+        return set()
+    checkpoint, family = match_checkpoint(checkpoint)
+    blocks = range(family.dimension(parse_config(checkpoint.config), "layers"))
+    trained = {family.tensor(block, module, kind) for block in blocks for module in family.linears for kind in KINDS}
+    prefixes = tuple(family.block.format(block=block) for block in blocks) if _trains_norms(report) else ()
+    return {name for name in checkpoint.tensors if name in trained or name.startswith(prefixes)}
+
+
+def _trains_norms(report: Report) -> bool:
+    return report.recovery is not None and bool(report.recovery.trained_norms)
+
+
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, changed: Set[str]) -> Finding | None:
     """Compare what is not trained, unless the weights are in another basis as well."""
     if (report.recovery is None and report.adapters is None) or report.rotation or report.hidden:
         return None
-    norms = report.recovery is not None and report.recovery.trained_norms
-    return _check_untrained(checkpoint, dense, norms_trained=norms)
-
-
-def _check_untrained(checkpoint: Checkpoint, dense: Checkpoint, *, norms_trained: bool) -> Finding:
-    """Compare what recovery does not train: what is outside linear modules, or outside blocks if it trains norms."""
-    dense, family = match_checkpoint(dense)
-    blocks = range(family.dimension(parse_config(dense.config), "layers"))
-    trained = {family.tensor(block, module, kind) for block in blocks for module in family.linears for kind in KINDS}
-    prefixes = tuple(family.block.format(block=block) for block in blocks) if norms_trained else ()
+    trained = rewritten(checkpoint, report) | changed
     compared = [name for name in filter(is_parameter, checkpoint.tensors) if name not in trained]
-    compared = [name for name in compared if not name.startswith(prefixes)]
-    if difference := find_difference(checkpoint, dense, compared):
+    if difference := find_difference(checkpoint, match_checkpoint(dense)[0], compared):
         return False, f"{difference}, and recovery does not change it"
+    inside = "blocks" if _trains_norms(report) else "linear modules"
     return True, (
-        f"{len(compared)} tensors outside the recovered {'blocks' if norms_trained else 'linear modules'} are the "
-        "dense ones, bit for bit; the weights that were recovered are not compared"
+        f"{len(compared)} tensors outside the recovered {inside} are the dense ones, bit for bit; the weights that "
+        "were recovered are not compared"
     )

@@ -1,5 +1,6 @@
 """Whether the ends of a rotated model are the dense ones, rotated."""
 
+from collections.abc import Set
 from typing import Any, get_args
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ def not_by_blocks(report: Report) -> str | None:
     return None if report.rotation is None else "its weights were rotated"
 
 
-def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, changed: Set[str]) -> Finding | None:
     if report.rotation is None:
         return None
     return None, "the weights are rotated: they are not compared with the dense model's"

@@ -1,5 +1,7 @@
 """Whether producers of pruned spaces hold the dense model's rows of the units that stay."""
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,6 @@ from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.model.cuts import list_cuts, positions_among
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.spaces import SpaceName, expert_space
-from ckpt_prune.stages.depth.verify import list_mapped_tensors
 from ckpt_prune.stages.mask.verify import rewriting_method
 from ckpt_prune.stages.report import Report
 from ckpt_prune.stages.shared.equality import is_same
@@ -22,7 +23,7 @@ Sites = dict[SpaceName, SiteRecord]
 """The sites of one block by their spaces."""
 
 
-def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
+def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, changed: Set[str]) -> Finding | None:
     """Check that producers of pruned spaces hold exactly the dense rows of the kept units."""
     if not report.sites or report.rotation or (report.hidden and report.hidden.energy):
         return None
@@ -37,7 +38,7 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Fin
             if space in model.family.expert_spaces and model.family.experts is not None
             for module in model.family.experts.list_rewritten(site.method)
         }
-        if fault := _find_fault(checkpoint, model, report, block, sites, refitted):
+        if fault := _find_fault(checkpoint, model, report, block, sites, refitted, changed):
             return False, fault
         refits += bool(refitted)
         for space, site in sites.items():
@@ -50,6 +51,8 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Fin
     uncompared = [f"{names} of {blocks} blocks are rewritten" for names, blocks in absorbing.items()]
     if refits:
         uncompared.append(f"last projections of the experts of {plural(refits, 'block')} are refitted")
+    if others := changed - {linear.weight for linear in report.linears}:
+        uncompared.append(f"{plural(len(others), 'tensor')} that other stages changed")
     if method := rewriting_method(report):
         uncompared.append(f"{plural(len(report.linears), 'masked weight')} rewritten by {method}")
     more = "".join(f"; {what} and not compared" for what in uncompared)
@@ -73,7 +76,13 @@ def _read_sites(model: Model, report: Report, block: int) -> Sites:
 
 
 def _find_fault(
-    checkpoint: Checkpoint, model: Model, report: Report, block: int, sites: Sites, refitted: set[str]
+    checkpoint: Checkpoint,
+    model: Model,
+    report: Report,
+    block: int,
+    sites: Sites,
+    refitted: set[str],
+    changed: Set[str],
 ) -> str | None:
     """Say which tensor of a block is the first that does not hold the dense one's rows; None if all do."""
     kept = {space: torch.tensor(site.kept, dtype=torch.int64) for space, site in sites.items()}
@@ -81,10 +90,9 @@ def _find_fault(
     narrow = model.remaining_lines(stored)
     rewritten = {m for space, site in sites.items() for m in model.family.spaces[space].list_rewritten(site.method)}
     masked = {linear.weight for linear in report.linears}
-    skipped = list_mapped_tensors(report.depth, checkpoint.tensors) | (masked if rewriting_method(report) else set())
     for module, kind, dim, lines in list_cuts(model.remaining_lines(kept)):
         name = model.tensor(block, module, kind)
-        if module in rewritten or name in skipped or name not in model.checkpoint.tensors:
+        if module in rewritten or name in changed or name not in model.checkpoint.tensors:
             continue
         stored_lines = narrow[module, dim][1] if (module, dim) in narrow else model.line_numbers(module, dim)
         rows = _read_lines(checkpoint, name, dim, stored_lines, lines)

@@ -1,4 +1,4 @@
-"""The keys of `scale`: multiply the output projections of blocks by a number."""
+"""The keys of `scale`: multiply the up projections of blocks by a number."""
 
 from pydantic import Field
 
@@ -6,10 +6,10 @@ from ckpt_prune.recipe.recipe import StageKeys
 
 
 class Scale(StageKeys):
-    """One factor for the last projection of every mlp."""
+    """One factor for the up projection of every mlp."""
 
     key = "scale"
-    summary = "Multiply the last projection of every mlp by a number."
+    summary = "Multiply the up projection of every mlp by a number."
     prunes = False
 
     factor: float = Field(2.0, gt=0, description="What it is multiplied by.")

@@ -24,12 +24,12 @@ class ScaleStep(Step):
         self._model, self._factor = model, factor
 
     def act(self, block: int, tensors: Tensors) -> tuple[Tensors, list[BaseModel]]:
-        name = self._model.tensor(block, "mlp.down_proj")
+        name = self._model.tensor(block, "mlp.up_proj")
         return {**tensors, name: tensors[name] * self._factor}, [ScaledWeight(weight=name, factor=self._factor)]
 
 
 class ScaleStage(Stage[Scale]):
-    """Multiplies the last projection of every mlp."""
+    """Multiplies the up projection of every mlp."""
 
     of = Scale
 

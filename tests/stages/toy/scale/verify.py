@@ -1,7 +1,7 @@
 """Whether weights are scaled as the report says."""
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.common.check import Check, Finding
+from ckpt_prune.common.check import Check
 from ckpt_prune.stages.report import Report
 
 
@@ -11,5 +11,5 @@ def checks(checkpoint: Checkpoint, report: Report | None) -> list[Check]:
     return [Check("scales", there, f"{len(scaled)} scaled weights are there")] if scaled else []
 
 
-def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding | None:
-    return (None, "weights were scaled: they are not compared") if report.entries.get("scale") else None
+def rewritten(checkpoint: Checkpoint, report: Report) -> set[str]:
+    return {each["weight"] for each in report.entries.get("scale", ())}
