@@ -89,6 +89,7 @@ class CheckpointWriter:
         self._headers: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
         self._plan: dict[str, TensorInfo] = {}
+        stacked = set[str]()
         for file, tensors in layout.items():
             if Path(file).name != file or (file not in aside and not file.endswith(".safetensors")):
                 raise ValueError(f"{file!r} is not a plain safetensors file name")
@@ -99,7 +100,10 @@ class CheckpointWriter:
             for stored_name, name in layout_names.items():
                 dtype, shape = tensors[name]
                 shapes[stored_name] = dtype, shape[::-1] if name in transposed else shape
-            stacks_here = {name: stack for name, stack in self._stacks.items() if stack.parts[0] in tensors}
+            stacks_here = {n: stack for n, stack in self._stacks.items() if not tensors.keys().isdisjoint(stack.parts)}
+            if split := stacked & stacks_here.keys():
+                raise ValueError(f"parts of {min(split)!r} are in two files")
+            stacked |= stacks_here.keys()
             shapes = stack_shapes(shapes, stacks_here)
             self._headers[file], header = build_header(file, shapes, {"format": "pt", **(metadata or {})})
             self._sizes[file] = header.file_bytes

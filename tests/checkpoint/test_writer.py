@@ -18,6 +18,7 @@ from torch import Tensor
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.disk_space import reserve_space
 from ckpt_prune.checkpoint.journal import JOURNAL
+from ckpt_prune.checkpoint.shard import Stack
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.checkpoint.writer import CheckpointWriter
 from ckpt_prune.common.errors import UserError
@@ -283,6 +284,12 @@ class TestMisuse:
         layout = layout_of({file: {"w": torch.ones(1)} for file in files})
         with pytest.raises(ValueError, match=match), writing(out, layout, sharded=sharded):
             pass
+        assert list(out.parent.iterdir()) == []
+
+    def test_a_stack_over_two_files(self, out: Path) -> None:
+        layout = layout_of({f"{part}.safetensors": {f"w.{part}": torch.ones(1)} for part in "01"})
+        with pytest.raises(ValueError, match="parts of 'w' are in two files"), Staging(out, job="j") as staging:
+            CheckpointWriter(staging, layout, sharded=True, stacks={"w": Stack(("w.0", "w.1"))})
         assert list(out.parent.iterdir()) == []
 
     def test_outside_the_with_block(self, out: Path) -> None:
