@@ -219,7 +219,7 @@ def fix_machine() -> Iterator[None]:
         patch.setattr("ckpt_prune.runner.estimate.time_run", lambda *_: 0.001)
         patch.setattr("ckpt_prune.runner.estimate.time_solve", lambda *_: 0.01)
         patch.setattr("ckpt_prune.runner.estimate._time_head", lambda *_: 0.0001)
-        patch.setattr("ckpt_prune.runner.estimate.elapsed", lambda: 0.0)
+        patch.setattr("ckpt_prune.runner.estimate.elapsed_seconds", lambda: 0.0)
         patch.setattr("ckpt_prune.runner.estimate.resident_bytes", lambda: 2**30)
         patch.setattr("ckpt_prune.runner.estimate.available_bytes", lambda: None)
         yield

@@ -71,7 +71,7 @@ def _compare(recipes: Sequence[str], values: str | None, options: dict[str, Any]
     if len(set(recipes)) < len(recipes):
         raise UserError("--recipe: one is given twice")
     plans = [plan(**options, recipe=recipe) for recipe in recipes]
-    before, compared = plans[0].plan.before, [each.compared() for each in plans]
+    before, compared = plans[0].plan.before, [each.comparison() for each in plans]
     if as_json:
         echo_json({"before": before.model_dump(), "recipes": compared})
     else:

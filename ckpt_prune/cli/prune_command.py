@@ -122,7 +122,7 @@ def _print_dry(pruned: "Pruned") -> None:
     for message in messages(settled):
         click.echo(message)
     click.echo(print_table(cost_table(settled.before, settled.output.cost)))
-    planned = [line for stage in stages_of(settled.whole.recipe) for line in stage.planned(settled)]
+    planned = [line for stage in stages_of(settled.whole.recipe) for line in stage.plan_lines(settled)]
     for line in (*filter(None, [kept_line(settled)]), *planned):
         click.echo(line)
     if settled.foreseen:

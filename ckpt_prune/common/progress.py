@@ -47,7 +47,7 @@ def show_progress(shown: bool) -> Iterator[None]:
         _printed.reset(printed)
 
 
-def elapsed() -> float:
+def elapsed_seconds() -> float:
     """Return the seconds since the outermost `show_progress`: what a command has spent so far, imports included."""
     began = _began.get()
     return 0.0 if began is None else time.monotonic() - began

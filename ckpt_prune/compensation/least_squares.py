@@ -31,7 +31,7 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
         matrix: (n, n) float64, alike in both triangles up to rounding.
         right: (m, n) float64.
     """
-    with _factored(matrix) as factor:
+    with _factor(matrix) as factor:
         if factor is not None:
             # The two steps of `torch.cholesky_solve`, which would copy the factor.
             half = torch.linalg.solve_triangular(factor, right.T, upper=False)
@@ -43,7 +43,7 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 @contextmanager
-def _factored(matrix: Tensor) -> Iterator[Tensor | None]:
+def _factor(matrix: Tensor) -> Iterator[Tensor | None]:
     """Give Cholesky's factor of a matrix, of which only the lower triangle may be read; None if it is singular."""
     if len(matrix) < FACTORED_IN_PLACE:
         factor, failed = torch.linalg.cholesky_ex(matrix)

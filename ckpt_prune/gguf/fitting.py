@@ -95,11 +95,11 @@ class _Matrices:
         self.now: dict[str, Tensor] = {}
         self._shapes = {name: tuple(info.shape) for name, info in model.checkpoint.tensors.items()}
         self._value: Callable[[str], Tensor] = self.now.__getitem__
-        self._asked: list[str] = []
+        self._sources: list[str] = []
         self.layout = lay_out(model, chosen, self._read)
 
     def _read(self, name: str) -> Tensor:
-        self._asked.append(name)
+        self._sources.append(name)
         return self._value(name)
 
     def read(self, name: str) -> Tensor:
@@ -107,7 +107,7 @@ class _Matrices:
         return self.layout.tensors[name].read()
 
     def place(self, name: str) -> Placement:
-        ones, sources = self._made(name, lambda source: torch.ones(()).expand(self._shapes[source]))
+        ones, sources = self._read_as(name, lambda source: torch.ones(()).expand(self._shapes[source]))
         factor = float(ones.max())
 
         def number(axis: int, of: str) -> Tensor:
@@ -118,7 +118,7 @@ class _Matrices:
                 counted = torch.arange(1, shape[axis] + 1, dtype=torch.float32) * (source == of)
                 return (counted[:, None] if axis == 0 else counted).expand(shape)
 
-            return (self._made(name, value)[0].amax(1 - axis) / factor).round().long() - 1
+            return (self._read_as(name, value)[0].amax(1 - axis) / factor).round().long() - 1
 
         parts = []
         for source in sources:
@@ -127,10 +127,10 @@ class _Matrices:
             parts.append(_Part(source, here, rows[here]))
         return Placement(tuple(parts), number(1, sources[0]), factor)
 
-    def _made(self, name: str, value: Callable[[str], Tensor]) -> tuple[Tensor, list[str]]:
-        self._asked, self._value = [], value
+    def _read_as(self, name: str, value: Callable[[str], Tensor]) -> tuple[Tensor, list[str]]:
+        self._sources, self._value = [], value
         try:
-            return self.read(name).float(), list(dict.fromkeys(self._asked))
+            return self.read(name).float(), list(dict.fromkeys(self._sources))
         finally:
             self._value = self.now.__getitem__
 

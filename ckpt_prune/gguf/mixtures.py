@@ -40,7 +40,7 @@ def _below(count: int) -> Callable[[MatrixPlace], bool]:
     return lambda place: place.block < count
 
 
-def _shared(place: MatrixPlace) -> bool:
+def _few_values(place: MatrixPlace) -> bool:
     """The matrix is small, as few heads have values of their own."""
     return place.shared >= 4
 
@@ -88,7 +88,7 @@ class Mixture:
 
 def _least(base: Kind, output: Sequence[Rule] = ()) -> Mixture:
     """Two bits and fewer."""
-    values, down = ((_shared, Kind.Q4_K), (_any, Kind.Q2_K)), ((_first(8), Kind.Q2_K),)
+    values, down = ((_few_values, Kind.Q4_K), (_any, Kind.Q2_K)), ((_first(8), Kind.Q2_K),)
     return Mixture(
         base,
         {"attn_v": values, "ffn_down": down, "attn_output": output},
@@ -99,14 +99,14 @@ def _least(base: Kind, output: Sequence[Rule] = ()) -> Mixture:
 
 
 def _two_bits(base: Kind) -> Mixture:
-    values, down = ((_shared, Kind.Q4_K), (_any, Kind.IQ3_S)), ((_first(8), Kind.IQ3_S),)
+    values, down = ((_few_values, Kind.Q4_K), (_any, Kind.IQ3_S)), ((_first(8), Kind.IQ3_S),)
     more = {"attn_v": values, "ffn_down": down, "attn_output": ((_any, Kind.IQ3_S),)}
     return Mixture(base, more, head=Kind.Q5_K, embedding=Kind.IQ3_S, needs_importance=True)
 
 
 _OUTPUT_2 = ((_any, Kind.IQ2_XXS),)
-_VALUES_4 = {"attn_v": ((_shared, Kind.Q4_K),)}
-_FOUR_BITS = {"attn_v": ((_shared, Kind.Q5_K),), "ffn_down": ((_first_unweighted, Kind.Q5_K),)}
+_VALUES_4 = {"attn_v": ((_few_values, Kind.Q4_K),)}
+_FOUR_BITS = {"attn_v": ((_few_values, Kind.Q5_K),), "ffn_down": ((_first_unweighted, Kind.Q5_K),)}
 _SOME_SIX = dict.fromkeys(("attn_v", "ffn_down"), ((_some, Kind.Q6_K),))
 MIXTURES: Mapping[str, Mixture] = {
     "iq1_s": _least(Kind.IQ1_S, _OUTPUT_2),
@@ -119,7 +119,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "q2_k": Mixture(
         Kind.Q2_K,
         {
-            "attn_v": ((_shared, Kind.Q4_K), (_any, Kind.Q3_K)),
+            "attn_v": ((_few_values, Kind.Q4_K), (_any, Kind.Q3_K)),
             **dict.fromkeys(("ffn_down", "attn_output"), ((_any, Kind.Q3_K),)),
         },
     ),

@@ -108,13 +108,13 @@ class Flags:
             PHI.search(name) or model_type == "phi3"
         ):
             candidates.append(name if PHI.search(name) else f"{name} (Phi-3)")
-        return min(candidates, key=lambda each: len(self._unkept(each)))
+        return min(candidates, key=lambda each: len(self._list_misread(each)))
 
     def _strips(self, name: str, token: str) -> bool:
         """Whether llama.cpp lets a token take the white space behind it."""
         return PHI.search(name) is not None and token in {*self._cut, "</s>"} - {*PHI_KEEPS}
 
-    def _unkept(self, name: str) -> list[str]:
+    def _list_misread(self, name: str) -> list[str]:
         """Return the tokens which llama.cpp treats otherwise than they ask for."""
         return [
             token
@@ -132,7 +132,9 @@ class Flags:
         Raises:
             UserError: the prompts become other tokens.
         """
-        suspects = [token for token, flags in self.asked.items() if flags["normalized"] or token in self._unkept(name)]
+        suspects = [
+            token for token, flags in self.asked.items() if flags["normalized"] or token in self._list_misread(name)
+        ]
         if not suspects:
             return []
         added = [

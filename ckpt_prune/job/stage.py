@@ -78,19 +78,19 @@ class Stage(Generic[Keys]):
 
     # ---- lines for people ---------------------------------------------------------------------------------------
 
-    def planned(self, prepared: Prepared) -> Sequence[str]:
+    def plan_lines(self, prepared: Prepared) -> Sequence[str]:
         """Return the lines of a dry run on what will be done."""
         return []
 
-    def kept(self, prepared: Prepared) -> str | None:
+    def kept_words(self, prepared: Prepared) -> str | None:
         """Return what stays, as a part of one line that all stages share; None of a stage that leaves all shapes."""
         return None
 
-    def measured(self, prepared: Prepared) -> str | None:
+    def measured_words(self, prepared: Prepared) -> str | None:
         """Return what a run measures for the stage, in words that follow "to be measured"."""
         return None
 
-    def extreme(self, prepared: Prepared) -> str | None:
+    def extreme_line(self, prepared: Prepared) -> str | None:
         """Say that nothing goes, or that so little stays that the model is ruined; None of all between."""
         return None
 

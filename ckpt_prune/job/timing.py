@@ -35,14 +35,14 @@ class PhaseTimer:
                 seconds=round(time.perf_counter() - start, 3),
                 peak_bytes=peak_bytes(),
                 device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
-                phases=_rounded(phases.seconds),
+                phases=_round_all(phases.seconds),
                 blocks=[
-                    BlockTime(block=lap.block, seconds=round(lap.seconds, 4), phases=_rounded(lap.phases))
+                    BlockTime(block=lap.block, seconds=round(lap.seconds, 4), phases=_round_all(lap.phases))
                     for lap in phases.laps
                 ],
             )
         )
 
 
-def _rounded(seconds: Mapping[Phase, float]) -> dict[str, float | None]:
+def _round_all(seconds: Mapping[Phase, float]) -> dict[str, float | None]:
     return {name: round(value, 4) for name, value in seconds.items()}

@@ -26,7 +26,7 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
     shapes = model.shapes if shapes is None else shapes
     head, embedding = f"{family.head}.weight", family.embedding_weight
     sizes = {name: prod(shape) for name, (_, shape) in shapes.items() if is_parameter(name)}
-    tied = _tied(model)
+    tied = _tied_names(model)
     parameters = sum(size for name, size in sizes.items() if name not in tied)
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
     probe = family.architectures[family.architecture].probe
@@ -72,7 +72,7 @@ def count_by_part(model: Model) -> dict[str, int]:
     A tied head is in the embedding. `other layers` of blocks are no attention that is described, and no mlp: linear
     attention, state spaces, convolutions.
     """
-    family, tied, parts = model.family, _tied(model), dict[str, int]()
+    family, tied, parts = model.family, _tied_names(model), dict[str, int]()
     blocks = re.compile(re.escape(family.block).replace(re.escape("{block}"), r"\d+") + "(.+)")
     shared = commonpath([module.replace(".", "/") for module in family.attention.modules]).replace("/", ".")
     others = [module for module in family.linears if module not in family.attention.modules]
@@ -110,7 +110,7 @@ def part_words(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.005)
 
 
-def _tied(model: Model) -> frozenset[str]:
+def _tied_names(model: Model) -> frozenset[str]:
     """Return on-disk names of tensors that share another's parameters.
 
     A head's bias is tied in some classes (BERT's) and its own in others (DistilBERT's).

@@ -16,9 +16,9 @@ def find_inner(stock: Any) -> Inner | None:
         return stock._apply_gate  # type: ignore[no-any-return]
     if not hasattr(stock, "act_fn"):
         return None
-    return stock.act_fn if not getattr(stock, "has_gate", True) else partial(_gated, stock.act_fn)
+    return stock.act_fn if not getattr(stock, "has_gate", True) else partial(_apply_gate, stock.act_fn)
 
 
-def _gated(activation: Inner, rows: Tensor) -> Tensor:
+def _apply_gate(activation: Inner, rows: Tensor) -> Tensor:
     gate, up = rows.chunk(2, dim=-1)
     return activation(gate) * up

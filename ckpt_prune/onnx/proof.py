@@ -396,7 +396,7 @@ class GraphProof:
         feed = {name: value[:_RANGE_SAMPLES] for name, value in self._typical_feed().items()}
         feed = {name: value.half() if value.is_floating_point() else value for name, value in feed.items()}
         half_model = HeldModel(self._in_half)
-        reference = self.reference.replaced(half_model.get())
+        reference = self.reference.with_model(half_model.get())
         span = measure_half_range(reference.module, lambda: reference.run(feed))
         half_model.let_go()
         return span.fits, span.describe()
@@ -675,7 +675,7 @@ class TextProof(GraphProof):
         self._known = {}
         ours = cast(OnnxModel, stored["graph"])
         # If PyTorch failed before, it will again.
-        return ours, self.reference.replaced(stored["pytorch"]) if "pytorch" in stored else self.reference
+        return ours, self.reference.with_model(stored["pytorch"]) if "pytorch" in stored else self.reference
 
     def _compare_chunks(self, case: TextCase, given: Given) -> list[Case]:
         """A text through the cache in pieces, against one pass in PyTorch: outputs, and the keys and values kept."""

@@ -82,7 +82,7 @@ class GraphReference:
         """Free the model's memory until it is asked for again."""
         self._held.let_go()
 
-    def replaced(self, model: Any) -> "GraphReference":
+    def with_model(self, model: Any) -> "GraphReference":
         """Return the same with another model, which is called like it, in its place."""
         other = copy(self)
         other._held = HeldModel(lambda: model)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ckpt_prune.common.formatting import format_duration, human_bytes
 from ckpt_prune.common.memory import available_bytes, resident_bytes
-from ckpt_prune.common.progress import elapsed
+from ckpt_prune.common.progress import elapsed_seconds
 from ckpt_prune.evaluation.perplexity import STRIP_BYTES, PredictionSums
 from ckpt_prune.evaluation.streamed import StreamedModel, states_limit
 from ckpt_prune.job.afterwork import Afterwork
@@ -92,7 +92,7 @@ class Estimate:
 
     def since_start(self) -> "Estimate":
         """Return the estimate of the whole command: with what it has spent on imports, reading, and this estimate."""
-        return self if self.seconds is None else replace(self, seconds=self.seconds + elapsed())
+        return self if self.seconds is None else replace(self, seconds=self.seconds + elapsed_seconds())
 
     def followed_by(self, other: "Estimate") -> "Estimate":
         """Return the estimate of this work and another one after it."""

@@ -28,7 +28,7 @@ def follow(run: Run) -> None:
 def follow_in_place(run: Run) -> None:
     """Do what an output that an earlier run has finished still lacks."""
     tried = {each.key for each in run.followed}
-    lacking = [work for work in unfollowed(run) if work.key not in tried]
+    lacking = [work for work in unfinished_afterwork(run) if work.key not in tried]
     try:
         run.followed += [_do(work, run.out, run.out) for work in lacking]
     except BaseException:
@@ -37,7 +37,7 @@ def follow_in_place(run: Run) -> None:
         raise
 
 
-def unfollowed(run: Run) -> Sequence[Afterwork]:
+def unfinished_afterwork(run: Run) -> Sequence[Afterwork]:
     return [work for work in run.afterwork if not work.is_done(run.out)]
 
 

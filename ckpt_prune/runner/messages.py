@@ -68,12 +68,12 @@ def warnings(prepared: Prepared) -> list[str]:
 
 def extreme_line(prepared: Prepared) -> str | None:
     """Say that nothing goes, or that so little stays that the model is ruined; None of all between."""
-    return next((line for stage in stages_of(prepared.whole.recipe) if (line := stage.extreme(prepared))), None)
+    return next((line for stage in stages_of(prepared.whole.recipe) if (line := stage.extreme_line(prepared))), None)
 
 
 def kept_line(prepared: Prepared) -> str | None:
     """Say what stays of blocks, dimensions and units; None where all do."""
-    return "; ".join(filter(None, (stage.kept(prepared) for stage in stages_of(prepared.whole.recipe)))) or None
+    return "; ".join(filter(None, (stage.kept_words(prepared) for stage in stages_of(prepared.whole.recipe)))) or None
 
 
 def ignored_words(model: Model) -> str:
@@ -113,7 +113,7 @@ def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
         return
     stages = stages_of(prepared.whole.recipe)
     images = model.family.modality == "image"
-    what = ", and then ".join(dict.fromkeys(filter(None, (stage.measured(prepared) for stage in stages))))
+    what = ", and then ".join(dict.fromkeys(filter(None, (stage.measured_words(prepared) for stage in stages))))
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if prepared.live is None:

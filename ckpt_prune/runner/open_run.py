@@ -19,7 +19,7 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.job.run import Announce, Run, say_changed
 from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.runner.follow import unfollowed
+from ckpt_prune.runner.follow import unfinished_afterwork
 from ckpt_prune.runner.publish import form_of, publish_complete, wanted_names
 
 
@@ -130,7 +130,7 @@ def _find_finished(opening: OutputFacts, run: Run) -> Any:
     if record is None or record.job != opening.digest:
         return None
     complete_swap(run.out, opening.form.kind)
-    lacking = " and ".join(work.noun for work in unfollowed(run))
+    lacking = " and ".join(work.noun for work in unfinished_afterwork(run))
     state = f"complete: only its {lacking} is missing" if lacking else "finished: nothing is left to do"
     run.announce(f"{run.out} is {state}")
     return record

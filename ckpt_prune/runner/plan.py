@@ -57,7 +57,7 @@ class Planned:
         data: dict[str, Any] = json.loads(self.plan.to_json())
         return data
 
-    def compared(self) -> dict[str, Any]:
+    def comparison(self) -> dict[str, Any]:
         """Return what `--json` prints of a plan beside others of the same model and statistics.
 
         Errors are means over blocks after compensation, relative to each output's energy, by space; `held_out` those

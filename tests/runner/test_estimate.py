@@ -59,6 +59,6 @@ def test_measuring_afterwards_takes_its_time_and_what_was_not_given_is_said(tmp_
     share = both_run.settled.after.flops / both_run.settled.before.flops
     assert 0.5 < share < 0.99
     assert (alone.seconds, both.seconds) == (128, 128 + (1 + share) * 3)
-    monkeypatch.setattr("ckpt_prune.runner.estimate.elapsed", lambda: 7.0)
+    monkeypatch.setattr("ckpt_prune.runner.estimate.elapsed_seconds", lambda: 7.0)
     assert ckpt_prune.prune(dense, progress=False, **given).estimate.seconds == 128 + 7
     assert both.line.startswith("with 128 samples about ")

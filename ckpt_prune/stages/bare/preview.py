@@ -53,7 +53,7 @@ def share_out(saved: int, attention: int, column: int, columns: int) -> list[int
         blocks += 1
 
 
-def wanted(prepared: Prepared) -> tuple[int, list[int]]:
+def plan_savings(prepared: Prepared) -> tuple[int, list[int]]:
     """Return the FLOPs to save, and the columns that each block keeps that loses its attention.
 
     UserError if the model has too few blocks, or nothing is to be saved.
@@ -95,7 +95,7 @@ def check_bare(prepared: Prepared) -> None:
     blocks = bare_of(prepared).blocks or []
     if beyond := [block for block in blocks if block >= model.blocks]:
         raise UserError(f"recipe {name} names block {beyond[0]}: the model has blocks 0 to {model.blocks - 1}")
-    wanted(prepared)
+    plan_savings(prepared)
 
 
 def bare_model(model: Model, kept: Mapping[int, Sequence[int]]) -> Model:
@@ -132,7 +132,7 @@ def best_columns(model: Model, tensors: Mapping[str, Tensor], block: int, count:
 
 def lay_out(prepared: Prepared) -> Prepared:
     """Return the state with the first blocks replaced, which stand for those that are found."""
-    bare, (saved, kept) = bare_of(prepared), wanted(prepared)
+    bare, (saved, kept) = bare_of(prepared), plan_savings(prepared)
     order = bare.blocks or range(len(kept))
     replaced = [BareBlock(block=block, columns=list(range(count))) for block, count in zip(order, kept, strict=True)]
     return replace(at_bare(prepared, record_of(prepared, saved, replaced)), foreseen=bare.blocks is None)

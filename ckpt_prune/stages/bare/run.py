@@ -12,7 +12,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.run import Run
 from ckpt_prune.stages.bare.keys import Bare
 from ckpt_prune.stages.bare.mimic import Mimicry, tensors_of
-from ckpt_prune.stages.bare.preview import at_bare, bare_of, best_columns, record_of, wanted
+from ckpt_prune.stages.bare.preview import at_bare, bare_of, best_columns, plan_savings, record_of
 from ckpt_prune.stages.bare.records import BareBlock, BareRecord, count_trained
 
 _FILE = "bare.safetensors"
@@ -45,7 +45,7 @@ def replace_blocks(prepared: Prepared, run: Run) -> Prepared:
 
 
 def _replace_all(prepared: Prepared, mimicry: Mimicry) -> BareRecord:
-    model, bare, (saved, kept) = prepared.model, bare_of(prepared), wanted(prepared)
+    model, bare, (saved, kept) = prepared.model, bare_of(prepared), plan_savings(prepared)
     tried: list[float] = []
     if bare.blocks is None:
         tried = _try_each(prepared, mimicry, kept[0])

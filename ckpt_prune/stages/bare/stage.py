@@ -40,7 +40,7 @@ class BareStage(Stage[Bare]):
     def preview(self, prepared: Prepared) -> Prepared:
         return lay_out(prepared)
 
-    def kept(self, prepared: Prepared) -> str | None:
+    def kept_words(self, prepared: Prepared) -> str | None:
         record = prepared.facts(BareRecord)
         if record is None:
             return None
@@ -49,10 +49,10 @@ class BareStage(Stage[Bare]):
         lose = f"{len(record.replaced)} of {plural(record.blocks, 'block')} lose their attention"
         return f"{lose} and keep {columns} of {record.columns} columns of their mlp"
 
-    def measured(self, prepared: Prepared) -> str:
+    def measured_words(self, prepared: Prepared) -> str:
         return "the features before the head, with each block replaced"
 
-    def planned(self, prepared: Prepared) -> list[str]:
+    def plan_lines(self, prepared: Prepared) -> list[str]:
         record = prepared.facts(BareRecord)
         count = 0 if record is None else len(record.replaced)
         tries = (self.keys.trial_epochs or self.keys.epochs) * prepared.whole.model.blocks

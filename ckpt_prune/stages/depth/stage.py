@@ -41,7 +41,7 @@ class DepthStage(Stage[Depth]):
     def preview(self, prepared: Prepared) -> Prepared:
         return drop_any_blocks(prepared)
 
-    def kept(self, prepared: Prepared) -> str | None:
+    def kept_words(self, prepared: Prepared) -> str | None:
         record, recipe = prepared.facts(DepthRecord), prepared.whole.recipe
         if record is None:
             return None
@@ -68,7 +68,7 @@ class DepthStage(Stage[Depth]):
             return f"{len(record.kept)} of {record.blocks} {what}{why}: which ones is measured first"
         return f"gone: {name_gone(record)}{why}"
 
-    def measured(self, prepared: Prepared) -> str:
+    def measured_words(self, prepared: Prepared) -> str:
         return "how far blocks move the residual stream"
 
     def widest_fit(self, prepared: Prepared) -> int:

@@ -26,7 +26,7 @@ class ExportStage(Stage[Export]):
     def check_source(self, model: Model) -> None:
         """Refuse nothing yet: whether the output can be exported is checked once it is known."""
 
-    def planned(self, prepared: Prepared) -> list[str]:
+    def plan_lines(self, prepared: Prepared) -> list[str]:
         types = ", ".join(self.keys.dtype) or "in the checkpoint's type"
         return [f"to be exported: {self.keys.format}, {types}"]
 

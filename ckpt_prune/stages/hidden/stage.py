@@ -36,7 +36,7 @@ class HiddenStage(Stage[Hidden]):
     def preview(self, prepared: Prepared) -> Prepared:
         return narrow_unmeasured(prepared)
 
-    def kept(self, prepared: Prepared) -> str | None:
+    def kept_words(self, prepared: Prepared) -> str | None:
         record, recipe = prepared.facts(HiddenRecord), prepared.whole.recipe
         if record is None:
             return None
@@ -49,7 +49,7 @@ class HiddenStage(Stage[Hidden]):
             return f"nothing is dropped: the model is within {recipe.size.words} as it is"
         return f"residual stream: {dimensions_line(record)}, for {recipe.size.words}"
 
-    def measured(self, prepared: Prepared) -> str:
+    def measured_words(self, prepared: Prepared) -> str:
         return "the residual stream, wherever a block reads it"
 
     def warnings(self, prepared: Prepared) -> list[str]:

@@ -53,7 +53,7 @@ class LowRankStage(Stage[LowRank]):
     def preview(self, prepared: Prepared) -> Prepared:
         return preview_choice(prepared, plan_output)
 
-    def planned(self, prepared: Prepared) -> list[str]:
+    def plan_lines(self, prepared: Prepared) -> list[str]:
         ranks = [rank for block in prepared.output.ranks for rank in block.values()]
         if prepared.foreseen:
             return [
@@ -62,7 +62,7 @@ class LowRankStage(Stage[LowRank]):
             ]
         return [f"to be factored: {len(ranks)} linears, into ranks of {format_span(ranks)}"]
 
-    def measured(self, prepared: Prepared) -> str:
+    def measured_words(self, prepared: Prepared) -> str:
         return INPUTS
 
     def widest_fit(self, prepared: Prepared) -> int:

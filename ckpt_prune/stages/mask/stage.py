@@ -61,7 +61,7 @@ class MaskStage(Stage[Mask]):
                 f"{DATA_OPTIONS[prepared.model.family.modality]} in place of --statistics"
             )
 
-    def planned(self, prepared: Prepared) -> list[str]:
+    def plan_lines(self, prepared: Prepared) -> list[str]:
         part = "linear weight" if self.keys.only is None else f"linear weight of the {self.keys.only}"
         where = f"of every {part} in every block"
         if self.keys.allocation != "uniform":
@@ -69,10 +69,10 @@ class MaskStage(Stage[Mask]):
         how = describe_mask(self.keys.method, self.keys.pattern)
         return [f"to be masked by {how}: {prepared.recipe.ratio:.1%} {where}"]
 
-    def measured(self, prepared: Prepared) -> str:
+    def measured_words(self, prepared: Prepared) -> str:
         return INPUTS
 
-    def extreme(self, prepared: Prepared) -> str | None:
+    def extreme_line(self, prepared: Prepared) -> str | None:
         if self.keys.groups is not None:  # an N:M pattern says how much
             return None
         ratio = prepared.recipe.ratio

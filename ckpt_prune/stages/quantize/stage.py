@@ -47,10 +47,10 @@ class QuantizeStage(Stage[Quantize]):
         if self.keys.rounding == "gptq":
             check_samples(prepared)
 
-    def measured(self, prepared: Prepared) -> str | None:
+    def measured_words(self, prepared: Prepared) -> str | None:
         return INPUTS if self.keys.rounding == "gptq" else None
 
-    def planned(self, prepared: Prepared) -> list[str]:
+    def plan_lines(self, prepared: Prepared) -> list[str]:
         return [f"to be rounded to {self.keys.format}, {self.keys.rounding}"]
 
     def step(self, prepared: Prepared, run: Run) -> Step:

@@ -56,7 +56,7 @@ class RecoveryStage(Stage[Recovery]):
             data = DATA_OPTIONS[prepared.model.family.modality]
             raise UserError(f"recipe {prepared.recipe.name} recovers on samples, beside any statistics: give {data}")
 
-    def planned(self, prepared: Prepared) -> list[str]:
+    def plan_lines(self, prepared: Prepared) -> list[str]:
         training = prepared.job.training
         assert training is not None
         blocks, how = (

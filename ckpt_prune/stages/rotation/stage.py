@@ -45,7 +45,7 @@ class RotationStage(Stage[Rotation]):
     def preview(self, prepared: Prepared) -> Prepared:
         return rotate_unlearned(self.keys, prepared)
 
-    def planned(self, prepared: Prepared) -> list[str]:
+    def plan_lines(self, prepared: Prepared) -> list[str]:
         importance = self.keys.importance_for(prepared.recipe)
         return [f"to be rotated first, {self.keys.kind}: {self.keys.steps} steps of {importance} importance"]
 

@@ -53,13 +53,13 @@ class SpacesStage(Stage[Spaces]):
         """Decide how many units stay; one ratio everywhere stands for widths that measuring will choose."""
         return preview_choice(prepared, choose_widths)
 
-    def kept(self, prepared: Prepared) -> str:
+    def kept_words(self, prepared: Prepared) -> str:
         return units_line(prepared)
 
-    def measured(self, prepared: Prepared) -> str:
+    def measured_words(self, prepared: Prepared) -> str:
         return INPUTS
 
-    def extreme(self, prepared: Prepared) -> str | None:
+    def extreme_line(self, prepared: Prepared) -> str | None:
         return extreme_line(prepared)
 
     def messages(self, prepared: Prepared) -> list[str]:

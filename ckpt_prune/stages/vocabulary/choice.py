@@ -95,10 +95,6 @@ class TokenRemoval:
     order: Sequence[int]
     growth: Sequence[float]
 
-    def within(self, growth: float) -> int:
-        """Return how many tokens can go for so much growth."""
-        return sum(each <= growth for each in self.growth)
-
 
 def removal_order(pieces: Pieces, kept: Iterable[int], uses: Mapping[int, float], whole: Set[int]) -> TokenRemoval:
     """Order the tokens that may go by what they cost.

@@ -41,7 +41,7 @@ def compare_tokenizers(ours: Any, theirs: Any, kept: Sequence[int]) -> Finding:
     for token, old in special:
         if old in numbers and ours.convert_tokens_to_ids(token) != numbers[old]:
             return False, f"{token} has the number {ours.convert_tokens_to_ids(token)}, and its row is {numbers[old]}"
-    texts = [*hard_texts(), *_filled(theirs)]
+    texts = [*hard_texts(), *_chat_texts(theirs)]
     same = 0
     for text in texts:
         old, new = (each(text, add_special_tokens=False, verbose=False)["input_ids"] for each in (theirs, ours))
@@ -61,7 +61,7 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _filled(tokenizer: Any) -> list[str]:
+def _chat_texts(tokenizer: Any) -> list[str]:
     from ckpt_prune.gguf.tokenizer import fill_chats
 
     return [*fill_chats(tokenizer).values()]

@@ -120,13 +120,13 @@ def keep_rows(model: Model, pieces: Pieces | None, kept: Sequence[int]) -> Model
     arguments = {each.name: getattr(source, each.name) for each in fields(Checkpoint)}
     arguments |= {"config": values, "tensors": tensors, "rewritten": rewritten}
     if source.within is not None:
-        arguments["within"] = _within(source, values, numbers)
+        arguments["within"] = _renumber_whole(source, values, numbers)
     smaller = SmallerCheckpoint(**arguments, source=source, kept=torch.tensor(kept, dtype=torch.int64), rows=rows)
     config = parse_config(values)
     return Model(smaller, model.family.with_config(config), config)
 
 
-def _within(part: Checkpoint, config: Mapping[str, Any], numbers: Mapping[int, int]) -> PartOf:
+def _renumber_whole(part: Checkpoint, config: Mapping[str, Any], numbers: Mapping[int, int]) -> PartOf:
     """Return the whole of a part with fewer tokens: it has keys of its own that name some, such as those of images."""
     assert part.within is not None
     whole = part.within.whole

@@ -46,7 +46,7 @@ class VocabularyStage(Stage[Vocabulary]):
         settled = VocabularyChoice(model, self.keys, options, limit).settle(say)
         return Opened(settled.model, recipe, settled.record)
 
-    def kept(self, prepared: Prepared) -> str | None:
+    def kept_words(self, prepared: Prepared) -> str | None:
         return tokens_line(_record(prepared))
 
     def messages(self, prepared: Prepared) -> Sequence[str]:
@@ -64,7 +64,7 @@ class VocabularyStage(Stage[Vocabulary]):
             )
         return lines
 
-    def extreme(self, prepared: Prepared) -> str | None:
+    def extreme_line(self, prepared: Prepared) -> str | None:
         record = _record(prepared)
         if record.rows_kept < record.rows:
             return None

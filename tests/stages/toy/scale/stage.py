@@ -33,7 +33,7 @@ class ScaleStage(Stage[Scale]):
 
     of = Scale
 
-    def planned(self, prepared: Prepared) -> list[str]:
+    def plan_lines(self, prepared: Prepared) -> list[str]:
         return [f"to be scaled: {prepared.model.blocks} weights by {self.keys.factor:g}"]
 
     def messages(self, prepared: Prepared) -> list[str]:
