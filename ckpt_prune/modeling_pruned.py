@@ -285,7 +285,8 @@ class PrunedMixin:
         # inside another model reads that one's.
         shared = model.config
         # What the stock class was built from may have said another number; caches read this one.
-        shared.num_attention_heads = first.num_attention_heads
+        if hasattr(first, "num_attention_heads"):
+            shared.num_attention_heads = first.num_attention_heads
         config._attn_implementation = shared._attn_implementation
         if getattr(model, model.base_model_prefix, model) is model:
             shared = config
@@ -345,7 +346,7 @@ def _resize_block(stock_block: nn.Module, config: PreTrainedConfig, blocks: Bloc
     """The stock block with linears of its own size, and its attention generalised where no stock one has its shape."""
     attention = blocks["attention"]
     heads = _heads(config, attention)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     narrow = getattr(config, "qk_head_dim", None) or head_dim
     values = getattr(config, "v_head_dim", None) or head_dim
     stock = attention is None or (narrow == values == head_dim and heads * head_dim == config.hidden_size)
@@ -353,12 +354,15 @@ def _resize_block(stock_block: nn.Module, config: PreTrainedConfig, blocks: Bloc
     # Some blocks are not told their index; BEiT's are told how often training leaves them out.
     layer_class: Any = type(stock_block)
     told: dict[str, Any] = {}
-    for name, parameter in [*inspect.signature(layer_class).parameters.items()][1:]:
+    own, *others = inspect.signature(layer_class).parameters.items()
+    for name, parameter in others:
         if "idx" in name or name == "layer_id":
             told[name] = index
         elif parameter.default is parameter.empty and hasattr(stock_block, name):
             told[name] = getattr(stock_block, name)  # what the model tells its blocks, and they keep
-    layer: nn.Module = layer_class(*arguments, **told)
+    # GPT's are told sizes first, and keep none of them.
+    made_of_config = own[0] == "config" or not hasattr(config, own[0])
+    layer: nn.Module = layer_class(*arguments, **told) if made_of_config else copy.deepcopy(stock_block)
     if attention is not None and not stock:
         _narrow(layer, config, attention, heads, head_dim, narrow, values)
     _drop_pairs(layer, config, blocks)
@@ -370,7 +374,7 @@ def _resize_block(stock_block: nn.Module, config: PreTrainedConfig, blocks: Bloc
             for path in paths["inner"]:
                 _replace(layer, path, rows=width)
             _replace(layer, paths["outer"], columns=width)
-    if attention is None and values < head_dim:
+    if "values" in blocks and attention is None and values < head_dim:
         _narrow_values(layer, blocks["values"], head_dim, values)
         if not _lacks_pairs(config, blocks):
             _pad_values(layer, blocks["values"], head_dim, values)
@@ -393,8 +397,7 @@ def _narrow_by(layer: nn.Module, paths: WidthPaths, gone: int) -> None:
 def _heads(config: PreTrainedConfig, attention: AttentionPaths | None) -> int:
     """Heads of a block."""
     key = attention.get("heads", "num_attention_heads") if attention is not None else "num_attention_heads"
-    heads: int = getattr(config, key, None) or config.num_attention_heads
-    return heads
+    return int(getattr(config, key, None) or getattr(config, "num_attention_heads", None) or 1)  # RWKV has none
 
 
 def _one_head(config: PreTrainedConfig) -> PreTrainedConfig:

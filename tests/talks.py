@@ -9,7 +9,7 @@ import transformers
 from tokenizers import AddedToken
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from ckpt_prune.model.composites import load_composite
+from ckpt_prune.model.composites import shipped_composite
 from ckpt_prune.model.skeleton import quiet_transformers
 from tests.contract.test_parts import CONFIGS
 from tests.encoders import randomise
@@ -70,7 +70,7 @@ def write_talker(folder: Path, model_type: str) -> PreTrainedModel:
     config |= {key: image} | CHANGES.get(model_type, lambda _: {})(config)
     if model_type.startswith("qwen"):
         config["video_token_id"], config["vision_start_token_id"] = image + 1, image + 2
-    model: PreTrainedModel = getattr(transformers, load_composite(model_type).architecture)(
+    model: PreTrainedModel = getattr(transformers, shipped_composite(model_type).architecture)(
         AutoConfig.for_model(model_type, **config)
     ).eval()
     randomise(model, 7)

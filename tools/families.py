@@ -17,8 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, not that which is installed
 
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.model import descriptions
-from ckpt_prune.model.composites import known_composites, load_composite
+from ckpt_prune.model.composites import is_composite, known_composites, load_composite, shipped_composite
 from ckpt_prune.model.descriptions import families_with_experts, known_families, load_family, variants_of
 from ckpt_prune.model.family import Family
 
@@ -29,6 +30,8 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "emu3": {"vocabulary_map": {"<image>": 90, "<|visual token 000000|>": 91}},
+    "esm": {"mask_token_id": 32, "pad_token_id": 1},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "xmod": {"default_language": "en_XX"},
 }
@@ -87,7 +90,7 @@ def page() -> str:
         text += f"\n## {kind}\n\n{_TABLE}{rows[kind]}"
     text += "\n## Parts of composites\n\n`--part PART` prunes one model inside another.\n\n"
     text += "| composite | parts | cannot be pruned |\n|---|---|---|\n"
-    for composite in map(load_composite, known_composites()):
+    for composite in map(shipped_composite, known_composites()):
         refused = "; ".join(f"`{part}`: {why}" for part, why in composite.refused.items()) or "-"
         text += f"| `{composite.model_type}` | {_codes(composite.parts)} | {refused} |\n"
     text += "\n## Not supported\n\n| family | why |\n|---|---|\n"
@@ -160,19 +163,17 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
     Returns:
         Whether it was `built`, `spaces` that are proven, whether it was `pruned`, and `why` not, or what stays whole.
     """
-    from ckpt_prune.common.errors import UserError, one_line
+    from ckpt_prune.common.errors import one_line
     from ckpt_prune.model.discovery.discover import discover
 
     found: dict[str, Any] = {"built": False, "spaces": [], "pruned": False}
     with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
         try:
-            composite = load_composite(model_type) if model_type in known_composites() else None
-            architecture = architecture if composite is None else composite.architecture
             source = write_tiny(model_type, architecture, Path(folder) / "source")
             found["built"] = True
-            if composite is not None:
-                return found | try_part(source)
             config = json.loads((source / "config.json").read_text())
+            if is_composite(config):
+                return found | try_part(source)
             description = discover(config).description
             why = "; ".join(f"{space}: {reason}" for space, reason in description["found"]["whole"].items())
         except Exception as error:
@@ -187,14 +188,15 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
 
 
 def try_part(source: Path) -> dict[str, Any]:
-    """Prune and verify the text part of a composite; `spaces` and whether it was `pruned`, as in `try_type`."""
+    """Prune and verify the text part of a composite, or a decoder; `spaces` and whether `pruned`, as in `try_type`."""
     from ckpt_prune.checkpoint.checkpoint import Checkpoint
     from ckpt_prune.model.composites import extract_part
 
-    config = extract_part(Checkpoint.open(source), "text").config
-    spaces = config[descriptions.OUTSIDE_KEY]["spaces"]
-    prune_and_verify(source, config[descriptions.OUTSIDE_KEY], part="text")
-    return {"spaces": list(spaces), "pruned": True, "why": "--part text"}
+    checkpoint = Checkpoint.open(source)
+    part = "text" if "text" in load_composite(checkpoint.config).parts else "decoder"
+    description = extract_part(checkpoint, part).config[descriptions.OUTSIDE_KEY]
+    prune_and_verify(source, description, part=part)
+    return {"spaces": list(description["spaces"]), "pruned": True, "why": f"--part {part}"}
 
 
 def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
@@ -202,22 +204,41 @@ def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
     from transformers import CONFIG_MAPPING
 
     from ckpt_prune.model.discovery.twin import Sizes, build_twin, fill_in
+    from ckpt_prune.model.skeleton import parse_config
     from tests.evaluation.tiny import tiny_tokenizer
 
     sizes = Sizes(hidden=64, heads=8, groups=4, head=16, mlp=48, expert_mlp=32, shared_mlp=40, experts=4)
     config = {**CONFIG_MAPPING[model_type](**PUBLISHED.get(model_type, {})).to_dict(), "model_type": model_type}
-    # Published configs state what some classes leave open.
-    config |= {key: fill_in(key, value, vars(sizes)) for key, value in config.items()}
-    model: Any = build_twin(config, architecture, sizes).model
+    config["architectures"] = [architecture]
+    with suppress(UserError):  # published configs state what some classes leave open
+        filled = {key: fill_in(key, value, vars(sizes)) for key, value in config.items()}
+        parse_config(filled)
+        config = filled
+    model: Any = build_whole(config, sizes) if is_composite(config) else build_twin(config, architecture, sizes).model
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def build_whole(config: dict[str, Any], sizes: Any) -> Any:
+    """Return a small random model that is made of several, which text alone may not run."""
+    from ckpt_prune.model.discovery.twin import make_model, make_skeleton_config, small_configs
+
+    reason: Exception | None = None
+    for small, _ in small_configs(config, sizes):
+        try:
+            return make_model(make_skeleton_config(small), load_composite(small).architecture)
+        except Exception as error:  # whatever the class runs into with sizes that it does not take
+            reason = error
+    raise UserError(str(reason))
 
 
 def prune_and_verify(source: Path, description: dict[str, Any], *options: str, part: str | None = None) -> None:
     """Prune a model by `ridge` with the description in its config, or a part of it, and verify the output."""
     text = source.parent / "calibration.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and runs away " * 100)
+    pairs = source.parent / "pairs.jsonl"
+    pairs.write_text('{"source": "the quick brown fox jumps", "target": "over the lazy dog"}\n' * 8)
     if part is None:
         config = json.loads((source / "config.json").read_text()) | {descriptions.OUTSIDE_KEY: description}
         (source / "config.json").write_text(json.dumps(config))
@@ -227,7 +248,8 @@ def prune_and_verify(source: Path, description: dict[str, Any], *options: str, p
         optional += ["--container", "any"]  # no stock class states its width
     optional += [] if part is None else ["--part", part]
     output = str(source.parent / "output")
-    data = ("--text", str(text), "--samples", "8", "--window", "16", "--evaluate-samples", "0")
+    calibration = ("--data", str(pairs)) if part == "decoder" else ("--text", str(text))
+    data = (*calibration, "--samples", "8", "--window", "16", "--evaluate-samples", "0")
     run_command("prune", str(source), "--recipe", "ridge", "--ratio", "0.5", *data, *optional, *options, "-o", output)
     run_command("verify", output, "--against", str(source))
 
@@ -237,7 +259,6 @@ def run_command(*words: str) -> None:
     from click.testing import CliRunner
 
     from ckpt_prune.cli.main import main
-    from ckpt_prune.common.errors import UserError
 
     result = CliRunner().invoke(main, words)
     if result.exit_code:

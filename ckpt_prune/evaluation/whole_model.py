@@ -21,7 +21,7 @@ from ckpt_prune.checkpoint.quantised import is_packed, is_plain_fp8, refuse_quan
 from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.evaluation.device_map import DeviceMap, current_device_map
-from ckpt_prune.model.composites import known_composites, load_composite
+from ckpt_prune.model.composites import is_composite, load_composite
 from ckpt_prune.model.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.model.descriptions import family_for_config, has_description
 from ckpt_prune.model.family import REMOTE_PREFIX
@@ -265,8 +265,8 @@ def config_of(folder: Path, *, trust: bool = False) -> PreTrainedConfig:
 def auto_class(config: dict[str, Any]) -> str:
     """Return the Auto class of a config.json, by its family if that is known, else by the name of the class."""
     name = _architecture(config)
-    if config.get("model_type") in known_composites():
-        composite = load_composite(config["model_type"])
+    if is_composite(config):
+        composite = load_composite(config)
         return composite.auto if name in ("", composite.architecture) else _guess_auto_class(name)
     if not has_description(config):
         return _guess_auto_class(name)

@@ -126,7 +126,9 @@ def with_rest(checkpoint: Checkpoint, layout: Layout) -> tuple[Layout, dict[str,
     whole: Layout = {file: dict(tensors) for file, tensors in layout.items()}
     for name, info in within.rest.items():
         whole[info.file][OUTER + name] = (info.dtype, info.shape)
-    disk_names = {name: within.on_disk(name) for tensors in layout.values() for name in tensors}
+    parts = {part for stack in checkpoint.stacks.values() for part in stack.parts}  # in a file they have no names
+    names = (name for tensors in layout.values() for name in tensors if name not in parts)
+    disk_names = {name: within.on_disk(name) for name in names}
     return whole, disk_names | {OUTER + name: name for name in within.rest}
 
 

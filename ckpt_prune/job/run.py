@@ -142,6 +142,9 @@ class Run:
         if self.staging is None:
             return None
         whole, names = with_rest(checkpoint, layout)
+        within, stacks = checkpoint.within, checkpoint.stacks
+        if within is not None:
+            stacks = {within.on_disk(name): stack for name, stack in stacks.items()}
         return CheckpointWriter(
             self.staging,
             whole | aside,
@@ -149,5 +152,5 @@ class Run:
             aside=aside.keys(),
             transposed=checkpoint.transposed,
             names=names,
-            stacks=checkpoint.stacks,
+            stacks=stacks,
         )

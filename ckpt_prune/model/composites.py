@@ -128,12 +128,36 @@ def encoder_decoders() -> dict[str, str]:
     return listed
 
 
+def is_composite(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a model made of several."""
+    model_type = config.get("model_type")
+    if model_type in encoder_decoders():
+        return is_encoder_decoder(config)
+    is_described = model_type in known_families() or OUTSIDE_KEY in config
+    return model_type in known_composites() or (not is_described and isinstance(config.get("text_config"), Mapping))
+
+
+def load_composite(config: Mapping[str, Any]) -> Composite:
+    """Return the description of the composite that a config.json is of, shipped or found; UserError if there is none.
+
+    What is shipped is told by `model_type` alone.
+    """
+    model_type = config.get("model_type")
+    if model_type in known_composites():
+        return shipped_composite(str(model_type))
+    return _found_composite(json.dumps(config))
+
+
 @cache
-def load_composite(model_type: str) -> Composite:
-    """Return the description of a composite; UserError if there is none."""
-    if model_type not in known_composites():
-        model_types = ", ".join(known_composites())
-        raise UserError(f"--part is for models that are made of several ({model_types}), which a {model_type} is not")
+def _found_composite(config: str) -> Composite:
+    from ckpt_prune.model.discovery.parts import find_composite
+
+    return Composite.model_validate(find_composite(json.loads(config)))
+
+
+@cache
+def shipped_composite(model_type: str) -> Composite:
+    """Return the description of one of `known_composites`."""
     if model_type in encoder_decoders():
         auto = "AutoModelForSeq2SeqLM"
         stacks: tuple[Literal["encoder", "decoder"], ...] = ("encoder", "decoder")
@@ -159,7 +183,7 @@ def composite_names(config: Mapping[str, Any]) -> "Names":
     """Return what the stock class of a composite saves and loads."""
     from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 
-    composite = load_composite(str(config["model_type"]))
+    composite = load_composite(config)
     return Names(build_skeleton(parse_config(dict(config)), composite.architecture))
 
 
@@ -173,7 +197,7 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
     from ckpt_prune.model.skeleton import parse_config, stock_names
     from ckpt_prune.model.ties import apply_ties, ties_on_disk
 
-    composite = load_composite(str(whole.config.get("model_type")))
+    composite = load_composite(whole.config)
     part = composite.part(name)
     names = composite_names(whole.config)
     whole = apply_ties(whole, ties_on_disk(whole, names))
@@ -181,7 +205,7 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
         whole = whole.ignore([stored for stored in whole.tensors if names.ignores(stored)])
     config = _part_config(part, parse_config(whole.config))
     if part.described is None and config["model_type"] not in known_families():
-        if part.stack is None and part.auto != "AutoModelForCausalLM":
+        if part.auto == "AutoModel":
             raise UserError(
                 f"--part {name} of {composite.model_type} is a {config['model_type']}, which this version has no "
                 "description of"
@@ -196,11 +220,17 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
     stock = stock_names(config, config["architectures"][0])
     config[OUTSIDE_KEY] = _description(config, part)
     stored_as: dict[str, str] = {}
+    held: dict[str, list[str]] = {}  # parameter of the part → tensors of the whole that it is made of
     for stored in whole.tensors:
         for parameter in names.parameters(stored):
             inner = _inner_name(part, parameter)
             if inner is not None and inner in stock.model.state_dict():
-                stored_as[stock.saved_as(inner)] = stored
+                held.setdefault(inner, []).append(stored)
+    for inner, parts in held.items():
+        disks = [disk for disk in stock.shapes if inner in stock.parameters(disk)]
+        if len(parts) == 1:  # what the part's own class would store in parts (experts) is named as it is in memory
+            disks = [inner] if len(disks) > 1 and stock.is_part(disks[0]) else [stock.saved_as(inner)]
+        stored_as |= zip(sorted(disks), sorted(parts), strict=True)
     tensors = {inner: replace(whole.tensors[stored], name=inner) for inner, stored in stored_as.items()}
     beside = None
     if part.stack is not None:

@@ -10,7 +10,7 @@ from ckpt_prune.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, check_c
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.quantised import drop_quantisation
 from ckpt_prune.checkpoint.shard import TensorInfo
-from ckpt_prune.model.composites import composite_names, known_composites
+from ckpt_prune.model.composites import composite_names, is_composite
 from ckpt_prune.model.skeleton import stock_names
 from ckpt_prune.model.supported import declared_family
 
@@ -35,8 +35,9 @@ def checkpoint_of_config(folder: Path, config: dict[str, Any] | None = None) -> 
         config: in place of the one in the folder.
     """
     config = config_of_folder(folder) if config is None else config
-    is_composite = config.get("model_type") in known_composites()
-    names = composite_names(config) if is_composite else stock_names(config, declared_family(config).architecture)
+    names = (
+        composite_names(config) if is_composite(config) else stock_names(config, declared_family(config).architecture)
+    )
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     tensors = {
         name: TensorInfo(name, dtype, shape, SINGLE, nbytes=prod(shape) * dtype.itemsize, offset=0)

@@ -220,7 +220,7 @@ class Model:
     def with_widths(self, widths: BlockWidths) -> "Model":
         """Return this model under a config with so many units of each space; its tensors stay the dense model's."""
         config = copy.copy(self.config)
-        if not isinstance(getattr(type(config), "head_dim", None), property):
+        if not self.family.attention.latent and not isinstance(getattr(type(config), "head_dim", None), property):
             # A config without it would derive it from the head count, which may change.
             config.head_dim = self.dimension("head_dim")
         for key, value in self.config_values(widths).items():

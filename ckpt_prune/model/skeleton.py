@@ -217,8 +217,8 @@ class Names:
 
     def _convert(self, disk: str) -> tuple[str, ...]:
         name, pattern = self._rename(disk)
-        if pattern is None:
-            return (name,) if name in self._parameters else ()
+        if pattern is None:  # a name that no renaming is right for is the model's own
+            return tuple(each for each in (name, disk) if each in self._parameters)[:1]
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         suffix = converter.target_patterns[0]
         # Patterns may end before the kind of tensor (`.weight`).

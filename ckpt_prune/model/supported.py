@@ -7,7 +7,7 @@ from typing import Any
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.checkpoint.quantised import refuse_quantised
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.composites import encoder_decoders, is_encoder_decoder, known_composites, load_composite
+from ckpt_prune.model.composites import is_composite, load_composite
 from ckpt_prune.model.descriptions import (
     OUTSIDE_KEY,
     families_with_experts,
@@ -60,7 +60,7 @@ def check_supported(model: str, family: str | Path | None = None, part: str | No
     refuse_unsupported(str(config.get("model_type")))
     refuse_quantised(Path(model), config)
     if part is not None:
-        load_composite(str(config.get("model_type"))).part(part)
+        load_composite(config).part(part)
         return
     if "auto_map" in config:
         return
@@ -95,9 +95,8 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         )
     if not isinstance(model_type, str):
         raise UserError(NO_MODEL_TYPE)
-    is_whole = model_type not in encoder_decoders() or is_encoder_decoder(config)
-    if model_type in known_composites() and is_whole and not (model_type in known_families() or OUTSIDE_KEY in config):
-        raise UserError(load_composite(model_type).advice)
+    if is_composite(config) and not (model_type in known_families() or OUTSIDE_KEY in config):
+        raise UserError(load_composite(config).advice)
     refuse_unsupported(model_type)
     experts = next((key for key in _EXPERT_KEYS if config.get(key)), None)
     if experts and model_type in known_families() and load_family(model_type).experts is None:

@@ -30,7 +30,7 @@ def messages(prepared: Prepared) -> list[str]:
     lines, model = [], prepared.model
     within = model.checkpoint.within
     if within is not None:
-        composite = load_composite(str(within.whole.config["model_type"]))
+        composite = load_composite(within.whole.config)
         note = (
             "it is calibrated on images with their text" if prepared.sees_images else composite.part(within.part).note
         )

@@ -22,7 +22,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.conversion.stock_checkpoint import find_conversion
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.measure.samples.text import load_tokenizer
-from ckpt_prune.model.composites import composite_names, extract_part, known_composites, load_composite
+from ckpt_prune.model.composites import composite_names, extract_part, is_composite, load_composite
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.remote import MLX_MODULE, REMOTE_MODULE, is_own_code, remote_class
@@ -201,7 +201,7 @@ def _check_tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
 
 
 def _is_composite(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config.get("model_type") in known_composites()
+    return is_composite(checkpoint.config)
 
 
 def _check_finite(checkpoint: Checkpoint) -> tuple[bool, str]:
@@ -212,7 +212,7 @@ def _check_finite(checkpoint: Checkpoint) -> tuple[bool, str]:
 def _check_load(checkpoint: Checkpoint) -> tuple[bool, str]:
     remote = remote_class(checkpoint.config, checkpoint.path)
     if _is_composite(checkpoint):
-        composite = load_composite(checkpoint.config["model_type"])
+        composite = load_composite(checkpoint.config)
         auto, architecture = composite.auto, composite.architecture
     else:
         family = match_family(checkpoint)

@@ -125,6 +125,34 @@ def test_what_differs_in_a_later_batch_alone_is_kept_for_each() -> None:
     check_replay(model, model.layers, inputs)
 
 
+class HandingOn(Toy):
+    """Every block is passed what the one before has chosen (shared indexers, routers that remember)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Choosing(2) for _ in range(3)])
+
+    def forward(self, inputs: Tensor, use_cache: bool) -> Tensor:
+        states, chosen = inputs[..., None].float().expand(-1, -1, 4) * 1.0, None
+        for layer in self.layers:
+            states, chosen = layer(states, chosen)
+        return self.norm(states)
+
+
+class Choosing(Block):
+    def forward(self, states: Tensor, chosen: Any = None) -> Any:
+        chosen = states.argmax(1, keepdim=True) if chosen is None else chosen + 1
+        return states + chosen, chosen
+
+
+def test_what_a_block_returns_for_the_next_is_handed_on() -> None:
+    model = HandingOn()
+    check_replay(model, model.layers, TOKENS)
+    handed, _ = record(model, model.layers, TOKENS)
+    with pytest.raises(KeyError):  # the first block has not run
+        handed.call(model.layers[1], 1, torch.zeros(2, 6, 4), slice(0, 2), 2)
+
+
 class Between(Toy):
     def between(self, states: Tensor) -> Tensor:
         return states + 1

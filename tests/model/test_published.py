@@ -66,7 +66,7 @@ def test_a_published_composite_has_as_many_parameters_as_its_page_counts(name: s
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = checkpoint_of_config(tmp_path)
     assert sum(info.numel for info in checkpoint.tensors.values()) == parameters
-    for part in load_composite(config["model_type"]).parts:
+    for part in load_composite(config).parts:
         described = ckpt_prune.inspect(str(tmp_path), part=part)
         inside = extract_part(checkpoint, part).within
         assert inside is not None

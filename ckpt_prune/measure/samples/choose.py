@@ -164,7 +164,7 @@ def _choose_pairs(model: Model, options: SampleOptions, most: int | None, skip: 
     if options.bos != "auto" or options.choose in ("offsets", "documents"):
         raise UserError("--bos, --choose offsets and --choose documents are for --text: they do not go with --data")
     requested = options.samples or most or DEFAULT_PAIRS
-    stack = load_composite(str(within.whole.config["model_type"])).part(within.part).stack
+    stack = load_composite(within.whole.config).part(within.part).stack
     assert stack is not None
     reader, seed = PairReader(within.whole, _window_of(model, options)), options.seed
     chosen = choose_pairs(

@@ -17,7 +17,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.common.text_encoding import check_unicode, parse_json_rows
 from ckpt_prune.measure.samples.samples import ScoredWindows
 from ckpt_prune.measure.samples.text import check_vocabulary, fingerprint_windows, read_content, tokenizer_of
-from ckpt_prune.model.composites import load_composite
+from ckpt_prune.model.composites import shipped_composite
 from ckpt_prune.model.skeleton import build_skeleton, parse_config
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class PairReader:
         self.tokenizer: Any = tokenizer_of(checkpoint)
         self._usual = {name: getattr(self.tokenizer, name, None) for name in _LANGUAGES.values()}
         self.config: Any = parse_config(checkpoint.config)
-        self._model: Any = build_skeleton(self.config, load_composite(self.config.model_type).architecture)
+        self._model: Any = build_skeleton(self.config, shipped_composite(self.config.model_type).architecture)
 
     def write(self, pair: Pair) -> _Written:
         """Write out a pair, the source cut to `window` tokens, the target to one less: a token stands before it."""

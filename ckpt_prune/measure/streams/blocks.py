@@ -129,10 +129,11 @@ class BlockFactory:
 
         model_class: Any = type(self.skeleton)
         with parameters_on_meta():
-            if within:
-                layers: Any = model_class(self.config).get_submodule(self.family.layers)
-                return layers[index]  # type: ignore[no-any-return]
-            return modeling_pruned.make_block(self._layers[index], config, self._facts, index)
+            block = None if within else modeling_pruned.make_block(self._layers[index], config, self._facts, index)
+            if block is not None and not any(buffer.is_meta for buffer in block.buffers()):
+                return block
+            layers: Any = model_class(self.config).get_submodule(self.family.layers)
+            return layers[index]  # type: ignore[no-any-return]
 
     def module_path(self, index: int, module: str) -> str:
         """Return the path inside a block of a linear module that the family names as it stands on disk."""

@@ -61,7 +61,7 @@ class Whole:
         assert within is not None
         self._within, self.device, self.dtype = within, factory.device, factory.dtype
         self.name = str(within.whole.config["model_type"])
-        composite = load_composite(self.name)
+        composite = load_composite(within.whole.config)
         self.config = parse_config(within.whole.config)
         self.skeleton = build_skeleton(self.config, composite.architecture)
         self.layers = composite.part(within.part).outer_name(factory.layers)

@@ -6,6 +6,8 @@ inputs made for every block) is kept while the model runs with recorders, and pa
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,13 @@ Rows = slice | Tensor | list[int]
 """Numbers of samples."""
 RESULTS = (0, 2, 3)
 """How many things a block may return, the first of them hidden states; 0 if it returns these alone."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Stands for one of the results of the block before: tokens that it has chosen, what its router has seen."""
+
+    place: int
 
 
 class Handed(NamedTuple):
@@ -68,7 +77,7 @@ class Recorders:
         self.handed: list[Handed] = []
         self.leave: Callable[[Tensor], Tensor] = lambda states: states
         self._name, self._count, self._states, self._adds = name, len(layers), torch.empty(0), adds
-        self._outside, self._base = list(outside), 0.0
+        self._outside, self._base, self._carries = list(outside), 0.0, True
         self._beside, self._others = beside, tuple[Any, ...]()
         self._changed = (
             f"blocks of {name} cannot run one by one: something changes the hidden states between them, or they return "
@@ -97,7 +106,7 @@ class Recorders:
         return call()
 
     def _find_results(self, call: Callable[[], Any]) -> Any:
-        for results in RESULTS:
+        for self._carries, results in product((True, False), RESULTS):
             self.results = results
             try:
                 return self._check_end(call) if self._count == 1 else self._call(call)
@@ -107,8 +116,8 @@ class Recorders:
                 raise
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
                 self.results = None
-                if len(self.handed) in (0, self._count) and self._count > 1:  # it comes of no block's results
-                    raise
+                if not self._carries and len(self.handed) in (0, self._count) and self._count > 1:
+                    raise  # it comes of no block's results
         raise UserError(self._changed)
 
     def _check_sums(self, call: Callable[[], Any]) -> None:
@@ -153,7 +162,8 @@ class Recorders:
         self.handed.append(handed)
         states = torch.full_like(states, self._base) if self._adds else states
         self._states = states if index < self._count - 1 else self.leave(states)
-        others = self._others or [None] * ((self.results or 1) - 1)
+        others: Sequence[Any] = self._others
+        others = others or [Carried(place) if self._carries else None for place in range(1, self.results or 1)]
         return (self._states, *others) if self.results else self._states
 
     def _check_end(self, call: Callable[[], Any]) -> Any:
@@ -191,6 +201,11 @@ class HandedAlone:
         kept: dict[int, Tensor] = {}
 
         def keep(value: Any) -> Any:
+            if isinstance(value, Carried):
+                raise UserError(
+                    f"blocks of {self._name} cannot run one by one for samples of several lengths: they read more than "
+                    "hidden states of those before them"
+                )
             if not isinstance(value, Tensor):
                 return value
             if id(value) not in kept:
@@ -207,7 +222,7 @@ class HandedAlone:
         for number, one in zip(numbers, torch.split(states, 1), strict=True):
             handed = self._of[number][block]
             leaves = (leaf.to(states.device) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(handed))
-            made.append(_run(module, block, _replace(handed, leaves), one, self._name))
+            made.append(_run(module, block, _replace(handed, leaves), one, self._name)[0])
         return torch.cat(made)
 
 
@@ -227,6 +242,7 @@ class HandedArguments:
         self._samples, self._allocate, self._name = samples, allocate, name
         self._of_size: dict[int, list[Handed]] = {}
         self._of_samples: dict[tuple[int, int], Tensor] = {}
+        self._carried: dict[tuple[int, int], Tensor] = {}  # block and place among its results → those of its last run
 
     def keep(self, rows: slice, handed: Sequence[Handed]) -> None:
         """Keep what blocks were passed with the samples `rows`."""
@@ -271,11 +287,25 @@ class HandedArguments:
 
         `count` is a number that was asked for beforehand. UserError as from `_run`.
         """
-        return _run(module, block, self._of(block, count, rows, states.device), states, self._name)
+        handed = self._of(block, count, rows, states.device)
+        if any(isinstance(leaf, Carried) for leaf in _leaves(handed)):
+            leaves = (self._of_last(block, leaf, rows, states.device) for leaf in _leaves(handed))
+            handed = _replace(handed, leaves)
+        results = _run(module, block, handed, states, self._name)
+        following = self._of_size[count][block + 1 : block + 2]
+        for place in {leaf.place for leaf in _leaves(following) if isinstance(leaf, Carried)}:
+            values = results[place].detach()
+            if (block, place) not in self._carried:
+                self._carried[block, place] = self._allocate((self._samples, *values.shape[1:]), values.dtype)
+            self._carried[block, place][rows] = values.cpu()
+        return results[0]
+
+    def _of_last(self, block: int, leaf: Any, rows: Rows, device: torch.device) -> Any:
+        return self._carried[block - 1, leaf.place][rows].to(device) if isinstance(leaf, Carried) else leaf
 
 
-def _run(module: nn.Module, block: int, handed: Handed, states: Tensor, name: str) -> Tensor:
-    """Return the hidden states that a block makes.
+def _run(module: nn.Module, block: int, handed: Handed, states: Tensor, name: str) -> tuple[Tensor, ...]:
+    """Return what a block makes, hidden states first.
 
     UserError if the block reads what an earlier one has put into a mapping that all are passed: others have changed
     that by then.
@@ -293,8 +323,7 @@ def _run(module: nn.Module, block: int, handed: Handed, states: Tensor, name: st
     finally:
         for mapping in shared:
             mapping.clear()
-    result: Tensor = output if isinstance(output, Tensor) else output[0]
-    return result
+    return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -53,8 +53,10 @@ def check_stored(checkpoint: Checkpoint, names: Names) -> None:
     beside = None if checkpoint.within is None else checkpoint.within.beside
     shapes = {name: info.stored_shape for name, info in tensors.items()}
     check_shapes(shapes, names, f"{checkpoint.path}", beside=beside)
+    buffers = {name for name, _ in names.model.named_buffers()}  # of any type: DeepSeek V4 looks experts of tokens up
     for name, info in tensors.items():
-        if is_parameter(name) and info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        is_learned = is_parameter(name) and not {*names.parameters(name)} & buffers
+        if is_learned and info.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")
 
 
@@ -71,7 +73,7 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], names: Names, where: str
     expected = {name: names.shape(name) for name in stored}
     missing = names.missing(stored)
     may_lack = names.tied | missing_pooler(names.model, missing)
-    missing = [name for name in missing if name not in may_lack]
+    missing = [name for name in missing if name not in may_lack and not is_stored_buffer(name)]
     unknown = [name for name, shape in expected.items() if shape is None and not names.ignores(name)]
     if missing:
         raise UserError(f"{where} lacks tensor {missing[0]} ({len(missing)} missing), which its config.json asks for")

@@ -10,18 +10,17 @@ import torch
 from torch import nn
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.discovery.experts import find_experts, packed_modules
+from ckpt_prune.model.discovery.experts import chooses_others, find_experts, packed_modules
 from ckpt_prune.model.discovery.layouts import find_incidences
 from ckpt_prune.model.discovery.switches import WidthSwitchError, find_switch
 from ckpt_prune.model.discovery.trace import (
     BlockRun,
     Trace,
+    find_blocks,
     is_linear,
     is_shared,
     join_units,
     lines_of_units,
-    list_of_blocks,
-    record_blocks,
     trace_block,
 )
 from ckpt_prune.model.discovery.twin import Twin
@@ -51,14 +50,7 @@ class Describer:
     def __init__(self, twin: Twin, auto: str, usual: Mapping[str, Any], stack: str | None = None) -> None:
         self.twin, self.auto, self.usual, self.stack = twin, auto, usual, stack
         self.names = Names(build_skeleton(parse_config(twin.config), twin.architecture))
-        layers = list_of_blocks(twin, stack)
-        if layers is None:
-            raise UserError(f"{twin.architecture} has no list of blocks")
-        self.layers = layers
-        self.runs = record_blocks(twin, layers)
-        blocks: Any = twin.model.get_submodule(layers)
-        if [run.path for run in self.runs] != [f"{layers}.{index}" for index in range(len(blocks))]:
-            raise UserError(f"{twin.architecture} does not run its blocks once each, one after the other")
+        self.layers, self.runs = find_blocks(twin, stack)
         self.prefix = self._find_prefix()
         self.dimensions: dict[str, list[str]] = {}
         self.sizes: dict[str, int] = {}
@@ -125,11 +117,10 @@ class Describer:
     def describe(self) -> Draft:
         """Return a description of what every block has."""
         traces = [(run, trace_block(run, packed_modules(run.block, self.twin.sizes.experts))) for run in self._kinds]
-        self.add_dimension(
-            "hidden",
-            self.runs[0].states.shape[-1],
-            _keys(self.key_of(self.runs[0].states.shape[-1], "hidden|d_model|embd|dim")),
-        )
+        hidden = self.runs[0].states.shape[-1]
+        if self.key_of(hidden) is None:  # several streams side by side
+            hidden = self.twin.sizes.hidden
+        self.add_dimension("hidden", hidden, _keys(self.key_of(hidden, "hidden|d_model|embd|dim")))
         depth = self.key_of(len(self.runs), "layer|depth|block")
         if depth is None and getattr(self.twin.parsed, "num_hidden_layers", None) == len(self.runs):
             depth = "num_hidden_layers"
@@ -146,6 +137,7 @@ class Describer:
         tied = self.names.ties.get(f"{embedding}.weight")  # two stacks may read one table, each in a module of its own
         embedding = tied.removesuffix(".weight") if tied else embedding
         head = self._stored_path(model.get_output_embeddings())
+        head = head and self.names.saved_as(f"{head}.weight").removesuffix(".weight")
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
         for key in used - self.dimensions.keys() - {"group"}:
             self.add_dimension(key, self.twin.config[key], [key])
@@ -175,8 +167,8 @@ class Describer:
         }
         if experts is not None:
             description["experts"] = experts
-            alike = any(own["units"] == "mlp" for name, own in self.spaces.items() if name in ("shared", "dense"))
-            description |= {"together": ["mlp"]} if alike else {}
+        columns = [space["units"] for name, space in self.spaces.items() if name in ("mlp", "dense", "shared")]
+        description["together"] = [units for units in dict.fromkeys(columns) if columns.count(units) > 1]
         named = {*modules_of(self.spaces.values())}
         description["spaceless"] = self._spaceless(named)
         description["bias_slots"] = self._bias_slots(named)
@@ -355,17 +347,27 @@ class Describer:
         named: Mapping[str, int],
         only: Mapping[str, torch.Tensor] | None = None,
     ) -> list[dict[str, Any]] | None:
-        rows: list[dict[str, Any]] = []
+        owners: dict[str, torch.Tensor] = {}
         for path, depends in trace.rows.items():
             counted = depends if only is None else depends & only[path]
             if not bool(counted.any()):
                 continue
             owner = lines_of_units(counted, unit)
-            found = None if owner is None else find_incidences(self.on_disk(run, path), owner, count, named)
-            if found is None:
+            if owner is None:
                 return None
-            rows += found
-        return rows
+            before, rows = self._rows_on_disk(f"{run.path}.{path}.weight", len(owner))
+            place = owners.setdefault(self.on_disk(run, path), torch.full((rows,), -1))
+            place[before : before + len(owner)] = owner
+        found = [find_incidences(module, owner, count, named) for module, owner in owners.items()]
+        return None if None in found else [incidence for each in found for incidence in each or []]
+
+    def _rows_on_disk(self, parameter: str, count: int) -> tuple[int, int]:
+        """Return the first of a parameter's rows in the tensor that files have for it, and how many that has."""
+        parts = self.names.parameters(self.names.saved_as(parameter))
+        if len(parts) == 1:
+            return 0, count
+        sizes = [len(self.names.model.get_parameter(part)) for part in parts]
+        return sum(sizes[: parts.index(parameter)]), sum(sizes)
 
     def _tables(
         self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int, named: Mapping[str, int]
@@ -402,29 +404,38 @@ class Describer:
 
     def _columns(self, traces: Sequence[tuple[BlockRun, Sequence[Trace]]]) -> None:
         for run, own in traces:
-            has_experts = bool(packed_modules(run.block, self.twin.sizes.experts))
-            name = "shared" if has_experts else "dense" if "experts" in self.spaces else "mlp"
+            name = "mlp"
+            if self._has_experts:
+                name = "shared" if packed_modules(run.block, self.twin.sizes.experts) else "dense"
             for trace in sorted(own, key=lambda each: -each.columns):  # the widest is the MLP
                 if not trace.mixes and self.on_disk(run, trace.consumer) not in self.consumers():
                     why = self._add_columns(name, run, trace)
                     if why is not None:
                         self.whole.setdefault(trace.consumer, why)
 
+    @property
+    def _has_experts(self) -> bool:
+        return "experts" in self.spaces.get("mlp", {})
+
     def consumers(self) -> set[str]:
         return {space["columns"]["module"] for space in self.spaces.values() if "columns" in space}
 
     def _add_columns(self, name: str, run: BlockRun, trace: Trace) -> str | None:
-        if name in self.spaces:
-            return f"{trace.consumer} is a second one beside {self.spaces[name]['columns']['module']}"
+        beside = self.spaces.get(name)
+        free = next((each for each in ("dense", "shared") if each not in self.spaces), None)
+        if beside is not None and free is None:
+            return f"{trace.consumer} is a further one beside {beside['columns']['module']}"
+        name = name if beside is None else free or name
         unit = join_units(trace)
         columns = count = len(unit)
         if int(unit.max()) + 1 != count:
             return f"columns of {trace.consumer} depend on one another"
         each: list[str] = []
-        expert = self.sizes["mlp"] if "experts" in self.spaces else self.twin.sizes.expert_mlp
+        expert = self.sizes["mlp"] if self._has_experts else self.twin.sizes.expert_mlp
         units, key = name, self.key_of(count, "intermediate|ffn|ff|inner|mlp|expert") or self.key_of(count)
-        if "mlp" in self.spaces and key in self.spaces["mlp"]["config"]:
-            units = "mlp"
+        alike = next((space for space in self.spaces.values() if key in space["config"]), None)
+        if alike is not None and alike["ends"] == "columns":
+            units = alike["units"]
         elif name == "shared" and (key is None or count == expert):
             several = self.key_of(count // expert, "shared") if count > expert else None
             key = self.key_of(expert, "intermediate|ffn")
@@ -491,6 +502,8 @@ class Describer:
         packed = packed_modules(run.block, self.twin.sizes.experts)
         prefix = self.prefix.format(block=run.path.rpartition(".")[2])
         found = find_experts(run.block, packed[0], self.names, prefix, run.path, self.twin.sizes.experts)
+        if not isinstance(found, str) and not found.alone and chooses_others(run, packed[0], self.twin.sizes.experts):
+            found = "its router chooses among more than its experts"
         if isinstance(found, str):
             self.whole["experts"] = self.whole["mlp"] = found
             return None
@@ -514,15 +527,18 @@ class Describer:
             "columns": {"module": found.down},
             "config": {key: []},
         }
-        self.spaces["experts"] = {
-            "ends": "experts",
-            "unit": "expert",
-            "units": "experts",
-            "rounding": "nearest",
-            "rows": [{"module": found.router}],
-            **({"tables": [{"module": each} for each in found.tables]} if found.tables else {}),
-            "config": {count_key: []},
-        }
+        if found.alone:
+            self.spaces["experts"] = {
+                "ends": "experts",
+                "unit": "expert",
+                "units": "experts",
+                "rounding": "nearest",
+                "rows": [{"module": found.router}],
+                **({"tables": [{"module": each} for each in found.tables]} if found.tables else {}),
+                "config": {count_key: []},
+            }
+        else:
+            self.whole["experts"] = "its router has rows for others than these experts"
         groups = [each for each in _GROUPS if isinstance(getattr(self.twin.parsed, each, None), int)]
         return {
             "count": "experts",

@@ -20,6 +20,7 @@ from ckpt_prune.model.blocks import module_paths
 from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import known_families, parse_family
 from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, modules_of
+from ckpt_prune.model.discovery.parts import find_class
 from ckpt_prune.model.discovery.proofs import Prover
 from ckpt_prune.model.discovery.switches import WidthSwitchError
 from ckpt_prune.model.discovery.twin import FIRST, OTHER, Twin, build_twin, small_configs
@@ -107,34 +108,15 @@ def _architecture(config: Mapping[str, Any]) -> tuple[str, str]:
     from transformers import CONFIG_MAPPING
 
     model_type = str(config.get("model_type"))
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping) and inner.get("model_type") != model_type:
-        raise UserError(
-            f"{model_type} is made of several models, and this version knows none of its parts; a model of its text "
-            f"part alone ({inner.get('model_type', 'text_config')}) can be pruned if transformers can save one"
-        )
     if model_type not in CONFIG_MAPPING:
         hint = did_you_mean(model_type, known_families(), most=3, likeness=NEAR).rstrip()
         raise UserError(
             f"model_type {model_type!r} is known neither here nor to transformers {transformers.__version__}"
             f"{f' ({hint})' if hint else ''}; a newer transformers may have it"
         )
-    mappings = import_module("transformers.models.auto.modeling_auto")
-    names = {
-        "AutoModelForCausalLM": mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForMaskedLM": mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "AutoModel": mappings.MODEL_MAPPING_NAMES,
-    }
     declared = [name.removeprefix("Pruned") for name in config.get("architectures") or []]
-    for auto, stock in names.items():
-        if stock.get(model_type) in declared:
-            return str(stock[model_type]), auto
-    for auto, stock in names.items():
-        if isinstance(stock.get(model_type), str):
-            return str(stock[model_type]), auto
-    raise UserError(
-        f"transformers {transformers.__version__} has no model of text for config.json of type {model_type}"
-    )
+    auto, stock = find_class(model_type, _AUTO, declared)
+    return stock, auto
 
 
 def _place(plain: dict[str, Any], architecture: str, stack: str | None) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckpt_prune.model.discovery.trace import BlockRun
 from ckpt_prune.model.expert_classes import find_inner
 from ckpt_prune.model.skeleton import Names
 
@@ -27,6 +28,7 @@ class FoundExperts:
         turned: the weights of one are (inputs, outputs).
         biased: linear modules have biases.
         columns: of an expert.
+        alone: the router has a row for each of them and no other, so that whole experts can go.
         gated: gate and up are two, whose rows lie one after the other, or `interleaved`.
     """
 
@@ -41,6 +43,7 @@ class FoundExperts:
     turned: bool
     biased: bool
     columns: int
+    alone: bool
     gated: bool
     interleaved: bool
 
@@ -48,6 +51,22 @@ class FoundExperts:
     def flags(self) -> dict[str, bool]:
         """Keys of a description that are true."""
         return {key: True for key in ("stacked", "bare", "turned", "biased") if getattr(self, key)}
+
+
+def chooses_others(run: BlockRun, path: str, count: int) -> bool:
+    """Return whether tokens of a block are sent to what is none of its experts (zero experts, or none at all)."""
+    most = 0
+
+    def see(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        nonlocal most
+        most = max([most, *(int(each.max()) for each in arguments if not torch.is_floating_point(each))])
+
+    hook = run.block.get_submodule(path).register_forward_pre_hook(see)
+    try:
+        run.block(run.states, *run.arguments, **run.options)
+    finally:
+        hook.remove()
+    return most >= count
 
 
 def packed_modules(block: nn.Module, count: int) -> list[str]:
@@ -117,6 +136,7 @@ def find_experts(block: nn.Module, path: str, names: Names, prefix: str, place: 
         turned=turned,
         biased=bool(biases),
         columns=weights[last].shape[1 if turned else 2],
+        alone=block.get_parameter(router).shape[0] == count,
         gated=gated,
         interleaved=interleaved,
     )
@@ -144,12 +164,17 @@ def _kept_buffers(block: nn.Module) -> set[str]:
 
 
 def _find_router(block: nn.Module, path: str, count: int) -> str | None:
-    found = [
-        name
+    """Return the one weight of a row for each expert; of some classes it has those of shared experts, too."""
+    weights = {
+        name: each.shape[0]
         for name, each in block.named_parameters()
-        if each.dim() == 2 and each.shape[0] == count and name.endswith(".weight") and not name.startswith(f"{path}.")
-    ]
-    return found[0] if len(found) == 1 else None
+        if each.dim() == 2 and name.endswith(".weight") and not name.startswith(f"{path}.")
+    }
+    for rows in ({count}, {*range(count + 1, 2 * count)}):
+        found = [name for name, size in weights.items() if size in rows]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
 
 
 @torch.no_grad()

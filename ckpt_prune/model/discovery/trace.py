@@ -84,8 +84,11 @@ class BlockRun:
     passed_on: bool = False
 
 
-def list_of_blocks(twin: Twin, stack: str | None = None) -> str | None:
-    """Return the path of the blocks: the list of modules with most weights that lies in no other; None if none is.
+def find_blocks(twin: Twin, stack: str | None = None) -> tuple[str, list[BlockRun]]:
+    """Return the path of a twin's blocks, and these with what each is passed, in their order.
+
+    Blocks are the list of modules with most weights of those that lie in no other and run once each, one after the
+    other: a tower that is passed nothing does not run. UserError if no list is one.
 
     Args:
         stack: of an encoder-decoder, the module on the way to them.
@@ -95,11 +98,18 @@ def list_of_blocks(twin: Twin, stack: str | None = None) -> str | None:
         is_inside = any(path.startswith(f"{other}.") for other in lists) or stack not in (None, *path.split("."))
         if isinstance(module, nn.ModuleList) and len(module) > 1 and not is_inside:
             lists[path] = sum(each.numel() for each in module.parameters())
-    return max(lists, key=lambda path: lists[path], default=None)
+    if not lists:
+        raise UserError(f"{twin.architecture} has no list of blocks")
+    for layers in sorted(lists, key=lambda path: -lists[path]):
+        runs = _record_blocks(twin, layers)
+        blocks: Any = twin.model.get_submodule(layers)
+        if [run.path for run in runs] == [f"{layers}.{index}" for index in range(len(blocks))]:
+            return layers, runs
+    raise UserError(f"{twin.architecture} does not run its blocks once each, one after the other")
 
 
-def record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
-    """Run a twin once, and return its blocks with what each is passed, in the order in which they ran."""
+def _record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
+    """Run a twin once, and return modules of a list with what each is passed, in the order in which they ran."""
     blocks: Any = twin.model.get_submodule(layers)
     runs: list[BlockRun] = []
     numbers = {block: index for index, block in enumerate(blocks)}

@@ -36,12 +36,13 @@ class Sizes:
 
 
 FIRST = Sizes(hidden=120, heads=15, groups=5, head=16, mlp=72, expert_mlp=56, shared_mlp=88, experts=7)
-OTHER = Sizes(hidden=192, heads=8, groups=4, head=40, mlp=104, expert_mlp=48, shared_mlp=120, experts=9)
+OTHER = Sizes(hidden=192, heads=8, groups=4, head=64, mlp=104, expert_mlp=48, shared_mlp=120, experts=9)
 """Spaces are found in a twin of the first sizes and proven in one of the others."""
 
 _KEYS: dict[str, str] = {
     "hidden": r"hidden_size|d_model|n_embd|embedding_dim|emb_dim|embedding_size|word_embed_proj_dim|"
-    r"(in|out)put_embedding_size|attention_hidden_size|lru_width|hidden_dim",
+    r"(in|out)put_embedding_size|attention_hidden_size|lru_width|hidden_dim|"
+    r"adapter_(in|out|input)_(dim|size)|intra_bottleneck_size|true_hidden_size",
     "mlp": r"intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size|(de|en)coder_ffn_dim|block_ff_dim|dff|dim_ff|"
     r"d_inner|feed_forward_size|dense_intermediate_size",
     "expert_mlp": r"moe_intermediate_size|expert_ffn_hidden_size",
@@ -68,7 +69,8 @@ _NUMBERS: dict[str, int] = {
     r"v_head_dim|index_head_dim": 16,
     r"index_n_heads|index_topk_blocks|num_codebooks": 2,
     r"q_lora_rank|kv_lora_rank|laurel_rank|adapter_rank|gated_norm_rank|\w+_lora_rank": 28,
-    r"index_topk|indexer_budget|indexer_head_dim": 16,
+    r"index_topk|indexer_budget": 16,
+    r"indexer_head_dim": 80,
     r"indexer_n_heads": 2,
     r"indexer_kv_heads": 1,
     r"indexer_compress_ratio": 4,
@@ -149,7 +151,9 @@ def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dic
 
 
 def fill_in(key: str, value: Any, roles: Mapping[str, int]) -> Any:
-    """Return a number for a config key that has none, if its name says of which size it is."""
+    """Return a number for a config key that has none, if its name says of which size it is; also inside configs."""
+    if isinstance(value, dict):
+        return {inner: fill_in(inner, own, roles) for inner, own in value.items()}
     if value is not None or key.endswith(("_token_id", "layers")):
         return value
     number = _small_number(key, 10**6, roles)
@@ -197,7 +201,7 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
             small[key] = len(blocks)
         else:
             times = value // hidden if hidden and value > 0 and value % hidden == 0 else 1
-            is_hidden = re.fullmatch(_KEYS["hidden"], key)
+            is_hidden = re.fullmatch(_KEYS["hidden"], key) and not key.startswith("adapter_")
             small[key] = _small_number(key, value, roles) * (times if is_hidden else 1)
     _relate(small, values)
     return small
@@ -282,8 +286,13 @@ def _relate(small: dict[str, Any], values: Mapping[str, Any]) -> None:
         small["attention_head_dim"] = small["head_dim"] = 2 * hidden // small["num_attention_heads"]
     if small.get("qk_head_dim") and small.get("qk_nope_head_dim"):
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
-        if "head_dim" in small and values.get("head_dim") == values.get("qk_rope_head_dim"):
-            small["head_dim"] = small["qk_rope_head_dim"]
+    nope, rope = (values.get(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    if nope and rope:
+        overrides = (values.get("per_layer_config") or {}).values()
+        widths = {0, nope, *(own["qk_nope_head_dim"] for own in overrides if "qk_nope_head_dim" in own)}
+        for key in small:
+            if re.fullmatch(_KEYS["head"], key) and (values.get(key) or 0) - rope in widths:
+                small[key] = small["qk_rope_head_dim"] + small["qk_nope_head_dim"] * (values[key] - rope) // nope
 
 
 def build_twin(config: Mapping[str, Any], architecture: str, sizes: Sizes) -> Twin:
@@ -313,12 +322,7 @@ def _build(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
 def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
     """Build a model of a small config with random weights, far from initial ones: none is zero or one by accident."""
     parsed = make_skeleton_config(small)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: Any = stock_class(architecture, parsed)(parsed)
-        # Logits of T5's attention are not divided by the root of their width: large ones would let rounding decide.
-        randomise(model, 0.5 if getattr(parsed, "is_encoder_decoder", False) else 1.5)
-    model = model.float().eval()
+    model = make_model(parsed, architecture)
     tokens = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens}
     if getattr(parsed, "is_encoder_decoder", False):
@@ -327,6 +331,16 @@ def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
     if not bool(torch.isfinite(twin.outputs()).all()):
         raise UserError("its outputs are not finite")
     return twin
+
+
+def make_model(parsed: Any, architecture: str) -> Any:
+    """Return a stock model of random weights, float32, in evaluation."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = stock_class(architecture, parsed)(parsed)
+        # Logits of T5's attention are not divided by the root of their width: large ones would let rounding decide.
+        randomise(model, 0.5 if getattr(parsed, "is_encoder_decoder", False) else 1.5)
+    return model.float().eval()
 
 
 def make_skeleton_config(config: dict[str, Any]) -> Any:

@@ -31,5 +31,5 @@ def stored_whole(checkpoint: Checkpoint, stored: StoredAs) -> StoredAs:
     """Describe how an output is stored whose source may be a part of a composite."""
     if checkpoint.within is None:
         return stored
-    composite = load_composite(str(checkpoint.within.whole.config["model_type"]))
+    composite = load_composite(checkpoint.within.whole.config)
     return stored.model_copy(update={"model_type": composite.model_type, "auto_class": composite.auto})

@@ -15,7 +15,7 @@ from ckpt_prune.model.discovery import discover as room
 from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.model.discovery.layouts import find_incidences
 from ckpt_prune.model.discovery.proofs import Prover
-from ckpt_prune.model.discovery.trace import join_units, list_of_blocks, record_blocks, trace_block
+from ckpt_prune.model.discovery.trace import find_blocks, join_units, trace_block
 from ckpt_prune.model.discovery.twin import FIRST, OTHER, build_twin
 from ckpt_prune.model.spaces import Incidence
 
@@ -129,9 +129,8 @@ def test_fewer_units_that_compute_something_else_are_no_proof(monkeypatch):
 def test_what_columns_depend_on_is_what_moving_rows_shows():
     """Against differences: each row of a producer is moved, and the consumer's input looked at."""
     twin = build_twin(config(*ARCEE), ARCEE[1], FIRST)
-    layers = list_of_blocks(twin)
+    layers, (run, *_) = find_blocks(twin)
     assert layers == "model.layers"
-    run, *_ = record_blocks(twin, layers)
     attention, mlp = trace_block(run)
     assert (attention.consumer, attention.mixes, mlp.consumer, mlp.mixes) == (
         "self_attn.o_proj",

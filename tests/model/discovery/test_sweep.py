@@ -40,18 +40,34 @@ def test_thirty_types(model_type):
     assert (found["pruned"], found["spaces"]) == (True, kept["spaces"]), found["why"]
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neo", "moshi", "lara_mini", "olmo_hybrid", "bloom", "lfm2_moe", "pegasus"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("gpt_neo", "moshi", "lara_mini", "olmo_hybrid", "bloom", "lfm2_moe", "pegasus", "openai-gpt", "rwkv", "zaya"),
+        *("deepseek_v4", "git", "prophetnet"),
+    ],
+)
 def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
     """Blocks that take their number by another name, or an argument that no config states; a fused tensor of parts
     that differ in rows, and three tensors that make one; a width that no config key states; a class without defaults
-    for what published configs state; one that copies its config, and says in the copy how attention is made.
+    for what published configs state; one that copies its config, and says in the copy how attention is made; blocks
+    that their class cannot build of a config, have no heads, or hand on what their routers have seen; a table of whole
+    numbers; a tower beside them that does not run; an embedding under two names.
     """
     found = try_type(model_type, CLASSES[model_type])
     assert found["pruned"], found["why"]
 
 
 @pytest.mark.parametrize(
-    ("model_type", "spaces"), [("gemma4", {"mlp"}), ("gemma4_unified", {"mlp"}), ("fuyu", {"mlp"})]
+    ("model_type", "spaces"),
+    [
+        ("gemma4", {"mlp"}),
+        ("gemma4_unified", {"mlp"}),
+        ("fuyu", {"mlp"}),
+        ("emu3", {"queries", "heads", "mlp"}),
+        ("llama4", {"queries", "heads", "mlp", "shared", "experts"}),  # experts in stacks
+        ("qwen3_5_moe", {"queries", "heads", "mlp", "shared", "experts"}),
+    ],
 )
 def test_text_parts_of_composites_are_found(model_type, spaces):
     found = try_type(model_type, CLASSES[model_type])

@@ -1,0 +1,91 @@
+"""Finds the text part of a model that is made of several, in its stock class."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.skeleton import RefusedConfigError, build_skeleton, parse_config
+
+_MAPPINGS = {
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "AutoModel": "MODEL_MAPPING_NAMES",
+}
+_TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
+_ONLY_TEXT = "it is calibrated on text alone: what its blocks see of images plays no part in what goes"
+
+
+def find_composite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a composite that has none, as in a file: its text part, by the class of that alone.
+
+    UserError if transformers has no such class, or its model holds no module of the kind that it is made of.
+    """
+    model_type = str(values.get("model_type"))
+    if not isinstance(values.get("text_config"), dict):
+        raise UserError(f"--part is for models that are made of several, which a {model_type} is not")
+    whole_auto, architecture = find_class(model_type, [*_MAPPINGS][:-1])
+    config = parse_config(values)
+    text: Any = config.text_config
+    auto, own = find_class(text.model_type, _TEXT)
+    try:
+        whole, part = build_skeleton(config, architecture), build_skeleton(text, own)
+    except RefusedConfigError as error:
+        raise UserError(f"{model_type} is made of several models, and cannot be built: {error.rule}") from error
+    modules = _find_modules(whole, part)
+    if not modules:
+        raise UserError(f"{model_type} is made of several models, and holds no {own}")
+    seen = next((kind for kind in ("vision", "audio") if hasattr(config, f"{kind}_config")), None)
+    note = f"{_ONLY_TEXT}; --data FILE calibrates it on both" if seen == "vision" else _ONLY_TEXT
+    return {
+        "model_type": model_type,
+        "architecture": architecture,
+        "auto": whole_auto,
+        "parts": {"text": {"config": "text_config", "auto": auto, "modules": modules, "note": note}},
+        "refused": {"vision": "this version has no description of its vision tower"} if seen == "vision" else {},
+    }
+
+
+def find_class(model_type: str, autos: Sequence[str], declared: Sequence[str] = ()) -> tuple[str, str]:
+    """Return the first of these Auto classes that loads a type, and the stock class that it loads.
+
+    The type of a part may be that of no Auto class, though the class of the whole's type is made of its config.
+
+    Args:
+        declared: classes that a config.json names: one of these before others.
+    """
+    import transformers
+
+    modeling = import_module("transformers.models.auto.modeling_auto")
+    stocks = {auto: getattr(modeling, _MAPPINGS[auto]) for auto in autos}
+    found = [(auto, stock[model_type]) for auto, stock in stocks.items() if isinstance(stock.get(model_type), str)]
+    if not found and model_type in transformers.CONFIG_MAPPING:
+        config_class: Any = transformers.CONFIG_MAPPING[model_type]
+        module = import_module(config_class.__module__.replace("configuration_", "modeling_"))
+        own = {name for name, each in vars(module).items() if getattr(each, "config_class", None) is config_class}
+        found = [(auto, name) for auto, stock in stocks.items() for name in sorted(own.intersection(stock.values()))]
+    if not found:
+        raise UserError(
+            f"transformers {transformers.__version__} has no model of text for config.json of type {model_type}"
+        )
+    return next((each for each in found if each[1] in declared), found[0])
+
+
+def _find_modules(whole: Any, part: Any) -> dict[str, str]:
+    """Return module of a model → module of a part of it: all of the part, or each of its own modules."""
+    paths = {module: path for path, module in whole.named_modules() if path}
+
+    def find(wanted: nn.Module) -> str | None:
+        if wanted is part.get_output_embeddings():
+            return paths.get(whole.get_output_embeddings())
+        return next((path for module, path in paths.items() if type(module) is type(wanted)), None)
+
+    alone = find(part)
+    if alone is not None:
+        return {alone: ""}
+    found = {name: find(module) for name, module in part.named_children()}
+    return {} if None in found.values() else {str(path): name for name, path in found.items()}

@@ -1,0 +1,42 @@
+"""Text parts of models that are made of several, found in their stock classes."""
+
+import warnings
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.composites import Composite, shipped_composite
+from ckpt_prune.model.discovery.parts import find_composite
+
+
+def found(model_type: str) -> Composite:
+    with warnings.catch_warnings(action="ignore"):
+        values = CONFIG_MAPPING[model_type]().to_dict()
+    return Composite.model_validate(find_composite(values | {"model_type": model_type}))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "llava_next"])
+def test_the_text_part_that_is_described_is_found(model_type):
+    described = shipped_composite(model_type)
+    assert found(model_type).parts["text"] == described.parts["text"]
+    assert (found(model_type).architecture, found(model_type).auto) == (described.architecture, described.auto)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "modules"),
+    [
+        ("qwen3_5_moe", {"model.language_model": "model", "lm_head": "lm_head"}),
+        ("smolvlm", {"model.text_model": "model", "lm_head": "lm_head"}),
+        ("llama4", {"language_model": ""}),
+    ],
+)
+def test_modules_of_a_text_part_are_found_by_their_classes(model_type, modules):
+    assert found(model_type).parts["text"].modules == modules
+
+
+def test_models_without_a_text_part_of_their_own_are_refused():
+    with pytest.raises(UserError, match="has no model of text for config\\.json of type qwen2_vl_text"):
+        found("qwen2_vl")
+    with pytest.raises(UserError, match="which a llama is not"):
+        find_composite({"model_type": "llama"})
