@@ -21,7 +21,7 @@ from torch import nn
 
 from ckpt_prune._version import __version__
 from ckpt_prune.benchmarking.run import processor_name, take_turns
-from ckpt_prune.benchmarking.runners import TorchTimer
+from ckpt_prune.benchmarking.runners import GraphTimer, TorchTimer
 from ckpt_prune.benchmarking.workload import STEPS, Workload, choose_workloads, read_model_inputs
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
@@ -256,7 +256,7 @@ def build_variant(model: Model, variant: Variant, half: HalfStream | None = None
     return module
 
 
-def time_fastest(timers: Sequence[TorchTimer], workload: Workload, title: str) -> list[float]:
+def time_fastest(timers: Sequence[TorchTimer | GraphTimer], workload: Workload, title: str) -> list[float]:
     """Nanoseconds of each model's fastest run, timed in turns."""
     phase = workload.phases[-1]
     with meter(ROUNDS + WARMUP, title, unit="round") as bar:

@@ -111,25 +111,17 @@ class TorchRunner(TorchTimer):
         return seconds
 
 
-class OnnxRunner:
-    """A graph in onnxruntime.
+class GraphTimer:
+    """A graph that is loaded in onnxruntime.
 
     On the CPU it is called with arrays, as deployments do; binding every key and value by name took longer (measured:
     0.75 instead of 0.65 ms a step with 12 of them). On a GPU keys and values are bound there, so that they do not
     travel between steps; the other inputs come from the CPU and the other outputs, logits among them, go to it.
     """
 
-    def __init__(self, participant: Participant) -> None:
-        torch.set_num_threads(1)  # it only makes inputs
-        device = torch.device(participant.device)
-        provider: Provider = "cuda" if device.type == "cuda" else "cpu"
-        self._gpu = device.index or 0
-        folder, file = Path(participant.folder), GRAPH_FILES[participant.dtype]
-        self._model = OnnxModel(folder, file, provider=provider, threads=participant.threads, device=self._gpu)
-        session = self._model.session
-        self.device = participant.device if session.provider == provider else session.provider
-        self.note = session.note
-        self._run = self._call if session.provider == "cpu" else self._run_bound
+    def __init__(self, model: OnnxModel, gpu: int = 0) -> None:
+        self._model, self._gpu = model, gpu
+        self._run = self._call if model.session.provider == "cpu" else self._run_bound
 
     def time(self, workload: Workload) -> Timing:
         inputs = workload.make_inputs()
@@ -176,6 +168,20 @@ class OnnxRunner:
                 binding.bind_output(name, "cpu")
         session.run_with_iobinding(binding)
         return dict(zip(self._model.outputs, binding.get_outputs(), strict=True))
+
+
+class OnnxRunner(GraphTimer):
+    """A graph in onnxruntime, in a process of its own."""
+
+    def __init__(self, participant: Participant) -> None:
+        torch.set_num_threads(1)  # it only makes inputs
+        device = torch.device(participant.device)
+        provider: Provider = "cuda" if device.type == "cuda" else "cpu"
+        gpu, folder, file = device.index or 0, Path(participant.folder), GRAPH_FILES[participant.dtype]
+        super().__init__(OnnxModel(folder, file, provider=provider, threads=participant.threads, device=gpu), gpu)
+        session = self._model.session
+        self.device = participant.device if session.provider == provider else session.provider
+        self.note = session.note
 
 
 def _choose_next(outputs: dict[str, Any]) -> Tensor:

@@ -85,6 +85,7 @@ class FileScore:
         top1: share of the tokens of which both hold the same one likeliest.
         perplexity: of the file.
         speeds: tokens a second, read and generated; of graphs read alone, and of images.
+        ms: what a graph takes of the work that a latency is of.
     """
 
     bytes: int
@@ -96,6 +97,7 @@ class FileScore:
     kl_99: float | None = None
     accepted: float | None = None
     top1: float | None = None
+    ms: float | None = None
 
 
 @torch.inference_mode()

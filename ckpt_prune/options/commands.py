@@ -473,6 +473,9 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     """The runtime that the file is for, and is measured in."""
     target_bytes: str | None = option(default=None, metavar="SIZE", group=SIZE)
     """Bytes of the file to come down to: 75MB, or 30% of the tensors of MODEL."""
+    target_latency: str | None = option(default=None, metavar="TIME", group=SIZE)
+    """With --for onnxruntime: time to come down to, as `prune --target-latency` takes it: 12ms, 12ms@512, 9ms@token, or
+    60% of that of the graph in float32."""
     max_loss: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0, lt=1, group=SIZE)
     """How much worse the file may be, 0.02 or 2%: about the share by which its perplexity may grow, measured as
     e^KL - 1. The smallest file is looked for. [default: 5%, without --target-bytes; larger files are measured, too]"""
@@ -491,8 +494,12 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
-        if self.target_bytes is not None and self.max_loss is not None:
-            raise ValueError("--target-bytes and --max-loss are two targets: give one of them")
+        targets = ("target_bytes", "max_loss", "target_latency")
+        given = [f"--{name.replace('_', '-')}" for name in targets if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} are two targets: give one of them")
+        if self.target_latency is not None and self.runs_on == "llama.cpp":
+            raise ValueError("--target-latency: files for llama.cpp are made for a size; say --for onnxruntime")
         if self.images:
             if self.runs_on == "llama.cpp":
                 raise ValueError("--images: llama.cpp's files are of models of text; say --for onnxruntime")

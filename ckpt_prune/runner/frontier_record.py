@@ -163,11 +163,12 @@ class Frontier:
                     "–" if score.kl_90 is None else f"{score.kl_90:.4f}",
                     "–" if score.perplexity is None else f"{score.perplexity:.2f}",
                     "–" if score.top1 is None else f"{score.top1:.1%}",
+                    "–" if score.ms is None else f"{score.ms:.4g}",
                     *(f"{speed:.0f}" for speed in score.speeds),
                 ]
             )
         speeds = ["read/s", "written/s"][: max((len(each.score.speeds) for each in self.found), default=2)]
-        headings = ["file", "MB", self.loss, "predicted", "median", "90%", "perplexity", self.agreement, *speeds]
+        headings = ["file", "MB", self.loss, "predicted", "median", "90%", "perplexity", self.agreement, "ms", *speeds]
         known = [any(row[place] != "–" for row in rows) for place in range(len(headings))]
         shown = [[cell for cell, keep in zip(row, known, strict=True) if keep] for row in (headings, *rows)]
         return Table(shown[0], shown[1:])

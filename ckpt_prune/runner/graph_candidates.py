@@ -19,6 +19,8 @@ class GraphCandidate:
         kinds: how weights are stored → how many are.
         accuracy_level: what their products may read: 1 for float32, 4 also for what is rounded to 8 bits.
         by_budget: forms of weights are chosen, so that the size must be named to make it again.
+        columns: that the MLP of each block keeps, if the model was pruned first; else empty.
+        commands: that make it.
     """
 
     name: str
@@ -29,10 +31,13 @@ class GraphCandidate:
     accuracy_level: int = 4
     by_budget: bool = False
     columns: tuple[int, ...] = ()
+    commands: tuple[str, ...] = ()
     rows: None = None
 
     @property
     def types(self) -> str:
+        if self.dtype == "fp32":
+            return "float32"
         words = ", ".join(f"{count} in {kind}" for kind, count in self.kinds.items())
         inputs = ", with inputs in float32" if self.accuracy_level == 1 else ""
         return f"{words}, rounded {'by GPTQ' if self.rounding == 'gptq' else 'to the nearest'}{inputs}"
@@ -51,5 +56,6 @@ class MeasuredGraph:
     @classmethod
     def read(cls, note: dict[str, Any]) -> "MeasuredGraph":
         own, score = dict(note["candidate"]), dict(note["score"])
-        own["columns"], score["speeds"] = tuple(own["columns"]), tuple(score["speeds"])
+        own |= {name: tuple(own[name]) for name in ("columns", "commands")}
+        score["speeds"] = tuple(score["speeds"])
         return cls(GraphCandidate(**own), FileScore(**score))

@@ -11,15 +11,20 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
+from ckpt_prune.benchmarking.latency_table import choose_timed_workload, time_fastest
+from ckpt_prune.benchmarking.runners import GraphTimer
+from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.model_folder import model_name
@@ -27,13 +32,14 @@ from ckpt_prune.checkpoint.side_files import carried_files
 from ckpt_prune.checkpoint.staging import Staging, check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
-from ckpt_prune.common.graph_types import GRAPH_FILES
+from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.perplexity import compare
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.gguf.score import FileScore
 from ckpt_prune.measure.samples.text import fingerprint_windows
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
+from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.export import EMBEDDED_BYTES, count_graph_bytes, make_graph_config, measure_for, save_graph
 from ckpt_prune.onnx.metrics import Allowance, measure_image_metric, measure_text_metric
 from ckpt_prune.onnx.quantization.choosing import Prices
@@ -43,11 +49,11 @@ from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA, OnnxModel, complete_inputs
 from ckpt_prune.onnx.tasks import GraphTask, check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import trace_model
-from ckpt_prune.options.commands import FrontierOptions
+from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import check_options, digested_options
-from ckpt_prune.recipe.sizes import parse_size
+from ckpt_prune.recipe.sizes import Size, parse_size
 from ckpt_prune.runner.frontier_record import (
     FRONTIER,
     USUAL_LOSS,
@@ -57,6 +63,9 @@ from ckpt_prune.runner.frontier_record import (
     write_pages,
 )
 from ckpt_prune.runner.graph_candidates import GraphCandidate, MeasuredGraph
+from ckpt_prune.runner.graph_latency import Decide, best_in_time, limit_of, read_time, within_time
+from ckpt_prune.runner.prune import prune_model
+from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.resuming import resumable
 
 HELD_OUT, HELD_OUT_IMAGES = 16, 4 * IMAGES
@@ -69,6 +78,10 @@ TRIES = 3
 """Choices for a loss."""
 PLAIN, PLAIN_LEVEL = ", inputs in float32", 1
 """What is said of graphs whose products read float32, and their accuracy level."""
+PRUNING, WINDOW = 32, 512
+"""Windows of text that a model is pruned by, and their tokens, by default."""
+SIZE = "BYTES"
+"""Stands for the bytes of a graph in its command until they are known."""
 PRICES = "what weights lose"
 """Entry of the journal."""
 
@@ -80,6 +93,7 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
     task = choose_task(source.config, folder=source.path)
     check_padding(source.config, task)
     limit, loss = _read_target(options, source, task)
+    size, workload = _read_time(options, source)
     read = (*options.images, options.labels, *options.text, *options.held_out)
     check_output(
         source.path, options.output, resume=options.resume, overwrite=options.overwrite, inputs=read, kind=FRONTIER
@@ -92,14 +106,23 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
         staging = Staging(options.output, job=digest, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)
         with staging:
             staging.scratch.mkdir(exist_ok=True)
-            maker = _Maker(options, source, task, samples, staging)
+            maker = GraphMaker(options, source, task, samples, staging, workload)
             if limit is not None:
                 maker.unpriced.check_bytes(limit)
             found: list[MeasuredGraph] = []
-            for name, decide in _candidates(maker, found, limit, loss):
-                found.append(maker.measure(name, decide, say))
-            frontier = maker.record(found, best_within(found, limit, loss), words_of_target(limit, loss))
-            maker.publish(frontier)
+            owners: dict[str, GraphMaker] = {}
+            if size is not None:
+                for owner, name, dtype, decide in within_time(maker, found, size):
+                    found.append(owner.measure(name, dtype, decide, say))
+                    owners[name] = owner
+                most = limit_of(size, found)
+                frontier = maker.record(found, best_in_time(found, most), f"within {most / 1e6:.4g} ms")
+            else:
+                for name, decide in _candidates(maker, found, limit, loss):
+                    found.append(maker.measure(name, "int8" if name.startswith("int8") else "int4", decide, say))
+                frontier = maker.record(found, best_within(found, limit, loss), words_of_target(limit, loss))
+            best = None if frontier.best is None else frontier.best.candidate.name
+            owners.get(best or "", maker).publish(frontier)
     return frontier
 
 
@@ -116,6 +139,17 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
             f"take {least / 1e6:.4g} MB; ask for more, or prune first"
         )
     return limit, None
+
+
+def _read_time(options: FrontierOptions, source: Checkpoint) -> tuple[Size | None, Workload | None]:
+    """Return the time that is asked for, and the work that it is of."""
+    if options.target_latency is None:
+        return None, None
+    try:
+        size, timed = read_time(options.target_latency)
+    except ValueError as error:
+        raise UserError(f"--target-latency: {error}") from error
+    return size, choose_timed_workload(source.path, timed, trust=options.trust_remote_code)
 
 
 def _choose_samples(options: FrontierOptions, source: Checkpoint, task: GraphTask) -> ProofSamples:
@@ -138,11 +172,8 @@ def _proof_options(options: FrontierOptions) -> dict[str, Any]:
     return {"text": options.text, "samples": options.samples, "window": options.window}
 
 
-Decide = Callable[[], Decision]
-
-
 def _candidates(
-    maker: "_Maker", found: list[MeasuredGraph], limit: int | None, loss: float | None
+    maker: "GraphMaker", found: list[MeasuredGraph], limit: int | None, loss: float | None
 ) -> Iterator[tuple[str, Decide]]:
     """Yield what is to be measured next, by what was measured so far."""
     yield "int4 everywhere", maker.int4.as_first
@@ -166,25 +197,82 @@ def _candidates(
         asked *= loss / max(measured, 1e-9)
 
 
+def _with_size(best: MeasuredGraph) -> list[str]:
+    return [each.replace(SIZE, str(best.score.bytes)) for each in best.candidate.commands]
+
+
+def _words(given: Mapping[str, Any]) -> list[str]:
+    """Return options as words of a command line, those that are not as they are by default."""
+    words: list[str] = []
+    for name, value in given.items():
+        for each in value if isinstance(value, tuple) else [value]:
+            if name == "model":
+                words.append(str(each))
+            elif each is True:
+                words.append(f"--{name.replace('_', '-')}")
+            elif each not in (None, False, "auto", "random") and (name, each) != ("seed", 0):
+                words += [f"--{name.replace('_', '-')}", str(each)]
+    return words
+
+
 def with_plain_inputs(decision: Decision) -> Decision:
     """Return the same weights, multiplied with what they read as it is, which onnxruntime else rounds to 8 bits."""
     record = decision.record.model_copy(update={"accuracy_level": PLAIN_LEVEL})
     return replace(decision, scheme=replace(decision.scheme, accuracy=PLAIN_LEVEL), record=record)
 
 
-class _Maker:
-    """Makes graphs of one model in a staging folder, and measures them."""
+class GraphMaker:
+    """Makes graphs of one model in a staging folder, and measures them.
+
+    Args:
+        workload: that graphs are timed on; None: they are not.
+    """
 
     def __init__(
-        self, options: FrontierOptions, source: Checkpoint, task: GraphTask, samples: ProofSamples, staging: Staging
+        self,
+        options: FrontierOptions,
+        source: Checkpoint,
+        task: GraphTask,
+        samples: ProofSamples,
+        staging: Staging,
+        workload: Workload | None = None,
     ) -> None:
         self.options, self.source, self.task, self.samples, self.staging = options, source, task, samples, staging
         self.dense: float | None = None
+        self.workload = workload
+        self.columns: tuple[int, ...] = ()
+        self.pruned_by: list[str] = []
         load = HeldModel(lambda: self._load(unpack=False))
         self._reference = GraphReference(load, task, set())
 
+    def prune(self, share: Fraction) -> Self:
+        """Return the maker of the same model, pruned to a share of its time, unless an earlier run has pruned it."""
+        asked, options = f"{float(100 * share):.2f}%", self.options
+        out = self.staging.scratch / f"pruned-{asked.removesuffix('%')}" / "pruned"
+        of = (options.target_latency or "").partition("@")[2]
+        latency = f"{asked}@{of}" if of else asked
+        names = ("text", "images", "labels", "seed", "choose", "bos", "compute_dtype", "device", "trust_remote_code")
+        given: dict[str, Any] = {name: getattr(options, name) for name in names}
+        if options.text:
+            given |= {"samples": options.samples or PRUNING, "window": options.window or WINDOW}
+        elif options.samples:
+            given["samples"] = options.samples
+        given |= {"model": options.model, "target_latency": latency, "evaluate_samples": 0}
+        if not out.is_dir():
+            out.parent.mkdir(exist_ok=True)
+            resume = out.with_name(f"{out.name}.partial").exists()
+            made = check_options(PruneOptions, given | {"output": out, "resume": resume, "progress": options.progress})
+            prune_model(made, read_recipe(made))
+        other = copy(self)
+        for name in ("_traced", "int4", "int8", "unpriced", "budget", "fitted"):
+            other.__dict__.pop(name, None)
+        other.source = open_checkpoint(str(out), Opening(True))
+        other.columns = tuple(Model.of(other.source).unit_counts("mlp"))
+        other.pruned_by = ["ckpt-prune", "prune", *_words(given), "-o", "pruned"]
+        return other
+
     def _load(self, *, unpack: bool) -> Any:
-        trust = self.options.trust_remote_code
+        trust = self.options.trust_remote_code or bool(self.columns)
         return load_model(
             self.source.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust, whole=True, unpack=unpack
         )
@@ -237,7 +325,7 @@ class _Maker:
     def _place(self, name: str) -> Path:
         return self.staging.scratch / f"{name.replace(' ', '-').replace(',', '')}.onnx"
 
-    def measure(self, name: str, decide: Decide, say: Notices) -> MeasuredGraph:
+    def measure(self, name: str, dtype: GraphType, decide: Decide, say: Notices) -> MeasuredGraph:
         """Make a graph and measure it, unless an earlier run has."""
         place, journal = self._place(name), self.staging.journal
         if name in journal.notes and place.is_file():
@@ -247,17 +335,16 @@ class _Maker:
         say(f"making and measuring: {name}")
         decision = decide()
         graph, measuring = self._traced
-        save_graph(store(graph, decision, measuring, self.staging.scratch), place, EMBEDDED_BYTES)
-        record = decision.record
-        candidate = GraphCandidate(
-            name,
-            "int8" if record.bits == 8 else "int4",
-            record.loss,
-            record.rounding,
-            record.weights,
-            record.accuracy_level,
-            by_budget=bool(decision.scheme.blocks),
-        )
+        if decision is not None:
+            graph = store(graph, decision, measuring, self.staging.scratch)
+        save_graph(graph, place, EMBEDDED_BYTES)
+        if decision is None:
+            candidate = GraphCandidate(name, dtype, None, "nearest")
+        else:
+            record, by_budget = decision.record, bool(decision.scheme.blocks)
+            how = record.loss, record.rounding, record.weights, record.accuracy_level, by_budget
+            candidate = GraphCandidate(name, dtype, *how)
+        candidate = replace(candidate, columns=self.columns, commands=self._commands(candidate))
         found = MeasuredGraph(candidate, self._score(place))
         journal.record(name, note={"found": found.note(), "dense": self.dense})
         say(f"{name}: {found.score.bytes / 1e6:.2f} MB, {self.record([found], found, '').words_of(found.score)}")
@@ -267,6 +354,9 @@ class _Maker:
         """Run a graph in onnxruntime, and compare it with the model."""
         graph, task, samples = OnnxModel(place.parent, place.name, described=self.source.path), self.task, self.samples
         size, speeds = count_graph_bytes(place.parent, place.name), (self._time(graph),)
+        ms = None
+        if self.workload is not None:
+            ms = time_fastest([GraphTimer(graph)], self.workload, "timing the graph")[0] / 1e6
         reference = self._reference
         try:
             if task.name == "text-generation":
@@ -274,7 +364,9 @@ class _Maker:
                 both = compare(cast(Any, graph), reference.model, samples.windows)
                 self.dense = both.reference_score.perplexity
                 spread = {} if both.spread is None else both.spread.data()
-                return FileScore(size, both.kl, both.score.perplexity, speeds, **spread, top1=both.top1_agreement)
+                return FileScore(
+                    size, both.kl, both.score.perplexity, speeds, **spread, top1=both.top1_agreement, ms=ms
+                )
             any_loss = Allowance(0.0, math.inf)
             if samples.images is not None:
                 metric = measure_image_metric(graph, reference, task.name, samples.images, any_loss)
@@ -287,11 +379,11 @@ class _Maker:
             raise UserError(f"what a graph of {self.source.name} loses is not measured: {metric}")
         if metric.kl is None:  # of vectors of one length, the energy that is lost is twice what the cosine loses
             assert metric.onnxruntime is not None
-            return FileScore(size, 2 * (1 - metric.onnxruntime), None, speeds, top1=metric.onnxruntime)
+            return FileScore(size, 2 * (1 - metric.onnxruntime), None, speeds, top1=metric.onnxruntime, ms=ms)
         if task.name == "fill-mask":
             self.dense = metric.pytorch
-            return FileScore(size, metric.kl, metric.onnxruntime, speeds, top1=metric.same)
-        return FileScore(size, metric.kl, None, speeds, top1=metric.same)
+            return FileScore(size, metric.kl, metric.onnxruntime, speeds, top1=metric.same, ms=ms)
+        return FileScore(size, metric.kl, None, speeds, top1=metric.same, ms=ms)
 
     def _time(self, graph: OnnxModel) -> float:
         """Return the tokens, or images, that the graph reads a second."""
@@ -328,28 +420,27 @@ class _Maker:
             asked=asked,
             beyond_use="",
             reach=min((each.score.bytes for each in found if each.candidate.by_budget), default=None),
-            commands=[] if best is None else [self._command(best)],
+            commands=[] if best is None else _with_size(best),
             data_words=data,
             runtime="onnxruntime",
             loss="lost energy" if embeds else "KL",
             agreement="cosine" if embeds else "top-1",
         )
 
-    def _command(self, best: MeasuredGraph) -> str:
-        candidate, words = best.candidate, ["ckpt-prune", "export", str(self.options.model)]
+    def _commands(self, candidate: GraphCandidate) -> tuple[str, ...]:
+        """Return the command lines that make a graph; `SIZE` stands for its bytes."""
+        words = ["ckpt-prune", "export", "pruned" if self.pruned_by else str(self.options.model)]
         words += ["--trust-remote-code"] if self.options.trust_remote_code else []
         words += ["--dtype", candidate.dtype]
         if candidate.by_budget:
-            size = self.options.target_bytes or str(best.score.bytes)
-            words += ["--target-bytes", size, "--rounding", candidate.rounding]
-            words += ["--accuracy-level", str(candidate.accuracy_level)]
+            words += ["--target-bytes", self.options.target_bytes or SIZE]
+        if candidate.dtype == "int4":
+            words += ["--rounding", candidate.rounding, "--accuracy-level", str(candidate.accuracy_level)]
         given = _proof_options(self.options)
         if self.options.images:
             given["samples"] = self.options.held_out_samples or HELD_OUT_IMAGES
-        for name, value in given.items():
-            for each in value if isinstance(value, tuple) else [value]:
-                words += [] if each is None or (name, each) == ("seed", 0) else [f"--{name}", str(each)]
-        return shlex.join([*words, "--max-loss", "99%", "-o", "onnx"])
+        words += [*_words(given), *(["--max-loss", "99%"] if candidate.dtype != "fp32" else []), "-o", "onnx"]
+        return tuple(shlex.join(each) for each in (self.pruned_by, words) if each)
 
     def publish(self, frontier: Frontier) -> None:
         """Write the record and the best graph, with what it is loaded by, and put the folder in place."""

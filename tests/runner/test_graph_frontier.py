@@ -127,3 +127,38 @@ def test_models_of_images_are_measured_on_other_images(place):
     assert found["dense_perplexity"] is None
     assert all(each["perplexity"] is None and 0 <= each["top1"] <= 1 for each in found["candidates"])
     assert "perplexity" not in output
+
+
+def test_for_a_time_models_are_pruned_by_what_each_type_lacks(place, monkeypatch):
+    """Times are made up: of blocks by their widths in PyTorch, and of graphs one after the other."""
+
+    def fastest(timers, _workload, _say):
+        shapes = [[layer.mlp.down_proj.weight.shape[1] for layer in timer._model.model.layers] for timer in timers]
+        return [5e5 + sum(2e5 + 1e4 * columns for columns in own) for own in shapes]
+
+    of_graphs = iter([100.0, 70.0, 90.0, 55.0, 66.0, 58.0, 57.0])
+    monkeypatch.setattr("ckpt_prune.benchmarking.latency_table.time_fastest", fastest)
+    monkeypatch.setattr("ckpt_prune.runner.graph_frontier.time_fastest", lambda *_: [1e6 * next(of_graphs)])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    code, output = run(*command(place, "timed", "--target-latency", "60%", "--choose", "first"))
+    assert code == 0, output
+    found = read(place, "timed")
+    by_name = {each["name"]: each for each in found["candidates"]}
+    assert list(by_name) == [
+        "float32",
+        "int8 everywhere",
+        "int4 everywhere, GPTQ",
+        "pruned to 60.0 % of the time, float32",  # 55 ms: within a tenth of what is allowed
+        "pruned to 85.7 % of the time, int8 everywhere",  # 66 ms: too long
+        "pruned to 77.9 % of the time, int8 everywhere",
+        "pruned to 66.7 % of the time, int4 everywhere, GPTQ",
+    ]
+    within = {name: each for name, each in by_name.items() if each["ms"] <= 60}
+    assert found["asked"] == "within 60 ms"
+    assert found["recommended"] == min(within, key=lambda name: within[name]["kl"])
+    widths = [sum(each["pruned"]["mlp"]) for name, each in by_name.items() if name.startswith("pruned")]
+    assert widths[0] < widths[3] < widths[2] < widths[1] < 2 * 96
+    best = by_name[found["recommended"]]
+    config = json.loads((place / "timed" / "config.json").read_text())
+    assert config["intermediate_size"] == best["pruned"]["mlp"][0]
+    assert [line.split()[1] for line in found["commands"]] == ["prune", "export"]
