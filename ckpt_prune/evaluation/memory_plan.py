@@ -19,8 +19,9 @@ from ckpt_prune.show.section import Table
 def memory_plans(folders: Sequence[Path], places: DeviceMap, dtype: torch.dtype | str) -> PlainResult:
     """Plan where the parts of models go that are in memory together, in the order in which they are loaded.
 
-    JSON has for each model its name and type, and the devices in the order in which they are filled: cpu, disk or a
-    GPU's number, the bytes and the names of its parts, and how many bytes it may take (`room`, null for a disk).
+    JSON has for each model its name and type, and its devices in the order in which they are filled. A device is cpu,
+    disk or a GPU's number. It has the bytes and the names of its parts, and how many bytes it may take (`room`, null
+    for a disk).
     """
     room, plans, parts = places.room(), [], list[Table | str]()
     for folder in folders:

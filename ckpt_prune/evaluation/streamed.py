@@ -50,9 +50,9 @@ class StreamedModel:
     def open(cls, folder: Path, device: torch.device, dtype: torch.dtype | str) -> "StreamedModel | None":
         """Open the model in a folder, whose weights stay there; None if it has to be loaded whole.
 
-        That is so of what the families do not describe, of parts of other models, of code that the folder brings, of
-        outputs with factors or with matrices between their blocks, and where tensors and config.json differ:
-        transformers then leaves out or makes up some, which is what users get.
+        These are loaded whole: models that no family describes, parts of other models, code that the folder brings,
+        outputs with factors or with matrices between their blocks, and models whose tensors and config.json differ.
+        transformers then leaves out or makes up some tensors, which is what users get.
         """
         try:
             model = open_model(str(folder), Opening(packed=True))

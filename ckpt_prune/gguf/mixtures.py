@@ -11,8 +11,7 @@ class MatrixPlace(NamedTuple):
     """The place of a matrix in its model.
 
     Attributes:
-        block: its number.
-        blocks: how many there are.
+        block: number of the matrix's block, of `blocks`.
         shared: heads of queries that share one of keys and values.
         weighted: whether the importance of its inputs is known.
     """

@@ -34,8 +34,7 @@ class Stage(Generic[Keys]):
     ends before `run`.
 
     Attributes:
-        of: the class of its keys.
-        keys: what the recipe says of it.
+        of: class of `keys`, which the recipe has under its key.
     """
 
     of: ClassVar[type[StageKeys]]

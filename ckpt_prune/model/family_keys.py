@@ -189,7 +189,7 @@ class Found(StrictModel):
     Attributes:
         proofs: of each space.
         whole: what stays whole → why.
-        transformers: its version.
+        transformers: version of the library whose class was read.
         config: a small one, of a class that cannot be built from its own defaults.
     """
 

@@ -1,8 +1,8 @@
 """Error feedback into GGUF's types: the columns of a weight are rounded in turn, and later ones make up for earlier.
 
 GPTQ (Frantar et al. 2022, arXiv 2210.17323) on the columns in their own order (`sparsity/visiting.py`). At the first
-column of every block ggml itself chooses the block's scales and minima, by the importance of the inputs, for the
-weights as the columns before have moved them; only codes are chosen here. So a block is what ggml could have written.
+column of every block ggml itself chooses the block's scales and minima, by the importance of the inputs. It is given
+the weights as the columns before have moved them. Only codes are chosen here: a block is what ggml could have written.
 """
 
 from typing import Any

@@ -63,7 +63,6 @@ def measure_quality(
     these cannot be measured on, a line says why.
 
     Args:
-        out: a finished output.
         job: that made it.
         options: those of the command, with `QualityOptions` and `SampleOptions` among them.
         say: takes a line.

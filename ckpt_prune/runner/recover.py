@@ -50,7 +50,7 @@ class Recovered:
 
 
 def recover_model(options: RecoverOptions) -> Recovered:
-    """Train what is left of a pruned model (`ckpt_prune.recover`)."""
+    """Train the weights that a pruned model has left (`ckpt_prune.recover`)."""
     out, say = options.output, Notices()
     job = _read(options, say)
     with resumable(out, say):

@@ -21,15 +21,13 @@ Tensors = dict[str, Tensor]
 
 
 class Mimicry:
-    """The dense model in memory, what it makes of the images, and models that are to make the same.
+    """A dense image classifier, its outputs on the images, and a student that is trained to give the same.
 
-    Held are two models, the gradients and moments of what is trained, and all images.
+    In memory are both models, the gradients and moments of what is trained, and all images.
 
     Args:
-        model: an image classifier.
-        keys: how it is trained.
-        samples: images.
-        seed: of their order.
+        keys: how the image classifier is trained.
+        seed: of the order of the images.
 
     Attributes:
         student: the model that is trained; at first the dense one.

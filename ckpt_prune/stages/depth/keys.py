@@ -191,7 +191,7 @@ class Depth(StageKeys):
             )
 
     def leaves_out(self, recipe: Recipe) -> bool:
-        """Return whether attentions that go leave nothing behind, in remote code, where they would leave zeros."""
+        """Return whether attentions that go are left out, which takes remote code, and not replaced by zeros."""
         return self.part == "attention" and recipe.container == "remote"
 
     def changes(self, recipe: Recipe, spaces: Set[str]) -> Set[Change]:

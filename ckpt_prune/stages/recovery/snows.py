@@ -27,10 +27,10 @@ RESIDUAL = 5e-4
 
 
 class WatchedOperations:
-    """What the operations of a block, from a group of linear modules on, make of what goes through it.
+    """The outputs of a block's operations, from those of a group of linear modules on.
 
-    Operations are in turn: the outputs of the linear modules of a group, side by side, and what the next group reads:
-    attention, norm or activation. The last one is the block's output.
+    An operation is the linear modules of one group, side by side, or what lies between two groups: attention, norm or
+    activation. Both take turns, and the last output is the block's.
 
     Args:
         paths: of the linear modules, by groups that read the same input, in the order of computation.

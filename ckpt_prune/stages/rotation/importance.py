@@ -68,8 +68,8 @@ def share_of_largest(values: Tensor, share: float = LARGEST) -> float:
 def count_by_importance(values: Tensor, keep: Tensor) -> dict[str, list[int]]:
     """Count the weights that stay, and those that go, by importance (rows, columns): bars of a histogram.
 
-    Bar i of 2 · FARTHEST / BIN + 1 is of weights whose importance is BIN · i − FARTHEST decibels of the mean over all
-    of the matrix, give or take half a bar; the first and the last have all that lies beyond as well.
+    There are 2 · FARTHEST / BIN + 1 bars. Bar i has weights whose importance is BIN · i − FARTHEST decibels above the
+    mean of the matrix, give or take half a bar. The first and the last have all that lies beyond as well.
     """
     wide = values.double()
     levels = 10 * (wide / wide.mean().clamp_min(torch.finfo(wide.dtype).tiny)).log10()

@@ -31,12 +31,12 @@ def expected_uses(
 ) -> dict[int, float]:
     """Return how often each token is expected in another text as long as all parts of this one together.
 
-    A token seen r > 4 times is expected r times. Of rarer ones, those that are alike and that all parts but one have r
-    times are looked up in the one that is left out: their mean there is what r is worth (deleted estimation, Jelinek
-    and Mercer 1985, each part left out in turn). Alike are tokens of one script and one octave of ranks; and, where the
-    model predicts text, tokens that it expects about as often, by an octave. Of both figures the geometric mean is
-    taken: the one knows nothing of the text's language and subject, the other nothing of other subjects. Without parts
-    all that is known of a token is its rank: it counts as 1 / rank (Zipf).
+    A token seen r > 4 times is expected r times. What a smaller r is worth is estimated with each part left out in turn
+    (deleted estimation, Jelinek and Mercer 1985): it is the mean count, in the part left out, of tokens that are alike
+    and that the other parts have r times. Alike are tokens of one script and one octave of ranks; and, where the model
+    predicts text, tokens that it expects about as often, by an octave. Of both figures the geometric mean is taken: the
+    one knows nothing of the text's language and subject, the other nothing of other subjects. Without parts a token
+    counts as 1 / rank (Zipf).
 
     Args:
         predicted: how often the model expects each row in a text as long as all parts.

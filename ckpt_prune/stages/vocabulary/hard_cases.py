@@ -29,8 +29,8 @@ def hard_texts() -> Iterator[str]:
 def compare_tokenizers(ours: Any, theirs: Any, kept: Sequence[int]) -> Finding:
     """Compare a smaller tokenizer with the dense one.
 
-    Special tokens must be the same, with the numbers of their rows; a filled chat template must become the same tokens
-    where these stay; texts that the dense one decodes to what they were must be decoded so by the smaller one, and
+    Special tokens must be the same, with the numbers of their rows. A filled chat template must become the same tokens
+    where these stay. Texts that the dense one decodes to what they were must be decoded so by the smaller one, and
     other texts to the same.
 
     Args:

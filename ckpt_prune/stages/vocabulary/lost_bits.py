@@ -1,4 +1,4 @@
-"""What fewer tokens cost on held-out text: bits of windows in which tokens are gone, with the model as it would be.
+"""The cost of fewer tokens on held-out text: bits of windows in which tokens are gone, with the model as it would be.
 
 Few windows are read, and a token that goes is rare: in windows that are merely spread over a text nothing changes. So
 windows are drawn in proportion to the tokens that they would take more, and what one such token costs in them stands
@@ -21,7 +21,7 @@ from ckpt_prune.stages.vocabulary.held_out import WINDOWS, SplitText, count_toke
 
 @dataclass(frozen=True)
 class LostBits:
-    """What fewer tokens cost on the held-out part of a text.
+    """The cost of fewer tokens on the held-out part of a text.
 
     Attributes:
         bits: of that part by the model with all tokens, from some windows of it.
@@ -47,7 +47,6 @@ class HeldOutBits:
 
     Args:
         model: a causal language model, with all tokens.
-        tokenizer: its own.
     """
 
     def __init__(self, model: StreamedModel, tokenizer: Tokenizer, texts: Sequence[SplitText]) -> None:

@@ -1,4 +1,4 @@
-"""What tokenizer.json says of tokens: which there are, which must stay, and what a text becomes without one.
+"""The tokens of tokenizer.json: which there are, which must stay, and into what a text splits without one.
 
 Pure functions of the file's content. Four models are known: BPE over bytes, BPE with byte fallback or without,
 Unigram, and WordPiece.

@@ -11,7 +11,7 @@ from ckpt_prune.common.records import Count, Figure, FixedRecord
 
 
 class TextCost(FixedRecord):
-    """What fewer tokens cost on the held-out part of a text.
+    """The cost of fewer tokens on the held-out part of a text.
 
     Attributes:
         bytes: of that part, in UTF-8.

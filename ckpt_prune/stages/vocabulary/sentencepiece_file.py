@@ -1,7 +1,7 @@
 """SentencePiece's .model with fewer pieces: the protocol-buffer file is cut as bytes, without a schema.
 
-Field 1 of the file is a piece (its field 1 the text), field 2 what the trainer was told, with the number of pieces
-(field 4) and the places of unknown, first, last and padding piece (fields 40 to 43): sentencepiece_model.proto.
+By sentencepiece_model.proto, field 1 of the file is a piece (its field 1 the text). Field 2 has the trainer's settings,
+with the number of pieces (field 4) and the places of unknown, first, last and padding piece (fields 40 to 43).
 """
 
 from collections.abc import Iterator, Set

@@ -17,7 +17,7 @@ SPACE = "mlp"
 
 @dataclass(frozen=True)
 class PredictedColumns:
-    """What fewer columns are predicted to add to the divergence of a model's output.
+    """How far a model's output is predicted to move if blocks keep fewer columns.
 
     Attributes:
         score: by which columns go.
