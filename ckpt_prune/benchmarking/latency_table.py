@@ -176,10 +176,10 @@ def _measure_table(
         variants += [Variant(blocks, {}, narrow=True), Variant(few, {}, narrow=True)]
     variants.append(Variant(few, everything, narrow=half is not None))
     timers = [TorchTimer(build_variant(model, variant, half).to(device), device) for variant in variants]
-    whole, part, *others, least = time_fastest(timers, workload, "timing blocks")
-    rest, block = _split_rest_and_block(whole, part, blocks, few)
+    all_blocks, few_blocks, *others, least = time_fastest(timers, workload, "timing blocks")
+    rest, block = _split_rest_and_block(all_blocks, few_blocks, blocks, few)
     units = {
-        name: max((whole - time) / blocks, 0.0) / (widths[members[0]] - halves[name][members[0]])
+        name: max((all_blocks - time) / blocks, 0.0) / (widths[members[0]] - halves[name][members[0]])
         for (name, members), time in zip(alike.items(), others[: len(alike)], strict=True)
     }
     units = _bound_units(units, block, {name: widths[members[0]] for name, members in alike.items()})
@@ -187,8 +187,8 @@ def _measure_table(
     width = kept = model.dimension("hidden")
     if half is not None:
         kept = half.kept
-        whole, part = others[len(alike) :]
-        narrow = _split_rest_and_block(whole, part, blocks, few)
+        all_blocks, few_blocks = others[len(alike) :]
+        narrow = _split_rest_and_block(all_blocks, few_blocks, blocks, few)
         stream = _time_stream(width, width - kept, (rest, block), narrow)
     table = LatencyTable(rest=rest, block=block, units=units, stream=stream, blocks=blocks, half=least, told=0.0)
     foretold = table.latencies.narrow(kept).at(model.dense_widths, [everything] * few)

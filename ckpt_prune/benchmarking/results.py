@@ -131,7 +131,7 @@ def make_blocks(
                 phase,
                 [participants[place] for place in places],
                 [[each[phase] for each in timings[place]] for place in places],
-                {label: None if phase == "block" else known for label, known in costs.items()},
+                {label: None if phase == "block" else cost for label, cost in costs.items()},
             ),
         )
         for phase, places in timed.items()
@@ -148,7 +148,7 @@ def _make_rows(
     seconds = [[second for timing in rounds for second in timing] for rounds in latencies]
     medians = [float(np.percentile(each, 50)) for each in seconds]
     dense = {each.runtime: median for each, median in zip(participants, medians, strict=True) if each.label == "A"}
-    flops = {label: known.flops(workload, phase) if known else None for label, known in costs.items()}
+    flops = {label: cost.flops(workload, phase) if cost else None for label, cost in costs.items()}
     rows = []
     for tried, rounds, each, median in zip(participants, latencies, seconds, medians, strict=True):
         base: Runtime = "PyTorch" if tried.runtime.startswith("PyTorch") else tried.runtime

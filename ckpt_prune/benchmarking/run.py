@@ -205,9 +205,9 @@ def _describe_run(
 ) -> TimedModel:
     model = next(each for each in models if each.label == participant.label)
     is_graph = participant.runtime == "onnxruntime"
-    checkpoint, known = model.checkpoint, costs[participant.label]
-    parameters = None if known is None else known.parameters
-    if known is None and checkpoint is not None:
+    checkpoint, cost = model.checkpoint, costs[participant.label]
+    parameters = None if cost is None else cost.parameters
+    if cost is None and checkpoint is not None:
         parameters = sum(info.numel for info in checkpoint.tensors.values())
     if is_graph or checkpoint is None:
         disk = count_graph_bytes(Path(participant.folder), GRAPH_FILES[participant.dtype])

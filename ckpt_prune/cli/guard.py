@@ -88,8 +88,8 @@ def _explain(error: BaseException) -> tuple[int, list[str]]:
         error = to_user_error(error)
     if isinstance(error, UserError):
         return BAD_INPUT, [str(error)]
-    if isinstance(error, Exception) and (told := to_memory_error(error, dry_run=False)) is not None:
-        return BAD_INPUT, [str(told)]
+    if isinstance(error, Exception) and (memory_error := to_memory_error(error, dry_run=False)) is not None:
+        return BAD_INPUT, [str(memory_error)]
     if isinstance(error, ValueError) and "embedded null" in str(error):
         return BAD_INPUT, ["a path holds a null character, which no file has in its name; give another"]
     frames = traceback.extract_tb(error.__traceback__)

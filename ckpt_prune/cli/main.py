@@ -92,11 +92,11 @@ class LazyGroup(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **others: Any) -> Any:
         """Run as a program: whatever goes wrong is one line and an exit code."""
-        given = sys.argv[1:] if args is None else list(args)
+        words = sys.argv[1:] if args is None else list(args)
         if not others.get("standalone_mode", True):
-            return super().main(given, *more, **others)
-        with guarded(given):
-            code = super().main(given, *more, **(others | {"standalone_mode": False}))
+            return super().main(words, *more, **others)
+        with guarded(words):
+            code = super().main(words, *more, **(others | {"standalone_mode": False}))
         raise SystemExit(code or 0)
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
@@ -111,9 +111,9 @@ class LazyGroup(click.Group):
         except (MemoryError, RuntimeError) as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             has_dry_run = command is not None and any(option.name == "dry_run" for option in command.params)
-            if (told := to_memory_error(error, has_dry_run)) is None:
+            if (memory_error := to_memory_error(error, has_dry_run)) is None:
                 raise
-            raise told from error
+            raise memory_error from error
 
 
 def _show_versions(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def _prune(options: dict[str, Any], as_json: bool) -> None:
-    done: list[tuple[Pruned, str]] = []
+    outputs: list[tuple[Pruned, str]] = []
 
     def tell(pruned: "Pruned", following: str) -> None:
         if not as_json:
-            _print_new(pruned, done[-1][0] if done else None)
-        done.append((pruned, following))
+            _print_new(pruned, outputs[-1][0] if outputs else None)
+        outputs.append((pruned, following))
 
     try:
         pruned = prune_as(check_options(PruneOptions, options), tell)
     except (UserError, KeyboardInterrupt) as error:
-        if as_json and done:
-            complete, failed = done[-1]
+        if as_json and outputs:
+            complete, failed = outputs[-1]
             why = {"error": str(error) if isinstance(error, UserError) else "interrupted"}
             fault = {"written": False, **why} if failed in ("onnx", "gguf") else why
             echo_json(complete.data() | ({failed: fault} if failed else {}))
@@ -40,7 +40,7 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
         for each in filter(None, (pruned.first, pruned)):
             _print_dry(each)
     else:
-        _print_new(pruned, done[-1][0])
+        _print_new(pruned, outputs[-1][0])
         if pruned.fewer_bits is not None:
             click.echo(pruned.fewer_bits)
     if not pruned.passed:

@@ -116,8 +116,8 @@ def push(options: RecipePushOptions) -> dict[str, str]:
     """
     from ckpt_prune.hub.recipes import push_recipe
 
-    reference, done = push_recipe(options.file, options.repo, public=options.public, overwrite=options.overwrite)
-    return {"reference": reference, "url": done.url}
+    reference, pushed = push_recipe(options.file, options.repo, public=options.public, overwrite=options.overwrite)
+    return {"reference": reference, "url": pushed.url}
 
 
 def _show_push(pushed: dict[str, str], options: dict[str, Any]) -> None:

@@ -35,8 +35,9 @@ def now() -> float:
 @contextmanager
 def show_progress(shown: bool) -> Iterator[None]:
     """Print bars, lines and notices within this context, or nothing at all."""
-    token, said, began = _silent.set(not shown), _said.get(), _began.get()
-    inside, start = _said.set(set() if said is None else said), _began.set(time.monotonic() if began is None else began)
+    lines, began = _said.get(), _began.get()
+    token, inside = _silent.set(not shown), _said.set(set() if lines is None else lines)
+    start = _began.set(time.monotonic() if began is None else began)
     printed = _printed.set(_printed.get() or [now()])
     try:
         yield

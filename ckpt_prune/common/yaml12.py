@@ -21,9 +21,9 @@ class Yaml12Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {  # noqa: RUF012 - as PyYAML declares it
         first: [
-            (tag, pattern) for tag, pattern in found if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+            (tag, pattern) for tag, pattern in pairs if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
         ]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:

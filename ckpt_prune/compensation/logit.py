@@ -405,7 +405,7 @@ def least_held_out(
         raise ValueError(f"choosing lambda on held-out samples needs at least 2 folds, not {len(folds)}")
     if not grid:
         raise ValueError("choosing lambda needs at least one value to try")
-    held_out = [errors(head, held) for head in range(heads) for held in range(len(folds))]
+    held_out = [errors(head, fold) for head in range(heads) for fold in range(len(folds))]
     errors_by_strength = torch.stack([errors_of_head for errors_of_head, _ in held_out]).sum(0)
     energy = sum(float(fold_energy) for _, fold_energy in held_out)
     shares = {

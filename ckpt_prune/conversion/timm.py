@@ -92,8 +92,8 @@ class _Source:
                 f"{path}: config.json has no pretrained_cfg with input_size, mean and std, three numbers each"
             )
         prefix = _WRAPPED if any(name.startswith(_WRAPPED) for name in checkpoint.tensors) else ""
-        given = changes.get("img_size") or data["input_size"][1:]
-        height, width = (given, given) if isinstance(given, int) else given
+        size = changes.get("img_size") or data["input_size"][1:]
+        height, width = (size, size) if isinstance(size, int) else size
         source = cls(checkpoint, prefix, int(changes.get("num_heads") or HEADS[match[2]]), (height, width), data)
         if source.distilled != (match[3] is not None):
             raise UserError(f"{path}: {architecture} and its tensors do not agree on a distillation token")
@@ -225,10 +225,10 @@ class _Renamer:
         self.used: set[str] = set()
         self.scales = 0
 
-    def _put(self, name: str, own: str, made: NewTensor | None = None) -> None:
-        """Give the source's tensor `own` a new name, unchanged by default."""
-        self.used.add(own)
-        self.tensors[name] = made or self._new([own], self.source.shape(own))
+    def _put(self, name: str, old: str, tensor: NewTensor | None = None) -> None:
+        """Give the source's tensor `old` a new name, unchanged by default."""
+        self.used.add(old)
+        self.tensors[name] = tensor or self._new([old], self.source.shape(old))
 
     def _new(self, names: Sequence[str], shape: tuple[int, ...], *make: Callable[..., Tensor]) -> NewTensor:
         return NewTensor.of(self.source.checkpoint, [f"{self.source.prefix}{name}" for name in names], shape, *make)

@@ -60,9 +60,9 @@ def find_data_file(
 
 def _find_in(place: Path, patterns: Sequence[str]) -> Path | None:
     for pattern in patterns:
-        inside, _, wanted = pattern.rpartition("/")
+        inside, _, name_pattern = pattern.rpartition("/")
         try:
-            names = sorted(file.name for file in (place / inside).iterdir() if fnmatch(file.name, wanted))
+            names = sorted(file.name for file in (place / inside).iterdir() if fnmatch(file.name, name_pattern))
         except OSError:
             continue
         if names:

@@ -65,12 +65,12 @@ def measure_maps(pair: Pair, options: EvaluateOptions) -> ScoredResult[Segmentat
         truths = [maps.read(start + row) for row in range(len(batch["pixel_values"]))]
         predictions = [_tell(model, batch, reader, [tuple(truth.shape) for truth in truths]) for model in models]
         for row, truth in enumerate(truths):
-            there = truth >= 0
-            planes = [each[row][there] for each in predictions]
+            labelled = truth >= 0
+            planes = [each[row][labelled] for each in predictions]
             for tally, plane in zip(tallies, planes, strict=True):
-                tally.add(plane, truth[there])
+                tally.add(plane, truth[labelled])
             agreeing += int((planes[0] == planes[-1]).sum())
-            pixels += int(there.sum())
+            pixels += int(labelled.sum())
     scores = [tally.score() for tally in tallies]
     skipped = tuple(sorted(samples.skipped))
     if pair.reference is None:

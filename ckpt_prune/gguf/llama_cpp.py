@@ -109,7 +109,7 @@ def run_llama_cpp(task: LlamaCppTask, scratch: Path | None = None) -> Answer:
         values = asdict(task) | {"model": str(Path(task.model).absolute())}
         (place / "task.json").write_text(json.dumps(values), encoding="utf-8")
         environment = safe_environment() | {"OMP_NUM_THREADS": str(task.threads)}
-        done = subprocess.run(
+        process = subprocess.run(
             python_command(__name__, str(place)),
             env=environment,
             cwd=place,
@@ -119,8 +119,8 @@ def run_llama_cpp(task: LlamaCppTask, scratch: Path | None = None) -> Answer:
             errors="replace",
             check=False,
         )
-        if done.returncode or not (place / "answer.json").is_file():
-            raise UserError(f"llama.cpp cannot run {task.model}: {_reason(done.stderr, done.returncode)}")
+        if process.returncode or not (place / "answer.json").is_file():
+            raise UserError(f"llama.cpp cannot run {task.model}: {_reason(process.stderr, process.returncode)}")
         answer = json.loads((place / "answer.json").read_text(encoding="utf-8"))
         with np.load(place / "answer.npz") as arrays:
             return Answer(**answer, **{name: arrays[name] for name in ("ids", "logs", "actual", "states")})

@@ -76,10 +76,10 @@ def prove(
     if left := [end for end in ends if end not in answer.stops]:
         named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in left)
         raise UserError(f"llama.cpp goes on after {named}, where generate ends a text")
-    found = None if dense is None else dense.folder
-    others: dict[str, Any] = {} if dense is None or found is not None else {"lacking": dense.lacking}
-    if dense is not None and found is not None:
-        others["dense"] = dense.name, reference_logs(found, chosen, trust=trust)
+    dense_folder = None if dense is None else dense.folder
+    others: dict[str, Any] = {} if dense is None or dense_folder is not None else {"lacking": dense.lacking}
+    if dense is not None and dense_folder is not None:
+        others["dense"] = dense.name, reference_logs(dense_folder, chosen, trust=trust)
     return compare_logs(
         reference_logs(folder, chosen, trust=trust),
         chosen.actual,

@@ -138,16 +138,16 @@ class _Parser:
         return GgufFile(self._path, values, self._place_tensors(infos, start, alignment), stamp)
 
     def _place_tensors(self, infos: list[GgufTensor], start: int, alignment: int) -> dict[str, GgufTensor]:
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         end = 0
         for info in sorted(infos, key=lambda info: info.offset):
-            if info.name in found:
+            if info.name in tensors:
                 raise self._fault(f"it has the tensor {info.name!r} twice")
             if info.offset % alignment or info.offset < end or start + info.offset + info.bytes > self._size:
                 raise self._fault(f"tensor {info.name!r} lies outside the file, on another one, or out of step")
             end = info.offset + info.bytes
-            found[info.name] = GgufTensor(info.name, info.shape, info.kind, start + info.offset, info.bytes)
-        return found
+            tensors[info.name] = GgufTensor(info.name, info.shape, info.kind, start + info.offset, info.bytes)
+        return tensors
 
     def _tensor(self) -> GgufTensor:
         name = self._string()

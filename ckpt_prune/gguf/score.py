@@ -73,10 +73,10 @@ class TextPredictions:
 class FileScore:
     """A file's predictions beside a model's.
 
-    A file with fewer tokens does not predict the same ones. Its `kl` is what the text costs more, in nats a token as the
-    model splits it; on average over text that the model writes, that is the KL. `perplexity` is of such a token, too.
-    Graphs of models that predict no tokens have no perplexity. If a graph makes features, `kl` is the share of their
-    energy that is lost, and `top1` the mean cosine.
+    A file with fewer tokens does not predict the same ones. Its `kl` is what the text costs more, in nats a token as
+    the model splits it; on average over text that the model writes, that is the KL. `perplexity` is of such a token,
+    too. Graphs of models that predict no tokens have no perplexity. If a graph makes features, `kl` is the share of
+    their energy that is lost, and `top1` the mean cosine.
 
     Attributes:
         bytes: of the file.

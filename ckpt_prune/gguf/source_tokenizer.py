@@ -165,7 +165,7 @@ def _of_words(keys: Keys, vocabulary: Mapping[str, int], pre: Any) -> Tokenizer:
         raise UserError(f"{keys.where}: the merge {str(wrong[0])[:60]} is not of tokens; download it again")
     keys.take("ggml.scores"), keys.take("ggml.add_space_prefix")  # of the other model of tokenizers
     name = _LIKE.get(pre, pre) if isinstance(pre, str) else pre
-    expressions = next((steps for steps, known in PRE_TOKENIZERS.items() if known == name), None)
+    expressions = next((steps for steps, names in PRE_TOKENIZERS.items() if names == name), None)
     if expressions is None:
         raise UserError(f"{keys.where}: the pre-tokenizer {str(pre)[:40]!r} is not converted")
     tokenizer = Tokenizer(models.BPE(dict(vocabulary), merges, ignore_merges=pre in _WHOLE_WORDS))

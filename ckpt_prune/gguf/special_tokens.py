@@ -60,8 +60,8 @@ def describe_ends(values: Mapping[str, Any], ends: Iterable[int]) -> list[str]:
         values: keys of a file.
         ends: at which `generate` stops.
     """
-    tokens, stops, wanted = values["tokenizer.ggml.tokens"], find_stops(values), dict.fromkeys(ends)
-    left, more = [end for end in wanted if end not in stops], sorted(stops - wanted.keys())
+    tokens, stops, named = values["tokenizer.ggml.tokens"], find_stops(values), dict.fromkeys(ends)
+    left, more = [end for end in named if end not in stops], sorted(stops - named.keys())
     lines = []
     if left:
         lines.append(

@@ -289,8 +289,8 @@ def _piece_type(token: str, model: Mapping[str, Any]) -> int:
     return BYTE if len(token) == 6 and token.startswith("<0x") and token.endswith(">") else NORMAL
 
 
-def _score(kind: int | None, own: float) -> float:
-    return own if kind in (NORMAL, UNKNOWN, BYTE) else _ADDED_SCORE
+def _score(kind: int | None, score: float) -> float:
+    return score if kind in (NORMAL, UNKNOWN, BYTE) else _ADDED_SCORE
 
 
 def _scores(pieces: list[str], merges: Iterable[str]) -> dict[str, float]:

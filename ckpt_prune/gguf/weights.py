@@ -51,22 +51,22 @@ def other_weights(file: Path, model: Model, kind: str) -> list[str]:
     for name, info in gguf_file.tensors.items():
         expected = layout.tensors.get(name)
         if expected is not None and tuple(expected.shape) == tuple(info.shape):
-            stored, whole = gguf_file.read(name).float(), expected.read().float()
-            if not _alike(stored, whole, info.kind, fitted=bool(gguf_file.values.get(FITTED))):
+            stored, source = gguf_file.read(name).float(), expected.read().float()
+            if not _alike(stored, source, info.kind, fitted=bool(gguf_file.values.get(FITTED))):
                 wrong.append(name)
     return wrong
 
 
-def _alike(stored: Tensor, whole: Tensor, kind: Kind, *, fitted: bool) -> bool:
+def _alike(stored: Tensor, source: Tensor, kind: Kind, *, fitted: bool) -> bool:
     """Return whether weights are near enough; of a fitted matrix whole rows alone tell, for blocks make up for others.
 
     Types that hold weights as they are do not move any.
     """
     fitted = fitted and kind not in (Kind.F32, Kind.F16, Kind.BF16)
-    in_blocks = kind in _FARTHEST and whole.shape[-1] % _BLOCK == 0 and not fitted
-    width = _BLOCK if in_blocks else whole.shape[-1]
-    stored, whole = stored.reshape(-1, width), whole.reshape(-1, width)
-    usual = whole.square().mean().sqrt() * width**0.5
-    distance = torch.linalg.vector_norm(stored - whole, dim=1)
+    in_blocks = kind in _FARTHEST and source.shape[-1] % _BLOCK == 0 and not fitted
+    width = _BLOCK if in_blocks else source.shape[-1]
+    stored, source = stored.reshape(-1, width), source.reshape(-1, width)
+    usual = source.square().mean().sqrt() * width**0.5
+    distance = torch.linalg.vector_norm(stored - source, dim=1)
     share = _OTHERS if fitted else _FARTHEST.get(kind, _OTHERS)
-    return bool((distance <= share * torch.linalg.vector_norm(whole, dim=1) + _NOISE * usual).all())
+    return bool((distance <= share * torch.linalg.vector_norm(source, dim=1) + _NOISE * usual).all())

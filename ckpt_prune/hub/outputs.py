@@ -113,14 +113,15 @@ def make_card(output: OutputFiles, repo: str, options: PushOptions) -> bytes:
         repo: that the card's code loads the model from.
         options: base model, licence and figures, which replace those of the card.
     """
-    figures = [figure for given in options.evaluation for figure in read_figures(given, output.folder.resolve().name)]
+    name = output.folder.resolve().name
+    figures = [figure for file in options.evaluation for figure in read_figures(file, name)]
     path = output.folder / CARD
     try:
         values, body = split_card(read_input(path).decode("utf-8") if CARD in output.files else "")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no model card ({one_line(error)}); mend or remove it") from error
-    known, relation = _metadata(output)
-    values = known | values
+    described, relation = _metadata(output)
+    values = described | values
     if options.base_model is not None:
         values |= {"base_model": options.base_model, "base_model_relation": relation}
     if options.license is not None:

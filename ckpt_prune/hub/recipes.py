@@ -33,8 +33,8 @@ def push_recipe(file: str, repo: str, *, public: bool, overwrite: bool) -> tuple
     files: dict[str, Path | bytes] = {path.name: content}
     if _CARD not in place.files:
         files[_CARD] = _card(place.repo, path.name, recipe.summary).encode()
-    done = commit(place, files, message=f"Recipe {recipe.name}")
-    return f"{place.repo}/{path.name}@{done.oid}", done
+    pushed = commit(place, files, message=f"Recipe {recipe.name}")
+    return f"{place.repo}/{path.name}@{pushed.oid}", pushed
 
 
 def _card(repo: str, name: str, summary: str) -> str:

@@ -115,8 +115,8 @@ def commit(
 
     api = huggingface_hub.HfApi()
     operations: list[huggingface_hub.CommitOperationAdd | huggingface_hub.CommitOperationDelete] = [
-        huggingface_hub.CommitOperationAdd(name, given if isinstance(given, bytes) else str(given))
-        for name, given in files.items()
+        huggingface_hub.CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+        for name, content in files.items()
     ]
     operations += [huggingface_hub.CommitOperationDelete(name, is_folder=False) for name in sorted(remove)]
     unchanged()
@@ -127,10 +127,10 @@ def commit(
             api.create_repo(place.repo, private=not place.public)
             state = "it was made, and is empty"
         with show_hub_bars(are_bars_shown()):
-            done = api.create_commit(place.repo, operations, commit_message=message, parent_commit=place.commit)
+            commit_info = api.create_commit(place.repo, operations, commit_message=message, parent_commit=place.commit)
     except Exception as error:  # whatever the client lets through
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
         raise UserError(
             f"{place.repo} cannot be pushed to ({explain_hub_error(cause)}); {state}: push again"
         ) from error
-    return PushedCommit(f"{api.endpoint}/{place.repo}", done.oid)
+    return PushedCommit(f"{api.endpoint}/{place.repo}", commit_info.oid)

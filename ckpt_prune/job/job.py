@@ -118,8 +118,8 @@ class Job:
     @property
     def samples(self) -> Samples | None:
         """The samples that the model is run on, to measure it or to train its blocks; None if it is not run."""
-        given = self.live or self.training
-        return None if given is None else given.samples
+        data = self.live or self.training
+        return None if data is None else data.samples
 
     @property
     def used(self) -> Samples | list[tuple[int, str]] | None:
@@ -128,10 +128,10 @@ class Job:
         Samples of one choice begin alike, so the larger of two holds the other, unless they were chosen beside it.
         """
         is_fresh = self.training is not None and self.training.seen is False
-        given = [each.samples for each in (self.live, self.training) if each is not None]
+        on_hand = [each.samples for each in (self.live, self.training) if each is not None]
         if self.statistics is None and not (is_fresh and (self.live is not None or self.earlier)):
-            return max(given, key=len, default=[])
-        used = [*self.earlier, *((len(samples), samples.fingerprint) for samples in given)]
+            return max(on_hand, key=len, default=[])
+        used = [*self.earlier, *((len(samples), samples.fingerprint) for samples in on_hand)]
         if self.statistics is not None:
             index = self.statistics.index
             if len(index.data) > 1:

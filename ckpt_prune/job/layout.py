@@ -60,9 +60,9 @@ def plan_layout(
     narrow = [{space: count for space, count in counts.items() if space not in container.padded} for counts in widths]
     shapes = model.shapes_at(narrow)
     files = {name: info.file for name, info in model.checkpoint.tensors.items()}
-    for name, (beside, shape) in (added or {}).items():
-        shapes[name] = (shapes[beside][0], shape)
-        files[name] = files[beside]
+    for name, (neighbour, shape) in (added or {}).items():
+        shapes[name] = (shapes[neighbour][0], shape)
+        files[name] = files[neighbour]
     for block in range(len(widths)):
         for module in sorted(container.biases):
             weight, bias = model.tensor(block, module), model.tensor(block, module, "bias")
@@ -123,13 +123,13 @@ def with_rest(checkpoint: Checkpoint, layout: Layout) -> tuple[Layout, dict[str,
     within = checkpoint.within
     if within is None:
         return layout, dict(checkpoint.aliases)
-    whole: Layout = {file: dict(tensors) for file, tensors in layout.items()}
+    with_others: Layout = {file: dict(tensors) for file, tensors in layout.items()}
     for name, info in within.rest.items():
-        whole[info.file][OUTER + name] = (info.dtype, info.shape)
+        with_others[info.file][OUTER + name] = (info.dtype, info.shape)
     parts = {part for stack in checkpoint.stacks.values() for part in stack.parts}  # in a file they have no names
     names = (name for tensors in layout.values() for name in tensors if name not in parts)
     disk_names = {name: within.on_disk(name) for name in names}
-    return whole, disk_names | {OUTER + name: name for name in within.rest}
+    return with_others, disk_names | {OUTER + name: name for name in within.rest}
 
 
 def count_bytes(layout: Layout) -> int:

@@ -127,8 +127,8 @@ class Prepared:
     @property
     def left_whole(self) -> list[SpaceName]:
         """Spaces of the recipe that stay whole because no stock class has fewer of their units."""
-        asked, left = self.job.recipe.at(self.job.model.family), begin(self.job).recipe
-        return [space for space in asked.spaces if space not in left.spaces]
+        full, remaining = self.job.recipe.at(self.job.model.family), begin(self.job).recipe
+        return [space for space in full.spaces if space not in remaining.spaces]
 
     @property
     def ranked(self) -> Mapping[Site, Sequence[RankedUnits]] | None:

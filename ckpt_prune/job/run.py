@@ -141,13 +141,13 @@ class Run:
     def _open_writer(self, checkpoint: Checkpoint, layout: Layout, aside: Layout) -> CheckpointWriter | None:
         if self.staging is None:
             return None
-        whole, names = with_rest(checkpoint, layout)
+        everything, names = with_rest(checkpoint, layout)
         within, stacks = checkpoint.within, checkpoint.stacks
         if within is not None:
             stacks = {within.on_disk(name): stack for name, stack in stacks.items()}
         return CheckpointWriter(
             self.staging,
-            whole | aside,
+            everything | aside,
             sharded=checkpoint.sharded,
             aside=aside.keys(),
             transposed=checkpoint.transposed,

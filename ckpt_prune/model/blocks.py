@@ -27,7 +27,7 @@ def module_paths(family: Family) -> MappingProxyType[str, tuple[str, ...]]:
     none in stock classes and are left out.
     """
     paths = _module_paths(family.model_type, family.variant, family.architecture, family.outside)
-    return MappingProxyType({module: held for module, held in paths.items() if "{expert}" not in module})
+    return MappingProxyType({module: names for module, names in paths.items() if "{expert}" not in module})
 
 
 _FEW = (1, 4, None)

@@ -17,10 +17,10 @@ def is_as_described(model: Any) -> bool:
     Then transformers' class would refuse none of them. Where this is False, the class is asked: descriptions leave
     some modules out, and the class says best what is wrong with a folder. So it is where a setting is unusual.
     """
-    expected, given = described_shapes(model), model.tensors
-    types = {dtype for dtype, _ in given.values()}
+    expected, stored = described_shapes(model), model.tensors
+    types = {dtype for dtype, _ in stored.values()}
     is_readable = types <= {torch.bfloat16, torch.float16, torch.float32}
-    is_alike = {name: shape for name, (_, shape) in given.items()} == expected
+    is_alike = {name: shape for name, (_, shape) in stored.items()} == expected
     return is_readable and is_alike and _is_usual(model.config)
 
 

@@ -73,7 +73,7 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
 
 def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tuple[int, ...]]]:
     """Shapes of every block's tensors by their names inside it, each expert's weights apart."""
-    found: list[dict[str, tuple[int, ...]]] = []
+    of_blocks: list[dict[str, tuple[int, ...]]] = []
     for block in range(blocks):
         prefix = family.block.format(block=block)
         inside = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
@@ -81,8 +81,8 @@ def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tup
             count, *shape = inside.pop(stack, (0,))
             turned = family.experts is not None and family.experts.turned and part.endswith(".weight")
             inside |= {part.format(expert=e): tuple(reversed(shape) if turned else shape) for e in range(count)}
-        found.append(inside)
-    return found
+        of_blocks.append(inside)
+    return of_blocks
 
 
 def _shapes_inside(family: Family, shapes: Shapes, blocks: int) -> dict[str, tuple[int, ...]]:
@@ -94,10 +94,10 @@ def _shapes_inside(family: Family, shapes: Shapes, blocks: int) -> dict[str, tup
     named = {f"{module}.weight" for module in family.linears}
     for block, inside in enumerate(_by_block(family, shapes, blocks)):
         for name, shape in inside.items():
-            where, known = first.setdefault(name, (block, shape))
-            if name in named and shape != known:
+            where, first_shape = first.setdefault(name, (block, shape))
+            if name in named and shape != first_shape:
                 raise UserError(
-                    f"spaces: {name} of {family.architecture} has shape {list(known)} in block {where} and "
+                    f"spaces: {name} of {family.architecture} has shape {list(first_shape)} in block {where} and "
                     f"{list(shape)} in block {block}, and a space has as many units in every block that has it"
                 )
     return {name: shape for name, (_, shape) in first.items()}
@@ -145,7 +145,7 @@ def _check_linears(family: Family, blocks: Sequence[Shapes]) -> Family:
     # What chooses among experts, and what weighs them, belongs to no space.
     others = {*family.spaceless, *(space.gate for space in family.columns.values() if space.gate is not None)}
     others |= set() if family.experts is None else {family.experts.router}
-    found: set[SpaceName] = set()
+    present: set[SpaceName] = set()
     everywhere: set[str] = set()
     for block, shapes in enumerate(blocks):
         weights = {name for name, shape in shapes.items() if len(shape) >= 2 and not name.startswith(tables)}
@@ -155,7 +155,7 @@ def _check_linears(family: Family, blocks: Sequence[Shapes]) -> Family:
         linears = {name.removesuffix(".weight") for name in weights}
         everywhere |= linears
         spaces = spaces_among(family.spaces, linears)
-        found |= spaces.keys()
+        present |= spaces.keys()
         named = others | {module for space in spaces.values() for module in space.modules}
         if extra := sorted(each for each in linears - named if re.sub(r"\.\d+\.", ".{expert}.", each) not in others):
             begun = [space for space in family.spaces.values() if linears.intersection(space.modules)]
@@ -168,7 +168,7 @@ def _check_linears(family: Family, blocks: Sequence[Shapes]) -> Family:
             )
     if wrong := sorted(set(family.attention.modules) - everywhere):
         raise UserError(f"attention: {family.architecture} has no {family.tensor(0, wrong[0])}")
-    return family.model_copy(update={"spaces": {name: each for name, each in family.spaces.items() if name in found}})
+    return family.model_copy(update={"spaces": {name: each for name, each in family.spaces.items() if name in present}})
 
 
 def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> None:

@@ -79,10 +79,10 @@ def _inherit(model_type: str, stated: dict[str, Any]) -> dict[str, Any]:
     parent, inherits = stated.pop("extends", None), stated.pop("inherits", [])
     if parent is None and not inherits:
         return stated
-    taken = {} if parent is None else _description(parent)
-    taken = {key: value for key, value in taken.items() if key not in UNINHERITED_KEYS or key in inherits}
-    _check_inheritance(model_type, parent, taken, stated, inherits)
-    return taken | stated
+    inherited = {} if parent is None else _description(parent)
+    inherited = {key: value for key, value in inherited.items() if key not in UNINHERITED_KEYS or key in inherits}
+    _check_inheritance(model_type, parent, inherited, stated, inherits)
+    return inherited | stated
 
 
 def _check_inheritance(

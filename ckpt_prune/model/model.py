@@ -121,16 +121,17 @@ class Model:
     def _kinds(self) -> list[Mapping[SpaceName, AnySpace]]:
         """The spaces of every block."""
         before, after = (re.escape(part) for part in self.family.block.split("{block}"))
-        of_block, held = re.compile(rf"{before}(\d+){after}(.+)"), defaultdict[int, set[str]](set)
+        of_block, modules_of = re.compile(rf"{before}(\d+){after}(.+)"), defaultdict[int, set[str]](set)
         named = {module for space in self.family.spaces.values() for module in space.modules}
         for name in self.checkpoint.tensors:
             match = of_block.fullmatch(name)
             if match is not None:
                 module = match[2].rpartition(".")[0]
                 # A linear module that was factored stands in two.
-                held[int(match[1])] |= {module, module.rpartition(".")[0]} & named
-        kinds = {frozenset(names): spaces_among(self.family.spaces, names) for names in [*held.values(), set[str]()]}
-        return [kinds[frozenset(held[block])] for block in range(self.blocks)]
+                modules_of[int(match[1])] |= {module, module.rpartition(".")[0]} & named
+        modules_by_block = [frozenset(modules_of[block]) for block in range(self.blocks)]
+        kinds = {modules: spaces_among(self.family.spaces, modules) for modules in {*modules_by_block}}
+        return [kinds[modules] for modules in modules_by_block]
 
     @cached_property
     def dense_widths(self) -> list[dict[SpaceName, int]]:

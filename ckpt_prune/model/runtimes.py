@@ -368,14 +368,14 @@ def _steps(runtime: Runtime, command: str, exported: tuple[str, ...]) -> list[st
     if not runtime.export:
         return [command]
     files = GRAPH_FILES if runtime.graphs else GGUF_FILES
-    there = [kind for kind in exported if kind in files]
+    usable = [kind for kind in exported if kind in files]
     if not runtime.graphs:
-        return [command.replace("OUT.gguf", f"OUT/{GGUF_FILES[there[0]]}")] if there else [runtime.export, command]
-    taken = [kind for kind in runtime.graphs if kind in there]
-    if taken:
-        kind = taken[0]
+        return [command.replace("OUT.gguf", f"OUT/{GGUF_FILES[usable[0]]}")] if usable else [runtime.export, command]
+    preferred = [kind for kind in runtime.graphs if kind in usable]
+    if preferred:
+        kind = preferred[0]
         kinds = {"int4": "q4"}
         return [command.replace("model.onnx", GRAPH_FILES[kind]).replace('"fp32"', f'"{kinds.get(kind, kind)}"')]
     # A folder that is there is not written again.
-    onnx, own = "OUT/onnx", "OUT-onnx"
-    return [each.replace(onnx, own) if there else each for each in (runtime.export, command)]
+    onnx, apart = "OUT/onnx", "OUT-onnx"
+    return [each.replace(onnx, apart) if usable else each for each in (runtime.export, command)]

@@ -257,13 +257,13 @@ class Names:
 
         A parameter that another is tied to is held by that one: transformers then ties them the other way round.
         """
-        given = set(disk)
-        stored = {parameter for name in given for parameter in self.parameters(name)}
+        names = set(disk)
+        stored = {parameter for name in names for parameter in self.parameters(name)}
         stored |= {source for parameter, source in self.ties.items() if parameter in stored}
         stored |= {parameter for parameter in self._parameters if self.is_computed(parameter)}
         lacking = {self.saved_as(parameter) for parameter in self._parameters if parameter not in stored}
-        in_memory = {parameter for parameter in self._parameters if parameter in given}
-        stacked = (name for name in self.shapes if name not in given and self.is_part(name))
+        in_memory = {parameter for parameter in self._parameters if parameter in names}
+        stacked = (name for name in self.shapes if name not in names and self.is_part(name))
         return sorted(lacking | {name for name in stacked if not in_memory.issuperset(self.parameters(name))})
 
     def is_computed(self, parameter: str) -> bool:

@@ -41,8 +41,8 @@ def stating_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         width = shapes[weight_name][0 if space.consumer in family.transposed else 1]
         for key, factors in space.config.items():
             # Published files may have the number under a name that the class takes away (LFM2's block_ff_dim).
-            old, known = getattr(parsed, key), {*parsed.to_dict(), *parsed.attribute_map}
-            for name in [name for name, value in plain.items() if name not in known and value == old]:
+            old, class_keys = getattr(parsed, key), {*parsed.to_dict(), *parsed.attribute_map}
+            for name in [name for name, value in plain.items() if name not in class_keys and value == old]:
                 del changed[name]
             changed[key] = width * product(factors, lambda name: family.dimension(parsed, name))
     return changed

@@ -201,13 +201,13 @@ def find_block_kinds(model: nn.Module, inputs: dict[str, Any], past: Sequence[tu
 
 def _find_blocks(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
     """Return the longest list of modules that lies in no other list."""
-    found: list[tuple[str, nn.ModuleList]] = []
+    lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in found):
-            found.append((name, module))
-    if not found:
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in lists):
+            lists.append((name, module))
+    if not lists:
         raise NotAlikeError("there is no list of blocks")
-    path, blocks = max(found, key=lambda item: len(item[1]))
+    path, blocks = max(lists, key=lambda item: len(item[1]))
     if len({id(block) for block in blocks}) != len(blocks):
         raise NotAlikeError("one block stands in several places")
     return path, list(blocks)

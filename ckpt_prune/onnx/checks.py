@@ -264,9 +264,9 @@ def _compare_with_record(what: str, ports: list[Port], recorded: list[Port]) -> 
     if names != expected:
         return [f"the graph's {what}s are {_shorten(names)}, its record says {_shorten(expected)}"]
     return [
-        f"{what} {port.name} is {_describe_port(port)}, its record says {_describe_port(known)}"
-        for port, known in zip(ports, recorded, strict=True)
-        if port != known
+        f"{what} {port.name} is {_describe_port(port)}, its record says {_describe_port(record)}"
+        for port, record in zip(ports, recorded, strict=True)
+        if port != record
     ]
 
 

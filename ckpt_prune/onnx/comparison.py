@@ -187,12 +187,12 @@ def compare_outputs(ours: Output, theirs: Tensor, *, classes: bool = False) -> D
     most, most_rel, total, total_rel, same = -1.0, 0.0, 0.0, 0.0, 0
     worst = (0, 0)
     for start, part in chunks:
-        given = ours[start : start + len(part)]
+        outputs = ours[start : start + len(part)]
         expected = part.to(torch.float64, copy=True)
-        errors = given.to(torch.float64, copy=True).sub_(expected).abs_()
+        errors = outputs.to(torch.float64, copy=True).sub_(expected).abs_()
         # One sum tells whether there is anything but numbers, which is rare and needs several passes.
         if not math.isfinite(subtotal := errors.sum().item()):
-            errors = torch.where(given == part, 0.0, errors).nan_to_num_(math.inf, math.inf)
+            errors = torch.where(outputs == part, 0.0, errors).nan_to_num_(math.inf, math.inf)
             subtotal = errors.sum().item()
         place = int(errors.argmax())
         if (here := errors.flatten()[place].item()) > most:
@@ -203,7 +203,7 @@ def compare_outputs(ours: Output, theirs: Tensor, *, classes: bool = False) -> D
         relative.nan_to_num_(math.inf, math.inf)
         most_rel = max(most_rel, relative.max().item())
         total, total_rel = total + subtotal, total_rel + relative.sum().item()
-        same += int((given.argmax(1) == part.argmax(1)).sum()) if classes else 0
+        same += int((outputs.argmax(1) == part.argmax(1)).sum()) if classes else 0
     count = theirs.numel()
     agreement = same / len(theirs) if classes else None
     return Difference(most, total / count, most_rel, total_rel / count, largest, agreement, worst)

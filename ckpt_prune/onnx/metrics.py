@@ -84,9 +84,9 @@ def measure_text_metric(
     if task == "text-classification" and theirs.config.num_labels == 1:
         return f"{task} by single numbers has none"
     per_token = task == "token-classification"
-    given, expected = (_LogitsRecorder(each, per_token=per_token) for each in (ours, theirs))
-    heads = compare_heads(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), windows, per_token=per_token)
-    flipped, near = _count_flips(given, expected, 2 * allowance.tolerance)
+    actual, expected = (_LogitsRecorder(each, per_token=per_token) for each in (ours, theirs))
+    heads = compare_heads(cast(PreTrainedModel, actual), cast(PreTrainedModel, expected), windows, per_token=per_token)
+    flipped, near = _count_flips(actual, expected, 2 * allowance.tolerance)
     of = f"{plural(heads.predictions, 'prediction')} in {of}"
     return _agreement(
         heads.agreement, None, of, heads, flipped, near if allowance.max_loss is None else allowance.max_loss
@@ -103,9 +103,9 @@ def measure_image_metric(
         return _compare_cosine(ours, reference, images, of, allowance)
     if task != "image-classification":
         return f"{task} of images has none"
-    given, expected = _LogitsRecorder(ours), _LogitsRecorder(theirs)
-    classes = compare_classifiers(cast(PreTrainedModel, given), cast(PreTrainedModel, expected), images, what="top-1")
-    difference, most = _count_flips(given, expected, 2 * allowance.tolerance)
+    actual, expected = _LogitsRecorder(ours), _LogitsRecorder(theirs)
+    classes = compare_classifiers(cast(PreTrainedModel, actual), cast(PreTrainedModel, expected), images, what="top-1")
+    difference, most = _count_flips(actual, expected, 2 * allowance.tolerance)
     a, b = classes.score.top1, classes.reference_score.top1
     if allowance.max_loss is not None:
         # With labels, an image that was wrong before and is wrong in another way now loses nothing.
@@ -227,9 +227,9 @@ def _count_flips(ours: _LogitsRecorder, theirs: _LogitsRecorder, share: float) -
 
     A prediction may be if PyTorch has the two classes nearer than `share` of its largest logit.
     """
-    given, values = torch.cat(ours.logits).double(), torch.cat(theirs.logits).double()
-    a, b = given.argmax(1, keepdim=True), values.argmax(1, keepdim=True)
+    actual, values = torch.cat(ours.logits).double(), torch.cat(theirs.logits).double()
+    a, b = actual.argmax(1, keepdim=True), values.argmax(1, keepdim=True)
     margin = values.gather(1, b) - values.gather(1, a)
     flipped = a != b
     near = flipped & (margin <= share * values.abs().max())
-    return flipped.sum().item() / len(given), near.sum().item() / len(given)
+    return flipped.sum().item() / len(actual), near.sum().item() / len(actual)

@@ -159,11 +159,11 @@ def validate(
     _check_source(folder, manifest, checkpoint)
     if (samples.images if manifest.modality == "text" else samples.windows) is not None:
         raise UserError(f"{folder} reads {manifest.modality}: it cannot be compared on the other")
-    held = _hold(checkpoint, trust)
+    whole_model = _hold(checkpoint, trust)
     others = _load_others(dense, manifest.full_task, trust)
     validations = []
     for graph in manifest.split():
-        reference = GraphReference(held, graph.full_task, {port.name for port in graph.inputs})
+        reference = GraphReference(whole_model, graph.full_task, {port.name for port in graph.inputs})
         allowance = _allow(graph, tolerance, max_loss)
         kind = TextProof if graph.modality == "text" else ImageProof
         in_half = partial(_load, checkpoint, trust, torch.float16)
@@ -376,9 +376,9 @@ class GraphProof:
             self.graph.close()
 
     def _check(self, name: CheckName, check: Callable[[], tuple[bool | None, str]]) -> bool:
-        done = run_check(name, check)
-        self.checks.append(ProofCheck(name=name, passed=done.passed, detail=done.detail))
-        return done.passed is not False
+        outcome = run_check(name, check)
+        self.checks.append(ProofCheck(name=name, passed=outcome.passed, detail=outcome.detail))
+        return outcome.passed is not False
 
     @cached_property
     def _structure(self) -> onnx.ModelProto:
@@ -588,8 +588,8 @@ class ImageProof(GraphProof):
 
     def _check_outputs(self) -> tuple[bool, str]:
         cases: list[Case] = []
-        for pixels, given in zip(make_image_batches(self.pixels), self._given, strict=True):
-            cases += self._compare(given, self.reference.run({"pixel_values": pixels}))
+        for pixels, outputs in zip(make_image_batches(self.pixels), self._given, strict=True):
+            cases += self._compare(outputs, self.reference.run({"pixel_values": pixels}))
         return self._conclude(cases, "outputs")
 
 
@@ -628,30 +628,30 @@ class TextProof(GraphProof):
     def _run_graph(self) -> None:
         pads_left = self.manifest.task == "text-generation" or reads_causally(self.reference.config.to_dict())
         for case in make_text_cases(self.windows, pad=self.pad, left=pads_left, segments=self.reference.segments > 1):
-            given = _store(self._run(_make_feed(case) | self._empty_cache(case)))
-            if self._is_measured(case.ids) and not isinstance(given, str):
-                self._known["graph"] = given["logits"]
-            self._whole.append((case, given))
+            outputs = _store(self._run(_make_feed(case) | self._empty_cache(case)))
+            if self._is_measured(case.ids) and not isinstance(outputs, str):
+                self._known["graph"] = outputs["logits"]
+            self._whole.append((case, outputs))
         if not self.manifest.cached:
             return
         for case in make_chunk_cases(self.windows, pad=self.pad):
             self._in_chunks.append((case, _store(self._run_chunks(case))))
         for case in make_prompts(self.windows, pad=self.pad, context=self.context):
             logits, text = self._generate(case, self._count_steps(case))
-            self._generated.append((case, text, given := _store(logits)))
-        if self.allowance.rounded and self.samples.windows is not None and not isinstance(given, str):
+            self._generated.append((case, text, outputs := _store(logits)))
+        if self.allowance.rounded and self.samples.windows is not None and not isinstance(outputs, str):
             self._continue_text()
 
     def _check_outputs(self) -> tuple[bool, str]:
         cases: list[Case] = []
         # What has been compared is dropped: logits of a long window are large.
         while self._whole:
-            case, given = self._whole.pop(0)
+            case, outputs = self._whole.pop(0)
             expected = self.reference.run(_make_feed(case))
             if "graph" in self._known and self._is_measured(case.ids):
                 self._known["pytorch"] = expected["logits"]
             two = case.segments is not None
-            cases += self._compare(given, expected, padding=case.padding, keep=case.keep, segments=two)
+            cases += self._compare(outputs, expected, padding=case.padding, keep=case.keep, segments=two)
         while self._in_chunks:
             cases += self._compare_chunks(*self._in_chunks.pop(0))
         return self._conclude(cases, "outputs")
@@ -705,11 +705,11 @@ class TextProof(GraphProof):
     def _check_generation(self) -> tuple[bool, str]:
         """Compare texts that the graph wrote through its cache; PyTorch reads them in one pass."""
         cases: list[Case] = []
-        for prompt, text, given in self._generated:
+        for prompt, text, outputs in self._generated:
             length, steps = prompt.ids.shape[1], self._count_steps(prompt)
             expected = self.reference.run(_make_feed(text))["logits"][:, length - 1 :]
             keep = torch.ones(len(prompt.ids), steps, dtype=torch.bool)
-            compared = self._compare(given, {"logits": expected}, padding=prompt.padding, keep=keep, cache="steps")
+            compared = self._compare(outputs, {"logits": expected}, padding=prompt.padding, keep=keep, cache="steps")
             for each in compared:
                 each.tokens = length + steps
             cases += compared
@@ -751,9 +751,9 @@ class TextProof(GraphProof):
         room = CONTINUED if self.context is None else min(CONTINUED, self.context - ids.shape[1])
         if room < 1:
             return
-        given, _ = self._generate(TextCase(ids, torch.ones_like(ids, dtype=torch.bool), "none"), room)
-        if not isinstance(given, str):
-            self._continued = ids, given["logits"][0].argmax(-1).tolist()
+        outputs, _ = self._generate(TextCase(ids, torch.ones_like(ids, dtype=torch.bool), "none"), room)
+        if not isinstance(outputs, str):
+            self._continued = ids, outputs["logits"][0].argmax(-1).tolist()
 
     def _compare_continuation(self, ids: Tensor, ours: list[int]) -> None:
         """Let PyTorch continue the text by its own tokens, too: errors add up in words."""

@@ -236,16 +236,16 @@ class _Repetition:
     def _find_nodes(self, template: _Block) -> list[onnx_ir.Node]:
         """Return the nodes to copy: all that depend on what is replaced, up to what leaves the block."""
         read = {template.entered, *template.past, *template.readings.values}
-        made: set[onnx_ir.Value | None] = set()
+        computed: set[onnx_ir.Value | None] = set()
         nodes = []
         for node in self._graph:
-            of_size = node.op_type in _SIZES and not made.intersection(node.inputs)
-            if not of_size and not (read | made).isdisjoint(node.inputs):
+            of_size = node.op_type in _SIZES and not computed.intersection(node.inputs)
+            if not of_size and not (read | computed).isdisjoint(node.inputs):
                 nodes.append(node)
-                made |= set(node.outputs) - {template.left}
+                computed |= set(node.outputs) - {template.left}
         inside = set(nodes)
         if template.left.producer() not in inside or any(
-            use.node not in inside for value in made if value is not None for use in value.uses()
+            use.node not in inside for value in computed if value is not None for use in value.uses()
         ):
             raise NotAlikeError(f"the optimizer joined block {template.index} with others")
         return nodes

@@ -45,7 +45,7 @@ class Readings:
             inputs = [value for value in node.inputs if value is not None]
             of_weights = [value in self._names or value in self._made for value in inputs]
             if any(of_weights) and all(
-                known or self._is_constant(value) for value, known in zip(inputs, of_weights, strict=True)
+                is_weight or self._is_constant(value) for value, is_weight in zip(inputs, of_weights, strict=True)
             ):
                 self._made |= dict.fromkeys(node.outputs, node)
         computed = set(self._made.values())
@@ -127,19 +127,19 @@ class Readings:
         missing = [name for name in self._names.values() if name not in weights]
         if missing:
             raise NotAlikeError(f"block {index} has no {missing[0]}")
-        found: list[onnx_ir.TensorProtocol] = []
+        tensors: list[onnx_ir.TensorProtocol] = []
         for value, source in zip(self._read, self._sources, strict=True):
             name = f"{self._path}.{index}.{source.weights[0]}"
             if source.program is not None:
                 inputs = [port.name for port in source.program.graph.input]
                 feed = {port: weights[each].numpy() for port, each in zip(inputs, source.weights, strict=True)}
                 (array,) = ReferenceEvaluator(source.program).run(None, feed)
-                found.append(onnx_ir.tensor(array, name=f"{value.name}.{index}"))
+                tensors.append(onnx_ir.tensor(array, name=f"{value.name}.{index}"))
             elif source.transposed:
-                found.append(TorchTensor(weights[source.weights[0]].T, f"{name}.T"))
+                tensors.append(TorchTensor(weights[source.weights[0]].T, f"{name}.T"))
             else:
-                found.append(TorchTensor(weights[source.weights[0]], name))
-        return found
+                tensors.append(TorchTensor(weights[source.weights[0]], name))
+        return tensors
 
 
 def _make_value(tensor: onnx_ir.TensorProtocol) -> onnx_ir.Value:

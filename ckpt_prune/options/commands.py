@@ -576,9 +576,9 @@ class EvaluateOptions(SpreadOptions, EvaluationOptions, DeviceOptions, TrustOpti
 
     @model_validator(mode="after")
     def _check_maps(self) -> "EvaluateOptions":
-        given = [f"--{name}" for name in ("depth", "segmentation") if getattr(self, name) is not None]
-        if len(given) > 1 or (given and (self.labels or self.text or self.tasks or self.generate)):
-            raise ValueError(f"{' and '.join(given)}: maps are measured alone, with --images")
+        flags = [f"--{name}" for name in ("depth", "segmentation") if getattr(self, name) is not None]
+        if len(flags) > 1 or (flags and (self.labels or self.text or self.tasks or self.generate)):
+            raise ValueError(f"{' and '.join(flags)}: maps are measured alone, with --images")
         if self.depth is None and self.depth_scale != 1000:
             raise ValueError("--depth-scale is of --depth DIR")
         return self

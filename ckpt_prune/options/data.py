@@ -190,12 +190,12 @@ def given_data(options: SampleOptions) -> str | None:
         "--audio": options.audio is not None,
         "--data": options.talks is not None,
     }
-    given = [name for name, is_given in data.items() if is_given]
-    if getattr(options, "part", None) == "all" and len(given) == 2 and "--images" in given:
-        given.remove("--images")  # of the tower
-    if len(given) > 1:
-        raise UserError(f"give {' or '.join(given)}, not both")
-    return given[0] if given else None
+    flags = [name for name, is_given in data.items() if is_given]
+    if getattr(options, "part", None) == "all" and len(flags) == 2 and "--images" in flags:
+        flags.remove("--images")  # of the tower
+    if len(flags) > 1:
+        raise UserError(f"give {' or '.join(flags)}, not both")
+    return flags[0] if flags else None
 
 
 def has_data(options: SampleOptions) -> bool:

@@ -149,9 +149,9 @@ def parse_timed(text: str) -> Timed:
 
     ValueError if it is neither.
     """
-    _, given, of = text.strip().partition("@")
+    _, amount, of = text.strip().partition("@")
     match = _TIMED.fullmatch(of)
-    if not given:
+    if not amount:
         return Timed()
     tokens = None if match is None else match["prompt"] or match["after"]
     if match is None or (tokens is not None and int(tokens) < 1):

@@ -66,8 +66,8 @@ class Compensation(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> "Compensation":
         uses = FACTS[self.method].uses_strength
-        given = [k for k in ("lam", "lambda_grid", "lambda_by") if getattr(self, k) is not None]
-        if given and not uses:
+        keys = [k for k in ("lam", "lambda_grid", "lambda_by") if getattr(self, k) is not None]
+        if keys and not uses:
             raise ValueError(f"method {self.method} has no lambda")
         if self.centre_keys and self.method not in FITS_LOGITS:
             raise ValueError(f"centre_keys is for {' and '.join(FITS_LOGITS)}, not {self.method}")

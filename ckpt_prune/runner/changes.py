@@ -17,10 +17,10 @@ def changes_of(prepared: Prepared) -> list[RecipeChange]:
     A size that becomes ratios, and what is chosen by measuring, are what the recipe asks for, and not among them.
     """
     whole, job = prepared.whole, prepared.job
-    asked, used = job.written or job.recipe, begin(job).recipe
+    written, used = job.written or job.recipe, begin(job).recipe
     if used.target != "dense" and whole.statistics is not None and not whole.sequential and whole.plan is None:
         used = used.model_copy(update={"target": "dense"})
-    before, after = (recipe.model_dump(mode="json", by_alias=True) for recipe in (asked, used))
+    before, after = (recipe.model_dump(mode="json", by_alias=True) for recipe in (written, used))
     return [
         RecipeChange(key=key, asked=old, used=new, why=_explain(key, old, new, whole.model))
         for key, old, new in _differences(before, after)

@@ -65,15 +65,15 @@ def check_together(job: Job) -> None:
         does = keys.alone(recipe)
         if does is not None:
             raise UserError(f"recipe {recipe.name} {does}, which one process does alone: start it without torchrun")
-    given = [data.samples for data in (job.live, job.training) if data is not None]
-    for samples in given:
+    on_hand = [data.samples for data in (job.live, job.training) if data is not None]
+    for samples in on_hand:
         group.check_enough(len(samples))
     data = "text" if job.model.family.modality == "text" else "set of images"
     group.agree(
         {
             "model": job.model.checkpoint.fingerprint,
             **({} if job.dense is None else {"dense model": job.dense.checkpoint.fingerprint}),
-            data: [samples.fingerprint for samples in given],
+            data: [samples.fingerprint for samples in on_hand],
             "recipe": recipe.digest,
             "job": job.digest,
         }

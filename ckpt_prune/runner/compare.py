@@ -28,8 +28,8 @@ def compare_models(options: CompareOptions) -> block_comparison.Comparison:
     target = resolve_device(options.device)
     theirs, ours = (open_model(each, Opening.of(options)) for each in (options.reference, options.model))
     report = find_report(ours.checkpoint.path)
-    beside, skips = at_same_depth(ours, theirs, report)
-    check_models(ours, beside, WHY)
+    partners, skips = at_same_depth(ours, theirs, report)
+    check_models(ours, partners, WHY)
     chosen = choose_samples(theirs, options, trust=trust, say=say)
     check_same_reader(ours, theirs, options.text, trust=trust)
     for source in (theirs, ours):
@@ -37,7 +37,7 @@ def compare_models(options: CompareOptions) -> block_comparison.Comparison:
     container = container_of(ours).unfactored
     rotated = rotated_as(ours, theirs, target, report)
     comparison = block_comparison.compare(
-        ModelView(beside, target, rotated, None if rotated is None else container, skips),
+        ModelView(partners, target, rotated, None if rotated is None else container, skips),
         ModelView(ours, target, container=container),
         chosen,
         compute_dtype=resolve_compute_dtype(options.compute_dtype, target),

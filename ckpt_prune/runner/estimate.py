@@ -207,8 +207,8 @@ def estimate_frontier(
     run = time_run(model, device, dtype, samples)
     ridge = None if run is None else run * len(samples) + time_solve(model, device)
     seconds = None if ridge is None else ridge * (_FRONTIER + files * _FILE)
-    whole = (resident_bytes() or 0) + LIBRARIES + 4 * cost_of(model).parameters
-    peak = max(whole, _peak(model, len(samples), samples.tokens, dtype, 2))
+    loaded = (resident_bytes() or 0) + LIBRARIES + 4 * cost_of(model).parameters
+    peak = max(loaded, _peak(model, len(samples), samples.tokens, dtype, 2))
     return Estimate(seconds, peak, min(files, 2) * file_bytes)  # two are kept at most
 
 

@@ -37,11 +37,11 @@ def _export_graphs(options: ExportOptions) -> Exported:
     refuse_inside(options.output, [options.labels, *options.images, *options.text])
     writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
     dense = find_dense(options.dense, options.max_loss_dense, source.path)
-    if options.proof and dense is None and (found := find_dense_source(source.path)) is not None:
-        if found.folder is not None:
-            dense = Dense(found.folder)
+    if options.proof and dense is None and (near := find_dense_source(source.path)) is not None:
+        if near.folder is not None:
+            dense = Dense(near.folder)
         else:
-            Notices()(found.lacking)
+            Notices()(near.lacking)
     graphs = ProvenGraphs.of(
         settings,
         source,

@@ -28,8 +28,8 @@ _CARD = 1024
 
 def is_for_file(options: PruneOptions) -> bool:
     """Return whether options name a size of a GGUF file, and nothing that says how to reach it."""
-    given = (options.recipe, options.plan, options.vocabulary, options.statistics, options.ratio)
-    return options.runs_on == RUNTIME and options.target_bytes is not None and not options.overrides and not any(given)
+    others = (options.recipe, options.plan, options.vocabulary, options.statistics, options.ratio)
+    return options.runs_on == RUNTIME and options.target_bytes is not None and not options.overrides and not any(others)
 
 
 def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -> tuple[PruneOptions, ChosenRecipe]:

@@ -123,8 +123,8 @@ def make_plan(prepared: Prepared) -> Plan:
     source = open_moments(prepared, grams_of(prepared) if recipe.spaces else None)
     sites: list[SitePlan] = []
     for block in track(model.spaced_blocks, "planning", total=len(model.spaced_blocks)):
-        given = prepared.statistics
-        metric = given.read_fisher(block) if given is not None and given.index.fisher else {}
+        measured = prepared.statistics
+        metric = measured.read_fisher(block) if measured is not None and measured.index.fisher else {}
         present = [solver for solver in solvers if solver.space in model.spaces(block)]
         read = {name: tensor for solver in present for name, tensor in solver.read(block).items()}
         for at in engine.sites(block, read, source):

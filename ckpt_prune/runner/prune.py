@@ -149,7 +149,7 @@ def prune_model(
         dense: what the output is measured beside, if another part of the model that options name is pruned already.
         goes_on: whether another part is pruned next, in the same call.
     """
-    out, say, told = options.output, Notices(), tell or (lambda _pruned, _following: None)
+    out, say, notify = options.output, Notices(), tell or (lambda _pruned, _following: None)
 
     # 1. Read model and data, and decide all that needs no measuring. What cannot work is refused.
     if is_for_file(options):
@@ -181,7 +181,7 @@ def prune_model(
 
     # 3. Run the job. The output is in its place then, with what its recipe exports.
     with resumable(out, say):
-        done = run_job(
+        result = run_job(
             job,
             out,
             start=settled,
@@ -190,16 +190,16 @@ def prune_model(
             announce=say,
             afterwork=afterwork,
         )
-    report = time_output(done.report, job, out, say)
-    pruned = Pruned(out, None if done.finished else done.prepared, report, dense=dense)
-    pruned = _add_exported(pruned, done, say, told)
+    report = time_output(result.report, job, out, say)
+    pruned = Pruned(out, None if result.finished else result.prepared, report, dense=dense)
+    pruned = _add_exported(pruned, result, say, notify)
 
     # 4. Measure it beside the dense model, and push it. An earlier run that did everything has measured, too.
     if is_measured(options, report.loss):
-        told(pruned, "evaluation")
+        notify(pruned, "evaluation")
         pruned = process_group().alone(lambda: _measure(options, pruned, job))
     if options.push is not None and pruned.passed:
-        told(pruned, "pushed")
+        notify(pruned, "pushed")
         pruned = process_group().alone(lambda: _push(options, pruned))
     return pruned
 

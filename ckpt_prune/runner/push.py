@@ -59,12 +59,12 @@ def push_output(options: PushOptions) -> Pushed:
     return pushed if options.dry_run else _sent(pushed, place, output, card)
 
 
-def _sent(pushed: Pushed, place: Repository, own: OutputFiles, card: bytes) -> Pushed:
+def _sent(pushed: Pushed, place: Repository, output: OutputFiles, card: bytes) -> Pushed:
     files: dict[str, Path | bytes] = {
         # The Hub's client reads the other files when it uploads; they are refused if they have changed by then.
-        name: card if name == CARD else own.folder / name if size > _READ else (own.folder / name).read_bytes()
+        name: card if name == CARD else output.folder / name if size > _READ else (output.folder / name).read_bytes()
         for name, size in pushed.files.items()
     }
     message = f"Made by ckpt_prune {__version__}"
-    done = commit(place, files, remove=pushed.removed, message=message, unchanged=own.check_unchanged)
-    return replace(pushed, url=done.url, commit=done.oid)
+    pushed_commit = commit(place, files, remove=pushed.removed, message=message, unchanged=output.check_unchanged)
+    return replace(pushed, url=pushed_commit.url, commit=pushed_commit.oid)

@@ -59,12 +59,12 @@ def read_recipe(options: PruneOptions) -> ChosenRecipe:
     else:
         file, recipe = recipe_of(options, options.mask_changes, options.vocabulary)
         origin = file.origin
-    given = given_data(options)
-    if given is not None and not any(keys.trains or keys.runs_model for keys in recipe.stages):
+    data_option = given_data(options)
+    if data_option is not None and not any(keys.trains or keys.runs_model for keys in recipe.stages):
         if plan is not None:
-            raise UserError(f"a plan has settled its statistics: {given} does not go with it")
+            raise UserError(f"a plan has settled its statistics: {data_option} does not go with it")
         if options.statistics is not None:
-            raise UserError(f"give --statistics or {given}, not both")
+            raise UserError(f"give --statistics or {data_option}, not both")
     recovery = recipe.get(Recovery)
     if options.perplexity_after is not None and recovery is None:
         raise UserError(f"--perplexity-after is for recipes with recovery, which {recipe.name} has not")

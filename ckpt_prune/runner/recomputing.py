@@ -53,11 +53,11 @@ def recompute_blocks(folder: Path, dense: Path, statistics: Path) -> tuple[bool 
     chosen = sorted(random.SystemRandom().sample(range(count), min(BLOCKS, count)))
     largest = 0.0
     for block in track(chosen, "computing again", unit="block"):
-        made, _ = pruner.block(block, prepared.view.block(block), source)
-        for name in sorted(made.keys() & stored):
+        pruned, _ = pruner.block(block, prepared.view.block(block), source)
+        for name in sorted(pruned.keys() & stored):
             if name not in out.tensors:
                 return False, f"{name} of block {block} is not there"
-            off = away(out.read([name])[name], made[name])
+            off = away(out.read([name])[name], pruned[name])
             if off > _LIMIT:
                 return False, f"{name} is not what the recipe makes of the source: {off:.2g} of its largest value away"
             largest = max(largest, off)

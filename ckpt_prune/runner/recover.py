@@ -55,10 +55,10 @@ def recover_model(options: RecoverOptions) -> Recovered:
     job = _read(options, say)
     with resumable(out, say):
         report = run_job(job, out, resume=options.resume, overwrite=options.overwrite, announce=say).report
-    recovered, beside = Recovered(out, report, tuple(say.lines)), options.dense or options.pruned
+    recovered, reference = Recovered(out, report, tuple(say.lines)), options.dense or options.pruned
     if not is_measured(options, report.loss):
         return recovered
-    results = process_group().alone(lambda: measure_quality(out, job, options, say, beside))
+    results = process_group().alone(lambda: measure_quality(out, job, options, say, reference))
     return Recovered(out, find_report(out) or report, tuple(say.lines), results[0] if results else None)
 
 

@@ -240,7 +240,7 @@ def _check_whole(options: RecoverOptions) -> None:
         why = "lora trains the pruned model by itself, in one go"
     if snows:
         why = "snows takes Newton steps on weights"
-    for given, flag in (
+    for is_given, flag in (
         (lora and options.dense, "--dense"),
         (lora and options.part, "--part"),
         (not snows and options.perplexity_after, "--perplexity-after"),
@@ -249,19 +249,19 @@ def _check_whole(options: RecoverOptions) -> None:
         (options.norms, "--norms"),
         (options.teacher != "dense", f"--teacher {options.teacher}"),
     ):
-        if given:
+        if is_given:
             raise UserError(f"{flag} is for --method laco: {why}")
 
 
 def _check_measured(options: EvaluateOptions) -> None:
-    given = {
+    sources = {
         "--text": bool(options.text),
         "--images": options.images is not None,
         "--data": options.data is not None,
         "--tasks": options.tasks is not None,
         "--generate": bool(options.generate),
     }
-    given_flags = [name for name, there in given.items() if there]
+    given_flags = [name for name, is_given in sources.items() if is_given]
     if len(given_flags) > 1 and options.images is not None:
         raise UserError(f"{' and '.join(given_flags)}: a model reads either images or text; measure each by itself")
     if not given_flags:
@@ -297,7 +297,7 @@ def _check_tasks(options: EvaluateOptions) -> None:
     if missing:
         raise UserError(f"{missing[0]}: no such file of items")
     if (files or glue) and options.include_path is not None:
-        given = ".jsonl files" if files else glue[0]
-        raise UserError(f"--include-path is for lm-eval tasks: it does not go with {given}")
+        source = ".jsonl files" if files else glue[0]
+        raise UserError(f"--include-path is for lm-eval tasks: it does not go with {source}")
     if not files and not glue and options.trust_remote_code:
         raise UserError("lm-eval tasks never run a checkpoint's own code: leave --trust-remote-code out")

@@ -214,7 +214,7 @@ def _bytes(size: int | None) -> str | None:
 def report_of_plan(plan: AnyPlan) -> Report:
     """Return a plan as a report, as far as it goes."""
     statistics = plan.statistics
-    given = {} if statistics is None else {"statistics": f"{statistics.path}, digest {statistics.digest}"}
+    calibration = {} if statistics is None else {"statistics": f"{statistics.path}, digest {statistics.digest}"}
     stored = {"model_type": plan.container, "remote_code": plan.container == "remote", "note": plan.container_note}
     return Report.read(
         {
@@ -222,7 +222,7 @@ def report_of_plan(plan: AnyPlan) -> Report:
             "recipe_digest": plan.recipe_digest,
             "origin": plan.origin,
             "source": {"name": plan.model_path, "fingerprint": plan.model},
-            "calibration": given or {"statistics": "none"},
+            "calibration": calibration or {"statistics": "none"},
             "container": stored,
             "before": plan.before,
             "after": plan.after,

@@ -205,16 +205,16 @@ def sweep_model(options: SweepOptions) -> Sweep:
     key, values = values_of(options)
     calibrated = bool(options.text or options.images)
     named = ("model", "recipe", "statistics", "container", "family", "part", "trust_remote_code", "device", "progress")
-    given = {name: getattr(options, name) for name in named}
+    shared = {name: getattr(options, name) for name in named}
     changes = options.overrides
     data = {name: getattr(options, name) for name in ("text", "images", "samples", "window") if calibrated}
 
     def at(value: float | str) -> dict[str, Any]:
         if key == RATIO:
-            return given | {"overrides": changes, "ratio": float(value)}
+            return shared | {"overrides": changes, "ratio": float(value)}
         if key in OF_DATA:
-            return given | {"overrides": changes, key: value}
-        return given | {"overrides": (*changes, *(f"{each}={value}" for each in keys_of(key)))}
+            return shared | {"overrides": changes, key: value}
+        return shared | {"overrides": (*changes, *(f"{each}={value}" for each in keys_of(key)))}
 
     measuring = None
     if options.evaluate:
@@ -226,7 +226,7 @@ def sweep_model(options: SweepOptions) -> Sweep:
     plannable = _check_plannable(recipes, measured=measuring is not None)
     if measuring is not None and (calibrated or not plannable):
         return _measure_only(key, values, measuring)
-    curve = _plan_points(key, values, at, given | {"overrides": changes})
+    curve = _plan_points(key, values, at, shared | {"overrides": changes})
     return curve if measuring is None else _add_scores(curve, measuring)
 
 
@@ -258,8 +258,8 @@ def _plan_points(
     given: dict[str, Any],
 ) -> Sweep:
     def job_of(options: Mapping[str, Any]) -> Job:
-        given = check_options(PlanOptions, {**options, "diagnostics": False})
-        job = read_plan_job(given, *recipe_of(given))
+        plan_options = check_options(PlanOptions, {**options, "diagnostics": False})
+        job = read_plan_job(plan_options, *recipe_of(plan_options))
         check_job(job)
         return job
 

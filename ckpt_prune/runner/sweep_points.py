@@ -79,15 +79,15 @@ def depth_points_at(job: Job, ratios: Sequence[float]) -> list[DepthPoint]:
     if distances is None or distances.divergence is None or model.blocks < 2 or model.checkpoint.within is not None:
         return []
     allowed = [block for block in range(model.blocks) if block or can_shorten(model, range(1, model.blocks))]
-    found: list[DepthPoint] = []
+    points: list[DepthPoint] = []
     for ratio in ratios:
         count = round(ratio * model.blocks)
         gone = least_runs(distances.divergence, count, 1, allowed) if 0 < count < model.blocks else None
         kept = [block for block in range(model.blocks) if block not in (gone or ())]
         if gone is not None and can_shorten(model, kept):
             after = cost_of(shorten_model(model, kept))
-            found.append(DepthPoint(ratio, count, after, distances.divergence[gone[0]][gone[-1] + 1]))
-    return found
+            points.append(DepthPoint(ratio, count, after, distances.divergence[gone[0]][gone[-1] + 1]))
+    return points
 
 
 def points_at(job: Job, ratios: Sequence[float]) -> list[SweepPoint]:

@@ -15,8 +15,8 @@ MOST = 1000
 
 def values_of(options: SweepOptions) -> tuple[str, list[float | str]]:
     """Return the key that a sweep goes through, and its values."""
-    given = options.values
-    return asked_values(given) if isinstance(given, str) else (RATIO, [float(ratio) for ratio in given])
+    values = options.values
+    return asked_values(values) if isinstance(values, str) else (RATIO, [float(ratio) for ratio in values])
 
 
 def keys_of(key: str) -> list[str]:

@@ -26,9 +26,9 @@ def run(task: RuntimeTask) -> RuntimeAnswer:
     prompts = [{"prompt_token_ids": window[:p].tolist()} for window in task.windows for p in task.positions]
     logs = []
     for output in model.generate(prompts, one, use_tqdm=False):
-        (found,) = output.outputs[0].logprobs
-        row = np.full(max(found) + 1, -np.inf, np.float32)
-        row[list(found)] = [each.logprob for each in found.values()]
+        (logprob_of,) = output.outputs[0].logprobs
+        row = np.full(max(logprob_of) + 1, -np.inf, np.float32)
+        row[list(logprob_of)] = [each.logprob for each in logprob_of.values()]
         logs.append(row)
     prompt = [{"prompt_token_ids": task.windows[0][: length - task.generate].tolist()}]
     seconds = []

@@ -58,21 +58,21 @@ def load_recipe(
     if not {"name", *(kind.key for kind in STAGES)} & values.keys():
         raise UserError(f"{path} is not a recipe: it has neither name nor spaces (`ckpt-prune recipe show rcpu`)")
     values = FullRecipe.expand_names(values)
-    given = {option: change for option, change in (mask_changes or {}).items() if change[1] is not None}
-    if given and "mask" not in values:
-        option, (_, value) = next(iter(given.items()))
+    changed = {option: change for option, change in (mask_changes or {}).items() if change[1] is not None}
+    if changed and "mask" not in values:
+        option, (_, value) = next(iter(changed.items()))
         raise UserError(
             f"{option} {value}: recipe {file.name} has no mask; take one that has, such as --recipe sparsegpt or wanda"
         )
-    options = [*given, "--set"] if overrides else [*given]
-    for override in (*(f"{key}={value}" for key, value in given.values()), *overrides):
+    options = [*changed, "--set"] if overrides else [*changed]
+    for override in (*(f"{key}={value}" for key, value in changed.values()), *overrides):
         keys = _apply_override(values, override)
         values = FullRecipe.expand_names(values)
         _drop_strength(values, keys, lines)
         if lines.get(("ratio",)) and any(kind.settles_ratio(keys, settings) for kind, settings in _stages_in(values)):
             values.pop("ratio", None)
         # What is set on the command line has no line in the file.
-        lines = {known: line for known, line in lines.items() if known[: len(keys)] != keys} | {keys: 0}
+        lines = {place: line for place, line in lines.items() if place[: len(keys)] != keys} | {keys: 0}
         lines |= {keys[:n]: 0 for n in range(1, len(keys)) if keys[:n] not in lines}
     if ratio is not None:
         _set_ratio(values, ratio, lines)

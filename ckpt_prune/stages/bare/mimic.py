@@ -139,8 +139,8 @@ class MimicObjective(Objective[list[Tensor]]):
         return [parameter.detach().clone() for parameter in self.parameters]
 
     def _error(self, rows: Tensor) -> Tensor:
-        found, _ = self._mimicry.run(self._mimicry.student, rows)
-        return functional.mse_loss(found, self._mimicry.features[rows])
+        features, _ = self._mimicry.run(self._mimicry.student, rows)
+        return functional.mse_loss(features, self._mimicry.features[rows])
 
 
 def tensors_of(mimicry: Mimicry, blocks: int, dtypes: Mapping[str, torch.dtype]) -> Tensors:

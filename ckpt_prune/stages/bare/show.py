@@ -14,8 +14,8 @@ def sections(report: Report) -> list[Section]:
 def _show_blocks(bare: BareRecord) -> Section:
     gone = {each.block for each in bare.replaced}
     signs = "".join("." if block in gone else "#" for block in range(bare.blocks))
-    saved, wanted = bare.flops[1], bare.flops[0]
-    sentence = f"{saved:,} FLOPs are saved, {saved - wanted:,} more than asked for; {bare.trained} blocks were trained."
+    target, saved = bare.flops
+    sentence = f"{saved:,} FLOPs are saved, {saved - target:,} more than asked for; {bare.trained} blocks were trained."
 
     def alone(each: BareBlock) -> str | None:
         return None if not bare.tried else f"{bare.tried[each.block]:.4g}"

@@ -44,8 +44,8 @@ class DepthCompensation(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> "DepthCompensation":
-        given = [self.lam, self.lambda_grid, self.lambda_by]
-        if self.method == "none" and given != [None, None, None]:
+        strengths = [self.lam, self.lambda_grid, self.lambda_by]
+        if self.method == "none" and strengths != [None, None, None]:
             raise ValueError("method none has no lambda")
         if self.lambda_by is not None and self.lam is not None:
             raise ValueError("lambda_by: folds chooses lambda: give one of them")

@@ -288,9 +288,9 @@ def at_depth(prepared: Prepared, record: DepthRecord, model: Model | None = None
 
 def check_samples(prepared: Prepared) -> None:
     """Refuse maps, or numbers of blocks to compare, without samples to run the model on."""
-    given = prepared.statistics is not None or prepared.plan is not None
+    is_measured = prepared.statistics is not None or prepared.plan is not None
     depth = depth_of(prepared)
-    if depth.runs_model and given and prepared.live is None:
+    if depth.runs_model and is_measured and prepared.live is None:
         data = DATA_OPTIONS[prepared.model.family.modality]
         what = "compares numbers of blocks by running" if depth.auto else "fits maps on"
         raise UserError(f"recipe {prepared.recipe.name} {what} the model itself: give {data} as well")

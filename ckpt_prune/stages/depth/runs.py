@@ -40,13 +40,13 @@ def least_runs(costs: Sequence[Sequence[float]], count: int, most: int, allowed:
                 here = (gone + stop - start, runs + 1)
                 # The block at `stop` stays: two runs side by side would be one.
                 _keep(best[stop + 1], here, cost + costs[start][stop], (*removed, *range(start, stop)))
-    ends = [found for (gone, _), found in best[blocks + 1].items() if gone == count]
+    ends = [best_runs for (gone, _), best_runs in best[blocks + 1].items() if gone == count]
     return list(min(ends)[1]) if ends else None
 
 
 def _keep(
-    place: dict[tuple[int, int], tuple[float, tuple[int, ...]]], key: tuple[int, int], cost: float, own: tuple[int, ...]
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]], key: tuple[int, int], cost: float, gone: tuple[int, ...]
 ) -> None:
-    """Enter what is better than what was there."""
-    if key not in place or (cost, own) < place[key]:
-        place[key] = cost, own
+    """Enter blocks that go under a key, unless those there cost less."""
+    if key not in best or (cost, gone) < best[key]:
+        best[key] = cost, gone

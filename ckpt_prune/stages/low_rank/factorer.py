@@ -55,7 +55,7 @@ class Factorer:
         Returns:
             The block's new tensors, with two factors in the place of a weight, and what was done to each linear.
         """
-        running, made = dict(tensors), {}
+        running, factors = dict(tensors), {}
         factored: list[FactoredRecord] = []
         ranks = self.ranks[block]
         groups = {first: [m for m in modules if m in ranks] for first, modules in self.family.inputs.items()}
@@ -74,10 +74,10 @@ class Factorer:
                     )
                     # What comes behind it is measured with the factors as they are stored.
                     running[name] = up.float() @ down.float()
-                    made[name] = dict(zip(factor_names(name), (down, up), strict=True))
+                    factors[name] = dict(zip(factor_names(name), (down, up), strict=True))
                     factored.append(record)
-        new = {name: tensor for name, tensor in tensors.items() if name not in made}
-        for pair in made.values():
+        new = {name: tensor for name, tensor in tensors.items() if name not in factors}
+        for pair in factors.values():
             new |= pair
         check_overflow(tensors, new)
         return new, factored

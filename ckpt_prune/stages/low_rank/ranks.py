@@ -59,7 +59,7 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
         for linear in linears.values()
     )
     keys = list(linears)
-    taken = dict.fromkeys(keys, 1)
+    rank_of = dict.fromkeys(keys, 1)
     room -= sum(linear.rows + linear.columns for linear in linears.values())
     energies = [sum(linear.energies) or 1.0 for linear in linears.values()]
     queue: list[tuple[float, int]] = []
@@ -67,7 +67,7 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
     def offer(index: int) -> None:
         """Enter the next direction of a module, if it saves parameters."""
         linear = linears[keys[index]]
-        rank = taken[keys[index]]
+        rank = rank_of[keys[index]]
         if rank < len(linear.energies) and saves_parameters(linear.rows, linear.columns, rank):
             heapq.heappush(queue, (-linear.energies[rank] / energies[index] / (linear.rows + linear.columns), index))
 
@@ -76,13 +76,13 @@ def ranks_by_energy(linears: Mapping[L, Thin], ratio: float, multiple_of: int = 
     while queue:
         _, index = heapq.heappop(queue)
         linear = linears[keys[index]]
-        rank = taken[keys[index]] + 1
+        rank = rank_of[keys[index]] + 1
         cost = linear.rows + linear.columns
         if not saves_parameters(linear.rows, linear.columns, rank):  # from here on the weight itself is smaller
             cost = linear.rows * linear.columns - (rank - 1) * cost
         if cost <= room:
             room -= cost
-            taken[keys[index]] = rank
+            rank_of[keys[index]] = rank
             offer(index)
-    ranks = {each: round_rank(linear, taken[each], multiple_of) for each, linear in linears.items()}
+    ranks = {each: round_rank(linear, rank_of[each], multiple_of) for each, linear in linears.items()}
     return {each: rank for each, rank in ranks.items() if rank is not None}

@@ -87,14 +87,14 @@ class Mask(StageKeys):
         if self.compare is not None and (self.groups is not None or self.method == "sparsegpt"):
             what = f"pattern {self.pattern}" if self.groups is not None else "method sparsegpt"
             raise ValueError(f"{what} says by itself which weights are compared: leave out compare")
-        given = {"block", "damp"} & self.model_fields_set
+        set_keys = {"block", "damp"} & self.model_fields_set
         if (
-            given
+            set_keys
             and self.method != "sparsegpt"
-            and any(getattr(self, k) != type(self).model_fields[k].default for k in given)
+            and any(getattr(self, k) != type(self).model_fields[k].default for k in set_keys)
         ):
-            belong = "belong" if len(given) > 1 else "belongs"
-            raise ValueError(f"{' and '.join(sorted(given))} {belong} to method sparsegpt, not {self.method}")
+            belong = "belong" if len(set_keys) > 1 else "belongs"
+            raise ValueError(f"{' and '.join(sorted(set_keys))} {belong} to method sparsegpt, not {self.method}")
         return self
 
     @model_validator(mode="after")

@@ -261,8 +261,8 @@ def _divergence(
     drawn: Sequence[DrawnGradients],
 ) -> float:
     """Return ½ E[Σ_t (g_t·δ_t)²] of a masked block."""
-    module, found = stream.factory.build_block(block, masked), 0.0
+    module, shift = stream.factory.build_block(block, masked), 0.0
     for _, rows in stream.batches:
         lacks = (stream.run(module, block, before[rows], rows) - end[rows].to(stream.factory.device)).float()
-        found += sum(draw.measure_shift(draw.values[rows].to(lacks), lacks) for draw in drawn)
-    return found / 2 / len(end)
+        shift += sum(draw.measure_shift(draw.values[rows].to(lacks), lacks) for draw in drawn)
+    return shift / 2 / len(end)

@@ -73,8 +73,8 @@ def scales_of(
         extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
         tried += [extreme * shrink / -(2 ** (scheme.bits - 1)) for shrink in shrinks]
     best = least = None
-    for wanted in tried:
-        scale = wanted.to(dtype)
+    for candidate in tried:
+        scale = candidate.to(dtype)
         # A group of zeros, or one whose scale its type rounds to zero.
         scale = torch.where(scale == 0, torch.finfo(dtype).tiny, scale)
         change = (_round(groups, scale, scheme) * scale.to(groups.dtype) - groups).square().mul_(counts)

@@ -49,14 +49,14 @@ class WatchedOperations:
 
     def take(self, output: Tensor) -> list[Tensor]:
         """Return what the operations have made in the last run of the block, which returned `output`."""
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for at, group in enumerate(self._paths[self._first :]):
             if at:
-                made.append(self._inputs[group[0]])
-            made.append(torch.cat([self._outputs[path] for path in group], dim=-1))
-        made.append(output)
+                outputs.append(self._inputs[group[0]])
+            outputs.append(torch.cat([self._outputs[path] for path in group], dim=-1))
+        outputs.append(output)
         self._inputs, self._outputs = {}, {}
-        return made[: self._count]
+        return outputs[: self._count]
 
     def _keep_input(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -189,8 +189,8 @@ def train(
         lowest = 1 + curve[1:].index(min(curve[1:]))
         if done() >= steps or (settings.held_out and epoch - lowest >= settings.patience):
             break
-    count, taken = sum(parameter.numel() for parameter in objective.parameters), time.monotonic() - began
-    return Trained(kept, best_epoch, tuple(curve), diverged, rate, step, seen / len(split.train), taken, count)
+    count, elapsed = sum(parameter.numel() for parameter in objective.parameters), time.monotonic() - began
+    return Trained(kept, best_epoch, tuple(curve), diverged, rate, step, seen / len(split.train), elapsed, count)
 
 
 def share_of_rate(step: float, steps: int, schedule: Schedule, climb: float = 0.0) -> float:

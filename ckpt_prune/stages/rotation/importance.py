@@ -331,10 +331,10 @@ def objective(
         heads: R2 (kv, head_dim, head_dim), or None.
         groups: M of an N:M pattern: every term with a rotated side then counts `entropy_within_groups` instead.
     """
-    given = {"residual": residual is not None, "heads": heads is not None}
+    has_side = {"residual": residual is not None, "heads": heads is not None}
     losses = []
     for term in terms:
-        dims = [dim for dim, side in ((0, term.left), (1, term.right)) if side is not None and given[side]]
+        dims = [dim for dim, side in ((0, term.left), (1, term.right)) if side is not None and has_side[side]]
         if dims:
             values = importance(term, backbone, residual, heads)
             losses += (

@@ -90,7 +90,7 @@ def _entropies(rotation: RotationRecord, learned: list[Learned]) -> list[str]:
     steps = [entry.steps for entry in learned if entry.steps is not None]
     per_block = "" if learned[0].block is None else " per block"
     trained = f", in {format_span(steps)} {'step' if max(steps) == 1 else 'steps'}{per_block}" if steps else ""
-    change = f" ({told})" if (told := _change(*sums)) else ""
+    change = f" ({change_words})" if (change_words := _change(*sums)) else ""
     return [
         f"Entropy of the {importance} of weights: {format_figure(sums[0])} nats before rotation {rotation.kind}, "
         f"{format_figure(sums[1])} nats after{change}{trained}."
@@ -105,23 +105,23 @@ def _change(before: float | None, after: float | None) -> str:
     return f"{after / before - 1:+.1%}" if before is not None and after is not None and before > 0 else ""
 
 
-def _figures_of(own: ImportanceMap) -> list[Figure | HeatMap]:
-    return [*_heat_map(own), *_histograms(own)]
+def _figures_of(record: ImportanceMap) -> list[Figure | HeatMap]:
+    return [*_heat_map(record), *_histograms(record)]
 
 
-def _histograms(own: ImportanceMap) -> list[Figure]:
+def _histograms(record: ImportanceMap) -> list[Figure]:
     """Draw the weights of each importance that stay and go, before and after (DenoiseRotator, Figure 2 c and d)."""
-    bars = [bar for each in own.histograms.values() for side in (each.kept, each.zeroed) for bar in enumerate(side)]
+    bars = [bar for each in record.histograms.values() for side in (each.kept, each.zeroed) for bar in enumerate(side)]
     filled = [number for number, count in bars if count]
     span = slice(min(filled, default=0), max(filled, default=0) + 1)
     figures: list[Figure] = []
-    for when, each in own.histograms.items():
+    for when, each in record.histograms.items():
         lines = []
         for name, counts in (("kept", each.kept), ("zeroed", each.zeroed)):
             levels = [(BIN * number - FARTHEST, count) for number, count in enumerate(counts)]
             lines.append(draw_line(name, levels[span], itemgetter(1), place=itemgetter(0)))
         figures += draw_figure(
-            f"{own.weight}: weights by importance, {when} rotation",
+            f"{record.weight}: weights by importance, {when} rotation",
             f"Where the zeroed weights lie far to the left, little is lost. A mark every {BIN} decibels, 10 of which "
             "are a factor of ten; zeroed is what a mask by this importance takes.",
             "weights",
@@ -133,16 +133,16 @@ def _histograms(own: ImportanceMap) -> list[Figure]:
     return figures
 
 
-def _heat_map(own: ImportanceMap) -> list[HeatMap]:
-    shares = {"before rotation": own.largest_before, "after": own.largest_after}
+def _heat_map(record: ImportanceMap) -> list[HeatMap]:
+    shares = {"before rotation": record.largest_before, "after": record.largest_after}
     is_known = None not in shares.values()
     ends = [f"{name}: the largest hundredth holds {share:.1%}" for name, share in shares.items() if is_known]
-    values = [value for cells in (own.before, own.after) for row in cells for value in row if value and value > 0]
+    values = [value for cells in (record.before, record.after) for row in cells for value in row if value and value > 0]
     if not values:
         return []
     note = (
-        f"Stronger colour is more: means over cells of its {own.rows:,} rows and {own.columns:,} columns, from "
+        f"Stronger colour is more: means over cells of its {record.rows:,} rows and {record.columns:,} columns, from "
         f"{format_figure(max(min(values), max(values) / DECADES))} to {format_figure(max(values))} times the mean, log "
         f"scale. {'; '.join(ends) or 'Before rotation; after'}."
     )
-    return [HeatMap(f"Importance of {own.weight}", note, {"before": own.before, "after": own.after})]
+    return [HeatMap(f"Importance of {record.weight}", note, {"before": record.before, "after": record.after})]

@@ -105,7 +105,7 @@ def _validate(steps: Steps, notes: Mapping[str, Any]) -> Records:
 
 
 def _notes(records: Mapping[str, list[BaseModel]]) -> dict[str, Any]:
-    return {key: [record.model_dump(mode="json") for record in made] for key, made in records.items()}
+    return {key: [record.model_dump(mode="json") for record in of_step] for key, of_step in records.items()}
 
 
 def _act(steps: Steps, block: int, tensors: Tensors) -> tuple[dict[str, Tensor], Records, dict[str, Tensors]]:
@@ -115,8 +115,8 @@ def _act(steps: Steps, block: int, tensors: Tensors) -> tuple[dict[str, Tensor],
     for key, step in steps.items():
         if step.needs_input:
             inputs[key] = tensors
-        tensors, made = step.act(block, tensors)
-        records[key] = list(made)
+        tensors, step_records = step.act(block, tensors)
+        records[key] = list(step_records)
     return dict(tensors), records, inputs
 
 
@@ -145,8 +145,8 @@ def _walk_apart(view: ModelView, steps: Steps, store: BlockStore, doing: str) ->
         records = {block: _validate(steps, store.notes(block)) for block in set(blocks) - set(todo)}
     rounds = [todo[start : start + group.size] for start in range(0, len(todo), group.size)]
     for turn in track(rounds, doing, unit="round"):
-        for rank, made in enumerate(group.gather([act(block) for block in turn[group.rank :][:1]]) or ()):
-            for tensors, of_block in made:
+        for rank, results in enumerate(group.gather([act(block) for block in turn[group.rank :][:1]]) or ()):
+            for tensors, of_block in results:
                 records[turn[rank]] = of_block
                 store.write(view.model, turn[rank], tensors, _notes(of_block))
     return {key: [record for block in sorted(records) for record in records[block][key]] for key in steps}

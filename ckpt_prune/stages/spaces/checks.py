@@ -187,10 +187,10 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
 
     That is a space that it does not have, such as q and k if it rotates them by position, or of which no unit can go.
     """
-    given, recipe = recipe, recipe.at(family)
-    if given.spaces and not recipe.spaces:
+    whole_recipe, recipe = recipe, recipe.at(family)
+    if whole_recipe.spaces and not recipe.spaces:
         raise UserError(
-            f"recipe {recipe.name} prunes {' and '.join(given.spaces)} where there is any, and this "
+            f"recipe {recipe.name} prunes {' and '.join(whole_recipe.spaces)} where there is any, and this "
             f"{family.model_type} has none: nothing is left to do"
         )
     for space in recipe.spaces:

@@ -115,14 +115,14 @@ class Spaces(StageKeys):
         if recipe.container == "padded":
             return set()
         differ = recipe.widths == "per_layer"
-        found: dict[Change, bool] = {
+        is_changed: dict[Change, bool] = {
             "widths": differ and bool(spaces & {"mlp", "shared", "experts"}),
             "heads": differ and bool(spaces & {"heads", "queries"}),
             "qk": "qk" in spaces,
             "rotary": "rotary" in spaces,
             "values": "values" in spaces,
         }
-        return {change for change, has in found.items() if has}
+        return {change for change, has in is_changed.items() if has}
 
     def needs_moments(self, recipe: Recipe) -> bool:
         if recipe.allocation == "least-error":

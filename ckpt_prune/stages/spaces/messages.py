@@ -106,19 +106,19 @@ def _inputs(prepared: Prepared) -> dict[SpaceName, int]:
     }
 
 
-def _has_strength(own: SpaceRecipe) -> bool:
+def _has_strength(settings: SpaceRecipe) -> bool:
     """Return True if a strength in proportion to the Gram keeps fits from memorising tokens, or there is no fit."""
-    method, fit = COLUMN_METHODS[own.compensation.method], own.compensation
+    method, fit = COLUMN_METHODS[settings.compensation.method], settings.compensation
     return not method.needs_gram or (method.uses_strength and fit.lambda_units == "relative")
 
 
-def _far_strength(space: SpaceName, own: SpaceRecipe, inputs: int, tokens: int) -> str | None:
+def _far_strength(space: SpaceName, settings: SpaceRecipe, inputs: int, tokens: int) -> str | None:
     """Say what a strength would be by the rule, if it is a number far from it."""
-    given, rule = own.compensation.lam, derive_strength(inputs, tokens)
-    if not _has_strength(own) or not isinstance(given, float) or max(rule, given) <= FAR_FROM_RULE * min(rule, given):
+    lam, rule = settings.compensation.lam, derive_strength(inputs, tokens)
+    if not _has_strength(settings) or not isinstance(lam, float) or max(rule, lam) <= FAR_FROM_RULE * min(rule, lam):
         return None
     key = f"spaces.{recipe_space(space)}.compensation.lambda"
-    return f"lambda {given:g} of {space}, by the rule {rule:.2g} (--set {key}=auto)"
+    return f"lambda {lam:g} of {space}, by the rule {rule:.2g} (--set {key}=auto)"
 
 
 def size_lines(prepared: Prepared) -> Iterable[str]:

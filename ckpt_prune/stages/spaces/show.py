@@ -121,9 +121,9 @@ def _make_table(sites: Sequence[SiteRecord]) -> Sequence[Table]:
     def error(pair: tuple[float, float] | None, which: int) -> str | None:
         return None if pair is None else f"{pair[which]:.4f}"
 
-    def name(own: Sequence[SiteRecord]) -> str:
-        units = _words(own[0].space).units
-        return f"{own[0].space} ({units})" if units else own[0].space
+    def name(records: Sequence[SiteRecord]) -> str:
+        units = _words(records[0].space).units
+        return f"{records[0].space} ({units})" if units else records[0].space
 
     return make_tables(
         "",

@@ -115,8 +115,8 @@ def at_size(prepared: Prepared, ranking: Ranking | None = None) -> Prepared:
 def _fill(prepared: Prepared, recipe: Recipe, space: SpaceName, kind: SizeKind, budget: float) -> _Fit | None:
     """Return a recipe with one space as wide as the budget allows and the others as they are; None if none fits."""
     model = prepared.model
-    given, pruned = Decisions(recipe).widths(model), recipe.blocks(model.blocks)
-    base = next(given[block][space] for block in pruned if space in given[block])
+    counts, pruned = Decisions(recipe).widths(model), recipe.blocks(model.blocks)
+    base = next(counts[block][space] for block in pruned if space in counts[block])
     (units,), multiple = set(model.unit_counts(space)), multiple_of(model, recipe, space)
     allowed = allowed_widths(units, multiple)
     alike = [
@@ -128,7 +128,7 @@ def _fill(prepared: Prepared, recipe: Recipe, space: SpaceName, kind: SizeKind, 
     def widths(width: int) -> Widths:
         return [
             {name: width if block in pruned and name in alike else count for name, count in kept.items()}
-            for block, kept in enumerate(given)
+            for block, kept in enumerate(counts)
         ]
 
     fitting = bisect_right(allowed, budget, key=lambda width: size_at(prepared, kind, widths(width)))

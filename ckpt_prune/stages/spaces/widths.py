@@ -87,7 +87,7 @@ def dense_ranking(prepared: Prepared) -> dict[Site, list[RankedUnits]]:
     model, recipe, statistics = prepared.model, prepared.recipe, prepared.statistics
     solver_by_space = {space: solver_of(model, recipe, space, prepared.device) for space in recipe.spaces}
     source = CachedMoments(statistics, model)
-    names_of = {s: _names_of_scores(statistics, s, solver.own.score) for s, solver in solver_by_space.items()}
+    names_of = {s: _names_of_scores(statistics, s, solver.settings.score) for s, solver in solver_by_space.items()}
 
     def rank(block: int) -> dict[Site, list[RankedUnits]]:
         ranking: dict[Site, list[RankedUnits]] = {}
@@ -192,7 +192,7 @@ def effects_on(statistics: Statistics, name: str, score: str) -> list[tuple[int,
     if [count for count, _ in measured] != [count for count, _ in usual]:
         return predicted
     triples = zip(predicted, usual, measured, strict=True)
-    return [(count, value * true / told if told > 0 else true) for (count, value), (_, told), (_, true) in triples]
+    return [(count, value * true / base if base > 0 else true) for (count, value), (_, base), (_, true) in triples]
 
 
 def scale_curve(curve: Tensor, effects: list[tuple[int, float]], predicted: Sequence[float] | None = None) -> Tensor:

@@ -72,7 +72,7 @@ def vocabulary_tensors(model: Model) -> frozenset[str]:
     if model.has_remote_code:
         raise UserError("a smaller vocabulary comes first: make it of the dense model, and prune that")
     sides = [stock_names(with_rows(model, count), family.architecture) for count in (rows, rows + 1)]
-    found, prefixes = set(), tuple(family.block.format(block=block) for block in range(model.blocks))
+    tables, prefixes = set(), tuple(family.block.format(block=block) for block in range(model.blocks))
     for name, info in checkpoint.tensors.items():
         before, after = (names.shape(name) for names in sides)
         if before == after:
@@ -81,10 +81,10 @@ def vocabulary_tensors(model: Model) -> frozenset[str]:
             raise UserError(f"{family.model_type} ties {name} to the number of its tokens: the vocabulary stays whole")
         if info.shape != before or info.transposed:
             raise UserError(f"{checkpoint.path}: {name} has the shape {info.shape}, and config.json says {before}")
-        found.add(name)
-    if not found:
+        tables.add(name)
+    if not tables:
         raise UserError(f"{family.model_type} has no tensor with a row for each token: there is no vocabulary to cut")
-    return frozenset(found)
+    return frozenset(tables)
 
 
 def with_rows(model: Model, rows: int) -> dict[str, Any]:

@@ -44,9 +44,9 @@ def counts_of(
     """Return units to drop of a site of every space, in the family's order; check what statistics hold for it."""
     chosen = [space for space in model.family.spaces if space in spaces]
     kinds = {SOLVERS[model.family.spaces[space].ends].collects for space in chosen}
-    for kind, (what, beside) in _NEEDS.items():
+    for kind, (what, more) in _NEEDS.items():
         if kind in kinds and kind not in statistics.index.collect:
-            raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{beside}")
+            raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{more}")
     return {space: dropped_counts(min(model.unit_counts(space)), points) for space in chosen}
 
 

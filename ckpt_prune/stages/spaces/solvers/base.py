@@ -48,7 +48,7 @@ class Solver(ABC):
     """The kind of moments, besides vectors, that effects are measured with."""
 
     @property
-    def own(self) -> SpaceRecipe:
+    def settings(self) -> SpaceRecipe:
         return self.recipe.spaces[self.space]
 
     @property

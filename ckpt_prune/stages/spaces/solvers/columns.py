@@ -64,7 +64,7 @@ class ColumnSolver(Solver):
 
     def column_scores(self, weight: Tensor, moments: Moments | None, name: str | None = None) -> Tensor:
         """Return the score of every consumer column, (d_in,) float64, by the recipe's score or the named one."""
-        name = name or self.own.score
+        name = name or self.settings.score
         if SCORES[name].needs_moments and moments is None:
             raise ValueError(f"score {name} needs moments")
         return SCORES[name].function(weight, moments)
@@ -156,7 +156,7 @@ class ColumnSolver(Solver):
         wide = summed.gram is not None and is_wide(len(columns), summed.count)
         # Before there are float64 copies of Grams, since this makes a matrix of the same size.
         energies = _energies(weight, moments) if wide else []
-        site = _Site(weight, moments, summed, columns, self.own.compensation.by_folds, wide, energies)
+        site = _Site(weight, moments, summed, columns, self.settings.compensation.by_folds, wide, energies)
         unseen = self._choose_form(plan, site, methods, decision.plan)
         solution = self._fit(plan, site, unseen)
         if self.diagnostics and summed.gram is not None:
@@ -183,7 +183,7 @@ class ColumnSolver(Solver):
                 f"compensation {needing[0]} needs Grams, and these statistics have none: "
                 "calibrate with --collect moments,gram"
             )
-        if self.own.compensation.by_folds and chosen and len(folds) < 2:
+        if self.settings.compensation.by_folds and chosen and len(folds) < 2:
             raise UserError(NO_FOLDS)
 
     def _choose_form(self, plan: SitePlan, site: "_Site", methods: list[str], planned: SitePlan | None) -> list[float]:
@@ -191,7 +191,7 @@ class ColumnSolver(Solver):
 
         Return errors on tokens that a fit by rule has not seen, as shares of what no compensation would leave.
         """
-        compensation, unseen = self.own.compensation, list[float]()
+        compensation, unseen = self.settings.compensation, list[float]()
         if planned is not None:
             plan.method, plan.strength, plan.share = planned.method, planned.strength, planned.share
             plan.error_held_out, plan.runner_up, plan.margin = planned.error_held_out, planned.runner_up, planned.margin
@@ -237,7 +237,7 @@ class ColumnSolver(Solver):
         At a wide site the fit is to what the kept weights lack, and the solution is what is added to them.
         """
         fit, method = train.at(plan.share or 0.0), METHODS[plan.method]
-        units = self.own.compensation.lambda_units
+        units = self.settings.compensation.lambda_units
         strength = 0.0 if plan.strength is None else absolute_strength(plan.strength, units, fit)
         if site.wide:
             return fit_change(method, site.weight_kept, fit, strength)
@@ -273,7 +273,7 @@ class ColumnSolver(Solver):
             plan.active = spread.active
 
     def _methods(self, block: int, tensors: Tensors) -> list[str]:
-        return self.own.compensation.methods(biased=self._consumer(block, "bias") in tensors)
+        return self.settings.compensation.methods(biased=self._consumer(block, "bias") in tensors)
 
     @phase("ranking")
     def _unit_scores(
@@ -288,7 +288,7 @@ class ColumnSolver(Solver):
 
         With `count`, scores are for choosing so many units alone.
         """
-        name, per_unit = score or self.own.score, self.model.unit_columns(self.space)
+        name, per_unit = score or self.settings.score, self.model.unit_columns(self.space)
         if name not in UNIT_SCORES:
             return unit_scores(self.column_scores(weight, moments, name), per_unit)
         if moments is None:

@@ -35,7 +35,7 @@ class ExpertSolver(Solver):
     def scores(self, block: int, tensors: Tensors, folds: SpaceMoments, score: str | None = None) -> Tensor:
         """Return the scores of the experts, (experts,) float64."""
         moments = tuple(each for each in folds if isinstance(each, RoutingMoments))
-        return EXPERT_SCORES[score or self.own.score].function(sum_folds(moments))
+        return EXPERT_SCORES[score or self.settings.score].function(sum_folds(moments))
 
     def errors(
         self, block: int, tensors: Tensors, folds: SpaceMoments, scores: Tensor, fisher: Fisher | None = None
@@ -55,7 +55,7 @@ class ExpertSolver(Solver):
 
     def list_refitted(self, count: int) -> list[SpaceName]:
         """Return spaces of the experts that stay, which are numbered anew; none if the recipe leaves them alone."""
-        if not METHODS[self.own.compensation.method].uses_strength:
+        if not METHODS[self.settings.compensation.method].uses_strength:
             return []
         spaces = self.model.family.spaces
         return [name for name in spaces if (expert := expert_of(name)) is not None and expert < count]
@@ -67,7 +67,7 @@ class ExpertSolver(Solver):
 
         See compensation/README.md, section 13.
         """
-        settings = self.own.compensation
+        settings = self.settings.compensation
         grid, shares, units = settings.grid, settings.drift_shares, settings.lambda_units
         new: dict[str, Tensor] = {}
         methods: set[str] = set()

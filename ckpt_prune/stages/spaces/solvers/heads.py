@@ -53,7 +53,7 @@ class HeadSolver(Solver, Generic[HeadMoments]):
         if kept.numel() == scores.numel():
             return plan, None
         units = self.model.units(self.space, block)
-        plan.method = self.own.compensation.method
+        plan.method = self.settings.compensation.method
         by_head = in_heads(kept, scores.numel() // units, units).to(self.device)
         return plan, self._compensate(plan, tensors, by_head, self._moments(folds), decision.plan)
 
@@ -78,7 +78,7 @@ class HeadSolver(Solver, Generic[HeadMoments]):
         Returns:
             The held-out error if the strength was chosen by it.
         """
-        compensation = self.own.compensation
+        compensation = self.settings.compensation
         plan.strength = None if planned is None else planned.strength
         if plan.strength is None and compensation.lambda_by == "folds":
             if folds < 2:

@@ -31,7 +31,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
 
     @property
     def method(self) -> LogitMethod:
-        return LOGIT_METHODS[self.own.compensation.method]
+        return LOGIT_METHODS[self.settings.compensation.method]
 
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         rows, columns = self.method.unknowns(max(self.model.unit_counts(self.space)), kept)
@@ -48,7 +48,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
         query, key = (tensors[self.model.tensor(block, module)].to(self.device) for module in self.description.readers)
         moments = self._moments(folds)
         heads = query.shape[0] // self.model.units(self.space, block)
-        function = LOGIT_SCORES[score or self.own.score].function
+        function = LOGIT_SCORES[score or self.settings.score].function
         return function(query, key, sum_folds(moments) if moments else None, heads)
 
     def errors(
@@ -86,7 +86,7 @@ class LogitSolver(HeadSolver[LogitMoments]):
         return divergences
 
     def _choose_keys(self, moments: LogitMoments) -> LogitMoments:
-        return moments.with_keys(centred=bool(self.own.compensation.centre_keys))
+        return moments.with_keys(centred=bool(self.settings.compensation.centre_keys))
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
         return select_in_heads(scores, keep)
@@ -108,17 +108,17 @@ class LogitSolver(HeadSolver[LogitMoments]):
     def _fit(
         self, plan: SitePlan, kept: Tensor, folds: Sequence[LogitMoments], planned: SitePlan | None
     ) -> logit.LogitFit:
-        compensation, method, whole = self.own.compensation, self.method, sum_folds(folds)
-        system = logit.logit_system(whole, kept)
+        compensation, method, summed = self.settings.compensation, self.method, sum_folds(folds)
+        system = logit.logit_system(summed, kept)
 
         def choose(grid: Sequence[float]) -> logit.StrengthChoice:
             return method.choose(folds, kept, grid, compensation.lambda_units)
 
         held_out = self._settle_strength(plan, planned, len(folds), choose) if method.uses_strength else None
-        fit = method.fit(whole, system, kept, plan.strength or 0.0, compensation.lambda_units)
+        fit = method.fit(summed, system, kept, plan.strength or 0.0, compensation.lambda_units)
         plan.residual = fit.residual
         if self._enter_errors(plan, system, fit.errors):
-            diagnostics = method.diagnose(whole, system, fit)
-            self._enter_diagnostics(plan, system, fit.errors, diagnostics, whole.samples)
+            diagnostics = method.diagnose(summed, system, fit)
+            self._enter_diagnostics(plan, system, fit.errors, diagnostics, summed.samples)
             self._enter_held_out(plan, held_out, len(folds), choose)
         return fit

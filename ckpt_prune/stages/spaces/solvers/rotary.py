@@ -37,7 +37,7 @@ class RotarySolver(HeadSolver[RotaryMoments]):
 
     @property
     def has_effects(self) -> bool:
-        return self.own.compensation.method == "factors"
+        return self.settings.compensation.method == "factors"
 
     def samples_needed(self, kept: int, tokens: int) -> tuple[int, str]:
         """Return how many samples have as many pairs of tokens as two unknowns a pair take."""
@@ -56,7 +56,7 @@ class RotarySolver(HeadSolver[RotaryMoments]):
         rows = pair_rows(every, pairs, self.model.dimension("group"), layout).view(len(every), -1, pairs, 2)
         of_query = query[rows.transpose(1, 2)]
         of_key = key[pair_rows(every, pairs, 1, layout)]
-        function = ROTARY_SCORES[score or self.own.score].function
+        function = ROTARY_SCORES[score or self.settings.score].function
         return function(of_query, of_key, sum_folds(moments) if moments else None)
 
     def errors(
@@ -64,7 +64,7 @@ class RotarySolver(HeadSolver[RotaryMoments]):
     ) -> Tensor:
         """Return the squared errors of the logits; every pair that stays is refitted if the recipe does so."""
         moments = sum_folds(self._moments(folds))
-        curve = bare_errors if self.own.compensation.method == "none" else refitted_errors
+        curve = bare_errors if self.settings.compensation.method == "none" else refitted_errors
         return self._over_heads(curve(moments, scores.to(self.device)) / moments.samples, fisher)
 
     def select(self, scores: Tensor, keep: int) -> Tensor:
@@ -89,8 +89,8 @@ class RotarySolver(HeadSolver[RotaryMoments]):
     def _fit(
         self, plan: SitePlan, kept: Tensor, folds: Sequence[RotaryMoments], planned: SitePlan | None
     ) -> Tensor | None:
-        units, whole = self.own.compensation.lambda_units, sum_folds(folds)
-        system = rotary_system(whole, kept)
+        units, summed = self.settings.compensation.lambda_units, sum_folds(folds)
+        system = rotary_system(summed, kept)
         factors: Tensor | None = None
         errors, held_out = system.dropped_energy, None
 
@@ -102,6 +102,6 @@ class RotarySolver(HeadSolver[RotaryMoments]):
             factors = solve_factors(system, absolute_logit_strength(plan.strength or 0.0, units, system.diagonal_mean))
             errors = factor_errors(system, factors)
         if self._enter_errors(plan, system, errors):
-            self._enter_diagnostics(plan, system, errors, diagnose_factors(system, errors), whole.samples)
+            self._enter_diagnostics(plan, system, errors, diagnose_factors(system, errors), summed.samples)
             self._enter_held_out(plan, held_out, len(folds), choose)
         return factors
