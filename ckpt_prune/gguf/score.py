@@ -116,18 +116,16 @@ def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> Tex
 
 
 @torch.inference_mode()
-def diverge_from(reference: TextPredictions, folder: Path, windows: int, parts: TokenParts | None = None) -> float:
-    """Return the mean KL of a checkpoint, run in PyTorch, from a model on the first windows, in nats a token.
+def diverge_from(reference: TextPredictions, folder: Path, parts: TokenParts | None = None) -> float:
+    """Return the mean KL of a checkpoint, run in PyTorch, from a model on its windows, in nats a token.
 
     With `parts` it is what the text costs more (`FileScore`).
     """
-    part = replace(reference, windows=reference.windows[:windows], states=reference.states[:windows])
     if parts is None:
-        return _compare(*_read_states(folder, part.windows, trust=True), part).mean_kl
-    ids, starts = _write_with(part.windows, parts)
-    head, states = _read_states(folder, ids, trust=True)
-    reference_nll = _add_nll(part.head, part.states, part.windows, [(1, part.windows.shape[1])] * len(part.windows))
-    return (_add_nll(head, states, ids, starts) - reference_nll) / (part.windows[:, 1:].numel())
+        return _compare(*_read_states(folder, reference.windows, trust=True), reference).mean_kl
+    ids, ranges = _write_with(reference.windows, parts)
+    nll = _add_nll(*_read_states(folder, ids, trust=True), ids, ranges) / reference.windows[:, 1:].numel()
+    return nll - math.log(reference.perplexity)
 
 
 def _write_with(windows: Tensor, parts: TokenParts) -> tuple[Tensor, list[tuple[int, int]]]:

@@ -37,8 +37,6 @@ MIXTURES: tuple[GgufType, ...] = (
 """llama.cpp's own mixtures that are in question."""
 DATA = ("choose", "bos", "compute_dtype")
 """Options of the samples, beside their number and length, that other commands have, too."""
-PRUNED_WINDOWS = 8
-"""Windows on which a pruned model is held against the dense one before it is rounded."""
 PRUNED = "pruned"
 """Folder of a model with fewer columns."""
 
@@ -225,7 +223,7 @@ class Maker:
         adds needs no such correction.
         """
         folder = self._model(candidate).checkpoint.whole
-        lost = diverge_from(self.reference, folder, PRUNED_WINDOWS, parts)
+        lost = diverge_from(self.reference, folder, parts)
         kl = (candidate.kl or 0) - candidate.by_pruning + lost
         say(f"pruned, KL {lost:.3f} (predicted {candidate.by_pruning:.3f}); as a file {kl:.3f} is predicted")
         return replace(candidate, kl=kl, by_pruning=lost)

@@ -30,7 +30,7 @@ FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
 Result = Measured | MeasuredGraph
 FEWER_TOKENS = (
     "Of files with fewer tokens, KL is what the text costs more, in nats a token as all tokens write it, and so is the "
-    "perplexity."
+    "perplexity. Tokens stay by what --text has: on other kinds of text such files lose more."
 )
 USABLE = 2.0
 """Times the dense model's perplexity from which on nothing is called usable; what is predicted to lose more than its
