@@ -275,6 +275,8 @@ def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str
             del place[key]
     for key, value in config.items():
         is_same = key in before and before[key] == value
+        if key in place and is_encoder_decoder(within.whole.config):  # a stack's config may have fewer blocks already
+            is_same = place[key] == value
         # A derived width of heads stays derived if no head goes.
         is_derived = key == "head_dim" and all(part.config.get(each) == config.get(each) for each in heads)
         if not is_same and not is_derived:

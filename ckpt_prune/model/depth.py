@@ -74,6 +74,8 @@ def shorten_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:
     if overrides := values.get("per_layer_config"):
         numbered = {int(block): keys for block, keys in overrides.items()}
         changes["per_layer_config"] = {str(new): numbered[old] for new, old in enumerate(kept) if old in numbered}
+    aliases = {alias: changes[key] for alias, key in config.attribute_map.items() if alias in values and key in changes}
+    changes |= aliases  # a published BART says its encoder's layers twice
     others = {key: value for key, value in values.items() if key not in _BACKBONE_KEYS}
     return others | {stored_key(key, values, config): value for key, value in changes.items()}
 

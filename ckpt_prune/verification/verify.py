@@ -255,11 +255,13 @@ def _check_other_parts(part: Checkpoint, dense: Checkpoint, others: Sequence[str
     assert part.within is not None
     assert dense.within is not None
     ours, theirs = part.within, dense.within
-    rest = _names_outside(part)
-    if rest != _names_outside(dense):
+    names, expected_names = (
+        side.intersection(*(_names_outside(extract_part(within.whole, each)) for each in others))
+        for side, within in ((_names_outside(part), ours), (_names_outside(dense), theirs))
+    )
+    if names != expected_names:
         return False, "the two have other tensors outside the part"
-    names = sorted(rest.intersection(*(_names_outside(extract_part(ours.whole, each)) for each in others)))
-    for name in track(names, "comparing what is outside the part", unit="tensor"):
+    for name in track(sorted(names), "comparing what is outside the part", unit="tensor"):
         tensor, expected = (side.whole.read([name])[name] for side in (ours, theirs))
         if tensor.dtype != expected.dtype or not torch.equal(
             tensor.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)

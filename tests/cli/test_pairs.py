@@ -133,6 +133,28 @@ def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
     assert re.search(r"^kept units +ok$", failed, re.MULTILINE)
 
 
+@pytest.mark.parametrize("model_type", ["bart", "t5"])
+def test_blocks_of_both_stacks_go(model_type: str, place: Path, bart: PreTrainedModel) -> None:
+    """What stays computes what the stock model computes with the same lists of blocks without those that are gone."""
+    whole: Any = write_model(place / model_type, model_type)
+    dropped = ("--set", "depth.choose=cosine", "--set", "depth.drop=1")
+    plain = ("--set", "depth.compensation.method=none", "--set", "depth.compensation.lambda_by=null")
+    ok("prune", model_type, "--recipe", "depth", *dropped, *plain, *DATA, "-o", "out")
+    checked = ok("verify", "out", "--against", model_type)
+    assert "FAILED" not in checked
+    pruned = AutoModelForSeq2SeqLM.from_pretrained("out").eval()
+    last = read_json("out/ckpt_prune.json")
+    for report in (last, *last["others"]):
+        stack = whole.get_submodule(f"{'' if model_type == 't5' else 'model.'}{report['part']}")
+        blocks = stack.block if model_type == "t5" else stack.layers
+        kept = torch.nn.ModuleList(blocks[number] for number in report["depth"]["kept"])
+        assert len(kept) == len(blocks) - 1
+        setattr(stack, "block" if model_type == "t5" else "layers", kept)
+    with torch.no_grad():
+        for pair in texts(3):
+            torch.testing.assert_close(pruned(**pair).logits, whole(**pair).logits)
+
+
 @pytest.mark.usefixtures("bart")
 def test_measured_once_and_evaluated() -> None:
     ok("calibrate", "bart", "--part", "decoder", *DATA, "-o", "own")

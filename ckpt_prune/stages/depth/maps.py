@@ -212,6 +212,9 @@ def observe_gap(
         lacking = reached[rows].to(factory.device).double() - residual.left.double()
         output = _mlp_output(stream, index, residual, spaces, lacking.flatten(0, -2))
         delta = residual.unscale(space, norms.undo(residual.left, lacking).flatten(0, -2))
+        counted = stream.counted(rows)
+        if counted is not None:
+            output, delta = output[counted.flatten()], delta[counted.flatten()]
         moments[fold] = moments[fold].accumulate(output)
         drifts[fold] = drifts[fold].accumulate(delta, output)
     pairs = zip(moments, drifts, strict=True)
