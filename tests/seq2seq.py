@@ -5,11 +5,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from ckpt_prune.model.skeleton import quiet_transformers
 from tests.encoders import randomise
@@ -36,6 +43,15 @@ T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "nu
 TYPES = ("bart", "marian", "m2m_100", "t5", "mt5")
 
 
+WHISPER: dict[str, Any] = {
+    **{key: value for key, value in STACKS.items() if key != "max_position_embeddings"},
+    "num_mel_bins": 5,
+    "max_source_positions": 7,
+    "max_target_positions": 16,
+    "begin_suppress_tokens": None,
+}
+
+
 def write_model(folder: Path, model_type: str) -> PreTrainedModel:
     """Save an encoder-decoder with a tokenizer of one token a word, and return it."""
     special = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -46,8 +62,10 @@ def write_model(folder: Path, model_type: str) -> PreTrainedModel:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
-    config = AutoConfig.for_model(model_type, **TOKENS, **(T5 if "t5" in model_type else STACKS))
-    model: PreTrainedModel = AutoModelForSeq2SeqLM.from_config(config).eval()
+    sizes = {"whisper": WHISPER}.get(model_type, T5 if "t5" in model_type else STACKS)
+    config = AutoConfig.for_model(model_type, **TOKENS, **sizes)
+    auto = AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM
+    model: PreTrainedModel = auto.from_config(config).eval()
     randomise(model, 7)
     for name, weight in model.named_parameters():
         if "Attention.q" in name:  # T5 does not divide by the root of the heads' width
@@ -55,8 +73,21 @@ def write_model(folder: Path, model_type: str) -> PreTrainedModel:
     with quiet_transformers():
         model.save_pretrained(folder)
         fast.save_pretrained(folder)
-        stored: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(folder)  # Marian's positions are not stored
+        stored: PreTrainedModel = auto.from_pretrained(folder)  # Marian's positions are not stored
     return stored.eval()
+
+
+def write_sounds(folder: Path, count: int = 24) -> Path:
+    """Write features of sounds with what is said; return the file of rows."""
+    draw = random.Random(2)
+    features = np.random.default_rng(2).standard_normal((count, 5, 14), dtype=np.float32)
+    rows = []
+    for number, values in enumerate(features):
+        np.save(folder / f"{number}.npy", values)
+        rows.append({"audio": f"{number}.npy", "text": " ".join(draw.choices(WORDS, k=draw.randint(3, 9)))})
+    file = folder / "sounds.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 def write_pairs(file: Path, count: int = 40) -> Path:

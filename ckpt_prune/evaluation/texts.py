@@ -117,7 +117,7 @@ def measure_rows(pair: Pair, options: EvaluationOptions, given: ScoredWindows | 
     """
     check_same_kind(pair.folder, pair.reference)
     purpose = purpose_of_folder(pair.folder)
-    if purpose not in ("image-text-to-text", "text2text-generation"):
+    if purpose not in ("image-text-to-text", "text2text-generation", "automatic-speech-recognition"):
         raise UserError(
             f"{pair.folder} is no vision language model and no encoder-decoder: --data does not go with it; measure it "
             "on --text"

@@ -168,7 +168,8 @@ def shipped_composite(model_type: str) -> Composite:
 
 def both_parts(config: Mapping[str, Any]) -> tuple[PartName, PartName]:
     """Return the parts that `--part all` names, in the order in which they are pruned."""
-    return ("encoder", "decoder") if is_encoder_decoder(config) else ("vision", "text")
+    is_whisper = config.get("model_type") == "whisper"
+    return ("encoder", "decoder") if is_whisper or is_encoder_decoder(config) else ("vision", "text")
 
 
 def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
@@ -267,6 +268,7 @@ def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str
     merged = copy.deepcopy(within.whole.config)
     inner = merged.get(within.key)
     place = inner if isinstance(inner, dict) else merged  # old files have the text model's keys beside the others
+    is_stack = load_composite(within.whole.config).part(within.part).stack is not None
     heads = ("num_attention_heads", "num_key_value_heads")
     derived = {key: value for key, value in part.stated.items() if key != TIE_KEY}  # widths, and what switches them
     before = {**part.config, **derived}
@@ -275,7 +277,7 @@ def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str
             del place[key]
     for key, value in config.items():
         is_same = key in before and before[key] == value
-        if key in place and is_encoder_decoder(within.whole.config):  # a stack's config may have fewer blocks already
+        if key in place and is_stack:  # its config may have fewer blocks already
             is_same = place[key] == value
         # A derived width of heads stays derived if no head goes.
         is_derived = key == "head_dim" and all(part.config.get(each) == config.get(each) for each in heads)

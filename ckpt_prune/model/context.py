@@ -19,7 +19,7 @@ def reserved_positions(config: Any) -> int:
 
 def context_length(config: Any) -> int | None:
     """Return how many tokens a text model reads at most, or None if its config does not say."""
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
     return None if positions is None or positions < 0 else int(positions) - reserved_positions(config)
 
 

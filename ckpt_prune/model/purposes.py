@@ -9,6 +9,7 @@ Purpose = Literal[
     "text-generation",
     "fill-mask",
     "text2text-generation",
+    "automatic-speech-recognition",
     "text-classification",
     "token-classification",
     "question-answering",
@@ -24,6 +25,7 @@ logits of a causal language model for text-ranking."""
 PURPOSES: dict[str, Purpose] = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSeq2SeqLM": "text2text-generation",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForPreTraining": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",

@@ -90,8 +90,8 @@ class CalibrationOptions(SampleOptions):
 
     data: Input = option(default=None, metavar="FILE", digest="content")
     """Rows (.jsonl, .json) in place of --text. For --part text of a vision language model: messages as its chat
-    template takes them, whose images are paths relative to FILE. For a stack of an encoder-decoder: source and target,
-    perhaps with source_language and target_language as its tokenizer names them."""
+    template takes them, whose images are paths relative to FILE. For an encoder-decoder: source and target, perhaps
+    with source_language and target_language as its tokenizer names them; for Whisper audio, a path, and text."""
     folds: int | None = option(default=None, ge=1)
     """Keep sums apart for this many groups of samples. Recipes that choose lambda by folds need it, and so do held-out
     errors. [default: 1, 2 if the recipe sees whether fits win, 4 if it chooses by folds]"""

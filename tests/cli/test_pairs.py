@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoTokenizer, PreTrainedModel
 
 from ckpt_prune.model.composites import encoder_decoders
 from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
 from tests.pairs import choose_cases
-from tests.seq2seq import TYPES, write_model, write_pairs
+from tests.seq2seq import TYPES, write_model, write_pairs, write_sounds
 
 DATA = ("--data", "pairs.jsonl", "--samples", "24", "--choose", "first")
 RIDGE = (
@@ -54,7 +54,9 @@ def texts(count: int) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def prune_by_hand(model: PreTrainedModel, paths: list[str], ratio: float) -> None:
+def prune_by_hand(
+    model: PreTrainedModel, paths: list[str], ratio: float, pairs: list[dict[str, Tensor]] | None = None
+) -> None:
     """Drop columns of MLPs by score rcpu and refit by ridge, all on the dense model; in float64, edited in place."""
     read: dict[str, list[Tensor]] = {path: [] for path in paths}
     hooks = [
@@ -63,7 +65,7 @@ def prune_by_hand(model: PreTrainedModel, paths: list[str], ratio: float) -> Non
         )
         for path in paths
     ]
-    for pair in texts(24):
+    for pair in pairs or texts(24):
         model(**pair)
     for hook in hooks:
         hook.remove()
@@ -240,3 +242,42 @@ def test_one_width_of_both_stacks(place: Path, bart: PreTrainedModel) -> None:
         for pair in texts(6):
             ours, theirs = pruned(**pair).logits, whole(**pair).logits
             assert (ours - theirs).abs().max() <= 5e-4 * theirs.abs().max()
+
+
+def test_speech_with_its_text(place: Path, bart: PreTrainedModel) -> None:
+    """Whisper: the decoder on what the encoder makes of audio, against the stock model on single pairs."""
+    whole = write_model(place / "whisper", "whisper").double()
+    write_sounds(place)
+    sounds = ("--data", "sounds.jsonl", "--samples", "16", "--choose", "first")
+    ok("prune", "whisper", "--part", "decoder", *RIDGE, *sounds, "-o", "out")
+    assert "FAILED" not in ok("verify", "out", "--against", "whisper")
+    pruned = AutoModelForSpeechSeq2Seq.from_pretrained("out").double().eval()
+    assert pruned.config.decoder_ffn_dim == 42
+    tokenizer, rows = AutoTokenizer.from_pretrained("whisper"), Path("sounds.jsonl").read_text().splitlines()
+    pairs = [
+        {
+            "input_features": torch.from_numpy(np.load(row["audio"])).double()[None],
+            "labels": tokenizer(text_target=row["text"], return_tensors="pt")["input_ids"],
+        }
+        for row in map(json.loads, rows)
+    ]
+    prune_by_hand(whole, [f"model.decoder.layers.{block}.fc2" for block in range(3)], 0.25, pairs[:16])
+    loss, tokens = 0.0, 0
+    with torch.no_grad():
+        for pair in pairs:
+            ours, theirs = pruned(**pair), whole(**pair)
+            assert (ours.logits - theirs.logits).abs().max() <= 5e-4 * theirs.logits.abs().max()
+            loss, tokens = loss + float(ours.loss) * pair["labels"].numel(), tokens + pair["labels"].numel()
+    result = json.loads(ok("evaluate", "out", "--data", "sounds.jsonl", "--json"))
+    assert (result["nll"], result["tokens"]) == (pytest.approx(loss / tokens, rel=1e-4), tokens)
+    ok("prune", "whisper", "--part", "all", *RIDGE, *sounds, "-o", "both")
+    config = AutoModelForSpeechSeq2Seq.from_pretrained("both").config
+    assert (config.encoder_ffn_dim, config.decoder_ffn_dim) == (36, 42)
+    assert "FAILED" not in ok("verify", "both", "--against", "whisper")
+    Path("sounds.jsonl").write_text('{"audio": "no.wav", "text": "w1"}\n')
+    refused = run("prune", "whisper", "--part", "decoder", *RIDGE, *sounds, "-o", "again")
+    assert (refused.exit_code, Path("again").exists()) == (2, False)
+    assert refused.stderr.splitlines()[-1] == (
+        "Error: sounds.jsonl, line 1: no sound no.wav; sounds are .npy .safetensors .wav, named relative to the file "
+        "of rows"
+    )

@@ -120,13 +120,12 @@ def test_what_cannot_be_done_is_refused_by_name(llava):
         "--part text: blocks that need remote code have no place in another model: choose a recipe with widths: "
         "uniform and a compensation that opens no bias, such as ridge"
     )
-    set_config("llava", model_type="whisper")
-    assert read_refusal(*RIDGE[:2], "--part", "decoder", *TEXT, "-o", "out") == (
-        "--part decoder of whisper cannot be pruned: its blocks attend to what the encoder makes of audio as well, and "
-        "calibration has no text with the audio it belongs to"
+    set_config("llava", model_type="aya_vision")
+    assert read_refusal(*RIDGE[:2], "--part", "vision", *TEXT, "-o", "out") == (
+        "--part vision of aya_vision cannot be pruned: its images are cut into tiles, which this version does not do"
     )
     assert read_refusal("prune", "llava", *TEXT, "-o", "out") == (
-        "whisper is made of several models: --part encoder prunes one"
+        "aya_vision is made of several models: --part text prunes one"
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,7 +15,7 @@ from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, fi
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows, read_talks
 from ckpt_prune.measure.samples.images import ImageSamples, PatchSamples
-from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs
+from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs, read_pairs
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import (
     add_frame,
@@ -51,6 +52,8 @@ def check_kind(model: Model, options: SampleOptions) -> str:
         if options.talks is None:
             raise UserError(f"{folder} reads pairs of a source and its target: give {needed}")
         return needed
+    if modality == "audio" and options.talks is not None and model.checkpoint.within is not None:
+        return "--data FILE"  # the sounds of pairs
     if options.talks is not None:
         if modality == "audio" or model.checkpoint.within is None:
             raise UserError(f"--data is for --part of a vision language model, which {folder} is not opened as")
@@ -94,9 +97,11 @@ def choose_samples(
         raise UserError(f"--window and --bos are for text: they do not go with {needed.split()[0]}")
     if modality == "image":
         return _choose_images(model, options, trust, most or MOST_IMAGES, skip, say)
-    assert options.audio is not None
-    sounds = ImageFiles(tuple(find_audio(options.audio)))
-    chosen = _choose_files(sounds, str(options.audio), "sound", options, most or DEFAULT_WINDOWS, skip, say)
+    place = options.talks or options.audio
+    assert place is not None
+    paths = [pair.source for pair in read_pairs(place, audio=True)] if options.talks else find_audio(place)
+    sounds = ImageFiles(tuple(path for path in paths if isinstance(path, Path)))
+    chosen = _choose_files(sounds, str(place), "sound", options, most or DEFAULT_WINDOWS, skip, say)
     shape = {name: model.dimension(name) for name in ("channels", "frames")}
     return AudioSamples(list(chosen.paths), folder, **shape, tokens=model.tokens)
 
@@ -163,10 +168,10 @@ def _choose_pairs(model: Model, options: SampleOptions, most: int | None, skip: 
     assert within is not None
     if options.bos != "auto" or options.choose in ("offsets", "documents"):
         raise UserError("--bos, --choose offsets and --choose documents are for --text: they do not go with --data")
-    requested = options.samples or most or DEFAULT_PAIRS
     stack = load_composite(within.whole.config).part(within.part).stack
     assert stack is not None
     reader, seed = PairReader(within.whole, _window_of(model, options)), options.seed
+    requested = options.samples or most or (DEFAULT_WINDOWS if reader.audio else DEFAULT_PAIRS)
     chosen = choose_pairs(
         reader, options.talks, stack, samples=requested, seed=None if options.choose == "first" else seed, skip=skip
     )

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ from ckpt_prune.common.errors import NoneLeftError, UserError, one_line
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.common.text_encoding import check_unicode, parse_json_rows
+from ckpt_prune.measure.samples.audio import SUFFIXES, AudioSamples
 from ckpt_prune.measure.samples.samples import ScoredWindows
 from ckpt_prune.measure.samples.text import check_vocabulary, fingerprint_windows, read_content, tokenizer_of
 from ckpt_prune.model.composites import shipped_composite
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ckpt_prune.checkpoint.checkpoint import Checkpoint
 
 _FORM = '{"source": "…", "target": "…"}'
+_AUDIO_FORM = '{"audio": "FILE", "text": "…"}'
+_SPOKEN = "language"
 _UNSCORED = -100
 """The label of what no loss counts, in transformers."""
 _LANGUAGES = {"source_language": "src_lang", "target_language": "tgt_lang"}
@@ -32,22 +35,42 @@ _LANGUAGES = {"source_language": "src_lang", "target_language": "tgt_lang"}
 
 @dataclass(frozen=True)
 class Pair:
-    """A row: a source and its target, perhaps their languages, and where it stands."""
+    """A row: a source, text or a file of sound, and its target, perhaps their languages, and where it stands."""
 
     where: str
-    source: str
+    source: str | Path
     target: str
     languages: dict[str, str] = field(default_factory=dict)
 
 
-def read_pairs(file: Path) -> list[Pair]:
-    """Read rows of pairs; UserError if one has another form."""
+def read_pairs(file: Path, *, audio: bool = False) -> list[Pair]:
+    """Read rows of texts with their targets, or of audio with its text; UserError if one has another form.
+
+    A sound is named relative to the file.
+    """
     if not file.is_file():
         raise UserError(f"{file}: no such file of pairs")
-    pairs = [_read_pair(where, row) for where, row in parse_json_rows(file, read_content(file))]
+    rows = parse_json_rows(file, read_content(file))
+    pairs = [_read_sound(where, row, file.parent) if audio else _read_pair(where, row) for where, row in rows]
     if not pairs:
-        raise UserError(f"{file}: no pairs in it; each row is {_FORM}")
+        raise UserError(f"{file}: no pairs in it; each row is {_AUDIO_FORM if audio else _FORM}")
     return pairs
+
+
+def _read_sound(where: str, row: Any, folder: Path) -> Pair:
+    named, text = (row.get(key) if isinstance(row, dict) else None for key in ("audio", "text"))
+    if not isinstance(named, str) or not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where}: no audio with its text; each row must be {_AUDIO_FORM}")
+    check_unicode(where, text)
+    path = folder / named
+    if not path.is_file() or path.suffix.lower() not in SUFFIXES:
+        raise UserError(
+            f"{where}: no sound {path}; sounds are {' '.join(SUFFIXES)}, named relative to the file of rows"
+        )
+    language = row.get(_SPOKEN)
+    if language is not None and not isinstance(language, str):
+        raise UserError(f"{where}: {_SPOKEN} {language!r} is no code of a language")
+    return Pair(where, path, text, {} if language is None else {_SPOKEN: language})
 
 
 def _read_pair(where: str, row: Any) -> Pair:
@@ -65,7 +88,7 @@ def _read_pair(where: str, row: Any) -> Pair:
 
 @dataclass(frozen=True)
 class _Written:
-    """A pair as tokens: those of the source, (S,), and the labels, (L,), int64 each."""
+    """A pair as tokens: those of the source, (S,), none of a sound, and the labels, (L,), int64 each."""
 
     source: Tensor
     labels: Tensor
@@ -79,7 +102,7 @@ class PairReader:
     """
 
     def __init__(self, checkpoint: "Checkpoint", window: int | None) -> None:
-        self.window, self._folder = window, checkpoint.path
+        self.window, self.folder = window, checkpoint.path
         self.tokenizer: Any = tokenizer_of(checkpoint)
         self._usual = {name: getattr(self.tokenizer, name, None) for name in _LANGUAGES.values()}
         self.config: Any = parse_config(checkpoint.config)
@@ -93,27 +116,53 @@ class PairReader:
             if hasattr(tokenizer, attribute) and language is None:
                 key = next(key for key, name in _LANGUAGES.items() if name == attribute)
                 raise UserError(
-                    f"{pair.where}: the tokenizer of {self._folder} writes a token for the language, and no {key} says "
+                    f"{pair.where}: the tokenizer of {self.folder} writes a token for the language, and no {key} says "
                     f'which: add "{key}": "CODE" to the rows'
                 )
             if attribute in pair.languages and not hasattr(tokenizer, attribute):
-                raise UserError(f"{pair.where}: the tokenizer of {self._folder} knows no languages")
+                raise UserError(f"{pair.where}: the tokenizer of {self.folder} knows no languages")
             if language is not None and getattr(tokenizer, attribute) != language:
                 try:
                     setattr(tokenizer, attribute, language)
                 except Exception as error:  # KeyError and others, as each tokenizer does
                     raise UserError(
-                        f"{pair.where}: the tokenizer of {self._folder} has no language {language!r}"
+                        f"{pair.where}: the tokenizer of {self.folder} has no language {language!r}"
                     ) from error
+        if _SPOKEN in pair.languages:
+            self._say_spoken(pair)
         window, cut = self.window, {"truncation": self.window is not None, "verbose": False}
+        source: list[int] = []
         try:
-            source = tokenizer(text=pair.source, max_length=window, **cut)["input_ids"]
+            if isinstance(pair.source, str):
+                source = tokenizer(text=pair.source, max_length=window, **cut)["input_ids"]
             labels = tokenizer(text_target=pair.target, max_length=window and window - 1, **cut)["input_ids"]
         except Exception as error:  # whatever a tokenizer raises
             raise UserError(f"{pair.where}: the tokenizer does not take it: {one_line(error)}") from error
-        if not source or not labels:
+        if self.audio and labels and labels[0] == self.config.decoder_start_token_id:
+            labels = labels[1:]  # the class puts it before labels
+        if not (source or self.audio) or not labels:
             raise UserError(f"{pair.where}: its {'source' if not source else 'target'} holds no token")
         return _Written(torch.tensor(source), torch.tensor(labels))
+
+    def _say_spoken(self, pair: Pair) -> None:
+        """Let the tokenizer write the token of a sound's language, and that its text is said in it."""
+        try:
+            self.tokenizer.set_prefix_tokens(language=pair.languages[_SPOKEN], task="transcribe")
+        except Exception as error:  # ValueError of Whisper's; AttributeError of any other
+            raise UserError(
+                f"{pair.where}: the tokenizer of {self.folder} has no language {pair.languages[_SPOKEN]!r}"
+            ) from error
+
+    @property
+    def audio(self) -> bool:
+        """Whether sources are sounds."""
+        return str(self._model.main_input_name) == "input_features"
+
+    def sounds(self, paths: list[Path]) -> AudioSamples:
+        """Return the features of sounds, read when they are asked for."""
+        config = self.config
+        shape = {"channels": config.num_mel_bins, "frames": 2 * config.max_source_positions}
+        return AudioSamples(paths, self.folder, **shape, tokens=config.max_source_positions)
 
     def shift(self, labels: Tensor) -> Tensor:
         """Return what the decoder reads where these labels, (N, T), are to be predicted."""
@@ -127,7 +176,7 @@ class PairReader:
                 shifted = module.shift_tokens_right(labels, config.pad_token_id, config.decoder_start_token_id)
         except Exception as error:  # a config without its special tokens
             raise UserError(
-                f"{self._folder}: config.json does not say how targets begin (decoder_start_token_id, pad_token_id): "
+                f"{self.folder}: config.json does not say how targets begin (decoder_start_token_id, pad_token_id): "
                 f"{one_line(error)}"
             ) from error
         return shifted
@@ -142,10 +191,12 @@ class PairWindows(ScoredWindows):
         scored: tokens that a loss counts, (N, T) bool.
         sources: what the encoder is passed: name → (N, S, …).
         stack: the blocks that samples are of.
+        sounds: what the encoder is passed in place of `sources`, if it hears.
     """
 
     sources: dict[str, Tensor] = field(default_factory=dict)
     stack: Literal["encoder", "decoder"] = "decoder"
+    sounds: AudioSamples | None = None
 
     @property
     def tokens(self) -> int:
@@ -156,9 +207,12 @@ class PairWindows(ScoredWindows):
     def fingerprint(self) -> str:
         """SHA-256 of the token ids of sources and targets."""
         parts = [fingerprint_windows(each) for each in (*self.sources.values(), self.windows)]
+        parts += [] if self.sounds is None else [self.sounds.fingerprint]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def batch(self, rows: slice) -> dict[str, Tensor]:
+        if self.sounds is not None:
+            return self.sounds.batch(rows) | {"decoder_input_ids": self.windows[rows]}
         return {name: each[rows] for name, each in self.sources.items()} | {"decoder_input_ids": self.windows[rows]}
 
     def called_with(self, rows: slice) -> list[dict[str, Tensor]]:
@@ -190,7 +244,7 @@ def choose_pairs(
     Raises:
         NoneLeftError: there are no other pairs than those that are passed over.
     """
-    pairs = read_pairs(file)
+    pairs = read_pairs(file, audio=reader.audio)
     if seed is not None:
         order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
         pairs = [pairs[place] for place in order]
@@ -198,7 +252,9 @@ def choose_pairs(
         raise NoneLeftError(f"{file} has {plural(len(pairs), 'pair')}, and {skip} of them are taken; give more rows")
     pairs = pairs[skip : None if samples is None else skip + samples]
     written = [reader.write(pair) for pair in track(pairs, "pairs", unit="pair", total=len(pairs))]
-    return _pad(reader, written, stack, f"{plural(len(pairs), 'pair')} of {file.name}")
+    windows = _pad(reader, written, stack, f"{plural(len(pairs), 'pair')} of {file.name}")
+    paths = [pair.source for pair in pairs if isinstance(pair.source, Path)]
+    return replace(windows, sources={}, sounds=reader.sounds(paths)) if paths else windows
 
 
 def _pad(

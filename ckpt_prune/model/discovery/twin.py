@@ -124,7 +124,7 @@ class Twin:
 
 
 def run(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    options = {"use_cache": False} if "input_ids" in batch else {}
+    options = {"use_cache": False} if {"input_ids", "decoder_input_ids"} & batch.keys() else {}
     outputs: Any = model(**batch, **options)
     logits = getattr(outputs, "logits", None)
     result: Tensor = outputs[0] if logits is None else logits
@@ -325,6 +325,9 @@ def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
     model = make_model(parsed, architecture)
     tokens = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens}
+    if model.main_input_name == "input_features":  # of sounds: two frames make a token
+        frames = (2, parsed.num_mel_bins, 2 * parsed.max_source_positions)
+        batch = {"input_features": torch.randn(frames, generator=torch.Generator().manual_seed(1))}
     if getattr(parsed, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = tokens.flip(0, 1)
     twin = Twin(model, small, parsed, batch, architecture, sizes)
