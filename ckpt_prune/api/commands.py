@@ -129,13 +129,13 @@ def frontier(options: FrontierOptions) -> "Frontier":
     An interrupted run leaves OUT.partial, which --resume continues.
     """
     check_texts((*options.text, *options.held_out))
+    require_gguf()
     if options.runs_on == "onnxruntime":
         with without_collection():
             from ckpt_prune.runner.graph_frontier import explore_graphs
 
         with collection_of_new_objects():
             return explore_graphs(options)
-    require_gguf()
     from ckpt_prune.runner.frontier import explore_frontier
 
     return explore_frontier(options)

@@ -31,7 +31,8 @@ from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.rounding.codes import CODES, decode
-from ckpt_prune.rounding.feedback import HEAD_DAMP, damp_for, importance_of, output_error, round_with_feedback
+from ckpt_prune.rounding.damping import damp_for
+from ckpt_prune.rounding.feedback import HEAD_DAMP, importance_of, output_error, round_with_feedback
 from ckpt_prune.sparsity.damping import DAMP
 
 FOLDS = 4

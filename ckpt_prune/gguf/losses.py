@@ -21,7 +21,8 @@ from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
 from ckpt_prune.rounding.codes import CODES, decode
-from ckpt_prune.rounding.feedback import HEAD_DAMP, damp_for, round_with_feedback
+from ckpt_prune.rounding.damping import damp_for
+from ckpt_prune.rounding.feedback import HEAD_DAMP, round_with_feedback
 from ckpt_prune.sparsity.damping import DAMP
 
 TYPES = (Kind.Q8_0, Kind.Q6_K, Kind.Q5_K, Kind.Q4_K, Kind.IQ4_XS, Kind.Q3_K, Kind.IQ3_S, Kind.IQ3_XXS, Kind.Q2_K)

@@ -13,9 +13,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from ckpt_prune.compensation.methods import derive_strength
 from ckpt_prune.rounding.codes import CodeGrid, decode, put_codes
-from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
+from ckpt_prune.sparsity.damping import MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise
 from ckpt_prune.sparsity.visiting import fix_in_turn, visit_inputs
 
@@ -27,11 +26,6 @@ LEAST = 1e-6
 
 HEAD_DAMP = 0.1
 """The embedding is also what tokens begin with: its own weights must stay nearer than outputs alone would say."""
-
-
-def damp_for(columns: int, tokens: int, least: float = DAMP) -> float:
-    """Return the damping for so many columns whose Gram is of so many tokens, as a share of the mean diagonal."""
-    return max(least, min(MOST_DAMP, derive_strength(columns, tokens)))
 
 
 def importance_of(squares: Tensor) -> Array:

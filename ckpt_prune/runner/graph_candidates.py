@@ -17,7 +17,6 @@ class GraphCandidate:
         kl: what it is predicted to lose, as weights rounded in the float graph do; None if that is not known.
         rounding: of weights in few bits.
         kinds: how weights are stored → how many are.
-        accuracy_level: what their products may read: 1 for float32, 4 also for what is rounded to 8 bits.
         by_budget: forms of weights are chosen, so that the size must be named to make it again.
         columns: that the MLP of each block keeps, if the model was pruned first; else empty.
         commands: that make it.
@@ -28,7 +27,6 @@ class GraphCandidate:
     kl: float | None
     rounding: Literal["nearest", "gptq"]
     kinds: dict[str, int] = field(default_factory=dict)
-    accuracy_level: int = 4
     by_budget: bool = False
     columns: tuple[int, ...] = ()
     commands: tuple[str, ...] = ()
@@ -39,8 +37,7 @@ class GraphCandidate:
         if self.dtype == "fp32":
             return "float32"
         words = ", ".join(f"{count} in {kind}" for kind, count in self.kinds.items())
-        inputs = ", with inputs in float32" if self.accuracy_level == 1 else ""
-        return f"{words}, rounded {'by GPTQ' if self.rounding == 'gptq' else 'to the nearest'}{inputs}"
+        return f"{words}, rounded {'by GPTQ' if self.rounding == 'gptq' else 'to the nearest'}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self, cast
@@ -43,7 +43,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.export import EMBEDDED_BYTES, count_graph_bytes, make_graph_config, measure_for, save_graph
 from ckpt_prune.onnx.metrics import Allowance, measure_image_metric, measure_text_metric
 from ckpt_prune.onnx.quantization.choosing import Prices
-from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, Decision, allow_harm, make_scheme, store
+from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, allow_harm, make_scheme, store
 from ckpt_prune.onnx.reference import GraphReference, HeldModel
 from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA, OnnxModel, complete_inputs
@@ -76,8 +76,6 @@ BATCH = 8
 """Images that are timed."""
 TRIES = 3
 """Choices for a loss."""
-PLAIN, PLAIN_LEVEL = ", inputs in float32", 1
-"""What is said of graphs whose products read float32, and their accuracy level."""
 PRUNING, WINDOW = 32, 512
 """Windows of text that a model is pruned by, and their tokens, by default."""
 SIZE = "BYTES"
@@ -181,16 +179,12 @@ def _candidates(
     if limit is not None:
         yield "by budget", lambda: maker.budget.within_bytes(limit)
         yield "by budget, GPTQ", lambda: maker.fitted.within_bytes(limit)
-        yield f"by budget, GPTQ{PLAIN}", lambda: with_plain_inputs(maker.fitted.within_bytes(limit))
         return
     assert loss is not None
     asked = loss
     for attempt in range(TRIES):
-        name, target = "smallest within the loss" + (f", {attempt + 1}" if attempt else ""), asked
-        if not attempt:
-            yield name, lambda: maker.fitted.within_loss(loss)
-        if attempt or found[-1].score.kl > loss:
-            yield name + PLAIN, lambda target=target: with_plain_inputs(maker.fitted.within_loss(target))  # type: ignore[misc]
+        name = "smallest within the loss" + (f", {attempt + 1}" if attempt else "")
+        yield name, partial(maker.fitted.within_loss, asked)
         measured = found[-1].score.kl
         if loss / CLOSE <= measured <= loss:
             return
@@ -213,12 +207,6 @@ def _words(given: Mapping[str, Any]) -> list[str]:
             elif each not in (None, False, "auto", "random") and (name, each) != ("seed", 0):
                 words += [f"--{name.replace('_', '-')}", str(each)]
     return words
-
-
-def with_plain_inputs(decision: Decision) -> Decision:
-    """Return the same weights, multiplied with what they read as it is, which onnxruntime else rounds to 8 bits."""
-    record = decision.record.model_copy(update={"accuracy_level": PLAIN_LEVEL})
-    return replace(decision, scheme=replace(decision.scheme, accuracy=PLAIN_LEVEL), record=record)
 
 
 class GraphMaker:
@@ -342,7 +330,7 @@ class GraphMaker:
             candidate = GraphCandidate(name, dtype, None, "nearest")
         else:
             record, by_budget = decision.record, bool(decision.scheme.blocks)
-            how = record.loss, record.rounding, record.weights, record.accuracy_level, by_budget
+            how = record.loss, record.rounding, record.weights, by_budget
             candidate = GraphCandidate(name, dtype, *how)
         candidate = replace(candidate, columns=self.columns, commands=self._commands(candidate))
         found = MeasuredGraph(candidate, self._score(place))
@@ -435,7 +423,7 @@ class GraphMaker:
         if candidate.by_budget:
             words += ["--target-bytes", self.options.target_bytes or SIZE]
         if candidate.dtype == "int4":
-            words += ["--rounding", candidate.rounding, "--accuracy-level", str(candidate.accuracy_level)]
+            words += ["--rounding", candidate.rounding]
         given = _proof_options(self.options)
         if self.options.images:
             given["samples"] = self.options.held_out_samples or HELD_OUT_IMAGES

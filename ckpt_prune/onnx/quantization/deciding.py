@@ -55,6 +55,7 @@ from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
 from ckpt_prune.onnx.writing import count_written_bytes
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.recipe.sizes import Size, parse_size
+from ckpt_prune.rounding.damping import damp_for
 
 MARGIN = {"blocks": 0.8, "dynamic": 0.6, "static": 0.8}
 """Safety margin: use only this share of the allowed loss, since the proof uses other data. With dynamic rounding a
@@ -275,7 +276,7 @@ class Decider:
     def __init__(self, model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> None:
         self._model, self.scheme, self._measuring, self._scratch = model, scheme, measuring, scratch
         self._weights = {weight.name: weight for weight in find_weights(copy_with_split_gemms(model).graph)}
-        self._grams: dict[str, Tensor] = {}
+        self._grams: dict[str, tuple[Tensor, int]] = {}
         if scheme.rounding == "gptq" and measuring is not None:
             self._grams = measure_grams(model, measuring.calibration, scratch)
         self._blocks: dict[tuple[str, BlockRounding, bool], Blocks] = {}
@@ -322,8 +323,7 @@ class Decider:
         key = name, grid, gram is not None
         if key not in self._blocks:
             matrix = self._weights[name].to_matrix()
-            blocks = round_to_nearest(matrix, grid) if gram is None else round_by_gptq(matrix, gram, grid)
-            self._blocks[key] = blocks
+            self._blocks[key] = round_to_nearest(matrix, grid) if gram is None else _fit(matrix, *gram, grid)
         return self._blocks[key]
 
     def _to_matrix(self, name: str, label: Label, *, fitted: bool) -> Array:
@@ -472,6 +472,10 @@ class Decider:
         if not isinstance(label, BlockRounding):
             return label
         return f"{label.bits}-bit blocks" + ("" if label.block == self.scheme.block else f" of {label.block}")
+
+
+def _fit(matrix: Array, gram: Tensor, tokens: int, grid: BlockRounding) -> Blocks:
+    return round_by_gptq(matrix, gram, grid, damp=damp_for(len(matrix), tokens))
 
 
 def store(model: onnx_ir.Model, decision: Decision, measuring: Measuring | None, scratch: Path) -> onnx_ir.Model:

@@ -1,5 +1,6 @@
 """Measurements on a running graph: how much its outputs lose by rounding, and the Grams of its weights' inputs."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -123,8 +124,8 @@ def _add_rounding_of_inputs(graph: onnx_ir.Graph, weight: GraphWeight) -> str:
 
 def measure_grams(
     model: onnx_ir.Model, feeds: Iterable[Feed], scratch: Path, threads: int | None = None
-) -> dict[str, Tensor]:
-    """Weight → the sum over all tokens of x xᵀ, (K, K) float32, x being what it is multiplied with.
+) -> dict[str, tuple[Tensor, int]]:
+    """Weight → the sum over all tokens of x xᵀ, (K, K) float32, x being what it is multiplied with, and their number.
 
     Weights that nothing or several things are multiplied with, and tables, are left out.
 
@@ -147,13 +148,14 @@ def measure_grams(
     for value in values.values():
         value.type = _FLOAT
         copy.graph.outputs.append(value)
-    sums: dict[str, Tensor] = {}
+    sums, counts = dict[str, Tensor](), Counter[str]()
     session = _load_session(copy, scratch, threads)
     for feed in feeds:
         for name, array in zip(values, session.run(list(values), dict(feed)), strict=True):
             x = torch.from_numpy(array).flatten(0, -2)
             sums[name] = sums[name].addmm_(x.T, x) if name in sums else x.T @ x
-    return {weight: sums[name] for weight, name in inputs.items()}
+            counts[name] += len(x)
+    return {weight: (sums[name], counts[name]) for weight, name in inputs.items()}
 
 
 def _load_session(model: onnx_ir.Model, scratch: Path, threads: int | None) -> Any:

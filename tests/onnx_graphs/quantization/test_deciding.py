@@ -212,7 +212,8 @@ def test_grams_are_sums_of_products_of_inputs(tmp_path):
     grams = measure_grams(MODEL, FEEDS, tmp_path)
     table = MODEL.graph.initializers["table"].const_value.numpy()
     x = np.concatenate([table[feed["ids"].flatten()] for feed in FEEDS])
-    assert np.allclose(grams["w"].numpy(), x.T @ x, rtol=1e-4, atol=1e-3)
+    assert np.allclose(grams["w"][0].numpy(), x.T @ x, rtol=1e-4, atol=1e-3)
+    assert grams["w"][1] == len(x)
     assert "table" not in grams  # its rows are looked up too
 
 
