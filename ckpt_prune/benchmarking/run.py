@@ -106,7 +106,7 @@ def take_turns(
 ) -> list[list[Timing]]:
     """Time a workload in rounds of each of them once; a round starts with the second of the round before.
 
-    What slows the machine down for a while slows them all down alike.
+    Work that slows the machine down for a while slows them all down alike.
 
     Args:
         rounds: that are counted.

@@ -36,8 +36,7 @@ def available_bytes() -> int | None:
 def return_freed_memory() -> None:
     """Give the system back what was freed, if the C library keeps it (glibc's does).
 
-    What was freed in pieces below its limit for maps stays with the process, and the next user of memory, if it asks
-    for other sizes, takes more beside it.
+    It keeps pieces below its limit for maps, and the next user of memory, if it asks for other sizes, takes more.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

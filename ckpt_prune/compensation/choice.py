@@ -102,8 +102,8 @@ def choose_form(
     there is one target, and α is 0. With `ENOUGH_FOR_TWO_FOLDS` training tokens for each kept input two folds are held
     out, else all.
 
-    Of equal errors the one that changes the weights less wins: the method that stands first in `METHODS`, then the
-    larger strength, then the smaller share.
+    If errors are equal, the one that changes the weights less wins: the method that stands first in `METHODS`, then
+    the larger strength, then the smaller share.
 
     A method with `best_of_form` is ruled out if its error on the held-out folds is too large even when it is fitted to
     them as well, at α = 1. Otherwise its own held-out errors are computed: at the share at which the ridges are best,

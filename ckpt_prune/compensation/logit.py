@@ -42,7 +42,7 @@ class StrengthChoice:
     """The best strength on held-out folds, and the errors that it was chosen by.
 
     Attributes:
-        value: in the units of the grid. Of equal errors the larger strength wins: it changes the weights less.
+        value: in the units of the grid. If errors are equal, the larger wins: it changes the weights less.
         errors: strength → relative held-out error, Σ held-out error / Σ target energy.
     """
 

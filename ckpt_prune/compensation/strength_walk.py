@@ -93,8 +93,8 @@ class RidgeErrors:
     def at(self, strength: float, shares: Sequence[float], factor: Tensor | None = None) -> Tensor:
         """Return Σ ‖y − Ŵ x − b‖² over the fold for every share α of the drift, (shares,) float64.
 
-        Of mixtures it is that up to a constant. Ŵ is what `least_squares.shrink` gives for the training tokens, and b
-        the bias that fits it. `factor` is what the method of that name returns for this strength.
+        For mixtures a constant is left out. Ŵ is what `least_squares.shrink` gives for the training tokens, and b the
+        bias that fits it. `factor` is what the method of that name returns for this strength.
         """
         steps = self._solve(strength, factor).chunk(len(self.pulls))
         share = torch.tensor(list(shares), dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Bits per byte: models whose tokenizers differ, on the same pieces of text (README.md, section 1).
 
-Perplexity is of a token, and says nothing where tokens differ. What a model needs to write a text down does.
+Perplexity is of a token, and cannot be compared where tokens differ. The bits that a model needs for a text can.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +77,7 @@ class TextPiece:
 def cut_pieces(text: str, tokenizers: Sequence[Tokenizer], window: int, limit: int | None) -> list[TextPiece]:
     """Cut a text into pieces, from its start, of at most about `window` tokens of each tokenizer.
 
-    A piece ends before white space. What is left at the end of the text is dropped.
+    A piece ends before white space. The rest at the end of the text is dropped.
     """
     encoded = [tokenizer.encode(text, add_special_tokens=False) for tokenizer in tokenizers]
     ends = max((each.offsets for each in encoded), key=len)

@@ -29,8 +29,8 @@ _CLASSES = {"depth": "AutoModelForDepthEstimation", "segmentation": "AutoModelFo
 def measure_maps(pair: Pair, options: EvaluateOptions) -> ScoredResult[Segmentation | DepthScores]:
     """Measure a depth or segmentation model on images with a map each, at the size of the images.
 
-    What it tells is read out by the image processor's own method, as its users do. Without a unit there is no error:
-    models of relative depth are refused, as are processors that cut a part out of images.
+    Its maps are read out by the image processor's own method, as its users do. Relative depth has no unit, and so no
+    error: such models are refused, as are processors that cut a part out of images.
     """
     kind = "depth" if options.depth is not None else "segmentation"
     folder = options.depth or options.segmentation

@@ -58,8 +58,7 @@ class FilePlanner:
     ) -> FilePlan:
         """Return what the file of a model would be, to the byte.
 
-        Of an output that is not written the last hundred bytes are not known: its name, and the task that its card
-        states.
+        Before an output is written, about a hundred bytes are not known: its name, and the task that its card states.
 
         Args:
             chosen: type of the file.

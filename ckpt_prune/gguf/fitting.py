@@ -1,7 +1,7 @@
 """Rounding the matrices of a GGUF file by what reaches them: block by block, behind the blocks that are rounded.
 
-Every matrix is rounded by ggml with the importance of its inputs, and by error feedback (`ckpt_prune.rounding`). What
-changes the outputs less on samples that neither has seen is taken. The file gets the very bytes.
+Every matrix is rounded by ggml with the importance of its inputs, and by error feedback (`ckpt_prune.rounding`). The
+one that changes the outputs less on samples that neither has seen is taken. The file gets the very bytes.
 """
 
 from collections import Counter

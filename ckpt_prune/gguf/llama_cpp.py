@@ -214,7 +214,7 @@ def _serve(task: LlamaCppTask) -> tuple[dict[str, Any], dict[str, Any]]:
 def _predict(server: Any, prompt: list[int], top: int, plain: int) -> list[dict[str, Any]]:
     """Log-probabilities of the next token, the likeliest first, before sampling.
 
-    What is sampled is the token `plain`: without half a character or an end of text, of which the server says nothing.
+    The token `plain` is sampled: the server says nothing of half a character or of an end of text.
     """
     answer = _complete(server, prompt, plain, n_probs=top, cache_prompt=True)
     found: list[dict[str, Any]] = answer["completion_probabilities"][0]["top_logprobs"]

@@ -101,8 +101,8 @@ def prove(
 def _allowed_kl(folder: Path, kind: str, *, trust: bool, same_weights: bool) -> float | None:
     """Return the mean divergence that passes; None: any.
 
-    llama.cpp looks GELU up in a table of float16 numbers, in files of float32 too. What it multiplies with rounded
-    weights it rounds to 8 bits first, whatever their type is.
+    llama.cpp looks GELU up in a table of float16 numbers, in files of float32 too. It rounds the
+    inputs of rounded weights to 8 bits, whatever the type of the weights is.
     """
     config = config_of(folder, trust=trust).get_text_config()
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)

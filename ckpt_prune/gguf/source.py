@@ -102,7 +102,7 @@ def comparison_with(
 
     Args:
         path: of the file.
-        stock: what is made of it.
+        stock: the checkpoint that the file becomes.
         proving: what to compare on.
         say: prints a line.
         wanted: compare.
@@ -167,7 +167,7 @@ def _architecture(file: GgufFile) -> Architecture:
 
 
 def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
-    """config.json of a file. What llama.cpp computes where a key is absent is stated, whatever the class would do."""
+    """config.json of a file. Where a key is absent, it states what llama.cpp computes, whatever the class would do."""
     keys, family = Keys(file.values, file.path, architecture.name), load_family(architecture.model_type)
     heads, hidden, blocks = (keys.number(key) for key in ("attention.head_count", "embedding_length", "block_count"))
     if blocks > _MOST_BLOCKS:

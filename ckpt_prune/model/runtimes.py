@@ -318,7 +318,6 @@ def types_exported(config: Mapping[str, Any], export: Mapping[str, Any] | None) 
 
     Args:
         config: config.json of the output.
-        export: the key `export` of a recipe.
     """
     if export is None:
         return ()

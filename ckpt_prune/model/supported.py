@@ -79,7 +79,7 @@ def read_local_config(model: str) -> dict[str, Any]:
 
 
 def attach_description(config: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with a description, if that is of its model_type and it has none yet."""
+    """Return a config.json with a description for its model_type added; as it is if it has one, or another type."""
     if config.get("model_type") != outside["model_type"] or OUTSIDE_KEY in config:
         return config
     return config | {OUTSIDE_KEY: outside}

@@ -55,7 +55,7 @@ class HalfRange:
 def measure_half_range(model: nn.Module, run: Callable[[], Any]) -> HalfRange:
     """Run a model in float16, and find the largest of the values that it holds in float16.
 
-    What the model itself computes in float32 does not count. Of values out of range, the first one is named.
+    Values that the model itself computes in float32 do not count. The first one that is out of range is named.
 
     Args:
         model: with parameters in float16, on the CPU.

@@ -14,7 +14,7 @@ from ckpt_prune.onnx.block_kinds import NotAlikeError, name_tensors
 
 @dataclass(frozen=True)
 class _Source:
-    """Names of weights, and what is made of them: the first as it is or transposed, or what a program computes."""
+    """Names of weights, and how a graph reads them: the first as it is or transposed, or what a program computes."""
 
     weights: list[str]
     transposed: bool = False

@@ -1,6 +1,6 @@
 """Places of recipes: a shipped name, a file, a folder, or a Hub repository.
 
-What is downloaded is data of a bounded size, and its digest is recorded.
+Downloads are data of a bounded size, and their digest is recorded.
 """
 
 import hashlib

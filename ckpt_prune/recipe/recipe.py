@@ -91,7 +91,7 @@ class StageKeys(Strict):
         """Return True if an override of a key says how much goes, so that the ratio of the file is left out.
 
         Args:
-            keys: its path.
+            keys: path of that key, such as ("mask", "pattern").
             values: of the stage, with the override.
         """
         return False

@@ -3,8 +3,8 @@
 Time of a recipe = time of `ridge` times the recipe's own `time` (tools/time_recipes.py). Recipes without that key get
 no estimate of time. `ridge` is: every block run once on every sample with the Grams of its inputs, unless statistics
 are given, and one solve as wide as its widest input. Recipes that decide widths on some of the samples alone take less.
-Times are those of the processor, which other work on the machine does not lengthen. What the command has spent so far,
-most of it on imports, is added.
+Times are those of the processor, which other work on the machine does not lengthen. The time that the command has
+spent so far, most of it on imports, is added.
 """
 
 import time

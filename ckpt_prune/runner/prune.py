@@ -1,6 +1,6 @@
 """`prune`: from options to an output that is measured, exported and pushed.
 
-What loads classes of models, which takes seconds, is imported where it is used: a dry run needs none of it.
+Modules that load classes of models take seconds. They are imported where they are used: a dry run needs none of them.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """`prune --part all`: one part of a model, and then the other behind it.
 
-Of a vision language model these are its tower and its text part, of an encoder-decoder its two stacks.
+A vision language model has a tower and a text part, an encoder-decoder has two stacks.
 """
 
 import shutil

@@ -52,7 +52,7 @@ def hill_exponent(weight: Tensor) -> float:
 def ratios_by_outliers(outliers: Sequence[float], sizes: Sequence[int], ratio: float, spread: float) -> list[float]:
     """Share out zeros as OWL does: the more outliers a block has, the less it loses (section 3.3, as its code has it).
 
-    What is kept is 2λ (D − min D) / (max D − min D), moved so that its mean is 1 − ratio. (The paper's blocks are
+    The kept share is 2λ (D − min D) / (max D − min D), moved so that its mean is 1 − ratio. (The paper's blocks are
     all of one size; where they differ, the mean is over weights.)
 
     Args:

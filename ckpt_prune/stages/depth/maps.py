@@ -77,8 +77,8 @@ def fit_maps(prepared: Prepared, gaps: Sequence[GapRecord]) -> tuple[list[GapRec
 
     The dense model's blocks run one after the other. Where a gap begins, the states that enter the block before it wait
     for the dense states behind it; the block with its map then runs on them. So every map sees what those before it
-    have changed, and is fitted to the dense model's own stream. Held are a block, and two sets of hidden states, three
-    while one waits.
+    have changed, and is fitted to the dense model's own stream. In memory are a block, and two sets of hidden states,
+    three while one waits.
     """
     live, model = prepared.live_samples, prepared.model
     dense = prepared.plain_view
@@ -188,7 +188,7 @@ def observe_gap(
 ) -> tuple[Moments, ...]:
     """Measure moments of z = W x of a block's mlp without its bias, with the drift δ = y − z, a tuple over folds.
 
-    Of experts z is the sum. y is what W x would have to be for the block to give `reached`. If the mlp's output is
+    With experts z is their sum. y is what W x would have to be for the block to give `reached`. If the mlp's output is
     added to the stream as it is, δ = `reached` − (the block's output). A scale, a multiplier or a norm on the way is
     divided out, token by token, as for the drift of a site (`streams.drift`), and so is a norm that the whole sum
     passes.

@@ -166,7 +166,7 @@ def diagonalise_gains(basis: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
     """Return the basis of the same subspace in which a final norm's gains are gains again, and these: P Q and γ.
 
     Pᵀ diag(g) P = Q diag(γ) Qᵀ: in the basis P Q the head reads diag(γ) of what it read diag(g) of, and a table that is
-    embedding and head at once stays one table. What is lost is how g mixes dropped directions into kept ones. P is (d,
+    embedding and head at once stays one table. It loses what g mixes from dropped directions into kept ones. P is (d,
     k) float64, and g (d,).
     """
     kept_gains, turn = torch.linalg.eigh(basis.T @ (gains[:, None] * basis))

@@ -62,7 +62,7 @@ def scales_of(
     Every group of a weight (rows, columns) gets the scale with the least sum of squared differences. If the energies of
     the inputs, (columns,), are given, each square is multiplied by that of its input: the sum is then the outputs'
     change if inputs did not depend on one another. Then scales that put the largest weight at the least code are tried
-    too, as in GGUF's q4_0; they are negative where that weight is positive. Of equals the first wins.
+    too, as in GGUF's q4_0; they are negative where that weight is positive. Among equals the first wins.
     """
     groups = _group(weight, scheme)
     counts = 1.0 if energies is None else _group(energies[None], scheme).to(groups.dtype)

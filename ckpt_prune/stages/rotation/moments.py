@@ -17,7 +17,7 @@ from ckpt_prune.stages.rotation.rotated_checkpoint import RotatedCheckpoint
 def stream_gram(model: Model, source: MomentSource) -> Tensor:
     """Sum the Grams of what the norms of all blocks read, before their gains and biases.
 
-    Σ x̂ x̂ᵀ over tokens and sub-layers, (d, d) float64 on CPU. What the final norm reads is not in it: statistics are
+    Σ x̂ x̂ᵀ over tokens and sub-layers, (d, d) float64 on CPU. The input of the final norm is not in it: statistics are
     of the inputs of blocks' linear modules. `source` has moments of every linear module's input, with Grams.
     """
     family = model.family

@@ -65,8 +65,8 @@ def choose_samples(prepared: Prepared, live: LiveSamples) -> LiveSamples:
 def plan_end_states(prepared: Prepared, live: LiveSamples, folder: Path) -> EndStates | None:
     """Return what to keep of the states behind the blocks of the unpruned model while it is measured on `live`.
 
-    Of all samples, if the drift from them is measured as well; else of those that gradients are taken of. None if they
-    serve nothing, or several processes share the samples.
+    The states of all samples are kept if the drift from them is measured as well; else only of those that gradients
+    are taken of. None if nothing needs them, or several processes share the samples.
     """
     recipe, model, count = prepared.recipe, prepared.model, len(live.samples)
     drifts = prepared.sequential and recipe.target == "drift" and not recipe.changes_model

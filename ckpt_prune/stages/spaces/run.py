@@ -62,9 +62,9 @@ def choose_strength(prepared: Prepared, run: Run) -> Prepared:
 def search_strength(prepared: Prepared) -> StrengthSearch:
     """Choose the strength by the perplexity of the pruned model on the calibration text (RCPU 7.1).
 
-    The model is pruned once per value, block by block, and nothing is written. Of equal values the larger one is
-    chosen, which stays nearer to the kept weights. A perplexity that is not finite is never chosen, and is None in the
-    result; if none is finite, that is refused.
+    The model is pruned once per value, block by block, and nothing is written. If two are equal, the larger one
+    is chosen, which stays nearer to the kept weights. A perplexity that is not finite is never chosen, and is None in
+    the result; if none is finite, that is refused.
     """
     grid = prepared.recipe.perplexity_grid
     assert grid is not None

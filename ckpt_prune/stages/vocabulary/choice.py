@@ -34,8 +34,8 @@ def expected_uses(
     A token seen r > 4 times is expected r times. What a smaller r is worth is estimated with each part left out in turn
     (deleted estimation, Jelinek and Mercer 1985): it is the mean count, in the part left out, of tokens that are alike
     and that the other parts have r times. Alike are tokens of one script and one octave of ranks; and, where the model
-    predicts text, tokens that it expects about as often, by an octave. Of both figures the geometric mean is taken: the
-    one knows nothing of the text's language and subject, the other nothing of other subjects. Without parts a token
+    predicts text, tokens that it expects about as often, by an octave. The geometric mean of both is taken: the first
+    knows nothing of the text's language and subject, the second nothing of other subjects. Without parts a token
     counts as 1 / rank (Zipf).
 
     Args:

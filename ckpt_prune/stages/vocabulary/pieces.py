@@ -175,8 +175,8 @@ class Pieces:
     def splits(self) -> dict[int, tuple[int, ...]]:
         """Id → the ids of the tokens that stand in its place once it is gone, each with splits of its own or a byte.
 
-        Of BPE these are the two that its last merge joins (`derive`); of a character its bytes. Of Unigram they are
-        the most likely split into others, of WordPiece the one by longest first. Tokens that must stay have none, and
+        In BPE these are the two that its last merge joins (`derive`), or the bytes of a character. In Unigram they are
+        the most likely split into others, in WordPiece the one by longest first. Tokens that must stay have none, and
         neither has a token that no text becomes.
         """
         split = {"Unigram": self._split_by_score, "WordPiece": self._split_by_length}.get(self.kind, self._split_merge)
