@@ -1,6 +1,5 @@
 """The answer of `inspect`, as models that `--json` prints."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import Field
@@ -95,14 +94,10 @@ class _Answer(Frozen):
     model: str
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        return _scalars(super().__repr_args__())
+        return [(name, value) for name, value in super().__repr_args__() if isinstance(value, str | int | float)]
 
     def data(self) -> dict[str, Any]:
         return self.model_dump(exclude={key for key in _OPTIONAL if not getattr(self, key, True)})
-
-
-def _scalars(args: Iterable[tuple[str | None, Any]]) -> list[tuple[str | None, Any]]:
-    return [(name, value) for name, value in args if isinstance(value, str | int | float)]
 
 
 _OPTIONAL = ("sparsity", "ignored")

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared, RankedUnits, begin
-from ckpt_prune.job.records import DepthRecord, SiteRecord
+from ckpt_prune.job.records import SiteRecord
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.depth import can_shorten, shorten_model
@@ -107,7 +107,8 @@ def point_of(value: float | str, job: Job, ranked: Mapping[Site, Sequence[Ranked
     start = begin(job)
     plan = make_plan(prepare_plan(job, ranked))
     point = _point(value, start.model, start.recipe, plan.sites, plan.after)
-    return replace(point, divergence=plan.divergence, blocks=_blocks(plan.depth))
+    blocks = None if plan.depth is None else len(plan.depth.kept)
+    return replace(point, divergence=plan.divergence, blocks=blocks)
 
 
 def point_of_output(value: float | str, prepared: Prepared, report: Report) -> SweepPoint:
@@ -117,10 +118,6 @@ def point_of_output(value: float | str, prepared: Prepared, report: Report) -> S
     for size_axes in find_functions("size_axes", "show"):
         axes |= size_axes(report)
     return replace(point, blocks=axes.get("blocks"), dimensions=axes.get("dimensions"))
-
-
-def _blocks(depth: DepthRecord | None) -> int | None:
-    return None if depth is None else len(depth.kept)
 
 
 def _point(value: float | str, model: Model, recipe: Recipe, records: Sequence[SiteRecord], after: Cost) -> SweepPoint:

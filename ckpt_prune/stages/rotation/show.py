@@ -56,8 +56,9 @@ def sections(report: Report) -> list[Section]:
             {f"block {entry.block}": entry.curve for entry in learned},
             "step",
         ),
-        *(figure for entry in learned if entry.map is not None for figure in _figures_of(entry.map)),
     ]
+    for record in [entry.map for entry in learned if entry.map is not None]:
+        figures += [*_heat_map(record), *_histograms(record)]
     details = make_tables(
         "Every rotation",
         learned,
@@ -103,10 +104,6 @@ def _steps(entry: Learned) -> str:
 
 def _change(before: float | None, after: float | None) -> str:
     return f"{after / before - 1:+.1%}" if before is not None and after is not None and before > 0 else ""
-
-
-def _figures_of(record: ImportanceMap) -> list[Figure | HeatMap]:
-    return [*_heat_map(record), *_histograms(record)]
 
 
 def _histograms(record: ImportanceMap) -> list[Figure]:
