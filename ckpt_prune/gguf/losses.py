@@ -137,9 +137,8 @@ def _find_fed(model: Model, by_weight: Mapping[str, Mapping[str, float]]) -> dic
     """Return for every weight and type the share of the loss that error feedback leaves, 1 at most.
 
     A weight that it was tried on keeps its own share. Others take the mean of those in the same place of their blocks,
-    in which each counts alike: the loss of a block with huge inputs, of which error feedback leaves little, tells
-    nothing of other blocks (SmolLM2-135M, q3_k in the down of block 11: ten times the loss of others, and 0.23 left
-    where 0.7 is).
+    in which each counts alike: a block that loses far more than others would speak for all (SmolLM2-135M, q3_k in down:
+    block 11 loses ten times as much, of which 0.12 is left, where others keep 0.75 and more).
     """
     places = [[model.family.tensor(block, linear) for block in range(model.blocks)] for linear in model.family.linears]
     shares: dict[str, dict[Kind, float]] = {}

@@ -55,7 +55,7 @@ _SHARE = 4
 """A solve is timed at a width that is this many times smaller, if it is large: it grows with the cube of the width."""
 _LARGE = 1024
 """Narrower matrices are multiplied at a lower speed."""
-_FRONTIER, _FILE = 2.2, 2.4
+_FRONTIER, _FILE = 2.6, 2.0
 """What `frontier` takes to measure a model, and to make and measure a file, as multiples of the time of `ridge`."""
 
 
