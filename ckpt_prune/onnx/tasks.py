@@ -38,7 +38,7 @@ def choose_task(
         cache: keys and values of earlier tokens as inputs and outputs; None: if text is generated.
     """
     purpose = purpose_of(config, folder)
-    if purpose is None or purpose == "image-text-to-text":
+    if purpose is None or _TASKS.get(purpose, purpose) not in get_args(TaskName):
         tasks = ", ".join(get_args(TaskName))
         raise UserError(f"a model of class {auto_class(config)} cannot be exported: there are graphs for {tasks}")
     # Rerankers by logits read a pair of texts once: there is nothing to keep.

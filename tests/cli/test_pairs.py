@@ -193,6 +193,9 @@ def test_what_cannot_be_read_is_refused() -> None:
         "--bos, --choose offsets and --choose documents are for --text: they do not go with --data"
     )
     assert says() == "recipe ridge needs statistics: give --statistics, or --data to measure them"
+    assert says(*DATA, "--set", "export.format=onnx").startswith(
+        "a model of class AutoModelForSeq2SeqLM cannot be exported: there are graphs for text-generation, "
+    )
     Path("pairs.jsonl").write_text('{"text": "w1"}\n')
     assert says(*DATA) == (
         'pairs.jsonl, line 1: no source with its target; each row must be {"source": "…", "target": "…"}'
