@@ -89,9 +89,9 @@ def predict_losses(
 def _add(losses: Losses, more: Losses) -> None:
     """Add what several places lose by one weight, such as an embedding that is the head, too."""
     for name, by_type in more.items():
-        own = losses.setdefault(name, {})
+        loss_of = losses.setdefault(name, {})
         for kind, value in by_type.items():
-            own[kind] = own.get(kind, 0.0) + value
+            loss_of[kind] = loss_of.get(kind, 0.0) + value
 
 
 def _block_losses(
@@ -200,8 +200,8 @@ def _embedding_losses(
     # Some models multiply the embedding before the first block.
     entering, own = stream.states.float(), weight[places]
     change = change * float((entering * own).sum() / own.square().sum())
-    told = [sum(drawn.measure_shift(drawn.values, each[places]) for drawn in gradients) for each in change]
-    losses = {kind: total / 2 / len(samples) for kind, total in zip(kinds, told, strict=True)}
+    squares = [sum(drawn.measure_shift(drawn.values, each[places]) for drawn in gradients) for each in change]
+    losses = {kind: total / 2 / len(samples) for kind, total in zip(kinds, squares, strict=True)}
     if not all(map(is_plain, kinds)):
         few = slice(0, len(leaving))
         coarsest = max(filter(is_plain, kinds), key=lambda kind: losses[kind])
@@ -235,8 +235,8 @@ def _measure_shifts(
 
 def name_of_head(model: Model) -> str:
     """Return the on-disk name of the head's weight, which may be the embedding."""
-    own = f"{model.family.head}.weight"
-    return own if own in model.checkpoint.tensors else model.family.embedding_weight
+    head = f"{model.family.head}.weight"
+    return head if head in model.checkpoint.tensors else model.family.embedding_weight
 
 
 @torch.no_grad()
@@ -260,13 +260,13 @@ def _head_losses(
     chosen, weights = _choose_classes(p.sum(0))
     kinds, change = _changes(name, linear.weight[chosen].float(), round_rows)
     own, likeliest, factor = p[:, chosen], weights == 1, sum(factors) / len(factors)
-    found = {}
+    losses = {}
     for kind, each in zip(kinds, change, strict=True):
         moved = (x @ each.T) * factor
         mean = (own * moved)[:, likeliest].sum(1)
         square = (own * weights * moved.square()).sum(1)
-        found[kind] = float((square - mean.square()).clamp_min(0).double().mean()) / 2
-    return {name: found}
+        losses[kind] = float((square - mean.square()).clamp_min(0).double().mean()) / 2
+    return {name: losses}
 
 
 def _choose_classes(mass: Tensor) -> tuple[Tensor, Tensor]:

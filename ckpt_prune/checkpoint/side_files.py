@@ -82,8 +82,8 @@ def find_side_files(folder: Path) -> SideFiles:
             folder, which would publish a file that is not the folder's.
     """
     modules = check_module_weights(folder)
-    found = SideFiles()
-    own = _weights_of(folder)
+    side_files = SideFiles()
+    weights = _weights_of(folder)
     # Of an output that lacks nothing but its exports: its journal, and what was measured.
     being_written = (JOURNAL, "measured") if (folder / JOURNAL).is_file() else ()
     for path in sorted(folder.iterdir()):
@@ -94,16 +94,16 @@ def find_side_files(folder: Path) -> SideFiles:
             if name.endswith(".partial") or (path / JOURNAL).is_file():
                 continue  # an output that is being written
             if not name.startswith(".") and name not in modules and _holds_weights(path):
-                found.left_out[f"{name}/"] = _WEIGHTS
+                side_files.left_out[f"{name}/"] = _WEIGHTS
                 continue
-        elif name in own or name in _REWRITTEN or _is_of_graph(path):
+        elif name in weights or name in _REWRITTEN or _is_of_graph(path):
             continue
-        _sort(path, name, found, module=name in modules)
-    for name, path in found.files.items():
+        _sort(path, name, side_files, module=name in modules)
+    for name, path in side_files.files.items():
         if not has_no_controls(name):
             raise UserError(f"{path} has control characters in its name, or is not Unicode; rename it")
         _check_link(path, folder.resolve())
-    return found
+    return side_files
 
 
 def _sort(path: Path, name: str, found: SideFiles, *, module: bool) -> None:
@@ -170,10 +170,10 @@ def _check_link(path: Path, folder: Path) -> None:
 
 def name_left_out(checkpoint: Checkpoint, out: Path) -> str | None:
     """Return a line on the files of a checkpoint that a copy in `out` leaves out, but for `out` itself."""
-    found = side_files_of(checkpoint)
+    side_files = side_files_of(checkpoint)
     if out.resolve().parent in {place.resolve() for place in (checkpoint.path, checkpoint.adapter) if place}:
-        found.left_out.pop(f"{out.name}/", None)
-    return found.line
+        side_files.left_out.pop(f"{out.name}/", None)
+    return side_files.line
 
 
 def side_files_of(checkpoint: Checkpoint) -> SideFiles:
@@ -182,15 +182,15 @@ def side_files_of(checkpoint: Checkpoint) -> SideFiles:
     if checkpoint.adapter in (None, checkpoint.path):
         return base
     assert checkpoint.adapter is not None
-    own = find_side_files(checkpoint.adapter)
-    replaced = {name for name in base.files if name in own.files or _stands_back(name, own.files)}
-    left_out = {name: reason for each in (base, own) for name, reason in each.left_out.items()}
+    adapter = find_side_files(checkpoint.adapter)
+    replaced = {name for name in base.files if name in adapter.files or _stands_back(name, adapter.files)}
+    left_out = {name: reason for each in (base, adapter) for name, reason in each.left_out.items()}
     for folder, inside in ((checkpoint.path, checkpoint.adapter), (checkpoint.adapter, checkpoint.path)):
         if inside.resolve().parent == folder.resolve():
             left_out.pop(f"{inside.resolve().name}/", None)
     left_out |= dict.fromkeys(sorted(replaced), "the adapter's folder has its own")
     kept = {name: path for name, path in base.files.items() if name not in replaced}
-    return SideFiles(dict(sorted((kept | own.files).items())), left_out)
+    return SideFiles(dict(sorted((kept | adapter.files).items())), left_out)
 
 
 def _stands_back(name: str, own: Mapping[str, Path]) -> bool:

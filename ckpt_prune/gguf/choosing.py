@@ -144,18 +144,18 @@ class TypeBudget:
 
     def _combine(self, names: Sequence[str], share: Fraction, lost: float = 0.0) -> list["_Choice"]:
         """Return types of several matrices, without those that others beat at their cost."""
-        found: list[_Choice] = [((None, 0, {}), 0.0, lost)]
+        choices: list[_Choice] = [((None, 0, {}), 0.0, lost)]
         for name in names:
-            own = [
+            matrix_choices = [
                 (kind, self.size(name, kind, share), float(share) * loss) for kind, loss in self.losses[name].items()
             ]
             both = Choices.of(
                 ((None, 0, kinds | {name: kind}), cost + size, error + loss)
-                for (_, _, kinds), cost, error in found
-                for kind, size, loss in own
+                for (_, _, kinds), cost, error in choices
+                for kind, size, loss in matrix_choices
             )
-            found = list(zip(both.labels, both.costs.tolist(), both.errors.tolist(), strict=True))
-        return found
+            choices = list(zip(both.labels, both.costs.tolist(), both.errors.tolist(), strict=True))
+        return choices
 
     @property
     def least(self) -> int:

@@ -23,8 +23,8 @@ def find_dense_source(folder: Path) -> DenseSource | None:
     if report is None:
         return None
     name = report.source.name
-    found = (place for place in _places(folder, name) if _is_dense(folder, report, place))
-    place = next(found, None)
+    dense = (place for place in _places(folder, name) if _is_dense(folder, report, place))
+    place = next(dense, None)
     if place is not None and has_other_tokenizer(folder, place):
         return DenseSource(name, None, other_tokens=True)
     return DenseSource(name, place, None if report.loss is None else report.loss.verdict)

@@ -51,11 +51,11 @@ def find_all_images(
     """Find the images of several folders, as `find_images`; they have classes if those of every folder do."""
     if labels is not None and len(directories) > 1:
         raise UserError(f"--labels {labels} is of one folder: give one --images, or a labels.csv in each")
-    found = [find_images(each, labels=labels, split=split, id2label=id2label) for each in directories]
-    paths = tuple(path for each in found for path in each.paths)
-    classes = [each.labels for each in found if each.labels is not None]
-    together = tuple(index for each in classes for index in each) if len(classes) == len(found) else None
-    return ImageFiles(paths, together, tuple(len(each.paths) for each in found))
+    folders = [find_images(each, labels=labels, split=split, id2label=id2label) for each in directories]
+    paths = tuple(path for each in folders for path in each.paths)
+    classes = [each.labels for each in folders if each.labels is not None]
+    together = tuple(index for each in classes for index in each) if len(classes) == len(folders) else None
+    return ImageFiles(paths, together, tuple(len(each.paths) for each in folders))
 
 
 def find_images(

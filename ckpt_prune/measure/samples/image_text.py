@@ -134,10 +134,10 @@ class Reader:
             raise UserError(
                 f"{folder} has no chat template: put the chat_template.jinja of the model's chat version into it"
             )
-        own = [each for each in self.processor.image_token_ids if each is not None]
+        ids = [each for each in self.processor.image_token_ids if each is not None]
         config = checkpoint.config
         keys = ("image_token_id", "image_token_index")
-        self.image_tokens = {*own, *(config[key] for key in keys if isinstance(config.get(key), int))}
+        self.image_tokens = {*ids, *(config[key] for key in keys if isinstance(config.get(key), int))}
         """Ids of tokens in whose place the model puts what it makes of images."""
 
     def write(self, talk: Talk, *, images: bool = True) -> _Written:
@@ -148,14 +148,14 @@ class Reader:
             messages = [message | {"content": own} for message, own in zip(messages, kept, strict=True) if own]
         text = write_messages(talk.where, messages, self.tokenizer, self._template)
         files = talk.images if images else ()
-        made = self.call(text, files, {}, talk.where)
-        shape = made["input_ids"].shape
-        tokens = {name: values[0] for name, values in made.items() if values.shape == shape}
+        inputs = self.call(text, files, {}, talk.where)
+        shape = inputs["input_ids"].shape
+        tokens = {name: values[0] for name, values in inputs.items() if values.shape == shape}
         ids = tokens["input_ids"]
         places = torch.isin(ids, torch.tensor(sorted(self.image_tokens))).nonzero()
         if (len(places) and not files) or not len(ids):
-            held = "a token that stands for an image" if len(ids) else "no token"
-            raise UserError(f"{talk.where}: its text holds {held}")
+            content = "a token that stands for an image" if len(ids) else "no token"
+            raise UserError(f"{talk.where}: its text holds {content}")
         return _Written(text, files, tokens, int(places[-1]) + 1 if len(places) else 0)
 
     def call(self, text: str, images: Sequence[Path], stamps: dict[Path, Stamp], where: str) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ class Reader:
                 raise UserError(f"{path} does not decode: {describe_error(error)}") from error
         bos = self.tokenizer.bos_token
         try:  # as transformers calls it: a template may have written the token that opens a text
-            made = self.processor(
+            outputs = self.processor(
                 text=[text],
                 images=[decoded] if decoded else None,
                 return_tensors="pt",
@@ -180,7 +180,7 @@ class Reader:
             )
         except Exception as error:  # whatever a processor raises
             raise UserError(f"{where}: the model's processor does not take it: {one_line(error)}") from error
-        return {name: values for name, values in made.items() if name not in ("attention_mask", "labels")}
+        return {name: values for name, values in outputs.items() if name not in ("attention_mask", "labels")}
 
 
 def _without_missing(stock: Any) -> Any:
@@ -231,9 +231,9 @@ class ImageTextWindows(ScoredWindows):
         images = [path for written in self.rows[row] for path in written.images]
         if images:
             text = "".join(written.text for written in self.rows[row])
-            made = self.reader.call(text, images, self.stamps, f"window {row}")
-            shape = made["input_ids"].shape
-            inputs |= {name: values for name, values in made.items() if values.shape != shape}
+            outputs = self.reader.call(text, images, self.stamps, f"window {row}")
+            shape = outputs["input_ids"].shape
+            inputs |= {name: values for name, values in outputs.items() if values.shape != shape}
         return inputs
 
 
@@ -254,11 +254,11 @@ def pack_windows(
     if seed is not None:
         order = torch.randperm(len(talks), generator=torch.Generator().manual_seed(seed)).tolist()
         talks = [talks[place] for place in order]
-    wanted = None if samples is None else skip + samples
+    count = None if samples is None else skip + samples
     packed: list[tuple[dict[str, Tensor], tuple[_Written, ...]]] = []
-    for made in track(_pack(reader, talks, window), "images with text", unit="window", total=wanted):
+    for made in track(_pack(reader, talks, window), "images with text", unit="window", total=count):
         packed.append(made)
-        if len(packed) == wanted:
+        if len(packed) == count:
             break
     if not packed:
         raise UserError(

@@ -76,8 +76,8 @@ class BlockFactory:
 
         # Blocks of a model that was pruned already may differ in width.
         uneven = getattr(self.config, "is_heterogeneous", True)  # transformers counts one of two stacks alone
-        own = modeling_pruned.layer_config(self.config, index) if uneven else copy.copy(self.config)
-        model = self.model.with_config(own)
+        config = modeling_pruned.layer_config(self.config, index) if uneven else copy.copy(self.config)
+        model = self.model.with_config(config)
         layer_config = model.with_widths(model.widths_of(index, tensors)).config
         module: nn.Module
         with on_meta_device():
@@ -112,9 +112,9 @@ class BlockFactory:
 
     def _give_buffers(self, block: nn.Module, config: "PreTrainedConfig", index: int) -> None:
         """Make the buffers of a block that no checkpoint stores, also those that the model gives its blocks."""
-        own = dict(block.named_buffers())
-        given = [name for name, _ in self._layers[index].named_buffers() if name not in own]
-        lacking = [name for name, buffer in own.items() if buffer.is_meta] + given
+        buffers = dict(block.named_buffers())
+        given = [name for name, _ in self._layers[index].named_buffers() if name not in buffers]
+        lacking = [name for name, buffer in buffers.items() if buffer.is_meta] + given
         if lacking and index not in self._buffers:
             self._buffers[index] = {
                 name: buffer.to(self.device) for name, buffer in self._real(config, index, bool(given)).named_buffers()

@@ -43,8 +43,8 @@ class Expert(nn.Module):
             outputs: Tensor = linear.forward(inputs) if unseen else linear(inputs)
             return outputs
 
-        made = [apply(role, tokens) for role in (GATE, UP) if role in self._modules]
-        inner = self.inner(torch.cat(made, -1))
+        halves = [apply(role, tokens) for role in (GATE, UP) if role in self._modules]
+        inner = self.inner(torch.cat(halves, -1))
         outputs = apply(DOWN, (inner * weights).to(inner.dtype))
         shift: Tensor | None = getattr(self.get_submodule(DOWN), SHIFT, None)
         return outputs if shift is None else outputs + (shift * weights).to(outputs.dtype)
@@ -104,7 +104,7 @@ class SortedExperts(SplitExperts):
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Return the outputs of every expert, (experts · N, hidden), for tokens of the same shape."""
         given = hidden_states.view(len(self), -1, hidden_states.shape[-1])
-        made = torch.zeros_like(given)
+        outputs = torch.zeros_like(given)
         self.routed, self.most = {}, 1
         expert: Any
         for number, expert in enumerate(self):
@@ -115,10 +115,10 @@ class SortedExperts(SplitExperts):
                 continue
             self.sums[number] = given.new_ones(len(token))
             run = partial(expert.forward, unseen=True) if number in self.shown else expert
-            made[number, token] = run(given[number, token], given.new_ones((len(token), 1)))
+            outputs[number, token] = run(given[number, token], given.new_ones((len(token), 1)))
             self.routed[number] = token
             self.mass[number] += float(len(token))
-        return made.view(hidden_states.shape)
+        return outputs.view(hidden_states.shape)
 
 
 def split_experts(block: nn.Module, experts: Experts, family: str, count: int) -> None:

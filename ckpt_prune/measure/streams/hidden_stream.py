@@ -131,9 +131,9 @@ class HiddenStream:
         family, factory = self.factory.family, self.factory
         alone = isinstance(self._handed, HandedAlone)
         if alone:
-            whole = Whole(factory)
-            model = whole.load(self._read)
-            recorders = make_recorders(whole, model, adds=True)
+            surroundings = Whole(factory)
+            model = surroundings.load(self._read)
+            recorders = make_recorders(surroundings, model, adds=True)
         else:
             head, ties = f"{family.head}.weight", factory.names.ties
             model = load_outside(factory, self._tensors, self._read, {head} - ties.keys() - set(ties.values()))

@@ -86,9 +86,9 @@ class Whole:
 
         def read_any(names: list[str]) -> dict[str, Tensor]:
             inside = {self._part_names[name]: name for name in names if name in self._part_names}
-            own = {inside[name]: tensor for name, tensor in read([*inside]).items()} if inside else {}
-            rest = [name for name in names if name not in self._part_names]
-            return own | (self._within.whole.read(rest) if rest else {})
+            of_part = {inside[name]: tensor for name, tensor in read([*inside]).items()} if inside else {}
+            others = [name for name in names if name not in self._part_names]
+            return of_part | (self._within.whole.read(others) if others else {})
 
         model: Any = self.skeleton
         heads = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
@@ -189,10 +189,10 @@ def _make_again(factory: Surroundings, module: nn.Module, path: str) -> nn.Modul
     build: Any = type(module)
     if next(iter(inspect.signature(build).parameters), None) == "config":
         with factory.device, parameters_on_meta():
-            made: nn.Module = build(getattr(module, "config", factory.config))
-            return made.eval()  # in training DINOv3's positions are drawn at random
+            fresh: nn.Module = build(getattr(module, "config", factory.config))
+            return fresh.eval()  # in training DINOv3's positions are drawn at random
     # Only the model knows what it is made of (an embedding that is scaled).
     model_class: Any = type(factory.skeleton)
     with parameters_on_meta():
-        made = model_class(factory.config).get_submodule(path)
-        return made.eval()
+        fresh = model_class(factory.config).get_submodule(path)
+        return fresh.eval()

@@ -139,9 +139,9 @@ class Recorders:
         recorders = weakref.ref(self)
 
         def record(hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
-            own = recorders()
-            assert own is not None
-            return own._take(index, hidden_states, Handed(arguments, options))
+            current = recorders()
+            assert current is not None
+            return current._take(index, hidden_states, Handed(arguments, options))
 
         return record
 
@@ -218,12 +218,12 @@ class HandedAlone:
         """Run a block on the hidden states of samples, and return those that it makes."""
         numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else [int(row) for row in rows]
         assert len(numbers) == count
-        made = []
+        outputs = []
         for number, one in zip(numbers, torch.split(states, 1), strict=True):
             handed = self._of[number][block]
             leaves = (leaf.to(states.device) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(handed))
-            made.append(_run(module, block, _replace(handed, leaves), one, self._name)[0])
-        return torch.cat(made)
+            outputs.append(_run(module, block, _replace(handed, leaves), one, self._name)[0])
+        return torch.cat(outputs)
 
 
 class HandedArguments:

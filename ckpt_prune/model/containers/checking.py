@@ -50,9 +50,9 @@ def check_stock(model: Model, what: str) -> None:
 def check_stored(checkpoint: Checkpoint, names: Names) -> None:
     """Check every tensor's name, shape and dtype against the names of a model."""
     tensors = checkpoint.stored
-    beside = None if checkpoint.within is None else checkpoint.within.beside
+    neighbour = None if checkpoint.within is None else checkpoint.within.beside
     shapes = {name: info.stored_shape for name, info in tensors.items()}
-    check_shapes(shapes, names, f"{checkpoint.path}", beside=beside)
+    check_shapes(shapes, names, f"{checkpoint.path}", beside=neighbour)
     buffers = {name for name, _ in names.model.named_buffers()}  # of any type: DeepSeek V4 looks experts of tokens up
     for name, info in tensors.items():
         is_learned = is_parameter(name) and not {*names.parameters(name)} & buffers

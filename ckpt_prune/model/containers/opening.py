@@ -88,9 +88,9 @@ def describe_unknown(config: dict[str, Any]) -> dict[str, Any]:
     check_model_type(config)
     from ckpt_prune.model.discovery.discover import discover
 
-    found = discover(config)
-    say_once(found.line())
-    described = config | {OUTSIDE_KEY: found.description}
+    discovery = discover(config)
+    say_once(discovery.line())
+    described = config | {OUTSIDE_KEY: discovery.description}
     _check(described, "its description, which was found on a small model, does not hold for this config.json")
     return described
 

@@ -171,9 +171,9 @@ def _find_router(block: nn.Module, path: str, count: int) -> str | None:
         if each.dim() == 2 and name.endswith(".weight") and not name.startswith(f"{path}.")
     }
     for rows in ({count}, {*range(count + 1, 2 * count)}):
-        found = [name for name, size in weights.items() if size in rows]
-        if found:
-            return found[0] if len(found) == 1 else None
+        routers = [name for name, size in weights.items() if size in rows]
+        if routers:
+            return routers[0] if len(routers) == 1 else None
     return None
 
 
@@ -196,8 +196,8 @@ def _computes_sums(module: Any, parameters: Mapping[str, Tensor], *, turned: boo
 
     def linear(name: str, expert: int, inputs: Tensor) -> Tensor:
         weight, bias = parameters[name][expert], parameters.get(f"{name}_bias")
-        made = inputs @ weight if turned else weight @ inputs
-        return made if bias is None else made + bias[expert]
+        outputs = inputs @ weight if turned else weight @ inputs
+        return outputs if bias is None else outputs + bias[expert]
 
     def run(expert: int, token: Tensor) -> Tensor:
         return linear(last, expert, inner(linear(first, expert, token)))

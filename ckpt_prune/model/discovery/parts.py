@@ -62,17 +62,17 @@ def find_class(model_type: str, autos: Sequence[str], declared: Sequence[str] = 
 
     modeling = import_module("transformers.models.auto.modeling_auto")
     stocks = {auto: getattr(modeling, _MAPPINGS[auto]) for auto in autos}
-    found = [(auto, stock[model_type]) for auto, stock in stocks.items() if isinstance(stock.get(model_type), str)]
-    if not found and model_type in transformers.CONFIG_MAPPING:
+    classes = [(auto, stock[model_type]) for auto, stock in stocks.items() if isinstance(stock.get(model_type), str)]
+    if not classes and model_type in transformers.CONFIG_MAPPING:
         config_class: Any = transformers.CONFIG_MAPPING[model_type]
         module = import_module(config_class.__module__.replace("configuration_", "modeling_"))
-        own = {name for name, each in vars(module).items() if getattr(each, "config_class", None) is config_class}
-        found = [(auto, name) for auto, stock in stocks.items() for name in sorted(own.intersection(stock.values()))]
-    if not found:
+        names = {name for name, each in vars(module).items() if getattr(each, "config_class", None) is config_class}
+        classes = [(auto, name) for auto, stock in stocks.items() for name in sorted(names & {*stock.values()})]
+    if not classes:
         raise UserError(
             f"transformers {transformers.__version__} has no model of text for config.json of type {model_type}"
         )
-    return next((each for each in found if each[1] in declared), found[0])
+    return next((each for each in classes if each[1] in declared), classes[0])
 
 
 def _find_modules(whole: Any, part: Any) -> dict[str, str]:
@@ -87,5 +87,5 @@ def _find_modules(whole: Any, part: Any) -> dict[str, str]:
     alone = find(part)
     if alone is not None:
         return {alone: ""}
-    found = {name: find(module) for name, module in part.named_children()}
-    return {} if None in found.values() else {str(path): name for name, path in found.items()}
+    place_of = {name: find(module) for name, module in part.named_children()}
+    return {} if None in place_of.values() else {str(path): name for name, path in place_of.items()}

@@ -224,10 +224,10 @@ class Prover:
         shapes = {}
         pruned = [spaces[each] for each in named]
         for module in {module for own in pruned for module in [*own.modules, *(each.module for each in own.tables)]}:
-            found = (
+            weights = (
                 self.state.get(self.family.tensor(b, module, k)) for b in self.blocks for k in ("weight", "itself")
             )
-            shapes[module] = next(tuple(each.shape) for each in found if each is not None)
+            shapes[module] = next(tuple(each.shape) for each in weights if each is not None)
         cut, zeroed = dict(self.state), dict(self.state)
         blocks = sorted({block for each in named for block in self._blocks_with(spaces[each])})
         for module, kind, dim, lines in list_cuts(remaining_lines(self.family, self.dimension, first, shapes)):

@@ -255,16 +255,16 @@ def _trace(
     def depend() -> Mapping[str, Tensor]:
         leaves = {name: (each.shape[-1],) for name, each in producers.items()}
         shapes: dict[str, tuple[int, ...]] = {**leaves, **{name: parameters[name].shape for name in used}}
-        found = {name: torch.zeros(target.shape[-1], *shape, dtype=torch.bool) for name, shape in shapes.items()}
-        wanted = [*producers.values(), *(parameters[name] for name in used)]
+        depends = {name: torch.zeros(target.shape[-1], *shape, dtype=torch.bool) for name, shape in shapes.items()}
+        sources = [*producers.values(), *(parameters[name] for name in used)]
         for column in range(target.shape[-1]):
             weights = torch.zeros_like(noise)
             weights[..., column] = noise[..., column]
-            for name, gradient in zip(found, _gradients(target, wanted, weights), strict=True):
+            for name, gradient in zip(depends, _gradients(target, sources, weights), strict=True):
                 if gradient is not None:
                     moved = gradient.ne(0)
-                    found[name][column] = moved.flatten(0, -2).any(0) if name in leaves else moved
-        return found
+                    depends[name][column] = moved.flatten(0, -2).any(0) if name in leaves else moved
+        return depends
 
     return Trace(path, target.shape[-1], tuple(producers), mixes, across, tuple(used), depend, effect, factor)
 

@@ -133,8 +133,8 @@ def run(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dict[str, Any], Sizes]]:
     """Yield configs to try: first with every size free, then with those that classes derive or check against others."""
-    whole = parse_config(dict(config)).to_dict()
-    whole.pop("auto_map", None)
+    full = parse_config(dict(config)).to_dict()
+    full.pop("auto_map", None)
     divided = {"head": sizes.hidden // sizes.heads}
     alone = {"groups": sizes.heads}
     even = {"heads": 12, "groups": 2}  # some classes halve groups, or have twice as many in some blocks
@@ -142,7 +142,7 @@ def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dic
         for changes in ({}, divided, alone, divided | alone, even):
             changed = replace(sizes, **changes)
             for keeps_lists in (True, False):
-                small = _shrunk(whole, vars(changed), keeps_lists)
+                small = _shrunk(full, vars(changed), keeps_lists)
                 if "num_attention_heads" in small and small.get("head_dim") is None:
                     yield small | {"head_dim": changed.head}, changed  # many classes read it from a config
                 if fills:  # defaults that a published config states and the class does not

@@ -117,8 +117,8 @@ def price_weights(forms: Forms, alone: Harm, alike: Sequence[Sequence[str]] = ()
         groups = alike if 0 < len(alike) <= most else [names]
     found, at_once = dict[str, float](), dict[str, int]()
     for run, lost in _measure_runs(groups, alone, most):
-        whole = sum(_saved(forms[name]) for name in run)
-        found |= {name: lost * _saved(forms[name]) / whole for name in run}
+        saved = sum(_saved(forms[name]) for name in run)
+        found |= {name: lost * _saved(forms[name]) / saved for name in run}
         at_once |= dict.fromkeys(run, len(run))
     return Prices(forms, {name: found[name] for name in names}, at_once)
 
@@ -141,11 +141,11 @@ def choose_weights(
     if lost <= allowed:
         return Choice(first.labels, together=lost)
     prices = price()
-    best, asked, low, high = None, allowed, 0.0, math.inf
+    best, limit, low, high = None, allowed, 0.0, math.inf
     seen = list[dict[str, Any]]()
     for _ in range(count_measurements(len(forms))[1] - 1):
         try:
-            choice = prices.at_loss(asked)
+            choice = prices.at_loss(limit)
         except BudgetError:
             break
         if choice.labels in seen:
@@ -153,14 +153,14 @@ def choose_weights(
         seen.append(choice.labels)
         lost = together(choice.labels)
         if lost <= allowed:
-            best, low = replace(choice, together=lost), asked
+            best, low = replace(choice, together=lost), limit
             if lost >= CLOSE * allowed:
                 break
         else:
-            high = asked
-        asked *= allowed / max(lost, 1e-12)
-        if not low < asked < high:
-            asked = math.sqrt(max(low, 1e-12) * high) if math.isfinite(high) else 2 * low
+            high = limit
+        limit *= allowed / max(lost, 1e-12)
+        if not low < limit < high:
+            limit = math.sqrt(max(low, 1e-12) * high) if math.isfinite(high) else 2 * low
     if best is not None:
         return best
     least = prices.of({name: min(range(len(own)), key=lambda at: own[at].share) for name, own in forms.items()})

@@ -43,8 +43,8 @@ def _check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRe
     mapped = _list_mapped_tensors(depth, checkpoint.tensors)
     family = family_for_config(checkpoint.config)
     # Of two stacks of blocks each has a report of its own.
-    own = family.block.partition("{block}")[0] if family.modality == "pairs" else ""
-    names, expected = ({name for name in side.tensors if name.startswith(own)} for side in (checkpoint, dense))
+    prefix = family.block.partition("{block}")[0] if family.modality == "pairs" else ""
+    names, expected = ({name for name in side.tensors if name.startswith(prefix)} for side in (checkpoint, dense))
     if names != expected:
         return False, "the tensors are not those of the dense model's blocks that stay"
     zeroed = []
@@ -58,11 +58,11 @@ def _check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRe
     if difference := find_difference(checkpoint, dense, compared):
         return False, difference
     if depth.part != "block":
-        rest = f"{len(zeroed)} are zeros" if zeroed else f"{len(depth.gone)} blocks have no {depth.part}"
-        return True, f"{len(compared)} tensors are the dense ones, bit for bit, and {rest}"
+        what_is_gone = f"{len(zeroed)} are zeros" if zeroed else f"{len(depth.gone)} blocks have no {depth.part}"
+        return True, f"{len(compared)} tensors are the dense ones, bit for bit, and {what_is_gone}"
     maps = sum(name.endswith("weight") for name in mapped)
     more = f"; {plural(maps, 'weight')} with a map absorbed not compared" if maps else ""
-    outside = "" if own else " and of what is outside them"
+    outside = "" if prefix else " and of what is outside them"
     return True, (
         f"{len(compared)} tensors of the {len(depth.kept)} blocks that stay{outside} are the dense ones, bit for "
         f"bit{more}"

@@ -105,10 +105,10 @@ class VocabularyChoice:
         if not self._predicts:
             return expected_uses(self.pieces, self._parts)
         predicted = torch.zeros(self.rows, dtype=torch.float64)
-        each = max(1, PREDICTED_WINDOWS // len(self.texts))
+        per_text = max(1, PREDICTED_WINDOWS // len(self.texts))
         for text, counts in zip(self.texts, self._counts, strict=True):
             tokens = sum(counter.total() for counter in counts)
-            pieces = spread_pieces(self.tokenizer, "".join(text.parts), piece_tokens(self.model.tokens), each)
+            pieces = spread_pieces(self.tokenizer, "".join(text.parts), piece_tokens(self.model.tokens), per_text)
             reader = PieceReader(
                 self._streamed, self.tokenizer, pieces, what="asking the model which tokens it expects"
             )
@@ -150,19 +150,19 @@ class VocabularyChoice:
         keys, pieces = self.keys, self.pieces
         if not keys.names_tokens:
             return None
-        wanted = set[int]()
+        ids = set[int]()
         if keys.scripts or keys.first:
             scripts = {*keys.scripts, COMMON}
             named = [i for t, i in pieces.vocabulary.items() if not keys.scripts or pieces.script(t) in scripts]
             ranks = pieces.ranks
-            wanted |= set(sorted(named, key=lambda index: (ranks[index], index))[: keys.first])
+            ids |= set(sorted(named, key=lambda index: (ranks[index], index))[: keys.first])
         if keys.text:
             if not self.texts:
                 raise UserError("vocabulary.text keeps the tokens that a text uses: give --text FILE")
-            wanted |= {index for counter in (*self._parts, *self._held) for index in counter}
+            ids |= {index for counter in (*self._parts, *self._held) for index in counter}
         if keys.tokens is not None:
-            wanted |= read_list(Path(keys.tokens), pieces)
-        return self._inside(pieces.close(wanted))
+            ids |= read_list(Path(keys.tokens), pieces)
+        return self._inside(pieces.close(ids))
 
     @property
     def _only_named_stay(self) -> bool:
@@ -241,8 +241,8 @@ class VocabularyChoice:
 
     def _held_cost(self, gone: int) -> float:
         stay = self._among.difference(self.removal.order[:gone])
-        held = sum(each.total() for each in self._held)
-        return self.growth(stay) / held if held else 0.0
+        tokens = sum(each.total() for each in self._held)
+        return self.growth(stay) / tokens if tokens else 0.0
 
     def price(self, rows: int) -> tuple[list[int], float]:
         """Return the rows that stay of so many, a few more if these must, and what they cost, measured on text.
@@ -381,11 +381,11 @@ def read_list(path: Path, pieces: Pieces) -> set[int]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: the list of tokens cannot be read: {error}") from error
-    found = set()
+    ids = set()
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         if line not in pieces.ids:
             raise UserError(f"{path}, line {number}: {line[:40]!r} is no token of tokenizer.json")
-        found.add(pieces.ids[line])
-    return found
+        ids.add(pieces.ids[line])
+    return ids
