@@ -343,3 +343,21 @@ def test_data_is_on_disk_before_the_journal_says_so(tmp_path: Path, monkeypatch:
     # All files are on disk before the journal says that the folder is complete.
     rest = events[at + len(again) :]
     assert {f"{name}.safetensors" for name in "abc"} <= {name for what, name in rest[: rest.index(journal[0])]}
+
+
+def test_a_journal_forgets_an_entry_with_what_came_after_it(tmp_path: Path) -> None:
+    """Digests, files and notes go together."""
+    journal = Journal(tmp_path, "job")
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+        journal.record(name, {f"tensor {name}": "0"}, note=name, files=[tmp_path / name])
+    journal.drop_from("b")
+    left = Journal.read(tmp_path)
+    assert list(left.entries) == ["a", "b", "c"]
+    journal.save()
+    left = Journal.read(tmp_path)
+    assert left.entries == {"a": {"tensor a": "0"}}
+    assert [*left.files, *left.notes] == ["a", "a"]
+    assert left.has_files("a")
+    (tmp_path / "a").write_text("another")
+    assert not left.has_files("a")
