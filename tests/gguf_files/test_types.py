@@ -36,6 +36,19 @@ def types(file, tensor):
     return [open_gguf(file).tensors[f"blk.{index}.{tensor}.weight"].kind.name for index in range(8)]
 
 
+def test_rows_are_rounded_in_parts(monkeypatch):
+    """Two of seven rows in a part; what is not finite is refused by its name."""
+    monkeypatch.setattr(rounding, "_CHUNK", 64)
+    kind, weight = gguf.GGMLQuantizationType.Q8_0, torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+    parts = list(encode("w", weight, kind))
+    assert [len(part) for part in parts] == [2, 2, 2, 1]
+    assert np.array_equal(np.concatenate(parts), gguf.quantize(weight.numpy(), kind))
+    for value in (torch.nan, torch.inf):
+        weight[6, 0] = value
+        with pytest.raises(UserError, match="^w has NaN or Inf: repair the checkpoint first$"):
+            list(encode("w", weight, kind))
+
+
 def test_more_bits_leave_less_error(tmp_path):
     small = save(tmp_path / "model", "llama", **WIDE | {"intermediate_size": 256, "num_hidden_layers": 2})
     layout = lay_out(open_model(str(small), Opening(False)))
