@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ckpt_prune.model.skeleton import (
     find_ties,
     parse_config,
 )
-from ckpt_prune.model.supported import NO_MODEL_TYPE, declared_family
+from ckpt_prune.model.supported import NO_MODEL_TYPE, check_model_type, declared_family
 from tests.families import SIZES, VARIANTS, make
 
 FAMILIES = sorted({variant.model_type for variant in VARIANTS.values()})
@@ -248,3 +249,16 @@ def test_a_setting_that_no_description_knows_is_refused_by_name():
     )
     unguarded = load_family("llama").model_copy(update={"settings": None})
     unguarded.check_config(Later(norm_placement="after"))
+
+
+@pytest.mark.parametrize(
+    ("config", "advice"),
+    [
+        ({"model_type": "qwen2_5_vl"}, "qwen2_5_vl is made of several models: --part text or --part vision prunes one"),
+        ({"model_type": "bart"}, "bart has two stacks of blocks: --part encoder or --part decoder names one"),
+        ({"model_type": "bart", "architectures": ["BartForCausalLM"]}, None),
+    ],
+)
+def test_a_whole_is_refused_and_a_class_of_one_part_is_not(config, advice):
+    with nullcontext() if advice is None else pytest.raises(UserError, match=f"^{advice}$"):
+        check_model_type(config)
