@@ -45,7 +45,7 @@ def test_rows_are_rounded_in_parts(monkeypatch):
     assert np.array_equal(np.concatenate(parts), gguf.quantize(weight.numpy(), kind))
     for value in (torch.nan, torch.inf):
         weight[6, 0] = value
-        with pytest.raises(UserError, match="^w has NaN or Inf: repair the checkpoint first$"):
+        with pytest.raises(UserError, match=r"^w has NaN or Inf: repair the checkpoint first$"):
             list(encode("w", weight, kind))
 
 
