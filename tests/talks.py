@@ -29,6 +29,12 @@ LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_addi
 TILES = {"image_grid_pinpoints": [[12, 24], [24, 12]]}
 WHOLE = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
 IDEFICS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+PIXTRAL = {"size": {"longest_edge": 16}, "patch_size": {"height": 8, "width": 8}}
+PIXTRAL_MARKS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+SQUARE = {"size": {"height": 16, "width": 16}}
+INTERN = {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"}
+AYA = {"patch_size": 4, "img_size": 16, "downsample_factor": 2}
+AYA_MARKS = ("<|IMG_PATCH|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL")
 
 READERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "gemma3": ("Gemma3", "Gemma3ImageProcessor", {"size": SIDE}, {"image_seq_length": 9}, ("<boi>", "<eoi>", "<img>")),
@@ -37,17 +43,30 @@ READERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, ..
     "llava": ("Llava", "CLIPImageProcessor", CROP, LLAVA, ("<image>",)),
     "llava_next": ("LlavaNext", "LlavaNextImageProcessor", CROP | TILES, LLAVA, ("<image>",)),
     "idefics3": ("Idefics3", "Idefics3ImageProcessor", WHOLE, {"image_seq_len": 4}, IDEFICS),
+    "smolvlm": ("SmolVLM", "SmolVLMImageProcessor", WHOLE, {"image_seq_len": 4}, IDEFICS),
+    "qwen3_5": ("Qwen3VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
+    "mistral3": ("Pixtral", "PixtralImageProcessor", PIXTRAL, {"patch_size": 4, "spatial_merge_size": 2}, PIXTRAL_MARKS),
+    "internvl": ("InternVL", "GotOcr2ImageProcessor", SQUARE, {"image_seq_length": 4}, (*INTERN.values(), "<video>")),
+    "aya_vision": ("AyaVision", "GotOcr2ImageProcessor", SQUARE, AYA, AYA_MARKS),
 }
 """model_type → names of processor and image processor, their settings, and tokens of their own, a mark for an image
 first."""
+NEEDS = {"smolvlm": "num2words", "mistral3": "torchvision"}
+"""Packages that a processor's own module imports, and this package does not."""
 MARKS = {
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
+    "aya_vision": "<image>",
 }
 CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "llava": lambda config: {"vision_feature_select_strategy": "default"},
     "llava_next": lambda config: {"image_grid_pinpoints": TILES["image_grid_pinpoints"]},
     "idefics3": lambda config: {"scale_factor": 2, "vision_config": config["vision_config"] | {"image_size": 16}},
+    "smolvlm": lambda config: {"scale_factor": 2, "vision_config": config["vision_config"] | {"image_size": 16}},
+    "mistral3": lambda config: {"spatial_merge_size": 2, "vision_config": config["vision_config"] | {"image_size": 16}},
+    "internvl": lambda config: {"vision_config": config["vision_config"] | {"image_size": [16, 16]}},
+    "aya_vision": lambda config: {"vision_config": config["vision_config"] | {"image_size": 16}},
 }
 
 
@@ -57,6 +76,7 @@ def write_talker(folder: Path, model_type: str) -> PreTrainedModel:
     tokenizer = tiny_tokenizer("<s> $A")
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks])
     named = {"gemma3": dict(zip(("boi_token", "eoi_token", "image_token"), marks, strict=False))}
+    named["internvl"] = INTERN | {"video_token": "<video>"}
     kept = {"extra_special_tokens": named[model_type]} if model_type in named else {}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
