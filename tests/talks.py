@@ -9,7 +9,7 @@ import transformers
 from tokenizers import AddedToken
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from ckpt_prune.model.composites import shipped_composite
+from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.skeleton import quiet_transformers
 from tests.contract.test_parts import CONFIGS
 from tests.encoders import randomise
@@ -45,7 +45,13 @@ READERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, ..
     "idefics3": ("Idefics3", "Idefics3ImageProcessor", WHOLE, {"image_seq_len": 4}, IDEFICS),
     "smolvlm": ("SmolVLM", "SmolVLMImageProcessor", WHOLE, {"image_seq_len": 4}, IDEFICS),
     "qwen3_5": ("Qwen3VL", "Qwen2VLImageProcessor", PIXELS, {}, QWEN),
-    "mistral3": ("Pixtral", "PixtralImageProcessor", PIXTRAL, {"patch_size": 4, "spatial_merge_size": 2}, PIXTRAL_MARKS),
+    "mistral3": (
+        "Pixtral",
+        "PixtralImageProcessor",
+        PIXTRAL,
+        {"patch_size": 4, "spatial_merge_size": 2},
+        PIXTRAL_MARKS,
+    ),
     "internvl": ("InternVL", "GotOcr2ImageProcessor", SQUARE, {"image_seq_length": 4}, (*INTERN.values(), "<video>")),
     "aya_vision": ("AyaVision", "GotOcr2ImageProcessor", SQUARE, AYA, AYA_MARKS),
 }
@@ -90,9 +96,8 @@ def write_talker(folder: Path, model_type: str) -> PreTrainedModel:
     config |= {key: image} | CHANGES.get(model_type, lambda _: {})(config)
     if model_type.startswith("qwen"):
         config["video_token_id"], config["vision_start_token_id"] = image + 1, image + 2
-    model: PreTrainedModel = getattr(transformers, shipped_composite(model_type).architecture)(
-        AutoConfig.for_model(model_type, **config)
-    ).eval()
+    parsed = AutoConfig.for_model(model_type, **config)
+    model: PreTrainedModel = getattr(transformers, load_composite(parsed.to_dict()).architecture)(parsed).eval()
     randomise(model, 7)
     with quiet_transformers():
         model.save_pretrained(folder)

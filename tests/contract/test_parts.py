@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
@@ -19,7 +19,7 @@ from ckpt_prune.job.job import Job
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.statistics.measurement import list_collected_by_default, measure_statistics
 from ckpt_prune.model.blocks import module_paths
-from ckpt_prune.model.composites import shipped_composite
+from ckpt_prune.model.composites import Composite, load_composite
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.runner.plan import prepare_plan
@@ -166,6 +166,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def composite_of(config: PreTrainedConfig) -> Composite:
+    return load_composite(config.to_dict())
+
+
 @dataclass(frozen=True)
 class PartCase:
     model_type: str
@@ -178,7 +182,7 @@ class PartCase:
     @cached_property
     def model(self) -> PreTrainedModel:
         config = AutoConfig.for_model(self.model_type, **CONFIGS[self.model_type])
-        model = getattr(transformers, shipped_composite(self.model_type).architecture)(config).eval()
+        model = getattr(transformers, composite_of(config).architecture)(config).eval()
         randomise(model, 7)
         return model
 
@@ -311,7 +315,7 @@ class InComposite(Whole):
     def __init__(self, case: PartCase, part: Any) -> None:
         self.family, self.kept = part.family, {}
         self.whole = case.model.double()
-        described = shipped_composite(case.model_type).part(case.part)
+        described = composite_of(case.model.config).part(case.part)
         self._outer = next(iter(described.modules.items()))
         self.model: Any = self.whole if self._outer[1] else self.whole.get_submodule(self._outer[0])
         self._paths = module_paths(part.family)
@@ -409,7 +413,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def test_modules_of_parts_are_those_of_their_class() -> None:
     for case in CASES:
-        described = shipped_composite(case.model_type).part(case.part)
+        described = composite_of(case.model.config).part(case.part)
         modules = dict[str, nn.Module](case.model.named_modules())
         assert described.modules.keys() <= modules.keys()
 

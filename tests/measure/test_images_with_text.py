@@ -17,7 +17,7 @@ from ckpt_prune.measure.samples.samples import SampleRange, SpreadSamples, Token
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.measure.streams.recorders import HandedAlone, Recorders
 from ckpt_prune.measure.streams.state_memory import allocate_in_memory
-from ckpt_prune.model.composites import shipped_composite
+from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from tests.talks import NEEDS, READERS, WINDOW, write_rows, write_talker
@@ -68,7 +68,7 @@ def test_moments_are_those_of_the_whole_model(model_type: str, rows: Path, tmp_p
     assert not samples.scored.all()
     cpu = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
     stream, blind = (open_stream(model, each, **cpu) for each in (samples, TokenWindows(samples.windows)))
-    part = shipped_composite(model_type).part("text")
+    part = load_composite(whole.config.to_dict()).part("text")
     outer = {block: part.outer_name(f"{model.family.layers}.{block}.mlp.down_proj") for block in range(model.blocks)}
     expected = hook_inputs(whole, samples, list(outer.values()))
     for block in range(model.blocks):
