@@ -242,7 +242,7 @@ class HandedArguments:
         self._samples, self._allocate, self._name = samples, allocate, name
         self._of_size: dict[int, list[Handed]] = {}
         self._of_samples: dict[tuple[int, int], Tensor] = {}
-        self._carried: dict[tuple[int, int], Tensor] = {}  # block and place among its results → those of its last run
+        self._carried: dict[tuple[int, int], Any] = {}  # block and place among its results → those of its last run
 
     def keep(self, rows: slice, handed: Sequence[Handed]) -> None:
         """Keep what blocks were passed with the samples `rows`."""
@@ -294,14 +294,18 @@ class HandedArguments:
         results = _run(module, block, handed, states, self._name)
         following = self._of_size[count][block + 1 : block + 2]
         for place in {leaf.place for leaf in _leaves(following) if isinstance(leaf, Carried)}:
-            values = results[place].detach()
+            values = results[place]
+            if not isinstance(values, Tensor):
+                self._carried[block, place] = values
+                continue
             if (block, place) not in self._carried:
                 self._carried[block, place] = self._allocate((self._samples, *values.shape[1:]), values.dtype)
-            self._carried[block, place][rows] = values.cpu()
+            self._carried[block, place][rows] = values.detach().cpu()
         return results[0]
 
     def _of_last(self, block: int, leaf: Any, rows: Rows, device: torch.device) -> Any:
-        return self._carried[block - 1, leaf.place][rows].to(device) if isinstance(leaf, Carried) else leaf
+        kept = self._carried[block - 1, leaf.place] if isinstance(leaf, Carried) else leaf
+        return kept[rows].to(device) if isinstance(leaf, Carried) and isinstance(kept, Tensor) else kept
 
 
 def _run(module: nn.Module, block: int, handed: Handed, states: Tensor, name: str) -> tuple[Tensor, ...]:

@@ -51,12 +51,17 @@ class Prover:
         return self.family.dimension(self.twin.parsed, name)
 
     def prove(self, name: str) -> SpaceProof:
-        """Prove a space, by the name that recipes have for it; of experts' columns that of the first expert."""
-        first = first_expert_spaces(self.family.spaces)[name]
-        space = self.family.spaces[first]
-        together = self._is_dense(self._permuted(first))
-        modules = list(dict.fromkeys([*space.modules, *(table.module for table in space.tables)]))
-        alone = together and not any(self._is_dense(self._permuted(first, module)) for module in modules)
+        """Prove a space, by the name that recipes have for it; of experts' columns that of one that sees tokens."""
+        spaces = self.family.spaces
+        own = [each for each in spaces if expert_of(each) is not None and each.startswith(f"{name}.")] or [name]
+        together = alone = False
+        for each in own:
+            space = spaces[each]
+            together = self._is_dense(self._permuted(each))
+            modules = list(dict.fromkeys([*space.modules, *(table.module for table in space.tables)]))
+            alone = together and not any(self._is_dense(self._permuted(each, module)) for module in modules)
+            if alone or not together:
+                break
         fewer = self._fewer(name) if together and alone else None
         return SpaceProof(together=together, alone=alone, fewer=fewer)
 
