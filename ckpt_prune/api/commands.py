@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.onnx.export import Exported
     from ckpt_prune.runner.calibrate import ForeseenStatistics
-    from ckpt_prune.runner.frontier_record import Frontier
+    from ckpt_prune.runner.frontier.record import Frontier
     from ckpt_prune.runner.plan import Planned
     from ckpt_prune.runner.prune import Pruned, Tell
     from ckpt_prune.runner.push import Pushed
@@ -129,14 +129,14 @@ def frontier(options: FrontierOptions) -> "Frontier":
     An interrupted run leaves OUT.partial, which --resume continues.
     """
     check_texts((*options.text, *options.held_out))
-    require_gguf()
     if options.runs_on == "onnxruntime":
         with without_collection():
-            from ckpt_prune.runner.graph_frontier import explore_graphs
+            from ckpt_prune.runner.frontier.graphs import explore_graphs
 
         with collection_of_new_objects():
             return explore_graphs(options)
-    from ckpt_prune.runner.frontier import explore_frontier
+    require_gguf()
+    from ckpt_prune.runner.frontier.files import explore_frontier
 
     return explore_frontier(options)
 

@@ -9,7 +9,7 @@ from ckpt_prune.cli.command import Command
 from ckpt_prune.show.terminal import print_table
 
 if TYPE_CHECKING:
-    from ckpt_prune.runner.frontier_record import Frontier
+    from ckpt_prune.runner.frontier.record import Frontier
 
 
 def _show(found: "Frontier", _options: dict[str, Any]) -> None:

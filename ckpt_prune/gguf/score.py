@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
+from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.perplexity import PredictionSums
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
@@ -67,37 +68,6 @@ class TextPredictions:
     states: Tensor
     head: Head
     perplexity: float
-
-
-@dataclass(frozen=True)
-class FileScore:
-    """A file's predictions beside a model's.
-
-    A file with fewer tokens does not predict the same ones. Its `kl` is what the text costs more, in nats a token as
-    the model splits it; on average over text that the model writes, that is the KL. `perplexity` is of such a token,
-    too. Graphs of models that predict no tokens have no perplexity. If a graph makes features, `kl` is the share of
-    their energy that is lost, and `top1` the mean cosine.
-
-    Attributes:
-        bytes: of the file.
-        kl, kl_median, kl_90, kl_99: KL(model ‖ file) in nats a token: mean, and what half, 90 % and 99 % do not pass.
-        accepted: chance that the model accepts a token of the file in speculative decoding.
-        top1: share of the tokens of which both hold the same one likeliest.
-        perplexity: of the file.
-        speeds: tokens a second, read and generated; of graphs read alone, and of images.
-        ms: what a graph takes of the work that a latency is of.
-    """
-
-    bytes: int
-    kl: float
-    perplexity: float | None
-    speeds: tuple[float, ...]
-    kl_median: float | None = None
-    kl_90: float | None = None
-    kl_99: float | None = None
-    accepted: float | None = None
-    top1: float | None = None
-    ms: float | None = None
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
-from ckpt_prune.runner.frontier import _read_held_out
+from ckpt_prune.runner.frontier.files import _read_held_out
 from tests.gguf_files.tiny import TEXT, save
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
@@ -78,7 +78,7 @@ def test_an_interrupted_run_goes_on(place, monkeypatch):
         raise AssertionError("measured again")
 
     with monkeypatch.context() as patched:
-        patched.setattr("ckpt_prune.runner.frontier_candidates.score_file", stop)
+        patched.setattr("ckpt_prune.runner.frontier.file_maker.score_file", stop)
         code, output = run(*command(place, "stopped", "--target-bytes", "300KB"))
     assert code != 0
     assert "--resume continues" in output
@@ -117,7 +117,7 @@ def test_a_size_below_the_coarsest_types_and_fewest_columns_is_refused_at_once(p
 
 def test_a_size_that_nothing_reaches_is_said(place, monkeypatch):
     """Here between what a third of the columns would take and what is tried."""
-    monkeypatch.setattr("ckpt_prune.runner.frontier.check_reach", lambda *_: None)
+    monkeypatch.setattr("ckpt_prune.runner.frontier.files.check_reach", lambda *_: None)
     code, output = run(*command(place, "none", "--target-bytes", "40KB"))
     assert code == 1
     assert re.search(r"nothing usable within 0\.0 MB; ask for \d+\.\d MB or more", output)
@@ -125,7 +125,7 @@ def test_a_size_that_nothing_reaches_is_said(place, monkeypatch):
 
 
 def test_a_file_that_is_predicted_to_be_beyond_use_is_not_made(place, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.runner.frontier.USABLE", 1.02)
+    monkeypatch.setattr("ckpt_prune.runner.frontier.files.USABLE", 1.02)
     code, output = run(*command(place, "beyond", "--target-bytes", "300KB"))
     assert code == 1
     assert "nothing usable within 0.3 MB: KL 0.0" in output
@@ -148,7 +148,7 @@ def test_the_smallest_file_within_a_loss_is_found(place):
 
 
 def test_without_a_target_mixtures_stand_beside_types_by_budget_that_are_as_large(place, monkeypatch):
-    monkeypatch.setattr("ckpt_prune.runner.frontier.LADDER", ("q8_0",))
+    monkeypatch.setattr("ckpt_prune.runner.frontier.files.LADDER", ("q8_0",))
     code, output = run(*command(place, "whole"))
     assert code == 0, output
     by_name = {each["name"]: each for each in read(place, "whole")["candidates"]}

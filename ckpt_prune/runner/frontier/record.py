@@ -1,24 +1,16 @@
 """The result of `frontier`: its record, a sentence that says what to do, a picture, and commands that make the file."""
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import pretty_json
-from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import write_atomically
-from ckpt_prune.common.graph_types import GGUF_FILES
-from ckpt_prune.gguf.score import FileScore
-from ckpt_prune.options.commands import FrontierOptions
-from ckpt_prune.options.data import words_of_windows
-from ckpt_prune.runner.frontier_candidates import DATA, PRUNED, Candidate, Maker, Measured
-from ckpt_prune.runner.graph_candidates import MeasuredGraph
+from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.runner.frontier.candidates import MeasuredFile, MeasuredGraph
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
@@ -27,7 +19,7 @@ RECORD, FILE, PAGE, CHART, COMMANDS = "frontier.json", "model.gguf", "frontier.h
 RECIPE = "recipe.yaml"
 """The recipe of the file, if columns go."""
 FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
-Result = Measured | MeasuredGraph
+Result = MeasuredFile | MeasuredGraph
 FEWER_TOKENS = (
     "Of files with fewer tokens, KL is what the text costs more, in nats a token as all tokens write it, and so is the "
     "perplexity. Tokens stay by what --text has: on other kinds of text such files lose more."
@@ -39,7 +31,7 @@ logarithm in nats is not made."""
 
 USUAL_LOSS = 0.05
 """Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
-R = TypeVar("R", Measured, MeasuredGraph)
+R = TypeVar("R", MeasuredFile, MeasuredGraph)
 
 
 def best_within(found: Sequence[R], limit: int | None, loss: float | None) -> R | None:
@@ -209,66 +201,6 @@ def _row(measured: Result) -> dict[str, Any]:
         "pruned": pruned or None,
         "types": candidate.kinds,
     }
-
-
-def commands_of(options: FrontierOptions, candidate: Candidate, maker: Maker) -> list[str]:
-    """Return the commands that make a candidate without this one."""
-    data = words_of_windows(options.text, len(maker.samples), maker.samples.tokens, options.seed)
-    trust = ["--trust-remote-code"] if options.trust_remote_code else []
-    for name in DATA:
-        if (value := getattr(options, name)) != FrontierOptions.model_fields[name].default:
-            data += [f"--{name.replace('_', '-')}", str(value)]
-    model, types = str(options.model), candidate.others.options
-    if candidate.prunes:  # the recipe says all
-        found = [["prune", model, *trust, "--recipe", RECIPE, *data, "--evaluate-samples", "0", "-o", PRUNED]]
-    elif candidate.feedback:
-        found = [["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", FILE]]
-    else:
-        export = ["export", model, *trust, "--format", "gguf", "--dtype", candidate.chosen, *types]
-        found = [
-            ["calibrate", model, *trust, *data, "--collect", "moments,linears", "-o", "statistics"],
-            [*export, "--statistics", "statistics", "-o", FILE],
-        ]
-    return [shlex.join(["ckpt-prune", *words]) for words in found]
-
-
-def make_frontier(
-    options: FrontierOptions,
-    maker: Maker,
-    found: Sequence[Measured],
-    best: Measured | None,
-    asked: str,
-    beyond_use: str,
-    reach: int | None,
-) -> Frontier:
-    """Return the record of what was found."""
-    windows, length = maker.reference.windows.shape
-    return Frontier(
-        folder=options.output,
-        model=model_name(maker.budgets.model.checkpoint.path),
-        dense=maker.reference.perplexity,
-        found=found,
-        best=best,
-        asked=asked,
-        beyond_use=beyond_use,
-        reach=reach,
-        commands=[] if best is None else commands_of(options, best.candidate, maker),
-        data_words=f"{windows} windows of {length} tokens of {', '.join(path.name for path in options.held_out)}",
-    )
-
-
-def write_frontier(frontier: Frontier, folder: Path, maker: Maker, best: Measured | None) -> None:
-    """Write record, page, picture, commands and the best file into a folder."""
-    files, lines = list[str](), list[str]()
-    if best is not None:
-        candidate = best.candidate
-        files.append(FILE)
-        maker.make(candidate).rename(folder / FILE)
-        if candidate.prunes:
-            files.append(RECIPE)
-            write_atomically(folder / RECIPE, yaml.safe_dump(maker.recipe(candidate, export=True), sort_keys=False))
-            lines.append(f"mv {PRUNED}/{GGUF_FILES[candidate.chosen]} {FILE}")
-    write_pages(frontier, folder, files, lines)
 
 
 def write_pages(frontier: Frontier, folder: Path, files: Sequence[str], then: Sequence[str] = ()) -> None:

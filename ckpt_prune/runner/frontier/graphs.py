@@ -34,9 +34,9 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.perplexity import compare
 from ckpt_prune.evaluation.whole_model import load_model
-from ckpt_prune.gguf.score import FileScore
 from ckpt_prune.measure.samples.text import fingerprint_windows
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
 from ckpt_prune.model.model import Model
@@ -54,7 +54,9 @@ from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import check_options, digested_options
 from ckpt_prune.recipe.sizes import Size, parse_size
-from ckpt_prune.runner.frontier_record import (
+from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured, MeasuredGraph
+from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, read_time, within_time
+from ckpt_prune.runner.frontier.record import (
     FRONTIER,
     USUAL_LOSS,
     Frontier,
@@ -62,8 +64,6 @@ from ckpt_prune.runner.frontier_record import (
     words_of_target,
     write_pages,
 )
-from ckpt_prune.runner.graph_candidates import GraphCandidate, MeasuredGraph
-from ckpt_prune.runner.graph_latency import Decide, best_in_time, limit_of, read_time, within_time
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.resuming import resumable
@@ -317,7 +317,7 @@ class GraphMaker:
         """Make a graph and measure it, unless an earlier run has."""
         place, journal = self._place(name), self.staging.journal
         if name in journal.notes and place.is_file():
-            found = MeasuredGraph.read(journal.notes[name]["found"])
+            found = Measured.read(GraphCandidate, journal.notes[name]["found"])
             self.dense = journal.notes[name]["dense"]
             return found
         say(f"making and measuring: {name}")
@@ -333,7 +333,7 @@ class GraphMaker:
             how = record.loss, record.rounding, record.weights, by_budget
             candidate = GraphCandidate(name, dtype, *how)
         candidate = replace(candidate, columns=self.columns, commands=self._commands(candidate))
-        found = MeasuredGraph(candidate, self._score(place))
+        found = Measured(candidate, self._score(place))
         journal.record(name, note={"found": found.note(), "dense": self.dense})
         say(f"{name}: {found.score.bytes / 1e6:.2f} MB, {self.record([found], found, '').words_of(found.score)}")
         return found

@@ -40,16 +40,15 @@ from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import parse_size
 from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.file_budgets import FileBudgets, check_reach
-from ckpt_prune.runner.frontier_candidates import Candidate, Maker, Measured
-from ckpt_prune.runner.frontier_record import (
+from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
+from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
+from ckpt_prune.runner.frontier.record import (
     FRONTIER,
     USABLE,
     USUAL_LOSS,
     Frontier,
     best_within,
-    make_frontier,
     words_of_target,
-    write_frontier,
 )
 from ckpt_prune.runner.resuming import resumable
 
@@ -137,7 +136,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
             say(_foresee(search))
 
             # 3. Make the candidates one at a time, and measure them.
-            found: list[Measured] = []
+            found: list[MeasuredFile] = []
             for candidate in _candidates(search, found):
                 found.append(maker.measure(candidate, _best(search, found), say))
                 say(found[-1].line(reference.perplexity))
@@ -195,12 +194,12 @@ def _foresee(search: _Search) -> str:
     )
 
 
-def _candidates(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
+def _candidates(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
     """Yield what is to be measured next, by what was measured so far."""
     yield from _sized(search, found) if search.limit is not None else _within_loss(search, found)
 
 
-def _sized(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
+def _sized(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
     """Yield what keeps to a size."""
     assert search.limit is not None
     maker, choice = search.maker, search.choice
@@ -208,10 +207,10 @@ def _sized(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
         return
     yield from maker.mixture_within(search.limit, math.inf if choice is None else IN_QUESTION * choice.kl)
     if choice is not None:
-        yield Candidate.of_types("by budget", choice, feedback=True)
+        yield candidate_of("by budget", choice, feedback=True)
 
 
-def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
+def _within_loss(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
     """Yield the smallest of llama.cpp's own mixtures within the loss, and the smallest file by budget.
 
     If neither a size nor a loss is asked for, other mixtures and types by budget as large as each stand beside them.
@@ -224,7 +223,7 @@ def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
         mixture = maker.mixture(name)
         yield mixture
         with suppress(BudgetError):
-            yield Candidate.of_types(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
+            yield candidate_of(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
     # Predictions of all types at once are off by much the same factor: correct by it, and choose again.
     asked = search.loss
     for words in SMALLEST:
@@ -232,14 +231,14 @@ def _within_loss(search: _Search, found: list[Measured]) -> Iterator[Candidate]:
             choice = maker.budgets.fitted.at_loss(asked)
         except BudgetError:
             return
-        yield Candidate.of_types(words, choice, feedback=True)
+        yield candidate_of(words, choice, feedback=True)
         measured = found[-1].score.kl
         if search.loss / CLOSE <= measured <= search.loss:
             return
         asked *= search.loss / measured
 
 
-def _best(search: _Search, found: list[Measured]) -> Measured | None:
+def _best(search: _Search, found: list[MeasuredFile]) -> MeasuredFile | None:
     return best_within(found, search.limit, search.loss)
 
 

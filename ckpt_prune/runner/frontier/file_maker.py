@@ -1,21 +1,23 @@
-"""Candidates of a frontier: what each would be, and how it is made and measured."""
+"""Files of a frontier: how each candidate is made and measured, and what the best one leaves behind."""
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ckpt_prune.checkpoint.staging import Staging
-from ckpt_prune.common.graph_types import GgufType, OtherTypes
+from ckpt_prune.checkpoint.model_folder import model_name
+from ckpt_prune.checkpoint.staging import Staging, write_atomically
+from ckpt_prune.common.graph_types import GGUF_FILES, GgufType
 from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.score import FileScore, TextPredictions, TokenParts, diverge_from, score_file
+from ckpt_prune.gguf.score import TextPredictions, TokenParts, diverge_from, score_file
 from ckpt_prune.gguf.types import NO_OTHERS
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.samples.choose import choose_samples
@@ -23,9 +25,11 @@ from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
-from ckpt_prune.options.data import ProofOptions
+from ckpt_prune.options.data import ProofOptions, words_of_windows
 from ckpt_prune.options.option import check_options
 from ckpt_prune.runner.file_budgets import FileBudgets, export_of, recipe_of
+from ckpt_prune.runner.frontier.candidates import FileCandidate, Measured, MeasuredFile
+from ckpt_prune.runner.frontier.record import FILE, RECIPE, Frontier, write_pages
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.vocabularies import parts_of_tokens
@@ -41,73 +45,11 @@ PRUNED = "pruned"
 """Folder of a model with fewer columns."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A file that may be made.
-
-    Attributes:
-        name: in words.
-        chosen, others: types of its matrices.
-        bytes: of the file, to the byte.
-        kl: what it is predicted to lose, nats a token; None if that is not known.
-        by_pruning: part of it that fewer columns and tokens add; once they are gone, what was measured of that.
-        columns: that the MLP of each block keeps; empty: all.
-        types: in words.
-        feedback: matrices are also rounded by error feedback, behind those that are rounded.
-        rows: tokens that stay; None: all.
-    """
-
-    name: str
-    chosen: GgufType
-    others: OtherTypes
-    bytes: int
-    kl: float | None
-    columns: tuple[int, ...] = ()
-    types: str = ""
-    feedback: bool = False
-    by_pruning: float = 0.0
-    rows: int | None = None
-
-    @property
-    def kinds(self) -> dict[str, Any]:
-        """Types of matrices, as JSON has them."""
-        return {"file": self.chosen} | {name: each for name, each in asdict(self.others).items() if each}
-
-    @property
-    def prunes(self) -> bool:
-        return bool(self.columns) or self.rows is not None
-
-    @classmethod
-    def of_types(cls, name: str, choice: TypeChoice, *, feedback: bool = False) -> "Candidate":
-        columns, types = tuple(choice.columns.values()), choice.words()
-        how = choice.chosen, choice.others, choice.bytes, choice.kl, columns, types, feedback
-        return cls(name, *how, choice.by_pruning, choice.rows)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A candidate, and what it is worth."""
-
-    candidate: Candidate
-    score: FileScore
-
-    def line(self, dense: float) -> str:
-        score, predicted = self.score, self.candidate.kl
-        foreseen = "" if predicted is None else f" (predicted {predicted:.3f})"
-        return (
-            f"{self.candidate.name}: {score.bytes / 1e6:.2f} MB, KL {score.kl:.3f}{foreseen}, perplexity "
-            f"{score.perplexity or 0:.2f} (dense {dense:.2f})"
-        )
-
-    def note(self) -> dict[str, Any]:
-        return {"candidate": asdict(self.candidate), "score": asdict(self.score)}
-
-    @classmethod
-    def read(cls, note: dict[str, Any]) -> "Measured":
-        own, score = dict(note["candidate"]), dict(note["score"])
-        own |= {"others": OtherTypes(**own["others"]), "columns": tuple(own["columns"])}
-        score["speeds"] = tuple(score["speeds"])
-        return cls(Candidate(**own), FileScore(**score))
+def candidate_of(name: str, choice: TypeChoice, *, feedback: bool = False) -> FileCandidate:
+    """Return the candidate that a budget has chosen."""
+    columns, types = tuple(choice.columns.values()), choice.words()
+    how = choice.chosen, choice.others, choice.bytes, choice.kl, columns, types, feedback
+    return FileCandidate(name, *how, choice.by_pruning, choice.rows)
 
 
 @dataclass(frozen=True)
@@ -135,27 +77,27 @@ class Maker:
         return self.budgets.types
 
     @cached_property
-    def _mixtures(self) -> list[Candidate]:
+    def _mixtures(self) -> list[FileCandidate]:
         return [self.mixture(name) for name in MIXTURES]
 
-    def mixture(self, name: GgufType) -> Candidate:
+    def mixture(self, name: GgufType) -> FileCandidate:
         """Return one of llama.cpp's own mixtures, by the importance of inputs."""
         plan, kl = self.budget.of_mixture(name)
-        return Candidate(name, name, NO_OTHERS, plan.bytes, kl, types=f"llama.cpp's {name}")
+        return FileCandidate(name, name, NO_OTHERS, plan.bytes, kl, types=f"llama.cpp's {name}")
 
-    def mixture_within(self, limit: int, loss: float) -> Iterator[Candidate]:
+    def mixture_within(self, limit: int, loss: float) -> Iterator[FileCandidate]:
         """Yield the best of llama.cpp's own mixtures within a size, if it is predicted to lose at most `loss` nats."""
         fitting = [each for each in self._mixtures if each.bytes <= limit and (each.kl or 0) <= loss]
         if fitting:
             yield min(fitting, key=lambda each: each.kl or 0)
 
-    def smallest_mixture(self, loss: float) -> Iterator[Candidate]:
+    def smallest_mixture(self, loss: float) -> Iterator[FileCandidate]:
         """Yield the smallest of llama.cpp's own mixtures that is predicted to lose at most `loss` nats, if any is."""
         fitting = [each for each in self._mixtures if (each.kl or 0) <= loss]
         if fitting:
             yield min(fitting, key=lambda each: each.bytes)
 
-    def recipe(self, candidate: Candidate, *, export: bool) -> dict[str, Any]:
+    def recipe(self, candidate: FileCandidate, *, export: bool) -> dict[str, Any]:
         """Return the recipe that prunes as a candidate, and with `export` also writes its file."""
         score = self.budgets.score if candidate.columns else "obs"
         file = export_of(candidate.chosen, candidate.others) if export else None
@@ -174,7 +116,7 @@ class Maker:
             "progress": self.options.progress,
         }
 
-    def _model(self, candidate: Candidate) -> Model:
+    def _model(self, candidate: FileCandidate) -> Model:
         """Return the model of a candidate, pruned unless that is done."""
         if not candidate.prunes:
             return self.budgets.model
@@ -190,10 +132,10 @@ class Maker:
             prune_model(options, read_recipe(options))
         return open_model(str(out), Opening(True))
 
-    def place(self, candidate: Candidate) -> Path:
+    def place(self, candidate: FileCandidate) -> Path:
         return self.staging.scratch / f"{candidate.name.replace(' ', '-').replace(',', '')}.gguf"
 
-    def make(self, candidate: Candidate) -> Path:
+    def make(self, candidate: FileCandidate) -> Path:
         """Make a candidate's file, unless it is there."""
         place, model = self.place(candidate), self._model(candidate)
         if not place.is_file():
@@ -216,7 +158,7 @@ class Maker:
                 )
         return place
 
-    def _foresee(self, candidate: Candidate, parts: TokenParts | None, say: Notices) -> Candidate:
+    def _foresee(self, candidate: FileCandidate, parts: TokenParts | None, say: Notices) -> FileCandidate:
         """Return a pruned candidate with what that has lost, measured, in place of what it was predicted to lose.
 
         The prediction is of second order, and of one block at a time: it is low where many columns go. What rounding
@@ -228,16 +170,16 @@ class Maker:
         say(f"pruned, KL {lost:.3f} (predicted {candidate.by_pruning:.3f}); as a file {kl:.3f} is predicted")
         return replace(candidate, kl=kl, by_pruning=lost)
 
-    def _parts(self, candidate: Candidate) -> TokenParts | None:
+    def _parts(self, candidate: FileCandidate) -> TokenParts | None:
         """Return how a candidate with fewer tokens writes a token; None if it has all."""
         kept = self.budgets.kept_rows(candidate.rows)
         return None if kept is None else parts_of_tokens(self.budgets.model, kept)
 
-    def measure(self, candidate: Candidate, keep: Measured | None, say: Notices) -> Measured:
+    def measure(self, candidate: FileCandidate, keep: MeasuredFile | None, say: Notices) -> MeasuredFile:
         """Make a candidate and measure it, unless an earlier run has; leave its file, and that of the best so far."""
         notes = self.staging.journal.notes
         if candidate.name in notes:
-            return Measured.read(notes[candidate.name])
+            return Measured.read(FileCandidate, notes[candidate.name])
         say(f"making and measuring: {candidate.name}")
         parts = self._parts(candidate)
         if candidate.prunes:
@@ -248,3 +190,63 @@ class Maker:
         measured = Measured(candidate, score_file(self.make(candidate), self.reference, parts))
         self.staging.journal.record(candidate.name, note=measured.note())
         return measured
+
+
+def commands_of(options: FrontierOptions, candidate: FileCandidate, maker: Maker) -> list[str]:
+    """Return the commands that make a candidate without this one."""
+    data = words_of_windows(options.text, len(maker.samples), maker.samples.tokens, options.seed)
+    trust = ["--trust-remote-code"] if options.trust_remote_code else []
+    for name in DATA:
+        if (value := getattr(options, name)) != FrontierOptions.model_fields[name].default:
+            data += [f"--{name.replace('_', '-')}", str(value)]
+    model, types = str(options.model), candidate.others.options
+    if candidate.prunes:  # the recipe says all
+        found = [["prune", model, *trust, "--recipe", RECIPE, *data, "--evaluate-samples", "0", "-o", PRUNED]]
+    elif candidate.feedback:
+        found = [["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", FILE]]
+    else:
+        export = ["export", model, *trust, "--format", "gguf", "--dtype", candidate.chosen, *types]
+        found = [
+            ["calibrate", model, *trust, *data, "--collect", "moments,linears", "-o", "statistics"],
+            [*export, "--statistics", "statistics", "-o", FILE],
+        ]
+    return [shlex.join(["ckpt-prune", *words]) for words in found]
+
+
+def make_frontier(
+    options: FrontierOptions,
+    maker: Maker,
+    found: Sequence[MeasuredFile],
+    best: MeasuredFile | None,
+    asked: str,
+    beyond_use: str,
+    reach: int | None,
+) -> Frontier:
+    """Return the record of what was found."""
+    windows, length = maker.reference.windows.shape
+    return Frontier(
+        folder=options.output,
+        model=model_name(maker.budgets.model.checkpoint.path),
+        dense=maker.reference.perplexity,
+        found=found,
+        best=best,
+        asked=asked,
+        beyond_use=beyond_use,
+        reach=reach,
+        commands=[] if best is None else commands_of(options, best.candidate, maker),
+        data_words=f"{windows} windows of {length} tokens of {', '.join(path.name for path in options.held_out)}",
+    )
+
+
+def write_frontier(frontier: Frontier, folder: Path, maker: Maker, best: MeasuredFile | None) -> None:
+    """Write record, page, picture, commands and the best file into a folder."""
+    files, lines = list[str](), list[str]()
+    if best is not None:
+        candidate = best.candidate
+        files.append(FILE)
+        maker.make(candidate).rename(folder / FILE)
+        if candidate.prunes:
+            files.append(RECIPE)
+            write_atomically(folder / RECIPE, yaml.safe_dump(maker.recipe(candidate, export=True), sort_keys=False))
+            lines.append(f"mv {PRUNED}/{GGUF_FILES[candidate.chosen]} {FILE}")
+    write_pages(frontier, folder, files, lines)

@@ -12,7 +12,7 @@ from typing import Protocol, Self, TypeVar
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.onnx.quantization.deciding import Decider, Decision
 from ckpt_prune.recipe.sizes import Size, Timed, parse_size, parse_timed
-from ckpt_prune.runner.graph_candidates import MeasuredGraph
+from ckpt_prune.runner.frontier.candidates import MeasuredGraph
 
 FEWEST = 0.3
 """Share of a graph's time below which it is not pruned: nothing usable is left."""

@@ -1,0 +1,119 @@
+"""Candidates of a frontier: what each file or graph is, and what it is worth."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from ckpt_prune.common.graph_types import GgufType, GraphType, OtherTypes
+from ckpt_prune.evaluation.file_score import FileScore
+
+
+@dataclass(frozen=True)
+class FileCandidate:
+    """A file that may be made.
+
+    Attributes:
+        name: in words.
+        chosen, others: types of its matrices.
+        bytes: of the file, to the byte.
+        kl: what it is predicted to lose, nats a token; None if that is not known.
+        by_pruning: part of it that fewer columns and tokens add; once they are gone, what was measured of that.
+        columns: that the MLP of each block keeps; empty: all.
+        types: in words.
+        feedback: matrices are also rounded by error feedback, behind those that are rounded.
+        rows: tokens that stay; None: all.
+    """
+
+    name: str
+    chosen: GgufType
+    others: OtherTypes
+    bytes: int
+    kl: float | None
+    columns: tuple[int, ...] = ()
+    types: str = ""
+    feedback: bool = False
+    by_pruning: float = 0.0
+    rows: int | None = None
+
+    @property
+    def kinds(self) -> dict[str, Any]:
+        """Types of matrices, as JSON has them."""
+        return {"file": self.chosen} | {name: each for name, each in asdict(self.others).items() if each}
+
+    @property
+    def prunes(self) -> bool:
+        return bool(self.columns) or self.rows is not None
+
+    @classmethod
+    def read(cls, note: Mapping[str, Any]) -> "FileCandidate":
+        return cls(**dict(note) | {"others": OtherTypes(**note["others"]), "columns": tuple(note["columns"])})
+
+
+@dataclass(frozen=True)
+class GraphCandidate:
+    """A graph that may be made.
+
+    Attributes:
+        name: in words.
+        dtype: of its weights, by which its file is named.
+        kl: what it is predicted to lose, as weights rounded in the float graph do; None if that is not known.
+        rounding: of weights in few bits.
+        kinds: how weights are stored → how many are.
+        by_budget: forms of weights are chosen, so that the size must be named to make it again.
+        columns: that the MLP of each block keeps, if the model was pruned first; else empty.
+        commands: that make it.
+    """
+
+    name: str
+    dtype: GraphType
+    kl: float | None
+    rounding: Literal["nearest", "gptq"]
+    kinds: dict[str, int] = field(default_factory=dict)
+    by_budget: bool = False
+    columns: tuple[int, ...] = ()
+    commands: tuple[str, ...] = ()
+    rows: None = None
+
+    @property
+    def types(self) -> str:
+        if self.dtype == "fp32":
+            return "float32"
+        words = ", ".join(f"{count} in {kind}" for kind, count in self.kinds.items())
+        return f"{words}, rounded {'by GPTQ' if self.rounding == 'gptq' else 'to the nearest'}"
+
+    @classmethod
+    def read(cls, note: Mapping[str, Any]) -> "GraphCandidate":
+        return cls(**dict(note) | {name: tuple(note[name]) for name in ("columns", "commands")})
+
+
+C = TypeVar("C", FileCandidate, GraphCandidate)
+
+
+@dataclass(frozen=True)
+class Measured(Generic[C]):
+    """A candidate, and what it is worth."""
+
+    candidate: C
+    score: FileScore
+
+    def line(self, dense: float) -> str:
+        score, predicted = self.score, self.candidate.kl
+        foreseen = "" if predicted is None else f" (predicted {predicted:.3f})"
+        return (
+            f"{self.candidate.name}: {score.bytes / 1e6:.2f} MB, KL {score.kl:.3f}{foreseen}, perplexity "
+            f"{score.perplexity or 0:.2f} (dense {dense:.2f})"
+        )
+
+    def note(self) -> dict[str, Any]:
+        """Return what a journal keeps of it."""
+        return {"candidate": asdict(self.candidate), "score": asdict(self.score)}
+
+    @classmethod
+    def read(cls, kind: type[C], note: Mapping[str, Any]) -> "Measured[C]":
+        """Read a note of a journal."""
+        score = dict(note["score"]) | {"speeds": tuple(note["score"]["speeds"])}
+        return cls(kind.read(note["candidate"]), FileScore(**score))
+
+
+MeasuredFile = Measured[FileCandidate]
+MeasuredGraph = Measured[GraphCandidate]
