@@ -39,6 +39,7 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
     elif pruned.report is None:
         for each in filter(None, (pruned.first, pruned)):
             _print_dry(each)
+        _print_whole(pruned)
     else:
         _print_new(pruned, outputs[-1][0])
         if pruned.fewer_bits is not None:
@@ -88,9 +89,21 @@ def _print_done(pruned: "Pruned") -> None:
         for warning in report.warnings:
             click.echo(f"warning: {warning}")
         if not pruned.goes_on:
+            _print_whole(pruned)
             click.echo(f"written to {pruned.path}")
         for hint in hints(pruned, settled) if sys.stderr.isatty() else []:
             click.echo(escape_controls(hint), err=True)
+
+
+def _print_whole(pruned: "Pruned") -> None:
+    """Print the size beside the dense model, if several parts of that are pruned."""
+    from ckpt_prune.runner.sections import cost_table
+    from ckpt_prune.show.terminal import print_table
+
+    whole = pruned.whole
+    if whole is not None:
+        table = print_table(cost_table(whole.before, whole.after))
+        click.echo(f"all parts together, beside the dense model:\n{table}")
 
 
 def hints(pruned: "Pruned", settled: Any) -> list[str]:

@@ -12,7 +12,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 from ckpt_prune.checkpoint.sentence_modules import SentenceClass
 from ckpt_prune.common.filenames import PRUNED_ELSEWHERE
 from ckpt_prune.common.records import Block, Count, Figure, FixedRecord, Record
-from ckpt_prune.model.cost_record import Cost
+from ckpt_prune.model.cost_record import Cost, WholeSizes
 from ckpt_prune.recipe.origin import Origin
 from ckpt_prune.recipe.recipe import Recipe
 
@@ -195,8 +195,9 @@ class CommonReport(FixedRecord):
         origin: where the recipe was fetched from; None for a file on this machine.
         ignored: tensors of the source that are left out, because its class does not load them or another that it ties
             to them has the same values.
-        part: of a source that is made of several models; all other figures are about this part.
+        part: of a source that is made of several models; all other figures are about this part, but `loss` and `whole`.
         others: reports of the other parts of it that were pruned before, the last one first.
+        whole: sizes of the dense model and of the output, if other parts were pruned before.
         asked: what the recipe was changed for.
         changes: keys of the recipe that the model, the data or runtimes gave another value.
         loss: measured on held-out data when the output was complete, or by `evaluate`; None if it was not.
@@ -209,7 +210,7 @@ class CommonReport(FixedRecord):
         job: digest of all that the output depends on: another run of the same job has nothing to do. None in old files.
     """
 
-    optional = frozenset({"origin", "ignored", "part", "others", "changes", "latency", "loss", "warnings"})
+    optional = frozenset({"origin", "ignored", "part", "others", "whole", "changes", "latency", "loss", "warnings"})
 
     version: Literal[1] = 1
     ckpt_prune: str = UNKNOWN
@@ -222,6 +223,7 @@ class CommonReport(FixedRecord):
     ignored: list[str] = Field(default_factory=list)
     part: str | None = None
     others: list[dict[str, Any]] = Field(default_factory=list)
+    whole: WholeSizes | None = None
     asked: Asked | None = None
     changes: list[RecipeChange] = Field(default_factory=list)
     calibration: Record

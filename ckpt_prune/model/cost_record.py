@@ -29,3 +29,25 @@ class Cost(FixedRecord):
     flops: Annotated[int, Field(ge=1, le=2**100)]
     tokens: Count | None = None
     cache: Count | None = None
+
+
+class WholeSize(FixedRecord):
+    """Size of a model of which parts are pruned one by one; as `Cost`, but `flops` is None if samples are of two kinds.
+
+    FLOPs of two stacks of blocks lack the products of attention in the stack that was pruned first.
+    """
+
+    optional = frozenset({"flops", "tokens", "cache"})
+
+    parameters: Annotated[int, Field(ge=1, le=2**63)]
+    bytes: Annotated[int, Field(ge=1, le=2**63)]
+    flops: Annotated[int, Field(ge=1, le=2**100)] | None = None
+    tokens: Count | None = None
+    cache: Count | None = None
+
+
+class WholeSizes(FixedRecord):
+    """Sizes of the dense model and of an output several of whose parts are pruned."""
+
+    before: WholeSize
+    after: WholeSize

@@ -31,10 +31,10 @@ def messages(prepared: Prepared) -> list[str]:
     within = model.checkpoint.within
     if within is not None:
         composite = load_composite(within.whole.config)
-        note = (
-            "it is calibrated on images with their text" if prepared.sees_images else composite.part(within.part).note
-        )
-        lines.append(f"all figures are of the {within.part} part of this {composite.model_type}: {note}")
+        part = composite.part(within.part)
+        note = "it is calibrated on images with their text" if prepared.sees_images else part.note
+        figures = "all figures are" if part.stack is None else "sizes are of the whole model, other figures"
+        lines.append(f"{figures} of the {within.part} part of this {composite.model_type}: {note}")
     lines += change_lines(prepared)
     if prepared.output.container.note:
         lines.append(prepared.output.container.note)

@@ -16,6 +16,7 @@ from ckpt_prune.job.afterwork import Afterwork
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.model.cost_record import WholeSizes
 from ckpt_prune.options.commands import PruneOptions, PushOptions
 from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.group import process_group
@@ -33,6 +34,7 @@ from ckpt_prune.runner.read_recipe import ChosenRecipe
 from ckpt_prune.runner.resuming import resumable
 from ckpt_prune.runner.run_job import Done, check_job, preview_job, run_job
 from ckpt_prune.runner.runtimes import check_stored, fit_to_runtimes
+from ckpt_prune.runner.whole_size import whole_sizes
 from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import Report, find_report
 
@@ -87,13 +89,24 @@ class Pruned:
         return "" if within is None else within.part
 
     @property
+    def whole(self) -> WholeSizes | None:
+        """Sizes of the dense model and of the output, if several of its parts are pruned."""
+        if self.report is not None:
+            return self.report.whole
+        first = None if self.first is None else self.first.settled
+        if first is None or self.settled is None:
+            return None
+        return whole_sizes(self.settled, (), [(first.before, first.output.cost)])
+
+    @property
     def fewer_bits(self) -> str | None:
         """A line with the command that makes a model no larger by fewer bits, which loses less; None without one."""
         return None if self.settled is None else fewer_bits_line(self.settled)
 
     def data(self) -> dict[str, Any]:
         if self.report is None:
-            first = {} if self.first is None else {self.first.part: self.first.data()}
+            first: dict[str, Any] = {} if self.first is None else {self.first.part: self.first.data()}
+            first |= {} if self.whole is None else {"whole": self.whole.model_dump()}
             return self._dry_data() | {"fewer_bits": self.fewer_bits} | first
         data: dict[str, Any] = self.report.data() | {"fewer_bits": self.fewer_bits}
         if self.settled is not None:

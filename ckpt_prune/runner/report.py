@@ -9,8 +9,10 @@ from ckpt_prune.common.versions import versions
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.job.report import Asked, Latency, Source, UsedRecipe
 from ckpt_prune.job.run import Run
+from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.runner.changes import changes_of
 from ckpt_prune.runner.messages import warnings
+from ckpt_prune.runner.whole_size import Change, whole_sizes
 from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.stages.shared.source_facts import source_of, stored_as, stored_whole
@@ -46,6 +48,7 @@ def report_of(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: Run
         ignored=sorted([*checkpoint.ignored, *checkpoint.shadowed]),
         part=None if checkpoint.within is None else checkpoint.within.part,
         others=others,
+        whole=whole_sizes(prepared, [_change(each) for each in others]) if others else None,
         asked=asked_for,
         changes=changes_of(prepared),
         calibration=Record.model_validate(describe_data(prepared)),
@@ -64,10 +67,14 @@ def _other_parts(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     before = None if checkpoint.within is None else find_report(checkpoint.path)
     if before is None or before.part is None:
         return []
-    files = ("others", "files", "side_files", "job", "stages")
+    files = ("others", "whole", "files", "side_files", "job", "stages")
     earlier = {key: value for key, value in before.data().items() if key not in files}
     part = checkpoint.within and checkpoint.within.part
     return [each for each in (earlier, *before.others) if each["part"] != part]
+
+
+def _change(report: Mapping[str, Any]) -> Change:
+    return Cost.read(report["before"]), Cost.read(report["after"])
 
 
 def describe_data(prepared: Prepared) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from ckpt_prune.common.formatting import human_bytes, human_count, plural
 from ckpt_prune.job.latency import TRUSTED
 from ckpt_prune.job.report import UNKNOWN, BlockTime, PhaseRecord
-from ckpt_prune.model.cost_record import Cost
+from ckpt_prune.model.cost_record import Cost, WholeSize
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.recipe.sizes import TargetSize
 from ckpt_prune.show.section import MISSING, Section, Table, list_entries, make_tables
@@ -35,11 +35,15 @@ def name_report(report: Report) -> str:
 
 
 def all_sections(report: Report) -> list[Section]:
-    sections = [size_section(report), *recipe_sections(report), *stage_sections(report), provenance(report)]
-    for other in map(Report.read, report.others):
-        of_part = [size_section(other), *recipe_sections(other), *stage_sections(other)]
-        sections += [replace(section, title=f"{section.title}, {other.part} part") for section in of_part]
-    return sections
+    """Return all sections; where several parts were pruned, the whole comes first, and then each part in turn."""
+    if not report.others:
+        return [size_section(report), *recipe_sections(report), *stage_sections(report), provenance(report)]
+    sections = [size_section(report)]
+    for each in (*map(Report.read, reversed(report.others)), report):
+        size = Section("Size", tables=[replace(cost_table(each.before, each.after), bars=True)])
+        of_part = [size, *recipe_sections(each), *stage_sections(each)]
+        sections += [replace(section, title=f"{section.title}, {each.part} part") for section in of_part]
+    return [*sections, provenance(report)]
 
 
 # ---- the recipe --------------------------------------------------------------------------------------------------
@@ -84,11 +88,13 @@ def _beside_shipped(report: Report) -> str:
 
 
 def size_section(report: Report) -> Section:
-    """Say what was gained, and what was lost if that was measured."""
-    table, loss = cost_table(report.before, report.after), report.loss
+    """Say what was gained, and what was lost if that was measured: of the whole, if several parts were pruned."""
+    sizes = report.whole or report
+    table, loss = cost_table(sizes.before, sizes.after), report.loss
     rows, sentences, explanations = [*table.rows], latency_sentences(report), []
-    if zeros := sum(count(report) for count in find_functions("count_zeros", "show")):
-        old, new = report.before.parameters, report.after.parameters - zeros
+    parts = [report] if report.whole is None else [report, *map(Report.read, report.others)]
+    if zeros := sum(count(part) for part in parts for count in find_functions("count_zeros", "show")):
+        old, new = sizes.before.parameters, sizes.after.parameters - zeros
         rows.insert(1, ["not zero", human_count(old), human_count(new), f"{new / old:.1%}"])
     if loss is None:
         how = "ckpt-prune evaluate OUT --against MODEL measures it, and notes it here."
@@ -108,14 +114,15 @@ def size_section(report: Report) -> Section:
     return Section(title, sentences, explanations, tables=[Table(table.columns, rows, bars=True)])
 
 
-def cost_table(before: Cost, after: Cost) -> Table:
+def cost_table(before: Cost | WholeSize, after: Cost | WholeSize) -> Table:
     """Make the table of parameters, bytes and FLOPs; and of what a token takes in the cache, if that changes."""
     flops = "FLOPs" if before.tokens is None else f"FLOPs / {before.tokens} tokens"
     costs = [
         ("parameters", human_count, before.parameters, after.parameters),
         ("bytes", human_bytes, before.bytes, after.bytes),
-        (flops, human_count, before.flops, after.flops),
     ]
+    if before.flops is not None and after.flops is not None:
+        costs.append((flops, human_count, before.flops, after.flops))
     if before.cache and after.cache is not None and after.cache != before.cache:
         costs.append(("KV cache / token", human_bytes, before.cache, after.cache))
     rows = [[name, show(old), show(new), f"{new / old:.1%}"] for name, show, old, new in costs]

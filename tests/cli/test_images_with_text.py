@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import ckpt_prune
 from ckpt_prune.runner import prune_parts
@@ -97,6 +98,15 @@ def test_tower_and_text_in_one_call() -> None:
     report = read_json("out/ckpt_prune.json")
     assert (report["part"], report["source"]["name"]) == ("text", "llava")
     assert [other["part"] for other in report["others"]] == ["vision"]
+    for folder, key in (("llava", "before"), ("out", "after")):
+        assert report["whole"][key] == {
+            "parameters": ckpt_prune.load(folder).num_parameters(),
+            "bytes": sum(each.nbytes for each in load_file(f"{folder}/model.safetensors").values()),
+            "cache": report[key]["cache"],
+        }
+    dried = json.loads(ok(*ALL, "--dry-run", "--json"))
+    assert dried["whole"]["before"]["parameters"] == report["whole"]["before"]["parameters"]
+    assert dried["whole"]["after"]["parameters"] == report["whole"]["after"]["parameters"]
     checked = ok("verify", "out", "--against", "llava")
     assert "FAILED" not in checked
     assert "kept units (vision): " in checked

@@ -100,10 +100,33 @@ def test_a_stack_is_pruned_as_by_hand(stack: str, bart: PreTrainedModel) -> None
     assert f"outside the {stack} part are the dense model's, bit for bit" in checked
 
 
+def check_whole(dry: str, output: str) -> None:
+    """Sizes of the output stand beside the dense model's, and figures of each stack in turn."""
+    report, card = read_json("out/ckpt_prune.json"), Path("out/README.md").read_text()
+    sizes = report["whole"]
+    stored = [
+        sum(each.numel() for each in load_file(f"{folder}/model.safetensors").values()) for folder in ("bart", "out")
+    ]
+    assert [sizes[key]["parameters"] for key in ("before", "after")] == stored
+    encoder, decoder = report["others"][0], report
+    for key in ("parameters", "bytes", "flops"):
+        assert sizes["before"][key] - sizes["after"][key] == sum(
+            each["before"][key] - each["after"][key] for each in (encoder, decoder)
+        )
+    share = f"{stored[1] / stored[0]:.1%}"
+    assert re.search(rf"^\| parameters \|.*\| {share} \|$", card.partition("## How to load it")[0], re.MULTILINE)
+    for shown in (dry, output):
+        total = shown.partition("all parts together, beside the dense model:\n")[2]
+        assert re.search(rf"^parameters .* {share}$", total, re.MULTILINE)
+    titles = [f"## {title}, {stack} part" for stack in LAYERS for title in ("Size", "Recipe", "Units")]
+    assert [line for line in card.splitlines() if line in titles] == titles
+
+
 def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
     dry = ok("prune", "bart", *RIDGE, *DATA, "--dry-run")
     assert (dry.count("checked, nothing written"), Path("out").exists()) == (2, False)
     output = ok("prune", "bart", *RIDGE, *DATA, "-o", "out")
+    check_whole(dry, output)
     assert output.index("of the encoder part of this bart") < output.index("of the decoder part of this bart")
     assert (output.count("written to out\n"), Path("out.encoder").exists()) == (1, False)
     report = read_json("out/ckpt_prune.json")
