@@ -31,6 +31,7 @@ from ckpt_prune.options.commands import (
 )
 from ckpt_prune.options.machine import SpreadOptions
 from ckpt_prune.options.option import select_options
+from ckpt_prune.recipe.sizes import asked_size
 from ckpt_prune.runner.refusals import (
     asked_batches,
     refuse_calibrate,
@@ -128,6 +129,7 @@ def frontier(options: FrontierOptions) -> "Frontier":
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """
+    asked_size({"bytes": options.target_bytes, "latency": options.target_latency}, None)  # refuses what is no size
     check_texts((*options.text, *options.held_out))
     if options.runs_on == "onnxruntime":
         with without_collection():

@@ -20,11 +20,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from ckpt_prune._version import __version__
-from ckpt_prune.benchmarking.run import processor_name, take_turns
+from ckpt_prune.benchmarking.run import take_turns
 from ckpt_prune.benchmarking.runners import GraphTimer, TorchTimer
 from ckpt_prune.benchmarking.workload import STEPS, Workload, choose_workloads, read_model_inputs
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.machine import processor_name
 from ckpt_prune.common.progress import meter
 from ckpt_prune.common.user_cache import user_cache
 from ckpt_prune.job.latency import TRUSTED, Latencies, StreamTime

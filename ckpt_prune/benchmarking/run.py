@@ -1,7 +1,6 @@
 """The benchmark: two models, in one runtime or two, timed in turns."""
 
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -21,6 +20,7 @@ from ckpt_prune.checkpoint.scratch import scratch_folder
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
+from ckpt_prune.common.machine import processor_name
 from ckpt_prune.common.progress import meter
 from ckpt_prune.onnx.export import count_graph_bytes
 from ckpt_prune.onnx.records import runtime_versions
@@ -237,13 +237,3 @@ def _describe_machine(threads: int, devices: Sequence[str]) -> Machine:
         threads=threads,
         versions=runtime_versions(),
     )
-
-
-def processor_name() -> str:
-    """Return the CPU's name, as the system has it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

@@ -1,15 +1,21 @@
 """Device and number format that a command computes with."""
 
+import hashlib
+import json
 import time
+from contextlib import suppress
 from functools import cache
 
 import torch
 
+from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.machine import processor_name
+from ckpt_prune.common.user_cache import user_cache
 from ckpt_prune.parallel.group import process_group
 
 _GAIN = 1.25
-"""By how much bfloat16 must be faster: a run that is resumed should find the same."""
+"""By how much bfloat16 must be faster."""
 
 
 def resolve_device(text: str) -> torch.device:
@@ -55,7 +61,24 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 @cache
 def time_products() -> tuple[float, float]:
-    """Return the seconds of one product on this processor in float32 and in bfloat16, measured once in a process."""
+    """Return the seconds of one product on this processor in float32 and in bfloat16.
+
+    They are measured once, and kept in the user's cache: on a busy machine another measurement may come out otherwise,
+    and the same command must compute the same, above all where it resumes a run.
+    """
+    facts = json.dumps([torch.__version__, processor_name(), torch.get_num_threads()])
+    place = user_cache("products") / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError):
+        single, brain = map(float, json.loads(place.read_bytes()))
+        return single, brain
+    seconds = _time_products()
+    with suppress(OSError, UserError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, json.dumps(seconds) + "\n")
+    return seconds
+
+
+def _time_products() -> tuple[float, float]:
     seconds = [float("inf"), float("inf")]
     factors = [torch.ones(256, 1024, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     for turn in range(4):

@@ -8,6 +8,7 @@ import torch
 from ckpt_prune.api.commands import calibrate, prune
 from ckpt_prune.demo.run import model_folder
 from ckpt_prune.parallel.devices import resolve_compute_dtype
+from ckpt_prune.parallel.devices import time_products as timed_products
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -43,3 +44,18 @@ def test_commands_take_it(monkeypatch, tmp_path):
         prune(model_folder(), recipe="wanda-sp", ratio=0.5, output=out, compute_dtype=dtype, **how)
         outputs.append([path.read_bytes() for path in sorted(out.glob("*.safetensors"))])
     assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_products_are_timed_once_for_a_machine(monkeypatch, tmp_path):
+    """Two measurements on a busy machine can differ, and a resumed run must compute as it began."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    turns = iter([FAST, SLOW])
+    monkeypatch.setattr("ckpt_prune.parallel.devices._time_products", lambda: next(turns))
+    time_products = timed_products.__wrapped__
+    assert time_products() == time_products() == FAST
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert time_products() == SLOW
+    (kept, *_) = tmp_path.rglob("*.json")
+    kept.write_text("damaged")
+    monkeypatch.setattr("ckpt_prune.parallel.devices._time_products", lambda: FAST)
+    assert {time_products() for _ in range(2)} <= {FAST, SLOW}

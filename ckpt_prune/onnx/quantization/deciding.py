@@ -431,7 +431,8 @@ class Decider:
         if least > limit:
             raise UserError(
                 f"a graph of {limit / 1e6:.4g} MB is out of reach: with all weights in blocks of 4 bits it has "
-                f"{least / 1e6:.4g} MB; ask for more"
+                f"{least / 1e6:.4g} MB; ask for more, or prune first: `prune`, or `prune --vocabulary` where the "
+                "embedding is large"
             )
         return least - sum(form.cost for form in smallest.values())
 

@@ -11,7 +11,7 @@ from typing import Protocol, Self, TypeVar
 
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.onnx.quantization.deciding import Decider, Decision
-from ckpt_prune.recipe.sizes import Size, Timed, parse_size, parse_timed
+from ckpt_prune.recipe.sizes import Size
 from ckpt_prune.runner.frontier.candidates import MeasuredGraph
 
 FEWEST = 0.3
@@ -37,11 +37,6 @@ class Maker(Protocol):
 
 
 M = TypeVar("M", bound=Maker)
-
-
-def read_time(text: str) -> tuple[Size, Timed]:
-    """Read `12ms`, `80%`, `12ms@512` or `9ms@token`; ValueError if it is none."""
-    return parse_size("latency", text), parse_timed(text)
 
 
 def within_time(maker: M, found: list[MeasuredGraph], size: Size) -> Iterator[tuple[M, str, GraphType, Decide]]:

@@ -53,9 +53,9 @@ from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import check_options, digested_options
-from ckpt_prune.recipe.sizes import Size, parse_size
+from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
 from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured, MeasuredGraph
-from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, read_time, within_time
+from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.record import (
     FRONTIER,
     USUAL_LOSS,
@@ -134,7 +134,7 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
     if limit < least:
         raise UserError(
             f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: 4 bits for each of the weights of {source.name} "
-            f"take {least / 1e6:.4g} MB; ask for more, or prune first"
+            f"take {least / 1e6:.4g} MB; ask for more, or prune it first"
         )
     return limit, None
 
@@ -143,11 +143,9 @@ def _read_time(options: FrontierOptions, source: Checkpoint) -> tuple[Size | Non
     """Return the time that is asked for, and the work that it is of."""
     if options.target_latency is None:
         return None, None
-    try:
-        size, timed = read_time(options.target_latency)
-    except ValueError as error:
-        raise UserError(f"--target-latency: {error}") from error
-    return size, choose_timed_workload(source.path, timed, trust=options.trust_remote_code)
+    timed = parse_timed(options.target_latency)
+    workload = choose_timed_workload(source.path, timed, trust=options.trust_remote_code)
+    return parse_size("latency", options.target_latency), workload
 
 
 def _choose_samples(options: FrontierOptions, source: Checkpoint, task: GraphTask) -> ProofSamples:
