@@ -42,6 +42,7 @@ from ckpt_prune.runner.refusals import (
     refuse_prune,
     refuse_quantize,
     refuse_recover,
+    refuse_stacks,
     refuse_sweep,
     refuse_verify,
 )
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from ckpt_prune.evaluation.block_comparison import Comparison
     from ckpt_prune.evaluation.results import Result
     from ckpt_prune.gguf.export import ExportedGguf
-    from ckpt_prune.inspection.answer import Description
+    from ckpt_prune.inspection.answer import Description, PartsDescription
     from ckpt_prune.measure.statistics.folder import Statistics
     from ckpt_prune.onnx.export import Exported
     from ckpt_prune.runner.calibrate import ForeseenStatistics
@@ -362,10 +363,11 @@ def compare(options: CompareOptions) -> "Comparison":
 
 
 @takes(InspectOptions)
-def inspect(options: InspectOptions) -> "Description":
+def inspect(options: InspectOptions) -> "Description | PartsDescription":
     """Print what MODEL is: family, spaces and their widths, sizes, and the containers that a pruned copy would fit.
 
-    Only the config and the headers of the weights are read, unless --sparsity is given. For counting, a folder with
+    Of an encoder-decoder both stacks of blocks are printed, unless --part names one. Only the config and the headers of
+    the weights are read, unless --sparsity is given. For counting, a folder with
     nothing but a config.json is enough. If MODEL's family has no description, the output says which family it is like,
     what differs, and which description to start from.
     """
@@ -402,6 +404,7 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
     For ONNX this loads the whole model, and once more to compare. A GGUF file is written tensor by tensor, and only the
     comparison loads the whole model.
     """
+    refuse_stacks("export", options.model)
     check_texts(options.text)
     with without_collection():
         from ckpt_prune.runner.export import export_model

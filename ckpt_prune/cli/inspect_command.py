@@ -13,16 +13,21 @@ if TYPE_CHECKING:
     from ckpt_prune.inspection.answer import (
         Description,
         ModelDescription,
+        PartsDescription,
         RemoteDescription,
         SparsityDescription,
     )
     from ckpt_prune.model.family_keys import Found
 
 
-def _show(description: "Description", _options: dict[str, Any]) -> None:
-    from ckpt_prune.inspection.answer import RemoteDescription
+def _show(description: "Description | PartsDescription", options: dict[str, Any]) -> None:
+    from ckpt_prune.inspection.answer import PartsDescription, RemoteDescription
 
-    if isinstance(description, RemoteDescription):
+    if isinstance(description, PartsDescription):
+        for number, (name, each) in enumerate(description.parts.items()):
+            click.echo(f"{chr(10) * bool(number)}{name} part")
+            _show(each, options)
+    elif isinstance(description, RemoteDescription):
         _print_remote(description)
     else:
         _print(description)

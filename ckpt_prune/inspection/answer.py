@@ -171,3 +171,13 @@ class RemoteDescription(_KnownDescription):
 
 
 Description = ModelDescription | RemoteDescription
+
+
+class PartsDescription(Frozen):
+    """A model of which several parts are described, each by its name, in the order in which `prune` takes them."""
+
+    model: str
+    parts: dict[str, Description]
+
+    def data(self) -> dict[str, Any]:
+        return {"model": self.model, "parts": {name: each.data() for name, each in self.parts.items()}}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.inspection.answer import (
@@ -12,6 +13,7 @@ from ckpt_prune.inspection.answer import (
     Description,
     MadeFrom,
     ModelDescription,
+    PartsDescription,
     RemoteDescription,
     SizeAtRatio,
     SpaceDescription,
@@ -21,7 +23,7 @@ from ckpt_prune.inspection.answer import (
 )
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
-from ckpt_prune.model.composites import extract_part
+from ckpt_prune.model.composites import asked_parts, extract_part, load_composite
 from ckpt_prune.model.config_only import checkpoint_of_config, config_of_folder, is_config_only
 from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.containers.choosing import choose_container
@@ -33,7 +35,7 @@ from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.skeleton import is_parameter
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
-from ckpt_prune.model.supported import declared_family
+from ckpt_prune.model.supported import declared_family, read_local_config
 from ckpt_prune.options.commands import InspectOptions
 from ckpt_prune.recipe.places import locate_recipe
 from ckpt_prune.recipe.recipe import Recipe
@@ -110,8 +112,9 @@ def _model(
 def _block(model: Model) -> BlockDescription:
     """Return the last block, which stands for all, and whether a block can go."""
     stay = None
-    if model.checkpoint.within is not None:
-        stay = f"the {model.checkpoint.within.part} part of a composite keeps all of its own"
+    within = model.checkpoint.within
+    if within is not None and load_composite(within.whole.config).part(within.part).stack is None:
+        stay = f"the {within.part} part of a composite keeps all of its own"
     elif model.blocks < 2:
         stay = "there is no other"
     else:
@@ -239,8 +242,21 @@ def _total(tensors: Sequence[Sparsity]) -> Zeros:
     )
 
 
-def inspect_model(options: InspectOptions) -> Description:
-    """Open a model, or its config alone, and describe it (`ckpt_prune.inspect`)."""
+def inspect_model(options: InspectOptions) -> Description | PartsDescription:
+    """Open a model, or its config alone, and describe it (`ckpt_prune.inspect`).
+
+    Of an encoder-decoder both stacks of blocks are described, unless one is named; with `--part all` both
+    parts of any model.
+    """
+    folder = Path(options.model) if Path(options.model).is_dir() else resolve_model(options.model)
+    parts = asked_parts(read_local_config(str(folder)), options.part)
+    if len(parts) == 1:
+        return _inspect(options)
+    found = {str(part): _inspect(options.model_copy(update={"part": part})) for part in parts}
+    return PartsDescription(model=str(folder), parts=found)
+
+
+def _inspect(options: InspectOptions) -> Description:
     folder = Path(options.model)
     config_only = folder.is_dir() and is_config_only(folder)
     if config_only and options.sparsity:

@@ -172,6 +172,13 @@ def both_parts(config: Mapping[str, Any]) -> tuple[PartName, PartName]:
     return ("encoder", "decoder") if is_whisper or is_encoder_decoder(config) else ("vision", "text")
 
 
+def asked_parts(config: Mapping[str, Any], part: str | None) -> tuple[str | None, ...]:
+    """Return the parts that `--part` names, with all for its default of an encoder-decoder."""
+    if part == "all" or (part is None and is_encoder_decoder(config)):
+        return both_parts(config)
+    return (part,)
+
+
 def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of an encoder-decoder as a whole: BartForCausalLM has one stack alone."""
     architecture, named = encoder_decoders().get(str(config.get("model_type"))), config.get("architectures")

@@ -12,7 +12,7 @@ from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.datasets.suites import parse_suite
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import STATISTICS, check_statistics
-from ckpt_prune.model.composites import both_parts
+from ckpt_prune.model.composites import asked_parts, is_encoder_decoder
 from ckpt_prune.model.supported import check_supported, read_local_config
 from ckpt_prune.options.commands import (
     CalibrateOptions,
@@ -52,7 +52,7 @@ def refuse_prune(options: PruneOptions) -> None:
         check_recipe(options.recipe)
     if options.has_output:
         _check_place(options.model, options.output, resume=options.resume, overwrite=options.may_replace)
-    parts = both_parts(read_local_config(options.model)) if options.part == "all" else (options.part,)
+    parts = asked_parts(read_local_config(options.model), options.part)
     for part in parts:
         check_supported(options.model, options.family, part)
     if options.part == "all" and (options.plan is not None or options.statistics is not None or size is not None):
@@ -77,7 +77,8 @@ def refuse_inspect(options: InspectOptions) -> None:
     asked_ratios(options.ratios)
     if options.recipe is not None:
         check_recipe(options.recipe)
-    check_supported(options.model, options.family, options.part)
+    for part in asked_parts(read_local_config(options.model), options.part):
+        check_supported(options.model, options.family, part)
 
 
 def refuse_plan(options: PlanOptions) -> None:
@@ -112,7 +113,16 @@ def refuse_calibrate(options: CalibrateOptions) -> None:
         process_group().on_first(lambda: Staging(options.output, job="", kind=STATISTICS))
 
 
+def refuse_stacks(command: str, model: str) -> None:
+    """Refuse an encoder-decoder for a command that takes no part of one."""
+    config = read_local_config(model)
+    if is_encoder_decoder(config):
+        kind = config["model_type"]
+        raise UserError(f"{kind} is an encoder-decoder: {command} takes models with one stack of blocks alone")
+
+
 def refuse_quantize(options: QuantizeOptions) -> None:
+    refuse_stacks("quantize", options.model)
     if has_data(options) and options.statistics is not None:
         raise UserError("--statistics takes the place of --text: give one of them")
     check_supported(options.model, None, None)

@@ -17,7 +17,7 @@ from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
 from tests.pairs import choose_cases
-from tests.seq2seq import TYPES, write_model, write_pairs, write_sounds
+from tests.seq2seq import STACKS, TYPES, write_model, write_pairs, write_sounds
 
 DATA = ("--data", "pairs.jsonl", "--samples", "24", "--choose", "first")
 RIDGE = (
@@ -181,6 +181,19 @@ def test_blocks_of_both_stacks_go(model_type: str, place: Path, bart: PreTrained
 
 
 @pytest.mark.usefixtures("bart")
+def test_both_stacks_are_described() -> None:
+    shown = ok("inspect", "bart")
+    assert shown.index("encoder part\nmodel ") < shown.index("\ndecoder part\nmodel ")
+    assert "all stay" not in shown
+    described = json.loads(ok("inspect", "bart", "--json"))
+    assert [(name, each["spaces"]["mlp"]["units"]) for name, each in described["parts"].items()] == [
+        ("encoder", STACKS["encoder_ffn_dim"]),
+        ("decoder", STACKS["decoder_ffn_dim"]),
+    ]
+    assert json.loads(ok("inspect", "bart", "--part", "decoder", "--json")) == described["parts"]["decoder"]
+
+
+@pytest.mark.usefixtures("bart")
 def test_measured_once_and_evaluated() -> None:
     ok("calibrate", "bart", "--part", "decoder", *DATA, "-o", "own")
     assert read_json("own/statistics.json")["modality"] == "pairs"
@@ -200,6 +213,14 @@ def test_what_cannot_be_read_is_refused() -> None:
     assert read_refusal("calibrate", "bart", *DATA, "-o", "out") == (
         "bart has two stacks of blocks: --part encoder or --part decoder names one"
     )
+    for command in (
+        ("quantize", "bart", "--format", "int8"),
+        ("export", "bart"),
+        ("export", "bart", "--format", "gguf"),
+    ):
+        assert read_refusal(*command, "-o", "out") == (
+            f"bart is an encoder-decoder: {command[0]} takes models with one stack of blocks alone"
+        )
     assert read_refusal("prune", "bart", *RIDGE, *DATA, "--vision-ratio", "0.5", "-o", "out") == (
         "--vision-recipe and --vision-ratio are for a vision tower, which bart has none of"
     )
