@@ -44,7 +44,7 @@ from ckpt_prune.measure.samples.text import (
     tokenise_text,
 )
 from ckpt_prune.model.context import context_length
-from ckpt_prune.model.purposes import WITHOUT_HEAD
+from ckpt_prune.model.purposes import WITHOUT_HEAD, refuse_text_of
 from ckpt_prune.options.data import EvaluationOptions
 
 TextResult = ScoredResult[Any] | ComparisonResult
@@ -80,8 +80,7 @@ def measure_texts(pair: Pair, options: EvaluationOptions, given: Tensor | None =
         raise UserError(
             f"{folder} is for {purpose}, and nothing here says what is right: compare it with --against MODEL2"
         )
-    if purpose == "text2text-generation":
-        raise UserError(f"{folder} is for {purpose}: measure it on pairs of a source and its target, with --data")
+    refuse_text_of(folder, purpose)
     generates = purpose in ("text-generation", "image-text-to-text")
     if not generates and purpose not in ("fill-mask", *LABELLED, *WITHOUT_HEAD):
         auto = auto_class(read_config(folder)).removeprefix("AutoModelFor")

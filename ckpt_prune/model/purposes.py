@@ -1,9 +1,11 @@
 """Purposes of models, by the class that config.json names, or by the modules of a sentence-transformers folder."""
 
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from ckpt_prune.checkpoint.sentence_modules import ModulesUse
+from ckpt_prune.common.errors import UserError
 
 Purpose = Literal[
     "text-generation",
@@ -39,6 +41,17 @@ PURPOSES: dict[str, Purpose] = {
 
 WITHOUT_HEAD: frozenset[Purpose] = frozenset({"feature-extraction", "sentence-similarity"})
 """Purposes that read the last hidden states of the base model."""
+
+_READ_AS_PAIRS: dict[Purpose, str] = {
+    "text2text-generation": "pairs of a source and its target",
+    "automatic-speech-recognition": "audio with its text",
+}
+
+
+def refuse_text_of(folder: Path, purpose: Purpose | None) -> None:
+    """Refuse to measure a model on a text, if it is measured on rows of what it reads and what it says."""
+    if purpose in _READ_AS_PAIRS:
+        raise UserError(f"{folder} is for {purpose}: measure it on {_READ_AS_PAIRS[purpose]}, with --data")
 
 
 def purpose_of_class(auto: str, *, binary: bool = False, used_for: ModulesUse | None = None) -> Purpose | None:

@@ -12,7 +12,8 @@ from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.datasets.suites import parse_suite
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import STATISTICS, check_statistics
-from ckpt_prune.model.composites import asked_parts, is_encoder_decoder
+from ckpt_prune.model.composites import asked_parts, is_composite, is_encoder_decoder, known_composites, load_composite
+from ckpt_prune.model.purposes import PURPOSES, refuse_text_of
 from ckpt_prune.model.supported import check_supported, read_local_config
 from ckpt_prune.options.commands import (
     CalibrateOptions,
@@ -173,6 +174,9 @@ def refuse_compare(options: CompareOptions) -> None:
 
 
 def refuse_evaluate(options: EvaluateOptions) -> None:
+    config = read_local_config(options.model)
+    if options.text and is_composite(config) and config["model_type"] in known_composites():
+        refuse_text_of(Path(options.model), PURPOSES.get(load_composite(config).auto))
     if not options.dry_run:
         _check_measured(options)
     check_texts(options.text)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +245,23 @@ def test_what_cannot_be_read_is_refused() -> None:
     assert says(*DATA) == (
         'pairs.jsonl, line 1: no source with its target; each row must be {"source": "…", "target": "…"}'
     )
-    assert read_refusal("evaluate", "bart", "--text", "calib.txt", "--window", "8") == (
-        "bart is for text2text-generation: measure it on pairs of a source and its target, with --data"
+
+
+@pytest.mark.usefixtures("bart")
+def test_texts_are_refused_before_anything_is_asked_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("calib.txt").write_text("w1 w2 w3")
+    words, says = (
+        ("evaluate", "bart", "--against", "bart", "--text", "calib.txt"),
+        ("bart is for text2text-generation: measure it on pairs of a source and its target, with --data"),
+    )
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ckpt_prune.runner.evaluate", None)  # not even that is imported
+        assert read_refusal(*words) == says
+    assert read_refusal(*words, "--window", "8") == says
+    config = read_json("bart/config.json")
+    Path("bart/config.json").write_text(json.dumps(config | {"model_type": "whisper"}))
+    assert read_refusal(*words) == (
+        "bart is for automatic-speech-recognition: measure it on audio with its text, with --data"
     )
 
 
