@@ -28,6 +28,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import CalibrateOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.parallel.group import process_group
+from ckpt_prune.runner.checks import check_pairs
 from ckpt_prune.runner.estimate import Estimate, estimate_calibration
 from ckpt_prune.stages.shared.one_basis import check_one_basis
 from ckpt_prune.stages.spaces.effects.gradients import add_gradients
@@ -106,6 +107,7 @@ class _Measurement:
 def calibrate_model(options: CalibrateOptions) -> Statistics | ForeseenStatistics:
     """Measure statistics, or say what that takes (`ckpt_prune.calibrate`)."""
     out, say = options.output, Notices()
+    check_pairs(options)
     work = _read(options, say)
     model, samples = work.model, work.samples
     estimate = estimate_calibration(model, samples, work.kinds, work.folds, work.device, work.dtype).since_start()

@@ -4,9 +4,14 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.measure.samples.pairs import read_pairs, reads_pairs
+from ckpt_prune.model.composites import is_encoder_decoder
 from ckpt_prune.model.containers.checking import check_source
-from ckpt_prune.model.family import DATA_OPTIONS
+from ckpt_prune.model.family import DATA_OPTIONS, Modality
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.supported import read_local_config
+from ckpt_prune.options.commands import CalibrateOptions, PruneOptions
+from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.stages.folders import stages_of
@@ -35,13 +40,33 @@ def check_fit(prepared: Prepared) -> None:
             stage.check(prepared)
 
 
+def check_pairs(options: CalibrateOptions | PruneOptions, recipe: Recipe | None = None) -> None:
+    """Refuse data that an encoder-decoder does not read, before its stacks are opened: proving their spaces takes long.
+
+    Args:
+        recipe: to prune by; None where data is measured for any.
+    """
+    if not is_encoder_decoder(read_local_config(options.model)):
+        return
+    if options.talks is not None:
+        read_pairs(options.talks)
+    elif has_data(options):
+        raise UserError(reads_pairs(options.model))
+    elif recipe is not None and recipe.needs_moments:
+        raise UserError(_lacking_data(recipe, "pairs"))
+
+
+def _lacking_data(recipe: Recipe, modality: Modality) -> str:
+    data, name = DATA_OPTIONS[modality], recipe.name
+    if any(keys.trains for keys in recipe.stages):
+        return f"recipe {name} needs samples to be measured and recovered on: give {data}"
+    return f"recipe {name} needs statistics: give --statistics, or {data} to measure them"
+
+
 def check_data(prepared: Prepared) -> None:
     """Refuse a job with too little to measure on."""
     if prepared.lacks_moments:
-        data, name = DATA_OPTIONS[prepared.model.family.modality], prepared.recipe.name
-        if any(keys.trains for keys in prepared.recipe.stages):
-            raise UserError(f"recipe {name} needs samples to be measured and recovered on: give {data}")
-        raise UserError(f"recipe {name} needs statistics: give --statistics, or {data} to measure them")
+        raise UserError(_lacking_data(prepared.recipe, prepared.model.family.modality))
     for stage in stages_of(prepared.recipe):
         stage.check_data(prepared)
 

@@ -21,7 +21,7 @@ from ckpt_prune.options.commands import PruneOptions, PushOptions
 from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.sizes import small_share_line
-from ckpt_prune.runner.checks import check_training
+from ckpt_prune.runner.checks import check_pairs, check_training
 from ckpt_prune.runner.estimate import Estimate, estimate_prune
 from ckpt_prune.runner.fewer_bits import fewer_bits_line
 from ckpt_prune.runner.file_target import choose_for_file, is_for_file
@@ -148,6 +148,12 @@ def foresee(options: PruneOptions, chosen: ChosenRecipe) -> Prepared:
     return preview_job(job, check_job(job, needs_data=False))
 
 
+def check_needed_pairs(options: PruneOptions, chosen: ChosenRecipe) -> None:
+    """Refuse rows or a lack of them before an encoder-decoder is opened (`check_pairs`)."""
+    is_measured = options.statistics is not None or chosen.plan is not None or options.dry_run
+    check_pairs(options, None if is_measured else chosen.recipe)
+
+
 def prune_model(
     options: PruneOptions,
     chosen: ChosenRecipe,
@@ -163,6 +169,9 @@ def prune_model(
         goes_on: whether another part is pruned next, in the same call.
     """
     out, say, notify = options.output, Notices(), tell or (lambda _pruned, _following: None)
+
+    if dense is None and not goes_on:
+        check_needed_pairs(options, chosen)
 
     # 1. Read model and data, and decide all that needs no measuring. What cannot work is refused.
     if is_for_file(options):

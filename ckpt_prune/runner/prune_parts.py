@@ -15,7 +15,7 @@ from ckpt_prune.model.composites import both_parts
 from ckpt_prune.model.supported import read_local_config
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.parallel.group import process_group
-from ckpt_prune.runner.prune import Pruned, Tell, foresee, prune_model
+from ckpt_prune.runner.prune import Pruned, Tell, check_needed_pairs, foresee, prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
 
 
@@ -30,6 +30,7 @@ def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
     before = _of_tower(options, place) if parts[0] == "vision" else options.model_copy(update=_first(parts[0], place))
     after = options.model_copy(update={"part": parts[1], "images": (), "labels": None})
     first, second = read_recipe(before), read_recipe(after)
+    check_needed_pairs(after, second)
     nothing = {"text": (), "images": (), "labels": None, "data": None, "dry_run": True}
     for each, chosen in ((before, first), (after, second)):
         foresee(each.model_copy(update=nothing), chosen)

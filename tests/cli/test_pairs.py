@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoTokenizer, PreTrainedModel
 
 from ckpt_prune.model.composites import encoder_decoders
+from ckpt_prune.model.discovery import discover
 from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
 from tests.encoders import STRENGTH
 from tests.oracles import closed_forms, scores
@@ -233,18 +234,30 @@ def test_what_cannot_be_read_is_refused() -> None:
         assert (result.exit_code, Path("out").exists(), Path("out.partial").exists()) == (2, False, False)
         return result.stderr.splitlines()[-1].removeprefix("Error: ")
 
-    assert says("--text", "calib.txt") == "bart reads pairs of a source and its target: give --data FILE"
     assert says(*DATA, "--bos", "never") == (
         "--bos, --choose offsets and --choose documents are for --text: they do not go with --data"
     )
-    assert says() == "recipe ridge needs statistics: give --statistics, or --data to measure them"
     assert says(*DATA, "--set", "export.format=onnx").startswith(
         "a model of class AutoModelForSeq2SeqLM cannot be exported: there are graphs for text-generation, "
     )
+
+
+@pytest.mark.usefixtures("bart")
+@pytest.mark.parametrize("words", [("prune", "bart", *RIDGE), ("prune", "bart", "--part", "decoder", *RIDGE)])
+def test_data_are_refused_before_spaces_are_proven(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discover, "discover", None)
+    Path("calib.txt").write_text("w1 w2 w3")
+    calibrate, out = ("calibrate", "bart", "--part", "decoder"), ("-o", "out")
+    assert read_refusal(*words, *out) == "recipe ridge needs statistics: give --statistics, or --data to measure them"
+    for each in ((*words, *out), (*words, "--dry-run"), (*calibrate, *out)):
+        assert read_refusal(*each, "--text", "calib.txt") == (
+            "bart reads pairs of a source and its target: give --data FILE"
+        )
     Path("pairs.jsonl").write_text('{"text": "w1"}\n')
-    assert says(*DATA) == (
-        'pairs.jsonl, line 1: no source with its target; each row must be {"source": "…", "target": "…"}'
-    )
+    for each in ((*words, *out), (*words, "--dry-run"), (*calibrate, *out)):
+        assert read_refusal(*each, *DATA) == (
+            'pairs.jsonl, line 1: no source with its target; each row must be {"source": "…", "target": "…"}'
+        )
 
 
 @pytest.mark.usefixtures("bart")

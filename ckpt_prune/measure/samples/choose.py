@@ -15,7 +15,7 @@ from ckpt_prune.measure.samples.image_files import ImageFiles, choose_images, fi
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.image_text import ImageTextWindows, Reader, pack_windows, read_talks
 from ckpt_prune.measure.samples.images import ImageSamples, PatchSamples
-from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs, read_pairs
+from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs, read_pairs, reads_pairs
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import (
     add_frame,
@@ -50,7 +50,7 @@ def check_kind(model: Model, options: SampleOptions) -> str:
     needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE", "pairs": "--data FILE"}[modality]
     if modality == "pairs":
         if options.talks is None:
-            raise UserError(f"{folder} reads pairs of a source and its target: give {needed}")
+            raise UserError(reads_pairs(folder))
         return needed
     if modality == "audio" and options.talks is not None and model.checkpoint.within is not None:
         return "--data FILE"  # the sounds of pairs

@@ -43,6 +43,11 @@ class Pair:
     languages: dict[str, str] = field(default_factory=dict)
 
 
+def reads_pairs(model: str | Path) -> str:
+    """Return the error for someone who gives an encoder-decoder other data."""
+    return f"{model} reads pairs of a source and its target: give --data FILE"
+
+
 def read_pairs(file: Path, *, audio: bool = False) -> list[Pair]:
     """Read rows of texts with their targets, or of audio with its text; UserError if one has another form.
 
