@@ -11,6 +11,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
 from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.ties import TIE_KEY
 from ckpt_prune.recipe.shipped import DEFAULT_RECIPE, WIDER_CHOICE
 from ckpt_prune.runner.changes import change_lines
 from ckpt_prune.runner.plannable import is_plannable
@@ -90,7 +91,7 @@ def ignored_words(model: Model) -> str:
 def tied_words(model: Model) -> str | None:
     """Say how stored tensors differ from what the config ties; None if they do not."""
     seen = model.checkpoint
-    if seen.stated:
+    if TIE_KEY in seen.stated:
         return (
             f"config.json ties tensors that are stored and differ: transformers' {model.family.architecture} takes "
             "them as they are stored, and outputs say tie_word_embeddings: false"

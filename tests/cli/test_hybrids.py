@@ -94,3 +94,13 @@ def test_blocks_of_one_kind_may_go(hybrid: str) -> None:
     assert "FAILED" not in ok("verify", "out", "--against", "hybrid")
     model = open_model("out")
     assert (model.blocks, model.blocks_with("heads"), model.blocks_with("mlp")) == (3, [1], [2])
+
+
+def test_a_class_that_derives_its_widths_is_not_said_to_be_untied(place: Path) -> None:
+    """Its config is read with widths stated, which says nothing of tied tensors."""
+    with quiet_transformers():
+        make_model("lfm2", block_auto_adjust_ff_dim=True, block_multiple_of=8).save_pretrained("hybrid")
+    assert read_json("hybrid/config.json")["tie_word_embeddings"]
+    assert "tied  " not in ok("inspect", "hybrid")
+    ok("prune", "hybrid", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out", "--container", "any")
+    assert read_json("out/config.json")["tie_word_embeddings"]
