@@ -90,8 +90,8 @@ _UNITS: dict[SizeKind, _Unit] = {
     "params": _Unit("parameters", {"": 1} | _powers("kmbt", 1000, ""), "5.0B (K, M, B or T), 5000000000"),
     "bytes": _Unit(
         "bytes",
-        {"": 1, "b": 1} | _powers("kmgtp", 1000, "b") | _powers("kmgtp", 1024, "ib"),
-        "9.5GiB (KiB to PiB), 10GB (KB to PB), 10000000000",
+        {"": 1, "b": 1} | _powers("kmgtp", 1000, "") | _powers("kmgtp", 1000, "b") | _powers("kmgtp", 1024, "ib"),
+        "9.5GiB (KiB to PiB), 10GB or 10G (KB to PB), 10000000000",
     ),
     "flops": _Unit(
         "FLOPs",
@@ -109,8 +109,8 @@ _SIZE = re.compile(rf"(?:(?P<grouped>{_GROUPED})|(?P<plain>{_PLAIN})) ?(?P<suffi
 def parse_size(kind: SizeKind, text: str) -> Size:
     """Read a size; ValueError says what is allowed.
 
-    Case does not matter, and a space may stand before the unit. KB to PB are decimal, KiB to PiB binary. `_`, `,` and
-    spaces may separate thousands of a number without a suffix. With a suffix they may not: 9,5GiB could be 95 or 9.5.
+    Case does not matter, and a space may stand before the unit. Of bytes, K to P and KB to PB are decimal, KiB to PiB
+    binary. `_`, `,` and spaces may separate thousands of a number without a suffix. With a suffix they may not: 9,5GiB could be 95 or 9.5.
     A size that is not a whole number is rounded down. A latency is in nanoseconds; after an @ may follow what it is of
     (`timed`).
     """

@@ -13,7 +13,7 @@ NONE = "Value error, a target size has exactly one of params, bytes, flops and l
 COST = Cost(parameters=6_738_415_616, bytes=13_476_831_232, flops=28_000_000_000_001, tokens=2048)
 ALLOWED = {
     "params": "5.0B (K, M, B or T), 5000000000",
-    "bytes": "9.5GiB (KiB to PiB), 10GB (KB to PB), 10000000000",
+    "bytes": "9.5GiB (KiB to PiB), 10GB or 10G (KB to PB), 10000000000",
     "flops": "2.3T (K, M, G, T or P, with or without FLOPs), 2300000000000",
 }
 WHAT = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs"}
@@ -35,6 +35,10 @@ WHAT = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs"}
         ("params", "1.2349K", 1234),
         ("params", "0.001K", 1),
         ("bytes", "10GB", 10_000_000_000),
+        ("bytes", "80M", 80_000_000),
+        ("bytes", "2g", 2_000_000_000),
+        ("bytes", "500 K", 500_000),
+        ("params", "80M", 80_000_000),
         ("bytes", "9.5GiB", 10_200_547_328),
         ("bytes", "9.5gib", 10_200_547_328),
         ("bytes", "1TiB", 2**40),
@@ -84,7 +88,7 @@ def test_shares(kind, text, share):
         ("params", "5,000%"),
         ("params", "٥B"),
         ("params", "9" * 31),
-        ("bytes", "10G"),
+        ("bytes", "10Gi"),
         ("bytes", "9,5GiB"),
         ("flops", "2.3B"),
         ("flops", "2.3 T FLOPs"),
@@ -158,10 +162,10 @@ def test_a_target_in_a_recipe(written, kind, text, value):
         ({"parameters": "5B"}, ("parameters",), "Extra inputs are not permitted"),
         ({"params": True}, ("params",), "Input should be a valid string"),
         (
-            {"bytes": "10G"},
+            {"bytes": "10Gi"},
             ("bytes",),
-            "Value error, '10G' is not a size in bytes: allowed are 9.5GiB (KiB to PiB), 10GB (KB to PB), 10000000000, "
-            "or a share of the dense model: 50%",
+            "Value error, '10Gi' is not a size in bytes: allowed are 9.5GiB (KiB to PiB), 10GB or 10G (KB to PB), "
+            "10000000000, or a share of the dense model: 50%",
         ),
         (
             {"flops": float("inf")},
