@@ -125,8 +125,9 @@ def frontier(options: FrontierOptions) -> "Frontier":
     beside the best of llama.cpp's own mixtures if that comes near. With --for onnxruntime MODEL is traced, each weight
     of the graph is stored in blocks of 4 or 8 bits or in float32, and int4 and int8 everywhere stand beside it; it may
     be an encoder, too, or with --images a model of images, which is measured on images that it was not rounded by. OUT
-    holds the file, the commands or the recipe that make it, a picture and all figures. The exit code is 1 if nothing
-    usable was found.
+    holds the file, the commands or the recipe that make it, a picture and all figures. What is predicted of a file is
+    the sum of what each type of each matrix, and each share of the columns, did on --text by itself. The exit code is 1
+    if nothing usable was found.
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """

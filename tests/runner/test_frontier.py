@@ -56,6 +56,15 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
     assert best["kl"] == min(each["kl"] for each in found["candidates"] if each["bytes"] <= 300_000)
     assert best["pareto"]
     assert found["sentence"] in output
+    headings = [line for line in output.splitlines() if line.startswith("file ")][0]
+    assert all(f"  {name}  " in headings for name in ("KL predicted", "KL median", "KL 90%", "tokens read/s"))
+    (legend,) = [line for line in output.splitlines() if line.startswith("measured in ")]
+    assert legend == (
+        "measured in llama.cpp on 2 windows of 48 tokens of held_out.txt; * marks what nothing beats in size and KL; "
+        "KL: how far the predictions are from MODEL's, the mean in nats; predicted: before the file was made; "
+        "median, 90%: half, and 90% of the tokens, lose no more; top-1: share of the tokens for which both put the "
+        "same first"
+    )
     assert "5 steps: predictions of MODEL; importance of inputs; " in output
     assert (place / "sized" / "frontier.svg").read_text().startswith("<svg xmlns=")
     assert found["recommended"] in (place / "sized" / "frontier.html").read_text()

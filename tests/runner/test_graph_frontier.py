@@ -53,6 +53,7 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
     assert {each["name"] for each in found["candidates"]} > {"int4 everywhere", "int8 everywhere"}
     assert (found["measured_in"], found["loss"]) == ("onnxruntime", "KL")
     assert found["sentence"] in sized
+    assert "measured in onnxruntime on " in sized
     assert {"config.json", "tokenizer.json", "frontier.svg"} <= {path.name for path in (place / "sized").iterdir()}
     monkeypatch.chdir(place)
     code, output = run(*shlex.split(found["commands"][0])[1:], "--no-validate")

@@ -411,6 +411,7 @@ class GraphMaker:
             runtime="onnxruntime",
             loss="lost energy" if embeds else "KL",
             agreement="cosine" if embeds else "top-1",
+            items="tokens" if samples.images is None else "images",
         )
 
     def _commands(self, candidate: GraphCandidate) -> tuple[str, ...]:

@@ -63,6 +63,7 @@ class Frontier:
         data_words: what was measured on.
         runtime: that it was measured in.
         loss, agreement: what `kl` and `top1` of a score are.
+        items: what is read, and counted a second.
     """
 
     folder: Path
@@ -78,6 +79,7 @@ class Frontier:
     runtime: str = "llama.cpp"
     loss: str = "KL"
     agreement: str = "top-1"
+    items: str = "tokens"
 
     @property
     def passed(self) -> bool:
@@ -159,11 +161,26 @@ class Frontier:
                     *(f"{speed:.0f}" for speed in score.speeds),
                 ]
             )
-        speeds = ["read/s", "written/s"][: max((len(each.score.speeds) for each in self.found), default=2)]
-        headings = ["file", "MB", self.loss, "predicted", "median", "90%", "perplexity", self.agreement, "ms", *speeds]
+        speeds = [f"{self.items} read/s", f"{self.items} written/s"]
+        speeds = speeds[: max((len(each.score.speeds) for each in self.found), default=2)]
+        losses = [self.loss, *(f"{self.loss} {what}" for what in ("predicted", "median", "90%"))]
+        headings = ["file", "MB", *losses, "perplexity", self.agreement, "ms", *speeds]
         known = [any(row[place] != "–" for row in rows) for place in range(len(headings))]
         shown = [[cell for cell, keep in zip(row, known, strict=True) if keep] for row in (headings, *rows)]
         return Table(shown[0], shown[1:])
+
+    @property
+    def legend(self) -> str:
+        """Say what the table holds, of those columns that it has."""
+        text = f"measured in {self.runtime} on {self.data_words}; * marks what nothing beats in size and {self.loss}"
+        words = {
+            "KL": "KL: how far the predictions are from MODEL's, the mean in nats",
+            "lost energy": "lost energy: the share of the vectors that differs from MODEL's",
+            f"{self.loss} predicted": "predicted: before the file was made",
+            f"{self.loss} 90%": "median, 90%: half, and 90% of the tokens, lose no more",
+            "top-1": f"top-1: share of the {self.items} for which both put the same first",
+        }
+        return "; ".join([text, *(words[heading] for heading in self.table().columns if heading in words)])
 
     def figures(self) -> Sequence[Figure]:
         """Draw divergence over size: what nothing beats as a line, and the others."""
@@ -177,8 +194,9 @@ class Frontier:
         return draw_figure("Loss over size", note, self.loss, *lines, across="MB", joined=True)
 
     def lines(self) -> list[str]:
-        others = [FEWER_TOKENS] if any(each.candidate.rows is not None for each in self.found) else []
-        return [*others, self.sentence, *(["made by:", *self.commands] if self.commands else [])]
+        notes = [self.legend] if self.found else []
+        notes += [FEWER_TOKENS] if any(each.candidate.rows is not None for each in self.found) else []
+        return [*notes, self.sentence, *(["made by:", *self.commands] if self.commands else [])]
 
 
 def _line(name: str, several: Sequence[Result]) -> Line:
@@ -213,10 +231,7 @@ def write_pages(frontier: Frontier, folder: Path, files: Sequence[str], then: Se
     files = [*files, PAGE, *([CHART] if frontier.found else []), *([COMMANDS] if frontier.best else [])]
     if frontier.best is not None:
         write_atomically(folder / COMMANDS, "\n".join(["#!/bin/sh", "set -e", *frontier.commands, *then, ""]))
-    sentences = [
-        frontier.sentence,
-        f"Measured in {frontier.runtime} on {frontier.data_words}; * marks what nothing beats.",
-    ]
+    sentences = [frontier.sentence, f"{frontier.legend[0].upper()}{frontier.legend[1:]}."]
     if any(each.candidate.rows is not None for each in frontier.found):
         sentences.append(FEWER_TOKENS)
     section = Section("Smaller, by what?", sentences, tables=[frontier.table()], figures=frontier.figures())
