@@ -1,6 +1,8 @@
 """Blocks as recipes write them: numbers, or a range A:B in numbers of blocks or shares of the depth."""
 
+from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from itertools import pairwise
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import parse_percentage
@@ -38,6 +40,12 @@ def blocks_of(text: str | None, count: int) -> range:
     if not blocks or blocks.stop > count:
         raise UserError(f"layers {text}: the model has blocks 0 to {count - 1}, say 0:{count} for all")
     return blocks
+
+
+def runs_of(blocks: Sequence[int]) -> list[range]:
+    """Ascending blocks as runs of consecutive ones."""
+    breaks = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(blocks)) if b != a + 1), len(blocks)]
+    return [range(blocks[start], blocks[stop - 1] + 1) for start, stop in pairwise(breaks) if stop > start]
 
 
 def _bounds(text: str) -> list[int | float | None]:

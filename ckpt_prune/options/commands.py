@@ -142,7 +142,8 @@ class SizeOptions(Options):
     """Bytes of tensors on disk to come down to: 9.5GiB or 70%. With `prune --for llama.cpp` and no --recipe, bytes of
     the GGUF file: types of its matrices, and columns of MLPs, are chosen by what they lose."""
     target_flops: str | None = option(default=None, metavar="SIZE")
-    """FLOPs of one forward pass (see `ckpt-prune inspect`) to come down to: 2.3T or 70%."""
+    """FLOPs of one forward pass to come down to: 2.3T or 70%. They are those that `ckpt-prune inspect` prints: of one
+    image, or of as many tokens as the model reads at once, at most 2048, whatever --window says."""
     target_latency: str | None = option(default=None, metavar="TIME")
     """Time to come down to: 12ms or 70%, of reading 128 tokens. 70%@512: of reading 512 tokens. 70%@token: of one token
     after them. It is predicted by a table of the model's blocks, measured once on this machine."""

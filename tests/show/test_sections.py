@@ -157,11 +157,11 @@ def test_sites_where_compensation_fails_are_named():
     sites = [site(b, error_compensated=0.6, error_held_out=0.5) for b in range(9)]
     sites += [site(9), site(9, "qk", error_held_out=None), site(10, kept=list(range(8))), site(11, method="none")]
     sites.append(site(12, error_uncompensated=0.0, error_compensated=0.0, error_held_out=0.0))
-    names = ", ".join(f"mlp of block {b}" for b in range(8))
+    names = "mlp of blocks 0 to 8"
     assert units(*sites).sentences[2:] == [
-        f"Compensation lowers the error on calibration samples at 3 of 12 sites; not at {names} and 1 more.",
-        f"Compensation lowers the error on held-out samples at 2 of 11 sites; not at {names} and 1 more: use more "
-        "samples or a larger lambda.",
+        f"Compensation lowers the error on calibration samples at 3 of 12 sites; not at {names}.",
+        f"Compensation lowers the error on held-out samples at 2 of 11 sites; not at {names}: use more samples or "
+        "a larger lambda.",
     ]
 
 
@@ -198,7 +198,8 @@ def test_perplexity_is_drawn_over_powers_of_ten(perplexity, points):
 @pytest.mark.parametrize("spread", [None, 0.0312])
 def test_what_other_draws_of_labels_would_move_is_said(spread):
     told = [sentence for sentence in units(site(0), spread=spread).sentences if "draws" in sentence]
-    words = "Widths follow predicted losses, averaged over draws of labels: other draws would move a site's by about "
+    words = "Widths follow predicted losses, averaged over draws of labels: other draws would move the "
+    words += "loss that is predicted of a site by about "
     assert told == ([] if spread is None else [f"{words}3.1%."])
 
 

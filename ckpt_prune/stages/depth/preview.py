@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ckpt_prune.common.block_range import runs_of
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.job.plan import Plan
@@ -16,7 +17,6 @@ from ckpt_prune.model.runtimes import read_target
 from ckpt_prune.model.spaces import SpaceName
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.stages.depth.keys import Depth
-from ckpt_prune.stages.depth.runs import runs_of
 from ckpt_prune.stages.spaces.size_search import (
     at_own_size,
     check_reachable,

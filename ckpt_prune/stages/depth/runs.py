@@ -1,13 +1,6 @@
 """Which blocks go: so many of them, in so few runs, at the least cost. Pure functions of costs."""
 
 from collections.abc import Collection, Sequence
-from itertools import pairwise
-
-
-def runs_of(blocks: Sequence[int]) -> list[range]:
-    """Ascending blocks as runs of consecutive ones."""
-    breaks = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(blocks)) if b != a + 1), len(blocks)]
-    return [range(blocks[start], blocks[stop - 1] + 1) for start, stop in pairwise(breaks) if stop > start]
 
 
 def least_blocks(costs: Sequence[float], count: int, allowed: Collection[int]) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_prune.common.block_range import runs_of
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.ratios import is_far
 from ckpt_prune.job.records import HeadErrors, SiteRecord
@@ -72,8 +73,8 @@ def sections(report: Report) -> list[Section]:
     sentences += [*warn_of_sites(sites), *([] if recipe is None else count_left_out(sites, recipe))]
     if report.spread is not None:
         sentences.append(
-            "Widths follow predicted losses, averaged over draws of labels: other draws would move a site's by "
-            f"about {report.spread:.1%}."
+            "Widths follow predicted losses, averaged over draws of labels: other draws would move the loss "
+            f"that is predicted of a site by about {report.spread:.1%}."
         )
     explanations = [] if recipe is None or report.asked is not None else [*_coarse(sites, recipe)]
     if search is not None:
@@ -178,9 +179,9 @@ def compare_errors(sites: Sequence[SiteRecord], *, warnings: bool = False) -> It
             if len(site.kept) < site.units and site.method != "none"
             if (before := site.error_uncompensated) is not None and (after := site.figure(key)) is not None
         ]
-        worse = [_place(site) for site, before, after in pairs if after >= before and before > 0]
+        worse = [site for site, before, after in pairs if after >= before and before > 0]
         if pairs and (worse or not warnings):
-            exceptions = f"; not at {name_some(worse)}{advice}" if worse else ""
+            exceptions = f"; not at {_name_places(worse)}{advice}" if worse else ""
             count = f"{len(pairs) - len(worse)} of {len(pairs)} sites"
             yield f"Compensation lowers the error on {where} samples at {count}{exceptions}."
 
@@ -190,16 +191,26 @@ def count_left_out(sites: Sequence[SiteRecord], recipe: Recipe) -> Iterator[str]
     ruled = {space for space, settings in recipe.spaces.items() if settings.compensation.by_rule}
     fitted = [site for site in sites if recipe_space(site.space) in ruled and len(site.kept) < site.units]
     held_out = [site for site in fitted if site.error_held_out is not None]
-    left_out = [_place(site) for site in held_out if site.method == "none"]
+    left_out = [site for site in held_out if site.method == "none"]
     if left_out:
         yield (
             f"At {len(left_out)} of {plural(len(held_out), 'site')} a fit loses to the kept weights as they are on "
-            f"held-out samples, and was left out: {name_some(left_out)}."
+            f"held-out samples, and was left out: {_name_places(left_out)}."
         )
 
 
-def _place(site: SiteRecord) -> str:
-    return f"{expert_space(site.space, site.expert)} of block {site.block}"
+def _name_places(sites: Sequence[SiteRecord]) -> str:
+    """Name sites by space, with runs of blocks: mlp of blocks 0 to 7 and 9."""
+    blocks: dict[str, set[int]] = {}
+    for site in sites:
+        blocks.setdefault(expert_space(site.space, site.expert), set()).add(site.block)
+    return name_some([f"{space} of {_name_blocks(sorted(own))}" for space, own in blocks.items()])
+
+
+def _name_blocks(blocks: Sequence[int]) -> str:
+    *most, last = [format_span(run) for run in runs_of(blocks)]
+    runs = f"{', '.join(most)} and {last}" if most else last
+    return f"{'block' if len(blocks) == 1 else 'blocks'} {runs}"
 
 
 def warn_of_sites(sites: Sequence[SiteRecord]) -> Iterator[str]:

@@ -5,7 +5,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from ckpt_prune.stages.depth.runs import least_blocks, least_runs, runs_of
+from ckpt_prune.common.block_range import runs_of
+from ckpt_prune.stages.depth.runs import least_blocks, least_runs
 
 
 def costs(blocks: int, seed: int) -> list[list[float]]:
