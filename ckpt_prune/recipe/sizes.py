@@ -110,9 +110,9 @@ def parse_size(kind: SizeKind, text: str) -> Size:
     """Read a size; ValueError says what is allowed.
 
     Case does not matter, and a space may stand before the unit. Of bytes, K to P and KB to PB are decimal, KiB to PiB
-    binary. `_`, `,` and spaces may separate thousands of a number without a suffix. With a suffix they may not: 9,5GiB could be 95 or 9.5.
-    A size that is not a whole number is rounded down. A latency is in nanoseconds; after an @ may follow what it is of
-    (`timed`).
+    binary. `_`, `,` and spaces may separate thousands of a number without a suffix. With a suffix they may not: 9,5GiB
+    could be 95 or 9.5. A size that is not a whole number is rounded down. A latency is in nanoseconds; after an @ may
+    follow what it is of (`timed`).
     """
     unit = _UNITS[kind]
     if kind == "latency":

@@ -56,7 +56,7 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
     assert best["kl"] == min(each["kl"] for each in found["candidates"] if each["bytes"] <= 300_000)
     assert best["pareto"]
     assert found["sentence"] in output
-    headings = [line for line in output.splitlines() if line.startswith("file ")][0]
+    headings = next(line for line in output.splitlines() if line.startswith("file "))
     assert all(f"  {name}  " in headings for name in ("KL predicted", "KL median", "KL 90%", "tokens read/s"))
     (legend,) = [line for line in output.splitlines() if line.startswith("measured in ")]
     assert legend == (
