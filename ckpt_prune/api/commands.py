@@ -309,8 +309,9 @@ def evaluate(options: EvaluateOptions) -> "Result":
     and how often both find the same line nearest to another.
 
     Images. Top-1 and top-5 of an image classifier; with --against also how often both put the same class first, and the
-    mean KL over images. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --samples takes
-    images at random, because the first ones would be those of the first classes.
+    mean KL over images. Shares have their standard errors. Of a labels.csv with a column split, the rows of split eval
+    are taken. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --samples takes images at
+    random, because the first ones would be those of the first classes.
 
     Tasks. Items of a .jsonl file are answered by the likeliest continuation, as EleutherAI's harness does it: accuracy
     by plain log-probability, norm. by that per character, next to the chance of guessing. They have the shape of ARC,

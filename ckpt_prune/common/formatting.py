@@ -1,5 +1,7 @@
 """Numbers as people read them."""
 
+import math
+
 
 def human_bytes(count: int) -> str:
     """Format bytes in binary units with three significant digits: `human_bytes(13_476_839_424)` is `12.6 GiB`."""
@@ -35,6 +37,16 @@ def format_duration(seconds: float) -> str:
     if seconds < 99.5 * 60:
         return f"{round(seconds / 60)} min"
     return f"{seconds / 3600:.2g} h"
+
+
+def format_share(share: float, style: str, of: int | None) -> str:
+    """Format a share of so many samples with its standard error, such as "75.0% ± 10.8%"; without one if `of` is None.
+
+    Args:
+        style: of both, such as `.1%`.
+    """
+    text = format(share, style)
+    return text if of is None else f"{text} ± {math.sqrt(share * (1 - share) / of):{style}}"
 
 
 def format_distinctly(value: float, limit: float, form: str, digits: int) -> tuple[str, str]:

@@ -11,12 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from ckpt_prune.common.errors import UserError, one_line
+from ckpt_prune.common.formatting import format_share
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.batches import check_finite
 from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.whole_model import auto_class
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.model.descriptions import family_for_config, has_description
+from ckpt_prune.show.section import MISSING
 
 BATCH_PIXELS = 32 * 224 * 224
 """A batch has no more pixels than this; one image may still exceed it."""
@@ -37,6 +39,13 @@ class Classification(Figures):
     top5: float | None
     images: int
     classes: int
+
+    def cells(self) -> list[str]:
+        """Format the figures; shares of the images have their standard errors."""
+        shares = [
+            MISSING if share is None else format_share(share, ".2%", self.images) for share in (self.top1, self.top5)
+        ]
+        return [*shares, f"{self.images:,}"]
 
 
 @dataclass(frozen=True)

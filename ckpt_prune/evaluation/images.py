@@ -43,17 +43,18 @@ def measure_images(
     samples = given or _read_images(pair, options, classes)
     skipped = tuple(sorted(samples.skipped))
     model = pair.load()
+    on = None if samples.split is None else f"images {len(samples):,}, {samples.split}"
     if pair.reference is None or pair.reference_name is None:
-        return ScoredResult(pair.name, classify(model, samples), skipped=skipped)
+        return ScoredResult(pair.name, classify(model, samples), skipped=skipped, on=on)
     other = pair.load_reference()
     if not has_head:
         with images_refused():
             return ComparisonResult(
-                pair.name, pair.reference_name, compare_features(model, other, samples), skipped=skipped
+                pair.name, pair.reference_name, compare_features(model, other, samples), skipped=skipped, on=on
             )
     both = compare_classifiers(model, other, samples)
     return ScoredResult(
-        pair.name, both.score, pair.reference_name, both.reference_score, both.kl, both.agreement, skipped
+        pair.name, both.score, pair.reference_name, both.reference_score, both.kl, both.agreement, skipped, on=on
     )
 
 

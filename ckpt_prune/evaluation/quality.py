@@ -3,6 +3,9 @@
 They are of the tool, not of a paper. A perplexity or an accuracy is held to that of the dense model, on the same data.
 """
 
+import math
+
+from ckpt_prune.common.formatting import format_share
 from ckpt_prune.job.report import Loss
 
 WORDS = ("worse than", "much worse than", "hardly of use beside")
@@ -18,6 +21,8 @@ LESS_COSINE = (0.98, 0.95, 0.7)
 """Mean cosine of embeddings or features, below which each is said."""
 LESS_ACCURACY = (0.02, 0.05, 0.25)
 """Falls of an accuracy from which on each verdict is given."""
+ERRORS = 2
+"""A fall of an accuracy by no more than so many standard errors is given no verdict."""
 
 
 def judge(loss: Loss, remedy: str = "") -> Loss:
@@ -51,17 +56,29 @@ def _level_of_figure(loss: Loss) -> int:
         return sum(loss.after >= limit * loss.before for limit in MORE_PERPLEXITY)
     if loss.of == "bits per byte":
         return sum(loss.after >= limit * loss.before for limit in MORE_BITS)
-    return sum(loss.before - loss.after >= limit for limit in LESS_ACCURACY)
+    fall = loss.before - loss.after
+    if loss.samples is not None:
+        # An answer that is right of one model alone is another first choice, so the shares that rise and fall add up to
+        # no more than those: a bound on the variance of their difference.
+        variance = max(0.0, 1 - (loss.agreement or 0) - fall**2) / loss.samples
+        if fall <= ERRORS * math.sqrt(variance):
+            return 0
+    return sum(fall >= limit for limit in LESS_ACCURACY)
 
 
 def figures_of(loss: Loss) -> list[str]:
     """Return the figures in words: perplexity 36.45 for 28.52, KL 0.2311 nats, the same first choice 71.2%."""
-    style = ".2%" if loss.of.endswith("accuracy") else ".4f" if loss.before is None else ".4g"
-    after = "beyond any number" if loss.after is None else format(loss.after, style)
-    figures = [f"{loss.of} {after}{'' if loss.before is None else f' for {loss.before:{style}}'}"]
+    is_share = loss.of.endswith("accuracy")
+    style = ".2%" if is_share else ".4f" if loss.before is None else ".4g"
+    before, after = (
+        None if each is None else format_share(each, style, loss.samples if is_share else None)
+        for each in (loss.before, loss.after)
+    )
+    figures = [f"{loss.of} {after or 'beyond any number'}{'' if before is None else f' for {before}'}"]
     figures = [] if loss.after is None and loss.before is None else figures
     figures += [] if loss.kl is None else [f"KL {loss.kl:.4f} nats"]
-    return figures + ([] if loss.agreement is None else [f"the same first choice {loss.agreement:.1%}"])
+    same = "" if loss.agreement is None else format_share(loss.agreement, ".1%", loss.samples)
+    return figures + ([f"the same first choice {same}"] if same else [])
 
 
 def lines_of(loss: Loss) -> list[str]:

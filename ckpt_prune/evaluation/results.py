@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 from ckpt_prune.checkpoint.model_folder import model_name
+from ckpt_prune.common.formatting import format_share
 from ckpt_prune.common.safe_text import to_one_line
 from ckpt_prune.common.short_repr import short_repr
 from ckpt_prune.evaluation.bits import BitsScore
@@ -19,6 +20,7 @@ from ckpt_prune.evaluation.display import Figures
 from ckpt_prune.evaluation.display import Result as Result
 from ckpt_prune.evaluation.features import FeatureComparison
 from ckpt_prune.evaluation.heads import HeadComparison
+from ckpt_prune.evaluation.image_classes import Classification
 from ckpt_prune.evaluation.perplexity import PerplexityScore, Spread
 from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.evaluation.sentences import SentenceComparison
@@ -99,6 +101,7 @@ class ScoredResult(Result, Generic[S]):
                 after=after,
                 kl=kl,
                 agreement=agreement,
+                samples=self.score.images if isinstance(self.score, Classification) else None,
                 data=self.on or self.score.amount(),
                 against=_name(self.against),
             )
@@ -107,7 +110,8 @@ class ScoredResult(Result, Generic[S]):
     def paragraphs(self) -> list[Table | str]:
         remarks = [*self.score.remarks(self.against), *self._sentences()]
         if self.reference is None:
-            return [Table(["model", *self.score.headings()], [[str(self.model), *self.score.cells()]]), *remarks]
+            table = Table(["model", *self.score.headings()], [[str(self.model), *self.score.cells()]])
+            return [table, *([] if self.on is None else [f"measured on {self.on}"]), *remarks]
         both = f"before: {self.against}, after: {self.model}; {self.on or self.score.amount()}"
         return [Table(["", "before", "after", "share"], list(self._compare())), both, *remarks, *_verdict(self)]
 
@@ -128,7 +132,9 @@ class ScoredResult(Result, Generic[S]):
             unit = "token" if self.skipped is None else "image"
             if isinstance(self.score, BitsScore):
                 unit = "place where both have read the same text, over the tokens that both have"
-            apart.append(f"KL divergence {self.kl:.4f} nats per {unit}, top-1 agreement {self.agreement:.1%}")
+            images = self.score.images if isinstance(self.score, Classification) else None
+            agreement = format_share(self.agreement or 0, ".1%", images)
+            apart.append(f"KL divergence {self.kl:.4f} nats per {unit}, top-1 agreement {agreement}")
         if self.spread is not None:
             shares = self.spread.data()
             apart.append(

@@ -141,18 +141,20 @@ class Loss(FixedRecord):
         before, after: of the dense model and of the output; a cosine to the dense model has no `before`.
         kl: mean KL(dense ‖ output) over tokens or images, nats.
         agreement: share of them for which both put the same token or class first.
+        samples: how many images an accuracy and `agreement` are shares of; None of tokens, which depend on each other.
         data: the text or images, and how much of them, in words.
         against: name of the dense model.
         verdict: a sentence if the output is bad (`quality.judge`).
     """
 
-    optional = frozenset({"against", "verdict"})
+    optional = frozenset({"samples", "against", "verdict"})
 
     of: str
     before: Figure = None
     after: Figure = None
     kl: Figure = None
     agreement: Figure = None
+    samples: int | None = None
     data: str = ""
     against: str | None = None
     verdict: str | None = None

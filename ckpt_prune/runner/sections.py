@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ckpt_prune.common.formatting import human_bytes, human_count, plural
+from ckpt_prune.common.formatting import format_share, human_bytes, human_count, plural
 from ckpt_prune.job.latency import TRUSTED
 from ckpt_prune.job.report import UNKNOWN, BlockTime, PhaseRecord
 from ckpt_prune.model.cost_record import Cost, WholeSize
@@ -101,12 +101,14 @@ def size_section(report: Report) -> Section:
         explanations = [f"What it costs in quality was not measured. {how}"]
     else:
         if loss.before is not None and loss.after is not None:
-            style = ".2%" if loss.of.endswith("accuracy") else ".3f"
+            is_share = loss.of.endswith("accuracy")
+            style, of = (".2%", loss.samples) if is_share else (".3f", None)
             share = f"{loss.after / loss.before:.1%}" if loss.before else MISSING
-            rows.append([loss.of, format(loss.before, style), format(loss.after, style), share])
+            rows.append([loss.of, *(format_share(each, style, of) for each in (loss.before, loss.after)), share])
         apart = [f"{loss.of} {loss.after:.4f}"] if loss.before is None and loss.after is not None else []
         apart += [] if loss.kl is None else [f"KL divergence from the dense model {loss.kl:.4f} nats"]
-        apart += [] if loss.agreement is None else [f"the same first choice in {loss.agreement:.1%}"]
+        if loss.agreement is not None:
+            apart.append(f"the same first choice in {format_share(loss.agreement, '.1%', loss.samples)}")
         sentences.append(f"Measured on {loss.data}: {', '.join(apart) or loss.of}.")
         sentences += [f"{loss.verdict[0].upper()}{loss.verdict[1:]}."] if loss.verdict else []
     sentences += [f"{line[0].upper()}{line[1:]}." for line in report.warnings]

@@ -63,10 +63,14 @@ def test_alone(pictures):
         **{"agreement": None, "kl": None, "against": None, "skipped": []},
     }
     lines = ok("evaluate", "vit", "--images", "listed").splitlines()
+    shares = [f"{share:.2%} ± {(share * (1 - share) / 12) ** 0.5:.2%}" for share in (score.top1, score.top5)]
     assert [line.split() for line in lines] == [
         ["model", "top-1", "top-5", "images"],
-        ["vit", f"{score.top1:.2%}", f"{score.top5:.2%}", "12"],
+        ["vit", *shares[0].split(), *shares[1].split(), "12"],
+        [],
+        ["measured", "on", "images", "12,", "split", "eval", "of", "labels.csv"],
     ]
+    assert "measured on" not in ok("evaluate", "vit", "--images", "foldered")
 
 
 def test_against(pictures):
@@ -88,11 +92,12 @@ def test_against(pictures):
     assert report["kl"] > 0.01
     lines = ok("evaluate", "other", "--against", "vit", "--images", "listed").splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["before", "top-1", "top-5"]
+    error = (comparison.agreement * (1 - comparison.agreement) / 12) ** 0.5
     assert lines[3:-1] == [
         "",
-        "before: vit, after: other; images 12",
+        "before: vit, after: other; images 12, split eval of labels.csv",
         "",
-        f"KL divergence {comparison.kl:.4f} nats per image, top-1 agreement {comparison.agreement:.1%}",
+        f"KL divergence {comparison.kl:.4f} nats per image, top-1 agreement {comparison.agreement:.1%} ± {error:.1%}",
         "",
     ]
     assert lines[-1].startswith("the output is hardly of use beside vit by its first choices: top-1 accuracy ")

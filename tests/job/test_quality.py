@@ -25,6 +25,11 @@ BY_CHOICES = " by its first choices"
         ({"of": "top-1 accuracy", "agreement": 0.2, "kl": 3.0}, USELESS + BY_CHOICES),
         ({"of": "top-1 accuracy", "before": 0.8, "after": 0.79}, None),
         ({"of": "top-1 accuracy", "before": 0.8, "after": 0.7}, MUCH),
+        # of 16 images a fall must be more than two standard errors
+        ({"of": "top-1 accuracy", "before": 0.75, "after": 0.6875, "agreement": 0.9375, "samples": 16}, None),
+        ({"of": "top-1 accuracy", "before": 0.75, "after": 0.5, "agreement": 0.625, "kl": 0.01, "samples": 16}, None),
+        ({"of": "top-1 accuracy", "before": 0.75, "after": 0.25, "agreement": 0.5, "kl": 0.01, "samples": 16}, USELESS),
+        ({"of": "top-1 accuracy", "before": 0.75, "after": 0.69, "agreement": 0.94, "samples": 1600}, MUCH),
         ({"of": "cosine of the embeddings", "after": 0.993}, None),
         ({"of": "cosine of the embeddings", "after": 0.96}, WORSE),
         ({"of": "cosine of the embeddings", "after": 0.921}, MUCH),
@@ -37,6 +42,15 @@ def test_the_worst_figure_decides(figures, words):
     else:
         assert loss.verdict is not None
         assert loss.verdict.startswith(f"the output is {words}: ")
+
+
+def test_shares_of_images_have_their_standard_errors():
+    figures = {"before": 0.8, "after": 0.5, "kl": 0.4, "agreement": 0.9}
+    (line,) = lines_of(Loss(of="top-1 accuracy", **figures, samples=16, data="16 images of d", against="m"))
+    assert line == (
+        "beside m, on 16 images of d: top-1 accuracy 50.00% ± 12.50% for 80.00% ± 10.00%, KL 0.4000 nats, the same "
+        "first choice 90.0% ± 7.5%"
+    )
 
 
 def test_what_is_said_of_an_output():

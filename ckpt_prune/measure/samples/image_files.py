@@ -5,7 +5,7 @@ import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,11 +34,13 @@ class ImageFiles:
         paths: of the files.
         labels: class of each, an index into the model's outputs; None if classes are not known or not asked for.
         counts: files of each folder, one behind the other, where there are several.
+        split: which rows of which labels file these are, in words; None if the file has no column split.
     """
 
     paths: tuple[Path, ...]
     labels: tuple[int, ...] | None = None
     counts: tuple[int, ...] = ()
+    split: str | None = None
 
 
 def find_all_images(
@@ -124,7 +126,7 @@ def choose_images(
 
 def take_images(files: ImageFiles, rows: list[int]) -> ImageFiles:
     labels = None if files.labels is None else tuple(files.labels[row] for row in rows)
-    return ImageFiles(tuple(files.paths[row] for row in rows), labels)
+    return replace(files, paths=tuple(files.paths[row] for row in rows), labels=labels, counts=())
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ def _read_csv(
             f"{file}: {len(missing)} of {len(rows)} files are not there, the first is {missing[0]}; "
             f"they are looked for in {file.parent} and {directory}"
         )
-    return _sort_images(classes, labelled=id2label is not None)
+    words = f"split {split} of {file.name}" if "split" in columns else None
+    return replace(_sort_images(classes, labelled=id2label is not None), split=words)
 
 
 def _read_folders(directory: Path, id2label: Mapping[int, str] | None) -> ImageFiles:

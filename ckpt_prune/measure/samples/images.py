@@ -37,6 +37,7 @@ class ImageSamples:
     Attributes:
         paths: the images that decode, in order.
         labels: their classes, int64 (N,), or None.
+        split: which rows of which labels file they are, in words, if it has several splits.
         skipped: paths of those that do not decode, in order.
         size: (channels, height, width) of every image after preprocessing.
     """
@@ -76,7 +77,7 @@ class ImageSamples:
         self.fingerprint = digest.hexdigest()
         """SHA-256 in hex over the digests of the files' bytes, in order, and the processor's settings as JSON."""
         decoded = take_images(files, good)
-        self.paths = decoded.paths
+        self.paths, self.split = decoded.paths, decoded.split
         self.labels = None if decoded.labels is None else torch.tensor(decoded.labels, dtype=torch.int64)
         self.skipped = tuple(str(path) for path, _ in bad)
         self.size = tuple(self._read_pixels(self.paths[0]).shape)
