@@ -96,6 +96,16 @@ def test_blocks_of_one_kind_may_go(hybrid: str) -> None:
     assert (model.blocks, model.blocks_with("heads"), model.blocks_with("mlp")) == (3, [1], [2])
 
 
+def test_spaces_that_a_recipe_leaves_whole_are_named(place: Path) -> None:
+    """Those that share weights with what it prunes, such as query heads with KV groups, are not."""
+    with quiet_transformers():
+        make_model("qwen3_next").save_pretrained("hybrid")
+    command = ("prune", "hybrid", "--ratio", "0.5", "--dry-run", "--recipe", "magnitude")
+    assert "left whole by this recipe: shared, experts\n" in ok(*command)
+    assert "left whole by this recipe: experts\n" in ok(*command, "--set", "spaces.shared.score=magnitude")
+    assert "left whole" not in ok("prune", "dense", *command[2:])
+
+
 def test_a_class_that_derives_its_widths_is_not_said_to_be_untied(place: Path) -> None:
     """Its config is read with widths stated, which says nothing of tied tensors."""
     with quiet_transformers():

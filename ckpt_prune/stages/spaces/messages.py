@@ -142,6 +142,15 @@ def size_lines(prepared: Prepared) -> Iterable[str]:
     )
 
 
+def untouched_line(prepared: Prepared) -> str | None:
+    """Name spaces of which the recipe touches no weights, nor asks for; None if there are none."""
+    recipe, spaces = prepared.whole.recipe.at(prepared.model.family), prepared.model.family.spaces
+    pruned = [spaces[space] for space in (*recipe.spaces, *prepared.left_whole) if space in spaces]
+    modules = {module for space in pruned for module in space.modules}
+    left = [name for name, space in first_expert_spaces(spaces).items() if modules.isdisjoint(spaces[space].modules)]
+    return f"left whole by this recipe: {', '.join(left)}" if left else None
+
+
 def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
     """Yield a line for every space whose units are too coarse for its ratio."""
     if recipe.allocation != "uniform":

@@ -20,6 +20,7 @@ from ckpt_prune.stages.spaces.messages import (
     size_lines,
     strength_line,
     units_line,
+    untouched_line,
     widest_fit,
 )
 from ckpt_prune.stages.spaces.pruner import Pruner
@@ -65,7 +66,7 @@ class SpacesStage(Stage[Spaces]):
     def messages(self, prepared: Prepared) -> list[str]:
         refused = unprunable_spaces(prepared.model)
         lines = [refused[space] for space in prepared.left_whole if space in refused]
-        return [*lines, *size_lines(prepared), *filter(None, [multiples_line(prepared)])]
+        return [*lines, *size_lines(prepared), *filter(None, [multiples_line(prepared), untouched_line(prepared)])]
 
     def warnings(self, prepared: Prepared) -> list[str]:
         return list(filter(None, [strength_line(prepared)]))
