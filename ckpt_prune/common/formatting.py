@@ -43,10 +43,11 @@ def format_share(share: float, style: str, of: int | None) -> str:
     """Format a share of so many samples with its standard error, such as "75.0% ± 10.8%"; without one if `of` is None.
 
     Args:
+        share: 0 to 1; others, as files that were edited may have them, get an error of 0.
         style: of both, such as `.1%`.
     """
     text = format(share, style)
-    return text if of is None else f"{text} ± {math.sqrt(share * (1 - share) / of):{style}}"
+    return text if of is None else f"{text} ± {math.sqrt(max(0.0, share * (1 - share)) / of):{style}}"
 
 
 def format_distinctly(value: float, limit: float, form: str, digits: int) -> tuple[str, str]:

@@ -154,7 +154,7 @@ class Loss(FixedRecord):
     after: Figure = None
     kl: Figure = None
     agreement: Figure = None
-    samples: int | None = None
+    samples: int | None = Field(None, ge=1)
     data: str = ""
     against: str | None = None
     verdict: str | None = None

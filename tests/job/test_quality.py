@@ -53,6 +53,13 @@ def test_shares_of_images_have_their_standard_errors():
     )
 
 
+def test_a_share_that_is_none_is_shown_as_it_is_written():
+    loss = Loss(of="top-1 accuracy", before=2.0, after=0.5, samples=4, data="d")
+    assert lines_of(loss) == ["beside the dense model, on d: top-1 accuracy 50.00% ± 25.00% for 200.00% ± 0.00%"]
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        Loss(of="top-1 accuracy", samples=0)
+
+
 def test_what_is_said_of_an_output():
     loss = Loss(
         of="perplexity", before=20.5, after=30.25, kl=0.4, agreement=0.7, data="8 windows of a.txt", against="m"
