@@ -154,7 +154,7 @@ class Loss(FixedRecord):
     after: Figure = None
     kl: Figure = None
     agreement: Figure = None
-    samples: int | None = Field(None, ge=1)
+    samples: Annotated[int, Field(ge=1, le=2**63)] | None = None
     data: str = ""
     against: str | None = None
     verdict: str | None = None
