@@ -19,7 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, n
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model import descriptions
-from ckpt_prune.model.composites import is_composite, known_composites, load_composite, shipped_composite
+from ckpt_prune.model.composites import (
+    encoder_decoders,
+    is_composite,
+    known_composites,
+    load_composite,
+    shipped_composite,
+)
 from ckpt_prune.model.descriptions import families_with_experts, known_families, load_family, variants_of
 from ckpt_prune.model.family import Family
 
@@ -92,6 +98,8 @@ def page() -> str:
     text += "| composite | parts | cannot be pruned |\n|---|---|---|\n"
     for composite in map(shipped_composite, known_composites()):
         refused = "; ".join(f"`{part}`: {why}" for part, why in composite.refused.items()) or "-"
+        if composite.model_type in encoder_decoders():
+            refused = "heads of either stack, which stay whole: `inspect` says why"
         text += f"| `{composite.model_type}` | {_codes(composite.parts)} | {refused} |\n"
     text += "\n## Not supported\n\n| family | why |\n|---|---|\n"
     for model_type, why in json.loads((ROOM / "unsupported.json").read_text(encoding="utf-8")).items():

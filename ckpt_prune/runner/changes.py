@@ -60,4 +60,7 @@ def _explain(key: str, old: Any, new: Any, model: Model) -> str:
     refused = unprunable_spaces(model)
     if space in refused:
         return refused[space]
+    found = model.family.found
+    if found is not None and space in found.whole:
+        return f"{space} stay whole: {found.whole[space].partition(': ')[0]}"
     return "its ratio is 0" if isinstance(old, dict) and old.get("ratio") == 0 else "this model has none of its units"

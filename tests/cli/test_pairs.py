@@ -127,8 +127,11 @@ def check_whole(dry: str, output: str) -> None:
 def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
     dry = ok("prune", "bart", *RIDGE, *DATA, "--dry-run")
     assert (dry.count("checked, nothing written"), Path("out").exists()) == (2, False)
-    output = ok("prune", "bart", *RIDGE, *DATA, "-o", "out")
+    result = run("prune", "bart", *RIDGE, *DATA, "-o", "out")
+    output, found = result.stdout, "spaces of bart are found and proven on a small random model of its class, "
+    assert (result.exit_code, result.stderr.count(found)) == (0, 1)
     check_whole(dry, output)
+    assert output.count("spaces.heads is left out: heads stay whole: the class does not load with fewer units\n") == 2
     assert output.index("of the encoder part of this bart") < output.index("of the decoder part of this bart")
     assert (output.count("written to out\n"), Path("out.encoder").exists()) == (1, False)
     report = read_json("out/ckpt_prune.json")
