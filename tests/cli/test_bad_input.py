@@ -132,6 +132,14 @@ def test_experts_of_a_family_without(place, command):
 
 
 WITHOUT_TORCH: list[tuple[list[str], str]] = [
+    (["prune", "dense", "--plan", "absent.json", "-o", "out"], "absent.json cannot be read (No such file or "),
+    (["prune", "dense", "--set", "spaces.mlp.ratioo=1", "--text", "calib.txt", "-o", "out"], "--set: unknown key "),
+    (["plan", "dense", "--recipe", "bad.yaml", "--text", "calib.txt"], "bad.yaml, line 4: unknown key spacez: "),
+    (["plan", "dense", "--recipe", "bad.yaml", "--statistics", "stats"], "bad.yaml, line 4: unknown key spacez: "),
+    (
+        ["prune", "dense", "--recipe", "bad.yaml", "--text", "calib.txt", "-o", "out"],
+        "bad.yaml, line 4: unknown key spacez: ",
+    ),
     (["prune", "./absent", "-o", "out"], "./absent does not exist; give an existing folder or a Hub id"),
     (["recover", "calib.txt", "--dense", "dense", "-o", "out"], "calib.txt is a file; give the folder that holds"),
     (["plan", "dense", "--recipe", "rcup"], "no recipe 'rcup': did you mean 'rcpu'?"),
@@ -185,18 +193,10 @@ WITHOUT_TORCH: list[tuple[list[str], str]] = [
 ]
 """Arguments, and how the line that refuses them begins."""
 WITHOUT_TRANSFORMERS = [
-    (
-        ["prune", "dense", "--recipe", "bad.yaml", "--text", "calib.txt", "-o", "out"],
-        "bad.yaml, line 4: unknown key spacez: ",
-    ),
-    (["plan", "dense", "--recipe", "bad.yaml", "--statistics", "stats"], "bad.yaml, line 4: unknown key spacez: "),
-    (["plan", "dense", "--recipe", "bad.yaml", "--text", "calib.txt"], "bad.yaml, line 4: unknown key spacez: "),
-    (["prune", "dense", "--set", "spaces.mlp.ratioo=1", "--text", "calib.txt", "-o", "out"], "--set: unknown key "),
-    (["prune", "dense", "--plan", "absent.json", "-o", "out"], "absent.json cannot be read (No such file or "),
     (["prune", "dense", "--text", "calib.txt", "--device", "gpu", "-o", "out"], "--device gpu: expected auto, cpu, "),
     (["prune", "dense", "--text", "calib.txt", "--statistics", "stats", "-o", "out"], "give --statistics or --text"),
 ]
-"""The same of what needs torch: what recipes may say stands beside what computes it."""
+"""The same of what needs torch."""
 IMPORTS_NOTHING = """
 import json, sys
 from contextlib import redirect_stderr, redirect_stdout

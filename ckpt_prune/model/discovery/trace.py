@@ -8,7 +8,7 @@ belong together: units are the connected parts of this relation, in whatever ord
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -72,7 +72,7 @@ class BlockRun:
         path: of the block in the model.
         states: the residual stream, or several of them in one tensor (…, hidden).
         places: samples and tokens of each.
-        passed_on: whether it is passed what the block before it returned beside the stream.
+        passed_on: whether it is passed what the block before it returned beside the stream, and returns the same again.
     """
 
     path: str
@@ -118,12 +118,17 @@ def _record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
         given = dict(options)
         states = arguments[0] if arguments else given.pop("hidden_states")
         places = (states.shape[0], states.shape[1]) if states.dim() == 3 else twin.places
-        passed_on = any(value is each for value in (*arguments[1:], *given.values()) for each in others)
         path = f"{layers}.{numbers[block]}"
-        runs.append(BlockRun(path, block, states.clone(), places, arguments[1:], given, passed_on))
+        runs.append(BlockRun(path, block, states.clone(), places, arguments[1:], given))
 
     def note(_block: nn.Module, _arguments: Any, output: Any) -> None:
-        others[:] = [each for each in output[1:] if isinstance(each, Tensor)] if isinstance(output, tuple) else []
+        results = [each for each in output[1:] if isinstance(each, Tensor)] if isinstance(output, tuple) else []
+        passed = [value for value in (*runs[-1].arguments, *runs[-1].options.values()) if is_in(value, results)]
+        runs[-1] = replace(runs[-1], passed_on=any(is_in(value, others) for value in passed))
+        others[:] = results
+
+    def is_in(value: Any, tensors: list[Tensor]) -> bool:
+        return any(value is each for each in tensors)
 
     others: list[Tensor] = []
     hooks = [block.register_forward_pre_hook(see, with_kwargs=True) for block in blocks]
