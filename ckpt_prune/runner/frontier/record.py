@@ -84,9 +84,9 @@ class Frontier:
     @property
     def passed(self) -> bool:
         """Whether something usable was found."""
-        if self.best is None:
-            return False
-        score = self.best.score
+        return self.best is not None and self._is_usable(self.best.score)
+
+    def _is_usable(self, score: FileScore) -> bool:
         if score.perplexity is None or self.dense is None:
             return score.kl < math.log(USABLE)
         return score.perplexity < USABLE * self.dense
@@ -106,6 +106,10 @@ class Frontier:
         if self.best is None or not self.passed:
             beside = "" if self.best is None else f"; the best, {self.best.candidate.name}, has {self._figures}"
             more = "" if self.reach is None else f"; ask for {self.reach / 1e6:.1f} MB or more"
+            usable = [each for each in self.found if each.score.ms is not None and self._is_usable(each.score)]
+            for each in sorted(usable, key=lambda each: each.score.ms or 0)[:1]:
+                time, name = each.score.ms, each.candidate.name
+                more = f"; the fastest that is usable takes {time:.4g} ms: {name}, {self.words_of(each.score)}"
             return f"nothing usable {self.asked}{self.beyond_use}{beside}{more}"
         candidate = self.best.candidate
         drops = [] if candidate.rows is None else [f"all but {candidate.rows:,} tokens"]
