@@ -140,7 +140,7 @@ def is_composite(config: Mapping[str, Any]) -> bool:
 def load_composite(config: Mapping[str, Any]) -> Composite:
     """Return the description of the composite that a config.json is of, shipped or found; UserError if there is none.
 
-    What is shipped is told by `model_type` alone.
+    A shipped description is chosen by `model_type` alone.
     """
     model_type = config.get("model_type")
     if model_type in known_composites():
@@ -168,8 +168,10 @@ def shipped_composite(model_type: str) -> Composite:
 
 def both_parts(config: Mapping[str, Any]) -> tuple[PartName, PartName]:
     """Return the parts that `--part all` names, in the order in which they are pruned."""
-    is_whisper = config.get("model_type") == "whisper"
-    return ("encoder", "decoder") if is_whisper or is_encoder_decoder(config) else ("vision", "text")
+    model_type = str(config.get("model_type"))
+    is_shipped = model_type in known_composites() and is_composite(config)
+    has_stacks = is_shipped and "decoder" in shipped_composite(model_type).parts
+    return ("encoder", "decoder") if has_stacks else ("vision", "text")
 
 
 def asked_parts(config: Mapping[str, Any], part: str | None) -> tuple[str | None, ...]:

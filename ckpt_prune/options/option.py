@@ -6,7 +6,7 @@ explains it in both. A type checker knows the options of the function, too.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
@@ -159,6 +159,19 @@ def digested_options(options: Options) -> dict[str, Any]:
     """Return as JSON the options whose values the output depends on; a resumed run must have the same."""
     names = {name for name, field in type(options).model_fields.items() if shell_of(field).digest == "value"}
     return options.model_dump(mode="json", include=names)
+
+
+def words_of_options(options: Options, names: Iterable[str]) -> list[str]:
+    """Return options of these names, but those that have their defaults, as words of a command line."""
+    words: list[str] = []
+    for name in names:
+        field, value = type(options).model_fields[name], getattr(options, name)
+        if value == field.default:
+            continue
+        flag = [flags_of(name, field)[-1]] if field.kw_only else []
+        for each in value if isinstance(value, tuple) else (value,):
+            words += flag if each is True else [*flag, str(each)]
+    return words
 
 
 T = TypeVar("T", bound=BaseModel)

@@ -60,7 +60,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Prices:
-    """What each weight loses alone in its first form (`Choice`)."""
+    """The loss of each weight alone in its first form, as in `Choice`."""
 
     forms: Forms
     alone: dict[str, float]

@@ -369,7 +369,7 @@ class Decider:
 
     @cached_property
     def prices(self) -> Prices:
-        """What each weight loses alone."""
+        """The loss of each weight alone in its first form; measured once."""
         single, sets = count_measurements(len(self.forms))
         with meter(single, "measuring what rounding costs", unit="run") as bar:
             done = 0
@@ -418,23 +418,30 @@ class Decider:
         outside, over = self.check_bytes(limit), 0
         while True:
             choice = self.prices.at_cost(limit - outside - over)
-            decision = self._decide(replace(choice, together=self._together(choice.labels)))
-            excess = self._count_bytes(decision) - limit
+            excess = self._count_bytes(self._decide(choice)) - limit
             if excess <= 0:
-                return decision
+                return self._decide(replace(choice, together=self._together(choice.labels)))
             over += excess
 
     def check_bytes(self, limit: int) -> int:
         """Refuse a size that is out of reach; return the bytes of the smallest file that no weight takes."""
-        smallest = {name: min(own, key=lambda form: form.cost) for name, own in self.forms.items()}
-        least = self._count_bytes(self._decide(Choice({name: form.label for name, form in smallest.items()})))
+        least, of_weights = self._least
         if least > limit:
             raise UserError(
                 f"a graph of {limit / 1e6:.4g} MB is out of reach: with all weights in blocks of 4 bits it has "
                 f"{least / 1e6:.4g} MB; ask for more, or prune first: `prune`, or `prune --vocabulary` where the "
                 "embedding is large"
             )
-        return least - sum(form.cost for form in smallest.values())
+        return least - of_weights
+
+    @cached_property
+    def _least(self) -> tuple[int, int]:
+        """Bytes of the smallest file, and of its weights."""
+        smallest = {name: min(forms, key=lambda form: form.cost) for name, forms in self.forms.items()}
+        nearest = copy(self)  # however weights are rounded, they take as much, and GPTQ takes long
+        nearest._grams = {}
+        decision = nearest._decide(Choice({name: form.label for name, form in smallest.items()}))
+        return self._count_bytes(decision), sum(form.cost for form in smallest.values())
 
     def _count_bytes(self, decision: Decision) -> int:
         return count_written_bytes(store(self._model, decision, self._measuring, self._scratch))

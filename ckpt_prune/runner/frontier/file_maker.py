@@ -26,7 +26,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.data import ProofOptions, words_of_windows
-from ckpt_prune.options.option import check_options
+from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.runner.file_budgets import FileBudgets, export_of, recipe_of
 from ckpt_prune.runner.frontier.candidates import FileCandidate, Measured, MeasuredFile
 from ckpt_prune.runner.frontier.record import FILE, RECIPE, Frontier, write_pages
@@ -196,9 +196,7 @@ def commands_of(options: FrontierOptions, candidate: FileCandidate, maker: Maker
     """Return the commands that make a candidate without this one."""
     data = words_of_windows(options.text, len(maker.samples), maker.samples.tokens, options.seed)
     trust = ["--trust-remote-code"] if options.trust_remote_code else []
-    for name in DATA:
-        if (value := getattr(options, name)) != FrontierOptions.model_fields[name].default:
-            data += [f"--{name.replace('_', '-')}", str(value)]
+    data += words_of_options(options, DATA)
     model, types = str(options.model), candidate.others.options
     if candidate.prunes:  # the recipe says all
         found = [["prune", model, *trust, "--recipe", RECIPE, *data, "--evaluate-samples", "0", "-o", PRUNED]]

@@ -47,6 +47,7 @@ from ckpt_prune.runner.frontier.record import (
     USABLE,
     USUAL_LOSS,
     Frontier,
+    ask_for_losses,
     best_within,
     words_of_target,
 )
@@ -54,8 +55,6 @@ from ckpt_prune.runner.resuming import resumable
 
 SAMPLES, WINDOW, HELD_OUT = 32, 512, 16
 """Windows that the model is measured on, and their tokens, by default, and windows that files are."""
-CLOSE = 1.15
-"""For a loss, types are chosen again if the prediction was wrong by more than this factor."""
 IN_QUESTION = 1.5
 """A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
 SMALLEST = ("smallest within the loss", "smallest within the loss, chosen again", "smallest within the loss, a third")
@@ -224,18 +223,12 @@ def _within_loss(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCan
         yield mixture
         with suppress(BudgetError):
             yield candidate_of(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
-    # Predictions of all types at once are off by much the same factor: correct by it, and choose again.
-    asked = search.loss
-    for words in SMALLEST:
+    for words, asked in ask_for_losses(search.loss, found, SMALLEST):
         try:
             choice = maker.budgets.fitted.at_loss(asked)
         except BudgetError:
             return
         yield candidate_of(words, choice, feedback=True)
-        measured = found[-1].score.kl
-        if search.loss / CLOSE <= measured <= search.loss:
-            return
-        asked *= search.loss / measured
 
 
 def _best(search: _Search, found: list[MeasuredFile]) -> MeasuredFile | None:

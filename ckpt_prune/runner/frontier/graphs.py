@@ -11,8 +11,7 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping
-from copy import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -35,7 +34,8 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.file_score import FileScore
-from ckpt_prune.evaluation.perplexity import compare
+from ckpt_prune.evaluation.perplexity import LanguageModel, compare
+from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import fingerprint_windows
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
@@ -52,7 +52,7 @@ from ckpt_prune.onnx.tracing import trace_model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
-from ckpt_prune.options.option import check_options, digested_options
+from ckpt_prune.options.option import check_options, digested_options, words_of_options
 from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
 from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured, MeasuredGraph
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
@@ -60,6 +60,7 @@ from ckpt_prune.runner.frontier.record import (
     FRONTIER,
     USUAL_LOSS,
     Frontier,
+    ask_for_losses,
     best_within,
     words_of_target,
     write_pages,
@@ -70,12 +71,10 @@ from ckpt_prune.runner.resuming import resumable
 
 HELD_OUT, HELD_OUT_IMAGES = 16, 4 * IMAGES
 """Windows, or images, that graphs are measured on by default."""
-CLOSE = 1.15
-"""For a loss, forms are chosen again if the graph loses less than what is allowed by more than this factor."""
 BATCH = 8
 """Images that are timed."""
-TRIES = 3
-"""Choices for a loss."""
+SMALLEST = ("smallest within the loss", "smallest within the loss, 2", "smallest within the loss, 3")
+"""Names of what is made for a loss, one after the other."""
 PRUNING, WINDOW = 32, 512
 """Windows of text that a model is pruned by, and their tokens, by default."""
 SIZE = "BYTES"
@@ -109,18 +108,17 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
                 maker.unpriced.check_bytes(limit)
             found: list[MeasuredGraph] = []
             owners: dict[str, GraphMaker] = {}
+            timed = None if size is None else within_time(maker, found, size)
+            for owner, name, dtype, decide in timed or _candidates(maker, found, limit, loss):
+                found.append(owner.measure(name, dtype, decide, say))
+                owners[name] = owner
             if size is not None:
-                for owner, name, dtype, decide in within_time(maker, found, size):
-                    found.append(owner.measure(name, dtype, decide, say))
-                    owners[name] = owner
                 most = limit_of(size, found)
                 frontier = maker.record(found, best_in_time(found, most), f"within {most / 1e6:.4g} ms")
             else:
-                for name, decide in _candidates(maker, found, limit, loss):
-                    found.append(maker.measure(name, "int8" if name.startswith("int8") else "int4", decide, say))
                 frontier = maker.record(found, best_within(found, limit, loss), words_of_target(limit, loss))
-            best = None if frontier.best is None else frontier.best.candidate.name
-            owners.get(best or "", maker).publish(frontier)
+            owner = maker if frontier.best is None else owners[frontier.best.candidate.name]
+            owner.publish(frontier)
     return frontier
 
 
@@ -170,41 +168,21 @@ def _proof_options(options: FrontierOptions) -> dict[str, Any]:
 
 def _candidates(
     maker: "GraphMaker", found: list[MeasuredGraph], limit: int | None, loss: float | None
-) -> Iterator[tuple[str, Decide]]:
-    """Yield what is to be measured next, by what was measured so far."""
-    yield "int4 everywhere", maker.int4.as_first
-    yield "int8 everywhere", maker.int8.as_first
+) -> Iterator[tuple["GraphMaker", str, GraphType, Decide]]:
+    """Yield what is to be measured next, by what was measured so far, as `within_time`."""
+    yield maker, "int4 everywhere", "int4", maker.int4.as_first
+    yield maker, "int8 everywhere", "int8", maker.int8.as_first
     if limit is not None:
-        yield "by budget", lambda: maker.budget.within_bytes(limit)
-        yield "by budget, GPTQ", lambda: maker.fitted.within_bytes(limit)
+        yield maker, "by budget", "int4", lambda: maker.budget.within_bytes(limit)
+        yield maker, "by budget, GPTQ", "int4", lambda: maker.fitted.within_bytes(limit)
         return
     assert loss is not None
-    asked = loss
-    for attempt in range(TRIES):
-        name = "smallest within the loss" + (f", {attempt + 1}" if attempt else "")
-        yield name, partial(maker.fitted.within_loss, asked)
-        measured = found[-1].score.kl
-        if loss / CLOSE <= measured <= loss:
-            return
-        asked *= loss / max(measured, 1e-9)
+    for name, asked in ask_for_losses(loss, found, SMALLEST):
+        yield maker, name, "int4", partial(maker.fitted.within_loss, asked)
 
 
 def _with_size(best: MeasuredGraph) -> list[str]:
     return [each.replace(SIZE, str(best.score.bytes)) for each in best.candidate.commands]
-
-
-def _words(given: Mapping[str, Any]) -> list[str]:
-    """Return options as words of a command line, those that are not as they are by default."""
-    words: list[str] = []
-    for name, value in given.items():
-        for each in value if isinstance(value, tuple) else [value]:
-            if name == "model":
-                words.append(str(each))
-            elif each is True:
-                words.append(f"--{name.replace('_', '-')}")
-            elif each not in (None, False, "auto", "random") and (name, each) != ("seed", 0):
-                words += [f"--{name.replace('_', '-')}", str(each)]
-    return words
 
 
 class GraphMaker:
@@ -212,6 +190,8 @@ class GraphMaker:
 
     Args:
         workload: that graphs are timed on; None: they are not.
+        dense: maker of the graphs of the dense model, if this one is pruned.
+        pruned_by: the command that made it then.
     """
 
     def __init__(
@@ -222,14 +202,16 @@ class GraphMaker:
         samples: ProofSamples,
         staging: Staging,
         workload: Workload | None = None,
+        *,
+        dense: "GraphMaker | None" = None,
+        pruned_by: Sequence[str] = (),
     ) -> None:
         self.options, self.source, self.task, self.samples, self.staging = options, source, task, samples, staging
         self.dense: float | None = None
-        self.workload = workload
-        self.columns: tuple[int, ...] = ()
-        self.pruned_by: list[str] = []
-        load = HeldModel(lambda: self._load(unpack=False))
-        self._reference = GraphReference(load, task, set())
+        self.workload, self.pruned_by = workload, pruned_by
+        self._reference: HeldModel = HeldModel(lambda: self._load(unpack=False)) if dense is None else dense._reference
+        self._reference_folder: Path = source.whole if dense is None else dense._reference_folder
+        self.columns = () if dense is None else tuple(Model.of(source).unit_counts("mlp"))
 
     def prune(self, share: Fraction) -> Self:
         """Return the maker of the same model, pruned to a share of its time, unless an earlier run has pruned it."""
@@ -243,19 +225,16 @@ class GraphMaker:
             given |= {"samples": options.samples or PRUNING, "window": options.window or WINDOW}
         elif options.samples:
             given["samples"] = options.samples
-        given |= {"model": options.model, "target_latency": latency, "evaluate_samples": 0}
+        given |= {"model": options.model, "target_latency": latency}
+        out.parent.mkdir(exist_ok=True)
+        how = {"output": out, "resume": out.with_name(f"{out.name}.partial").exists(), "progress": options.progress}
+        pruning = check_options(PruneOptions, given | how | {"evaluate_samples": 0})
         if not out.is_dir():
-            out.parent.mkdir(exist_ok=True)
-            resume = out.with_name(f"{out.name}.partial").exists()
-            made = check_options(PruneOptions, given | {"output": out, "resume": resume, "progress": options.progress})
-            prune_model(made, read_recipe(made))
-        other = copy(self)
-        for name in ("_traced", "int4", "int8", "unpriced", "budget", "fitted"):
-            other.__dict__.pop(name, None)
-        other.source = open_checkpoint(str(out), Opening(True))
-        other.columns = tuple(Model.of(other.source).unit_counts("mlp"))
-        other.pruned_by = ["ckpt-prune", "prune", *_words(given), "-o", "pruned"]
-        return other
+            prune_model(pruning, read_recipe(pruning))
+        words = ["ckpt-prune", "prune", *words_of_options(pruning, given), "-o", "pruned"]
+        pruned = open_checkpoint(str(out), Opening(True))
+        of_all = self.task, self.samples, self.staging, self.workload
+        return type(self)(options, pruned, *of_all, dense=self, pruned_by=words)
 
     def _load(self, *, unpack: bool) -> Any:
         trust = self.options.trust_remote_code or bool(self.columns)
@@ -343,17 +322,16 @@ class GraphMaker:
         ms = None
         if self.workload is not None:
             ms = time_fastest([GraphTimer(graph)], self.workload, "timing the graph")[0] / 1e6
-        reference = self._reference
         try:
             if task.name == "text-generation":
                 assert samples.windows is not None
-                both = compare(cast(Any, graph), reference.model, samples.windows)
+                both = compare(cast(Any, graph), self._language_model(), samples.windows)
                 self.dense = both.reference_score.perplexity
                 spread = {} if both.spread is None else both.spread.data()
                 return FileScore(
                     size, both.kl, both.score.perplexity, speeds, **spread, top1=both.top1_agreement, ms=ms
                 )
-            any_loss = Allowance(0.0, math.inf)
+            reference, any_loss = GraphReference(self._reference, task, set()), Allowance(0.0, math.inf)
             if samples.images is not None:
                 metric = measure_image_metric(graph, reference, task.name, samples.images, any_loss)
             else:
@@ -370,6 +348,11 @@ class GraphMaker:
             self.dense = metric.pytorch
             return FileScore(size, metric.kl, metric.onnxruntime, speeds, top1=metric.same, ms=ms)
         return FileScore(size, metric.kl, None, speeds, top1=metric.same, ms=ms)
+
+    def _language_model(self) -> LanguageModel:
+        """Return the model, to be run block by block if it can be: its states are then made once for all graphs."""
+        streamed = StreamedModel.open(self._reference_folder, torch.device("cpu"), torch.float32)
+        return streamed or self._reference.get()
 
     def _time(self, graph: OnnxModel) -> float:
         """Return the tokens, or images, that the graph reads a second."""
@@ -426,7 +409,8 @@ class GraphMaker:
         given = _proof_options(self.options)
         if self.options.images:
             given["samples"] = self.options.held_out_samples or HELD_OUT_IMAGES
-        words += [*_words(given), *(["--max-loss", "99%"] if candidate.dtype != "fp32" else []), "-o", "onnx"]
+        words += words_of_options(check_options(ProofOptions, given), given)
+        words += [*(["--max-loss", "99%"] if candidate.dtype != "fp32" else []), "-o", "onnx"]
         return tuple(shlex.join(each) for each in (self.pruned_by, words) if each)
 
     def publish(self, frontier: Frontier) -> None:
