@@ -7,43 +7,27 @@ import shlex
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
 from ckpt_prune.runner.frontier.files import _read_held_out
-from tests.gguf_files.tiny import TEXT, save
+from tests.gguf_files.tiny import TEXT
+from tests.runner.frontiers import make_command, make_place, read, run
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
 pytest.importorskip("libgguf")
 
 
-def run(*arguments):
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    return done.exit_code, done.output
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = tmp_path_factory.mktemp("frontier")
-    save(place / "model", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
-    (place / "text.txt").write_text(TEXT)
-    (place / "held_out.txt").write_text(TEXT[::-1])
-    return place
+    return make_place(tmp_path_factory.mktemp("frontier"))
 
 
 def command(place, out, *more):
-    data = ["--text", place / "text.txt", "--held-out", place / "held_out.txt"]
-    few = ["--samples", 4, "--window", 48, "--held-out-samples", 2]
-    return ["frontier", place / "model", *data, *few, "-o", place / out, *more]
-
-
-def read(place, out):
-    return json.loads((place / out / "frontier.json").read_text())
+    return make_command(place, out, *more, samples=4, window=48)
 
 
 def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatch):

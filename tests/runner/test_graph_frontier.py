@@ -5,38 +5,21 @@ import shlex
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from ckpt_prune.cli.main import main
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured
 from ckpt_prune.runner.frontier.record import Frontier
-from tests.gguf_files.tiny import TEXT, save
 from tests.images import write_images, write_vit
-
-
-def run(*arguments):
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    return done.exit_code, done.output
+from tests.runner.frontiers import make_command, make_place, read, run
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = tmp_path_factory.mktemp("graphs")
-    save(place / "model", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
-    (place / "text.txt").write_text(TEXT)
-    (place / "held_out.txt").write_text(TEXT[::-1])
-    return place
+    return make_place(tmp_path_factory.mktemp("graphs"))
 
 
 def command(place, out, *more):
-    data = ["--text", place / "text.txt", "--held-out", place / "held_out.txt"]
-    few = ["--samples", 2, "--window", 32, "--held-out-samples", 2]
-    return ["frontier", place / "model", "--for", "onnxruntime", *data, *few, "-o", place / out, *more]
-
-
-def read(place, out):
-    return json.loads((place / out / "frontier.json").read_text())
+    return make_command(place, out, "--for", "onnxruntime", *more, samples=2, window=32)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,32 @@
+"""What tests of `frontier` share: a tiny model with two texts, its command line, and what it writes."""
+
+import json
+
+from click.testing import CliRunner
+
+from ckpt_prune.cli.main import main
+from tests.gguf_files.tiny import TEXT, save
+
+
+def run(*arguments):
+    """Run a command; return its exit code and its output."""
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return done.exit_code, done.output
+
+
+def make_place(place):
+    """Write a Llama of two blocks into a folder, a text to measure it on, and another that is held out."""
+    save(place / "model", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    (place / "text.txt").write_text(TEXT)
+    (place / "held_out.txt").write_text(TEXT[::-1])
+    return place
+
+
+def make_command(place, out, *more, samples, window):
+    data = ["--text", place / "text.txt", "--held-out", place / "held_out.txt"]
+    few = ["--samples", samples, "--window", window, "--held-out-samples", 2]
+    return ["frontier", place / "model", *data, *few, "-o", place / out, *more]
+
+
+def read(place, out):
+    return json.loads((place / out / "frontier.json").read_text())
