@@ -309,7 +309,7 @@ def evaluate(options: EvaluateOptions) -> "Result":
     and how often both find the same line nearest to another.
 
     Images. Top-1 and top-5 of an image classifier; with --against also how often both put the same class first, and the
-    mean KL over images. Shares have their standard errors. Of a labels.csv with a column split, the rows of split eval
+    mean KL over images. Shares have their standard errors. If a labels.csv has a column split, its rows of split eval
     are taken. Preprocessing is the checkpoint's own (preprocessor_config.json), by Pillow. --samples takes images at
     random, because the first ones would be those of the first classes.
 
@@ -368,9 +368,9 @@ def compare(options: CompareOptions) -> "Comparison":
 def inspect(options: InspectOptions) -> "Description | PartsDescription":
     """Print what MODEL is: family, spaces and their widths, sizes, and the containers that a pruned copy would fit.
 
-    Of an encoder-decoder both stacks of blocks are printed, unless --part names one. Only the config and the headers of
-    the weights are read, unless --sparsity is given. For counting, a folder with
-    nothing but a config.json is enough. If MODEL's family has no description, the output says which family it is like,
+    An encoder-decoder has two stacks of blocks: both are printed, unless --part names one. Only the config and the
+    headers of the weights are read, unless --sparsity is given. For counting, a folder with nothing but a config.json
+    is enough. If MODEL's family has no description, the output says which family it is like,
     what differs, and which description to start from.
     """
     refuse_inspect(options)

@@ -245,7 +245,7 @@ def _total(tensors: Sequence[Sparsity]) -> Zeros:
 def inspect_model(options: InspectOptions) -> Description | PartsDescription:
     """Open a model, or its config alone, and describe it (`ckpt_prune.inspect`).
 
-    Of an encoder-decoder both stacks of blocks are described, unless one is named; with `--part all` both
+    Both stacks of blocks of an encoder-decoder are described, unless one is named; with `--part all` both
     parts of any model.
     """
     folder = Path(options.model) if Path(options.model).is_dir() else resolve_model(options.model)

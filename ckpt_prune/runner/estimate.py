@@ -56,7 +56,7 @@ _SHARE = 4
 _LARGE = 1024
 """Narrower matrices are multiplied at a lower speed."""
 _FRONTIER, _FILE = 2.6, 2.0
-"""What `frontier` takes to measure a model, and to make and measure a file, as multiples of the time of `ridge`."""
+"""Time in which `frontier` measures a model, and in which it makes and measures a file, as multiples of `ridge`'s."""
 
 
 @dataclass(frozen=True)

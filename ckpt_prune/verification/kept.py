@@ -50,7 +50,7 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Fin
 
 
 def _check_blocks(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding:
-    # A stage knows its own changes, and is told those of all others.
+    # A stage knows its own changes; those of all others are passed to it.
     changed = {of.__module__: of(checkpoint, report) for of in find_functions("rewritten", "verify")}
     for check in reversed(list(find_functions("check_kept", "verify"))):
         others = set().union(*(names for stage, names in changed.items() if stage != check.__module__))

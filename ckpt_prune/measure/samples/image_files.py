@@ -33,7 +33,7 @@ class ImageFiles:
     Attributes:
         paths: of the files.
         labels: class of each, an index into the model's outputs; None if classes are not known or not asked for.
-        counts: files of each folder, one behind the other, where there are several.
+        counts: number of files in each folder, in the order of `paths`; empty for a single folder.
         split: which rows of which labels file these are, in words; None if the file has no column split.
     """
 

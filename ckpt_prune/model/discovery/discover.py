@@ -63,7 +63,7 @@ class Discovery(BaseModel):
 def discover(config: Mapping[str, Any], stack: Stack | None = None) -> Discovery:
     """Return the description of a config.json's class, found on small random models of it, or from the user's cache.
 
-    Of an encoder-decoder it is that of one stack of blocks.
+    For an encoder-decoder it describes one stack of blocks.
     UserError in one line if transformers has no such class, it cannot be made small, or no space of it is proven.
     """
     architecture, auto = _architecture(config) if stack is None else (stack.architecture, stack.auto)
