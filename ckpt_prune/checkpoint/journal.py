@@ -14,7 +14,7 @@ from ckpt_prune.common.errors import UserError
 # Hidden and unlike any published file: it is removed only after the swap, so that a kill there costs nothing.
 JOURNAL = ".ckpt_prune_journal.json"
 _FRESH = f"{JOURNAL}.tmp"
-_VERSION = 4
+_VERSION = 5
 WRITTEN = "everything but exports"
 """Entry of an output that lacks nothing but what is exported of it."""
 _RECORDING = threading.Lock()
@@ -26,6 +26,7 @@ class Journal:
 
     Attributes:
         job: digest of everything that the output depends on.
+        parts: name of each part of the job → its digest, to say what differs.
         replace: whether the run may replace an existing output.
         resumable: whether another run can continue it.
         layout: digest of the output's files, tensors and shapes; None until they are known.
@@ -43,6 +44,7 @@ class Journal:
     layout: str | None = None
     complete: bool = False
     sources: list[dict[str, Any]] = field(default_factory=list)
+    parts: dict[str, str] = field(default_factory=dict)
     entries: dict[str, dict[str, str]] = field(default_factory=dict)
     files: dict[str, dict[str, str]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class Journal:
                 values["layout"],
                 bool(values["complete"]),
                 list(values["sources"]),
+                dict(values["parts"]),
                 {entry: dict(digests) for entry, digests in values["entries"].items()},
                 {entry: dict(digests) for entry, digests in values["files"].items()},
                 dict(values["notes"]),

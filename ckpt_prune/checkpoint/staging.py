@@ -6,7 +6,7 @@ journal of what is safely on disk, so that a killed run can resume.
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ class Staging:
     Args:
         out: folder to make; its parent must exist.
         job: digest of everything that the output depends on.
+        parts: name of each part of the job → its digest; a refusal says which differ.
         resume: continue what an equal job left.
         overwrite: replace OUT, and delete what an unfinished run left.
         kind: of folder.
@@ -57,6 +58,7 @@ class Staging:
         out: Path,
         *,
         job: str,
+        parts: Mapping[str, str] | None = None,
         resume: bool = False,
         overwrite: bool = False,
         kind: FolderKind = OUTPUT_KIND,
@@ -68,7 +70,7 @@ class Staging:
         self.path = partial_of(out, kind)
         self.scratch = self.path / SCRATCH
         self._kind, self._wants = kind, dict(wants or {})
-        self.journal = Journal(self.path, job, overwrite, kind.unfinished == "resumed")
+        self.journal = Journal(self.path, job, overwrite, kind.unfinished == "resumed", parts=dict(parts or {}))
         self.changed: str | None = None
         self._lock: int | None = None
         self.active = self._published = False
@@ -228,8 +230,10 @@ class Staging:
         except ValueError as error:
             raise UserError(f"{self.path} has no readable journal to resume from; --overwrite starts afresh") from error
         if journal.job != self.journal.job:
+            differ = sorted(name for name, _ in set(journal.parts.items()) ^ set(self.journal.parts.items()))
+            of = f" (it had another {', '.join(dict.fromkeys(differ))})" if differ else ""
             raise UserError(
-                f"{self.path} was begun by a different job; --resume needs the same one, --overwrite starts afresh"
+                f"{self.path} was begun by a different job{of}; --resume needs the same one, --overwrite starts afresh"
             )
         # A run begun with --overwrite may still replace OUT when it is resumed.
         self.journal = journal

@@ -22,7 +22,7 @@ LESS_COSINE = (0.98, 0.95, 0.7)
 LESS_ACCURACY = (0.02, 0.05, 0.25)
 """Falls of an accuracy from which on each verdict is given."""
 ERRORS = 2
-"""A fall of an accuracy by no more than so many standard errors is given no verdict."""
+"""A figure of images that passes its limit by no more than so many standard errors is given no verdict."""
 
 
 def judge(loss: Loss, remedy: str = "") -> Loss:
@@ -42,7 +42,8 @@ def _level_of_choices(loss: Loss) -> int:
     # Models that predict the same but for rounding share a first choice unless two are alike.
     if loss.agreement is None or (loss.kl is not None and loss.kl < SAME_KL):
         return 0
-    return sum(loss.agreement < limit for limit in LESS_AGREEMENT)
+    errors = 0 if loss.samples is None else ERRORS / math.sqrt(loss.samples)
+    return sum(loss.agreement < limit - errors * math.sqrt(limit * (1 - limit)) for limit in LESS_AGREEMENT)
 
 
 def _level_of_figure(loss: Loss) -> int:

@@ -25,6 +25,15 @@ from ckpt_prune.recipe.recipe import Recipe
 
 _JOURNAL = 7
 """Version of the notes that a run leaves for the one that resumes it."""
+_WORDS = {
+    "live": "choice of samples",
+    "training": "choice of samples for recovery",
+    "dense": "dense model",
+    "device": "kind of --device",
+    "diagnostics": "--diagnostics",
+    "latencies": "table of latencies",
+    "opened": "setting of a stage",
+}
 
 
 @dataclass(frozen=True)
@@ -152,5 +161,17 @@ class Job:
     @property
     def digest(self) -> str:
         """SHA-256 of all that the output depends on: a resumed run must share it with the one that it continues."""
-        parts = [__version__, _JOURNAL, fields_of(self)]
-        return hashlib.sha256(json.dumps(parts, default=identify).encode()).hexdigest()
+        return _digest_of([__version__, _JOURNAL, fields_of(self)])
+
+    @property
+    def part_digests(self) -> dict[str, str]:
+        """The parts of `digest`, each under the words that a user has for it, with its own digest."""
+        named = fields_of(self)
+        parts = {"version": [__version__, _JOURNAL]}
+        parts |= {f"--{name.replace('_', '-')}": value for name, value in named.pop("asked").items()}
+        parts |= {_WORDS.get(name, name): value for name, value in named.items()}
+        return {name: _digest_of(value) for name, value in parts.items()}
+
+
+def _digest_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=identify).encode()).hexdigest()

@@ -97,6 +97,7 @@ def write_stock(
     opening = OutputFacts(
         _CONVERTED,
         hashlib.sha256(canonical_json([__version__, "convert", stock.fingerprint]).encode()).hexdigest(),
+        {"model": stock.fingerprint},
         [] if stock.source is None else [stock.source],
         lambda: top_names(stock.copied) | {name.partition("/")[0]: None for name in names},
         lambda journal: f"{len(journal.entries)} of {len(stock.tensors)} tensors converted",

@@ -1,7 +1,7 @@
 """Entering the staging folder of a run: begin, continue, or find that an earlier run has done everything."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ def open_run(
     opening = OutputFacts(
         form_of(job.recipe),
         job.digest,
+        job.part_digests,
         [model.checkpoint for model in (job.model, job.dense) if model is not None],
         lambda: wanted_names(job.model.checkpoint, job.recipe),
         lambda journal: summary(journal, job.model.blocks, doing),
@@ -53,6 +54,7 @@ class OutputFacts:
 
     Attributes:
         digest: of everything that it depends on.
+        parts: name of each part of that → its digest.
         sources: checkpoints that it is made from. Values that are not finite are refused.
         wanted: returns the names that it will have, as far as they are known.
         summary: says what is done, by the journal of an interrupted run.
@@ -60,6 +62,7 @@ class OutputFacts:
 
     form: Form
     digest: str
+    parts: Mapping[str, str]
     sources: Sequence[Checkpoint]
     wanted: Callable[[], WantedNames]
     summary: Callable[[Journal], str]
@@ -82,7 +85,15 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
 
     def begin() -> Staging:
         wants = opening.wanted()
-        staging = Staging(out, job=opening.digest, resume=resume, overwrite=overwrite, kind=form.kind, wants=wants)
+        staging = Staging(
+            out,
+            job=opening.digest,
+            parts=opening.parts,
+            resume=resume,
+            overwrite=overwrite,
+            kind=form.kind,
+            wants=wants,
+        )
         if staging.journal.is_written and _is_changed(staging, form):
             announce(f"{out}.partial was changed: the changed parts are done again")
             staging.reopen()

@@ -221,8 +221,8 @@ def test_ctrl_c_and_resume(place):
         message = f"{Path('out.partial').absolute()} is left from an unfinished run; --resume continues it, "
         assert read_refusal(*job, "-o", "out") == message + "--overwrite starts afresh"
         assert read_refusal(*job, "--seed", "1", "-o", "out", "--resume") == (
-            f"{Path('out.partial').absolute()} was begun by a different job; "
-            "--resume needs the same one, --overwrite starts afresh"
+            f"{Path('out.partial').absolute()} was begun by a different job (it had another --seed, "
+            "choice of samples); --resume needs the same one, --overwrite starts afresh"
         )
         resume_job(job)
 

@@ -284,6 +284,8 @@ class TestCsv:
         ]
         assert (found.labels, found.counts) == ((2, 0, 1), (1, 2))
         assert find_all_images([a, plain], split="eval", id2label=ID2LABEL).labels is None
+        write_csv(tmp_path / "plain" / "labels.csv", "file,label,split", "y.png,0,eval")
+        assert find_all_images([plain], split="eval", id2label=ID2LABEL).split == "split eval of labels.csv"
         assert refusal(find_all_images, [a, b], labels=Path("l.csv"), split="eval") == (
             "--labels l.csv is of one folder: give one --images, or a labels.csv in each"
         )

@@ -54,6 +54,8 @@ def find_all_images(
     if labels is not None and len(directories) > 1:
         raise UserError(f"--labels {labels} is of one folder: give one --images, or a labels.csv in each")
     folders = [find_images(each, labels=labels, split=split, id2label=id2label) for each in directories]
+    if len(folders) == 1:
+        return folders[0]
     paths = tuple(path for each in folders for path in each.paths)
     classes = [each.labels for each in folders if each.labels is not None]
     together = tuple(index for each in classes for index in each) if len(classes) == len(folders) else None
