@@ -11,6 +11,7 @@ import gguf
 from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.budget.choices import BudgetError, Choices, save, spend
+from ckpt_prune.budget.columns import ColumnLosses, list_sites, read_choices
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.file_plan import FilePlan, FilePlanner
 from ckpt_prune.gguf.mixtures import MIXTURES
@@ -18,10 +19,6 @@ from ckpt_prune.gguf.types import OUTER, bits_of
 
 Losses = Mapping[str, Mapping[Kind, float]]
 """Name of a matrix in the file → type → divergence that it adds, in nats a token."""
-ColumnLosses = Mapping[int, Mapping[int, float]]
-"""Block → columns that its MLP may keep → divergence that it adds that the others go, in nats a token."""
-_Choice = tuple[tuple[int | None, int, dict[str, Kind]], float, float]
-"""Block and its columns, if it is an MLP, and types by name; their bytes; what they add."""
 _WHOLE = Fraction(1)
 _NAMES: dict[Kind, GgufType] = {
     mixture.base: name  # type: ignore[misc]
@@ -121,10 +118,7 @@ class TypeBudget:
 
     @cached_property
     def _variants(self) -> list[list[Choices]]:
-        """Return the choices of all sites: several times if all blocks keep as many columns, once for each number.
-
-        A label is the columns of a block, if that is an MLP's, and the types of its matrices by name.
-        """
+        """Return the choices of all sites: several times if all blocks keep as many columns, once for each number."""
         if not self.alike or not self.columns:
             return [self._choices(self.columns)]
         widths = sorted(set.intersection(*(set(by_width) for by_width in self.columns.values())))
@@ -132,30 +126,11 @@ class TypeBudget:
 
     def _choices(self, columns: ColumnLosses) -> list[Choices]:
         inside = {block: [name for name in self.losses if name.startswith(f"blk.{block}.ffn_")] for block in columns}
-        of_mlps = {name for names in inside.values() for name in names}
-        sites = [Choices.of(self._combine([name], _WHOLE)) for name in self.losses if name not in of_mlps]
-        for block, names in inside.items():
-            several: list[_Choice] = []
-            for width, lost in columns[block].items():
-                of_width = self._combine(names, Fraction(width, max(self.columns[block])), lost)
-                several += [((block, width, kinds), cost, error) for (_, _, kinds), cost, error in of_width]
-            sites.append(Choices.of(several))
-        return sites
+        units = {block: max(by_width) for block, by_width in self.columns.items()}
+        return list_sites(self.losses, inside, columns, units, self._kinds_of)
 
-    def _combine(self, names: Sequence[str], share: Fraction, lost: float = 0.0) -> list["_Choice"]:
-        """Return types of several matrices, without those that others beat at their cost."""
-        choices: list[_Choice] = [((None, 0, {}), 0.0, lost)]
-        for name in names:
-            matrix_choices = [
-                (kind, self.size(name, kind, share), float(share) * loss) for kind, loss in self.losses[name].items()
-            ]
-            both = Choices.of(
-                ((None, 0, kinds | {name: kind}), cost + size, error + loss)
-                for (_, _, kinds), cost, error in choices
-                for kind, size, loss in matrix_choices
-            )
-            choices = list(zip(both.labels, both.costs.tolist(), both.errors.tolist(), strict=True))
-        return choices
+    def _kinds_of(self, name: str, share: Fraction) -> list[tuple[Kind, float, float]]:
+        return [(kind, self.size(name, kind, share), float(share) * loss) for kind, loss in self.losses[name].items()]
 
     @property
     def least(self) -> int:
@@ -178,14 +153,7 @@ class TypeBudget:
             except BudgetError as error:
                 failed = error
                 continue
-            kinds: dict[str, Kind] = {}
-            widths: dict[int, int] = {}
-            for choices, index in zip(sites, at, strict=True):
-                block, width, own = choices.labels[index]
-                kinds |= own
-                if block is not None:
-                    widths[block] = width
-            found.append(self.of(kinds, widths))
+            found.append(self.of(*read_choices(sites, at)))
         if failed is not None and not found:
             raise failed
         return found

@@ -4,9 +4,9 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
+from ckpt_prune.runner.column_budgets import FOLDS, MOST_COLUMNS, ColumnBudgets
 from ckpt_prune.runner.vocabularies import (
     SHARES,
     SmallerVocabulary,
@@ -45,12 +46,9 @@ from ckpt_prune.runner.vocabularies import (
     plan_with_rows,
     price_vocabularies,
 )
-from ckpt_prune.stages.spaces.effects.column_losses import SPACE, PredictedColumns, predict_columns
-from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+from ckpt_prune.stages.spaces.effects.column_losses import SPACE
 from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
 
-MOST_COLUMNS = 3
-"""An MLP keeps more than one part of so many of its columns."""
 PRUNE_FROM = 0.15
 """Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
 CUT_FROM = 0.05
@@ -59,10 +57,7 @@ TRIED = 4
 """Blocks, spread over the model, whose matrices error feedback is tried on."""
 HEAD = 4096
 """Bytes that the head of a file may grow by where blocks differ in width."""
-_FOLDS = 4
-"""Folds of the samples. Types are predicted on the first, and error feedback tried there by the others. Fewer columns
-are predicted with the last one held out."""
-_STATISTICS, _LOSSES, _COLUMNS = "statistics", "losses of types", "losses of columns"
+_STATISTICS, _LOSSES = "statistics", "losses of types"
 _VOCABULARIES = "smaller vocabularies"
 """Entries of the journal."""
 _HEAD = "head.safetensors"
@@ -108,7 +103,8 @@ class FileBudgets:
 
     @property
     def _folds(self) -> int:
-        return min(_FOLDS, len(self.samples))
+        """Folds of the samples. Types are predicted on the first, and error feedback tried there by the others."""
+        return min(FOLDS, len(self.samples))
 
     @property
     def _tried(self) -> list[int]:
@@ -186,56 +182,18 @@ class FileBudgets:
 
         Fewer columns are predicted when it is asked for first.
         """
-        widths = self.widths()
-        if len(widths) < 2:
-            return self.fitted
-        losses = {block: {width: own[width] for width in widths} for block, own in self._predicted.losses.items()}
-        return replace(self.fitted, columns=losses, alike=not self._may_differ)
+        losses = self.columns.losses
+        return replace(self.fitted, columns=losses, alike=not self._may_differ) if losses else self.fitted
 
-    @property
-    def score(self) -> str:
-        """The score by which columns go."""
-        return self._predicted.score
+    @cached_property
+    def columns(self) -> ColumnBudgets:
+        """What fewer columns lose."""
+        return ColumnBudgets(self.model, self.samples, self.options.seed, self.folder, self.journal, **self._how)
 
     @property
     def _may_differ(self) -> bool:
         tied = "output.weight" not in lay_out(self.model).tensors
         return takes_different_blocks(str(self.model.checkpoint.config["model_type"]), tied=tied)
-
-    def widths(self) -> list[int]:
-        """Return the columns that an MLP may keep, all of them at last: multiples that leave finer types their rows.
-
-        There are none where MLPs differ.
-        """
-        counts = set(self.model.unit_counts(SPACE))
-        if len(counts) != 1 or len(self.model.blocks_with(SPACE)) < self.model.blocks:
-            return []
-        units = counts.pop()
-        multiple = _multiple_of(units)
-        return [*range(-(-(units // MOST_COLUMNS + 1) // multiple) * multiple, units, multiple), units]
-
-    @cached_property
-    def _predicted(self) -> PredictedColumns:
-        notes, place = self.journal.notes, self.folder / "grams"
-        if _COLUMNS not in notes:
-            if not place.is_dir():
-                measure_statistics(
-                    self.model,
-                    self.samples,
-                    place,
-                    seed=self.options.seed,
-                    folds=self._folds,
-                    collect=("moments", "gram", "fisher"),
-                    finish=lambda statistics: add_gradients(
-                        self.model, statistics, self.samples, spaces=[SPACE], distances=False, **self._how
-                    ),
-                    **self._how,
-                )
-            found = predict_columns(self.model, Statistics(place), _multiple_of(self.widths()[-1]), self.device)
-            self.journal.record(_COLUMNS, note=asdict(found))
-        note = notes[_COLUMNS]
-        losses = {int(block): {int(kept): lost for kept, lost in own.items()} for block, own in note["losses"].items()}
-        return PredictedColumns(note["score"], losses)
 
     @property
     def _priced(self) -> list[SmallerVocabulary]:
@@ -291,34 +249,12 @@ class FileBudgets:
         add(self.fitted)
         if least() > CUT_FROM:
             add_with_fewer_tokens(self.fitted)
-        if least() > PRUNE_FROM and len(self.widths()) > 1:
+        if least() > PRUNE_FROM and len(self.columns.widths()) > 1:
             add(self.joint)
             add_with_fewer_tokens(self.joint)
         if not found:
             raise BudgetError(limit, self.fitted.least)
         return min(found, key=lambda choice: choice.kl)
-
-
-def recipe_of(
-    model: Model, columns: Sequence[int], kept: Sequence[int] | None, score: str, export: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the recipe that keeps some tokens, and columns of each block's MLP if any go, and ends in a file.
-
-    One with a file also says that all columns stay: recipes that name no space read no text, which the file needs.
-    """
-    recipe: dict[str, Any] = {"version": 1, "name": "frontier"}
-    if export is not None:
-        columns = columns or model.unit_counts(SPACE)
-    if kept is not None:
-        recipe |= {"vocabulary": {"kept": pack_rows(kept)}}
-    if columns:
-        recipe |= {
-            "target": "drift",
-            "widths": "uniform" if len(set(columns)) == 1 else "per_layer",
-            "container": "any",
-            "spaces": {SPACE: {"score": score, "keep": list(columns), "compensation": {"method": "auto"}}},
-        }
-    return recipe if export is None else recipe | {"export": dict(export)}
 
 
 def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
@@ -350,8 +286,3 @@ def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") 
             f"{budget.least / 1e6:.1f} MB of {model.checkpoint.name}, and with a third of its MLP columns "
             f"{least / 1e6:.1f} MB{tokens}; ask for more"
         )
-
-
-def _multiple_of(units: int) -> int:
-    """Return what the columns that an MLP of so many keeps are multiples of."""
-    return 256 if units % 256 == 0 and units >= 1024 else 32

@@ -45,7 +45,8 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
         raise UserError(f"--target-bytes for {RUNTIME}: types and columns are chosen by what they lose: {remedy}")
     require_gguf()
     from ckpt_prune.gguf.file_plan import FilePlanner
-    from ckpt_prune.runner.file_budgets import FileBudgets, check_reach, export_of, recipe_of
+    from ckpt_prune.runner.column_budgets import recipe_of
+    from ckpt_prune.runner.file_budgets import FileBudgets, check_reach, export_of
 
     model = open_model(options.model, Opening.of(options))
     planner = FilePlanner(model)
@@ -63,7 +64,7 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
             choice = budgets.at_bytes(limit - _CARD)
         except BudgetError as error:
             raise UserError(f"--target-bytes: no types make a file of {human_bytes(limit)}: ask for more") from error
-        columns, score = [*choice.columns.values()], budgets.score if choice.columns else "obs"
+        columns, score = [*choice.columns.values()], budgets.columns.score if choice.columns else "obs"
         kept = budgets.kept_rows(choice.rows)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

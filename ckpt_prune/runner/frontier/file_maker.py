@@ -27,7 +27,8 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.data import ProofOptions, words_of_windows
 from ckpt_prune.options.option import check_options, words_of_options
-from ckpt_prune.runner.file_budgets import FileBudgets, export_of, recipe_of
+from ckpt_prune.runner.column_budgets import recipe_of
+from ckpt_prune.runner.file_budgets import FileBudgets, export_of
 from ckpt_prune.runner.frontier.candidates import FileCandidate, Measured, MeasuredFile
 from ckpt_prune.runner.frontier.record import FILE, RECIPE, Frontier, write_pages
 from ckpt_prune.runner.prune import prune_model
@@ -99,7 +100,7 @@ class Maker:
 
     def recipe(self, candidate: FileCandidate, *, export: bool) -> dict[str, Any]:
         """Return the recipe that prunes as a candidate, and with `export` also writes its file."""
-        score = self.budgets.score if candidate.columns else "obs"
+        score = self.budgets.columns.score if candidate.columns else "obs"
         file = export_of(candidate.chosen, candidate.others) if export else None
         return recipe_of(self.budgets.model, candidate.columns, self.budgets.kept_rows(candidate.rows), score, file)
 

@@ -1,0 +1,123 @@
+"""What a model is predicted to lose by fewer columns in its MLPs, and the recipe that drops them: for budgets."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_prune.budget.columns import ColumnLosses
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.measure.statistics.measurement import measure_statistics
+from ckpt_prune.model.model import Model
+from ckpt_prune.stages.spaces.effects.column_losses import SPACE, PredictedColumns, predict_columns
+from ckpt_prune.stages.spaces.effects.gradients import add_gradients
+from ckpt_prune.stages.vocabulary.records import pack_rows
+
+MOST_COLUMNS = 3
+"""An MLP keeps more than one part of so many of its columns."""
+FOLDS = 4
+"""Folds of the samples. Fewer columns are predicted with the last one held out."""
+_COLUMNS = "losses of columns"
+"""Entry of the journal."""
+
+
+@dataclass(frozen=True)
+class ColumnBudgets:
+    """The columns that the MLPs of a model may keep, and what that is predicted to lose, measured when it is asked for.
+
+    Attributes:
+        samples: that the model is measured on.
+        seed: of their choice.
+        folder: for statistics.
+        journal: of what is done.
+        device, compute_dtype: that blocks run in.
+    """
+
+    model: Model
+    samples: Samples
+    seed: int
+    folder: Path
+    journal: Journal
+    device: torch.device
+    compute_dtype: torch.dtype
+
+    @property
+    def score(self) -> str:
+        """The score by which columns go."""
+        return self._predicted.score
+
+    @property
+    def losses(self) -> ColumnLosses:
+        """What each of `widths` loses in each block, as in `PredictedColumns`; none where there are no others."""
+        widths = self.widths()
+        if len(widths) < 2:
+            return {}
+        return {block: {width: own[width] for width in widths} for block, own in self._predicted.losses.items()}
+
+    def widths(self) -> list[int]:
+        """Return the columns that an MLP may keep, all of them at last: multiples that leave finer types their rows.
+
+        There are none where MLPs differ.
+        """
+        counts = set(self.model.unit_counts(SPACE))
+        if len(counts) != 1 or len(self.model.blocks_with(SPACE)) < self.model.blocks:
+            return []
+        units = counts.pop()
+        multiple = _multiple_of(units)
+        return [*range(-(-(units // MOST_COLUMNS + 1) // multiple) * multiple, units, multiple), units]
+
+    @cached_property
+    def _predicted(self) -> PredictedColumns:
+        notes, place, model, samples = self.journal.notes, self.folder / "grams", self.model, self.samples
+        how: dict[str, Any] = {"device": self.device, "compute_dtype": self.compute_dtype}
+        if _COLUMNS not in notes:
+            if not place.is_dir():
+                measure_statistics(
+                    model,
+                    samples,
+                    place,
+                    seed=self.seed,
+                    folds=min(FOLDS, len(samples)),
+                    collect=("moments", "gram", "fisher"),
+                    finish=lambda statistics: add_gradients(
+                        model, statistics, samples, spaces=[SPACE], distances=False, **how
+                    ),
+                    **how,
+                )
+            found = predict_columns(model, Statistics(place), _multiple_of(self.widths()[-1]), self.device)
+            self.journal.record(_COLUMNS, note=asdict(found))
+        note = notes[_COLUMNS]
+        losses = {int(block): {int(kept): lost for kept, lost in own.items()} for block, own in note["losses"].items()}
+        return PredictedColumns(note["score"], losses)
+
+
+def recipe_of(
+    model: Model, columns: Sequence[int], kept: Sequence[int] | None, score: str, export: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the recipe that keeps some tokens, and columns of each block's MLP if any go, and ends in a file.
+
+    One with a file also says that all columns stay: recipes that name no space read no text, which the file needs.
+    """
+    recipe: dict[str, Any] = {"version": 1, "name": "frontier"}
+    if export is not None:
+        columns = columns or model.unit_counts(SPACE)
+    if kept is not None:
+        recipe |= {"vocabulary": {"kept": pack_rows(kept)}}
+    if columns:
+        recipe |= {
+            "target": "drift",
+            "widths": "uniform" if len(set(columns)) == 1 else "per_layer",
+            "container": "any",
+            "spaces": {SPACE: {"score": score, "keep": list(columns), "compensation": {"method": "auto"}}},
+        }
+    return recipe if export is None else recipe | {"export": dict(export)}
+
+
+def _multiple_of(units: int) -> int:
+    """Return what the columns that an MLP of so many keeps are multiples of."""
+    return 256 if units % 256 == 0 and units >= 1024 else 32
