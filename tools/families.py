@@ -1,8 +1,9 @@
 """Writes ckpt_prune/model/FAMILIES.md, the page of supported families, from their descriptions.
 
-`python tools/families.py sweep [TYPE...]` first looks for the spaces of every type of text model that the installed
-transformers has (or of these types): it makes a tiny random model of each, prunes it by `ridge` as a command does,
-verifies the output, and keeps what came of it in tools/discovered.json. It takes about half an hour of processor time.
+`python tools/families.py sweep [TYPE...]` first looks for the spaces of every type of model of text, or of images
+that it puts into classes, that the installed transformers has (or of these types): it makes a tiny random model of
+each, prunes it by `ridge` as a command does, verifies the output, and keeps what came of it in tools/discovered.json.
+It takes about half an hour of processor time.
 """
 
 import json
@@ -150,6 +151,7 @@ def sweep(only: list[str]) -> None:
     kinds = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     }
     found: dict[str, Any] = {"types": {}}
     with suppress(OSError):
@@ -157,9 +159,9 @@ def sweep(only: list[str]) -> None:
     found["transformers"] = transformers.__version__
     for kind, names in kinds.items():
         types = found["types"].setdefault(kind, {})
-        for name, architecture in names.items():
+        for name, named in names.items():
             if not only or name in only:
-                types[name] = try_type(name, architecture)
+                types[name] = try_type(name, named if isinstance(named, str) else named[0])
                 print(kind, name, types[name], flush=True)
                 found["types"][kind] = dict(sorted(types.items()))
                 DISCOVERED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -181,7 +183,7 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
             found["built"] = True
             config = json.loads((source / "config.json").read_text())
             if is_composite(config):
-                return found | try_part(source)
+                return found | try_part(source, images="Image" in architecture)
             description = discover(config).description
             why = "; ".join(f"{space}: {reason}" for space, reason in description["found"]["whole"].items())
         except Exception as error:
@@ -195,27 +197,33 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
         return found | {"pruned": True, "why": why}
 
 
-def try_part(source: Path) -> dict[str, Any]:
-    """Prune and verify the text part of a composite, or a decoder; `spaces` and whether `pruned`, as in `try_type`."""
+def try_part(source: Path, *, images: bool = False) -> dict[str, Any]:
+    """Prune and verify a part of a composite; `spaces` and whether `pruned`, as in `try_type`.
+
+    It is the text part or a decoder, or of classes of images the vision tower.
+    """
     from ckpt_prune.checkpoint.checkpoint import Checkpoint
     from ckpt_prune.model.composites import extract_part
 
     checkpoint = Checkpoint.open(source)
-    part = "text" if "text" in load_composite(checkpoint.config).parts else "decoder"
-    description = extract_part(checkpoint, part).config[descriptions.OUTSIDE_KEY]
-    prune_and_verify(source, description, part=part)
-    return {"spaces": list(description["spaces"]), "pruned": True, "why": f"--part {part}"}
+    parts = load_composite(checkpoint.config).parts
+    part = next(name for name in (("vision",) if images else ("text", "decoder")) if name in parts)
+    family = descriptions.parse_family(json.dumps(extract_part(checkpoint, part).config[descriptions.OUTSIDE_KEY]))
+    spaces = {name: space.model_dump() for name, space in family.spaces.items() if space.whole is None}
+    prune_and_verify(source, {"spaces": spaces, "modality": family.modality}, part=part)
+    return {"spaces": list(spaces), "pruned": True, "why": f"--part {part}"}
 
 
 def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
-    """Save a tiny random model of a type with a tokenizer of single characters."""
+    """Save a tiny random model of a type with a tokenizer of single characters, and an image processor."""
     from transformers import CONFIG_MAPPING
 
-    from ckpt_prune.model.discovery.twin import Sizes, build_twin, fill_in
+    from ckpt_prune.model.discovery.twin import IMAGE, Sizes, build_twin, fill_in
     from ckpt_prune.model.skeleton import parse_config
     from tests.evaluation.tiny import tiny_tokenizer
+    from tests.images import write_processor
 
-    sizes = Sizes(hidden=64, heads=8, groups=4, head=16, mlp=48, expert_mlp=32, shared_mlp=40, experts=4)
+    sizes = Sizes(hidden=64, heads=8, groups=4, head=16, mlp=48, expert_mlp=32, shared_mlp=40, experts=4, ratio=2)
     config = {**CONFIG_MAPPING[model_type](**PUBLISHED.get(model_type, {})).to_dict(), "model_type": model_type}
     config["architectures"] = [architecture]
     with suppress(UserError):  # published configs state what some classes leave open
@@ -225,7 +233,7 @@ def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
     model: Any = build_whole(config, sizes) if is_composite(config) else build_twin(config, architecture, sizes).model
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return write_processor(folder, size={"height": IMAGE, "width": IMAGE})
 
 
 def build_whole(config: dict[str, Any], sizes: Any) -> Any:
@@ -243,6 +251,8 @@ def build_whole(config: dict[str, Any], sizes: Any) -> Any:
 
 def prune_and_verify(source: Path, description: dict[str, Any], *options: str, part: str | None = None) -> None:
     """Prune a model by `ridge` with the description in its config, or a part of it, and verify the output."""
+    from tests.images import write_images
+
     text = source.parent / "calibration.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and runs away " * 100)
     pairs = source.parent / "pairs.jsonl"
@@ -252,12 +262,15 @@ def prune_and_verify(source: Path, description: dict[str, Any], *options: str, p
         (source / "config.json").write_text(json.dumps(config))
     lacking = [space for space in ("heads", "mlp") if space not in description["spaces"]]
     optional = [word for space in lacking for word in ("--set", f"spaces.{space}.optional=true")]
-    if any("fixed" in space for space in description["spaces"].values()):
+    if any(space.get("fixed") for space in description["spaces"].values()):
         optional += ["--container", "any"]  # no stock class states its width
     optional += [] if part is None else ["--part", part]
     output = str(source.parent / "output")
-    calibration = ("--data", str(pairs)) if part == "decoder" else ("--text", str(text))
-    data = (*calibration, "--samples", "8", "--window", "16", "--evaluate-samples", "0")
+    calibration = ("--data", str(pairs)) if part == "decoder" else ("--text", str(text), "--window", "16")
+    if description.get("modality") == "image":
+        write_images(source.parent / "images", [f"{number}.png" for number in range(8)])
+        calibration = ("--images", str(source.parent / "images"))
+    data = (*calibration, "--samples", "8", "--evaluate-samples", "0")
     run_command("prune", str(source), "--recipe", "ridge", "--ratio", "0.5", *data, *optional, *options, "-o", output)
     run_command("verify", output, "--against", str(source))
 

@@ -1,6 +1,7 @@
 """Keys of a family's description that hold several values (model/README.md says what each means)."""
 
 from functools import reduce
+from math import inf, nextafter
 from typing import Any, Literal
 
 from pydantic import Field
@@ -10,15 +11,23 @@ from ckpt_prune.model.spaces import Dimension, Incidence, Pairing, StrictModel
 
 
 class Multiple(StrictModel):
-    """A dimension that a config states as an integer multiple of the hidden size."""
+    """A dimension that a config states as a multiple of the hidden size: an integer, or any number (`fraction`)."""
 
     key: str
     gated: bool = False
+    fraction: bool = False
 
-    def width(self, hidden: int, ratio: int) -> int:
+    def width(self, hidden: int, ratio: float) -> int:
         """Return the dimension; of a gated MLP, two thirds of the multiple, rounded up to a multiple of eight."""
         width = int(hidden * ratio)
         return (int(width * 2 / 3) + 7) // 8 * 8 if self.gated else width
+
+    def ratio(self, hidden: int, width: int) -> float:
+        """Return by which multiple a config states a width: of a fraction, a class rounds the product down to it."""
+        if not self.fraction:
+            return width // hidden
+        ratio = width / hidden
+        return ratio if int(hidden * ratio) == width else nextafter(ratio, inf)
 
 
 class Attention(StrictModel):

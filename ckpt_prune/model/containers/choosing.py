@@ -163,9 +163,11 @@ def spaces_without_stock_class(model: Model, widths: Widths, candidate: Family |
     return reasons
 
 
-def stock_multiple(model: Model, dimension: str, width: int) -> int | None:
-    """Return the integer multiple of the hidden size by which the config can state a width, or None."""
+def stock_multiple(model: Model, dimension: str, width: int) -> float | None:
+    """Return the multiple of the hidden size by which the config can state a width, or None."""
     hidden, multiple = model.dimension("hidden"), model.family.multiples[dimension]
+    if multiple.fraction:
+        return multiple.ratio(hidden, width)
     ratios = range(1, 4 * width // hidden + 2)
     return next((ratio for ratio in ratios if multiple.width(hidden, ratio) == width), None)
 
@@ -400,7 +402,8 @@ def _build(candidate: Family, output: _Output, *, remote: bool, reasons: list[st
     multiples = {
         name: max(model.unit_counts(name)) for name, each in family.spaces.items() if each.units in family.multiples
     }
-    has_own_keys = remote or not any(space.fixed for space in family.spaces.values())
+    stated_otherwise = (space.fixed or space.units in family.multiples for space in family.spaces.values())
+    has_own_keys = remote or not any(stated_otherwise)
     units = (multiples if remote else {}) | first
     changes = model.config_values(units) if has_own_keys else _stock_values(output)
     values |= {stored_key(key, values, model.config): value for key, value in changes.items()}
@@ -467,15 +470,15 @@ def _relabel(candidate: Family, model: Model) -> dict[str, Any]:
     return values | candidate.relabel
 
 
-def _stock_values(output: _Output) -> dict[str, int]:
+def _stock_values(output: _Output) -> dict[str, float]:
     """Config keys and values of a stock class: none for spaces that stay whole, and multiples for its multiples."""
     model, pruned = output.model, {space: output.first[space] for space in output.pruned}
-    values = model.config_values(pruned)
+    values: dict[str, float] = {**model.config_values(pruned)}
     for name in pruned:
         space = model.family.spaces[name]
         if space.units in model.family.multiples:
             (width_key,) = space.config
-            ratio = stock_multiple(model, space.units, values.pop(width_key))
+            ratio = stock_multiple(model, space.units, int(values.pop(width_key)))
             assert ratio is not None
             values[model.family.multiples[space.units].key] = ratio
     return values

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.context import patches
 from ckpt_prune.model.discovery.experts import chooses_others, find_experts, packed_modules
 from ckpt_prune.model.discovery.layouts import find_incidences
 from ckpt_prune.model.discovery.switches import WidthSwitchError, find_switch
@@ -23,7 +24,7 @@ from ckpt_prune.model.discovery.trace import (
     lines_of_units,
     trace_block,
 )
-from ckpt_prune.model.discovery.twin import Twin
+from ckpt_prune.model.discovery.twin import RATIO, Twin
 from ckpt_prune.model.skeleton import Names, RefusedConfigError, build_skeleton, parse_config
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "experts_per_token", "moe_k")
@@ -56,6 +57,7 @@ class Describer:
         self.sizes: dict[str, int] = {}
         self.derived: dict[str, list[str | int]] = {}
         self.shares: dict[str, int] = {}
+        self.multiples: dict[str, dict[str, Any]] = {}
         self.whole: dict[str, str] = {}
         self.spaces: dict[str, dict[str, Any]] = {}
 
@@ -133,11 +135,7 @@ class Describer:
         if not self.spaces:
             raise UserError(f"no space of {self.twin.architecture} was found: {self._said()}")
         model: Any = self.twin.model
-        embedding = self._stored_path(model.get_input_embeddings())
-        tied = self.names.ties.get(f"{embedding}.weight")  # two stacks may read one table, each in a module of its own
-        embedding = tied.removesuffix(".weight") if tied else embedding
-        head = self._stored_path(model.get_output_embeddings())
-        head = head and self.names.saved_as(f"{head}.weight").removesuffix(".weight")
+        outside = self._images() if "pixel_values" in self.twin.batch else self._texts()
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
         for key in used - self.dimensions.keys() - {"group"}:
             self.add_dimension(key, self.twin.config[key], [key])
@@ -145,16 +143,15 @@ class Describer:
         description: dict[str, Any] = {
             "model_type": self.twin.parsed.model_type,
             "base": model.base_model_prefix,
-            "architectures": {self.twin.architecture: {"auto": self.auto} | ({"head": head} if head else {})},
-            **({} if self.stack is None else {"modality": "pairs"}),
+            **outside,
             **({"passes_on": True} if any(run.passed_on for run in self.runs) else {}),
             "layers": self.layers,
             "block": self.prefix,
-            "embedding": embedding,
             "lookups": [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)],
             "dimensions": self.dimensions,
             "derived": self.derived,
             "shares": self.shares,
+            "multiples": self.multiples,
             "attention": attention,
             "transposed": self._transposed(),
             "spaces": {name: self.spaces[name] for name in order if name in self.spaces},
@@ -174,6 +171,39 @@ class Describer:
         description["bias_slots"] = self._bias_slots(named)
         description["heads_divide_hidden"] = self._heads_divide_hidden()
         return Draft(description, self.whole)
+
+    def _texts(self) -> dict[str, Any]:
+        """Return what a description says of a model of texts outside its blocks."""
+        model: Any = self.twin.model
+        embedding = self._stored_path(model.get_input_embeddings())
+        tied = self.names.ties.get(f"{embedding}.weight")  # two stacks may read one table, each in a module of its own
+        head = self._stored_path(model.get_output_embeddings())
+        head = head and self.names.saved_as(f"{head}.weight").removesuffix(".weight")
+        return {
+            "architectures": {self.twin.architecture: {"auto": self.auto} | ({"head": head} if head else {})},
+            **({} if self.stack is None else {"modality": "pairs"}),
+            "embedding": tied.removesuffix(".weight") if tied else embedding,
+        }
+
+    def _images(self) -> dict[str, Any]:
+        """Return what a description says of a model of images outside its blocks: linear modules that see no tokens."""
+        pooled: dict[str, None] = {}
+
+        def see(path: str) -> Any:
+            def note(_module: nn.Module, arguments: tuple[Any, ...], _output: Any) -> None:
+                if arguments[0].dim() == 2 and len(arguments[0]) == len(self.twin.batch["pixel_values"]):
+                    pooled[path] = None
+
+            return note
+
+        linears = [(path, each) for path, each in self.twin.model.named_modules() if is_linear(each)]
+        hooks = [each.register_forward_hook(see(path)) for path, each in linears if not path.startswith(self.layers)]
+        self.twin.outputs()
+        for hook in hooks:
+            hook.remove()
+        own: dict[str, Any] = {"auto": self.auto, "pooled": list(pooled)}
+        tokens = self.runs[0].places[1] - patches(self.twin.parsed)
+        return {"architectures": {self.twin.architecture: own}, "modality": "image", "special_tokens": tokens}
 
     def _stored_path(self, wanted: nn.Module | None) -> str | None:
         """Return a module's path: of several, that under which its weight is saved."""
@@ -451,7 +481,8 @@ class Describer:
                 unit, count = unit // self.twin.config[several], expert
             units = "mlp"
         hidden, fixed = self.sizes["hidden"], None
-        if key is None:
+        multiple = self._multiple(count) if key is None else None
+        if key is None and multiple is None:
             key = self.key_of(2 * count, "intermediate|ffn|ff|inner|mlp")
             if key is None and count % hidden:
                 module: Any = run.block.get_submodule(trace.consumer)
@@ -460,7 +491,9 @@ class Describer:
                 if switch:
                     raise WidthSwitchError(switch)
                 return f"no config key states the columns of {trace.consumer}"
-        if key is not None and self.twin.config[key] == 2 * count:
+        if multiple is not None:
+            self.multiples[units] = multiple
+        elif key is not None and self.twin.config[key] == 2 * count:
             self.shares[units] = 2
         elif key is None:
             fixed = f"the {name} of {{model_type}} is always {count // hidden} times as wide as the hidden size"
@@ -488,6 +521,13 @@ class Describer:
             **({"fixed": fixed} if fixed else {}),
             **self._effect(run, trace),
         }
+        return None
+
+    def _multiple(self, count: int) -> dict[str, Any] | None:
+        """Return by which key the config states columns as a multiple of the hidden size; None if by none."""
+        for key, value in self.twin.config.items():
+            if re.fullmatch(RATIO, key) and value and int(self.sizes["hidden"] * value) == count:
+                return {"key": key} | ({"fraction": True} if isinstance(value, float) else {})
         return None
 
     def _derive(self, units: str, key: str, run: BlockRun, trace: Trace) -> None:

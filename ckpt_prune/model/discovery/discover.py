@@ -28,7 +28,7 @@ from ckpt_prune.model.family import Family
 from ckpt_prune.model.family_keys import SpaceProof
 from ckpt_prune.model.skeleton import parse_config, quiet_transformers, stock_class
 
-_AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
+_AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
 _FIXED = "the heads of {model_type} are always as wide together as the hidden size, or its class counts them otherwise"
 
 

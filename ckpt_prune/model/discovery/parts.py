@@ -14,6 +14,7 @@ _MAPPINGS = {
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "AutoModel": "MODEL_MAPPING_NAMES",
 }
 _TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
@@ -62,7 +63,8 @@ def find_class(model_type: str, autos: Sequence[str], declared: Sequence[str] = 
 
     modeling = import_module("transformers.models.auto.modeling_auto")
     stocks = {auto: getattr(modeling, _MAPPINGS[auto]) for auto in autos}
-    classes = [(auto, stock[model_type]) for auto, stock in stocks.items() if isinstance(stock.get(model_type), str)]
+    listed = ((auto, stock.get(model_type, ())) for auto, stock in stocks.items())
+    classes = [(auto, name) for auto, names in listed for name in ([names] if isinstance(names, str) else names)]
     if not classes and model_type in transformers.CONFIG_MAPPING:
         config_class: Any = transformers.CONFIG_MAPPING[model_type]
         module = import_module(config_class.__module__.replace("configuration_", "modeling_"))
@@ -70,7 +72,8 @@ def find_class(model_type: str, autos: Sequence[str], declared: Sequence[str] = 
         classes = [(auto, name) for auto, stock in stocks.items() for name in sorted(names & {*stock.values()})]
     if not classes:
         raise UserError(
-            f"transformers {transformers.__version__} has no model of text for config.json of type {model_type}"
+            f"transformers {transformers.__version__} has no model of text or images for config.json of type "
+            f"{model_type}"
         )
     return next((each for each in classes if each[1] in declared), classes[0])
 

@@ -205,7 +205,9 @@ class Prover:
         spaces = self.family.spaces
         space = spaces[first_expert_spaces(spaces)[name]]
         count = space.count(self.dimension)
-        choices = [count - _FEWER] if count > 2 * _FEWER else range(count - 1, 0, -1)
+        multiple = self.family.multiples.get(space.units)
+        step = _FEWER if multiple is None or multiple.fraction else self.dimension("hidden")
+        choices: Sequence[int] = [count - step] if count > 2 * _FEWER else range(count - 1, 0, -1)
         refused: UserError | None = None
         for kept in choices:
             try:
@@ -258,8 +260,13 @@ class Prover:
             return None
         return is_same(self._outputs(cut, config, narrow=narrow), self._outputs(zeroed))
 
-    def _values(self, space: AnySpace, kept: int) -> dict[str, int]:
-        values = {key: kept * product(factors, self.dimension) for key, factors in space.config.items()}
+    def _values(self, space: AnySpace, kept: int) -> dict[str, float]:
+        if space.units in self.family.multiples:
+            multiple = self.family.multiples[space.units]
+            return {multiple.key: multiple.ratio(self.dimension("hidden"), kept)}
+        values: dict[str, float] = {
+            key: kept * product(factors, self.dimension) for key, factors in space.config.items()
+        }
         if "head_dim" in self.twin.config and self.family.dimensions["head_dim"]:
             values["head_dim"] = self.dimension("head_dim")
         return values

@@ -17,6 +17,8 @@ from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.model.skeleton import build_skeleton, parse_config, stock_class
 
 VOCABULARY, POSITIONS, TOKENS = 101, 128, 24
+IMAGE, PATCH = 64, 8
+"""Height and width of a twin's images, and of the largest patches that these are cut into."""
 MOST_WEIGHTS = 30_000_000
 """A twin that is larger was not made small."""
 
@@ -33,10 +35,11 @@ class Sizes:
     expert_mlp: int
     shared_mlp: int
     experts: int
+    ratio: int
 
 
-FIRST = Sizes(hidden=120, heads=15, groups=5, head=16, mlp=72, expert_mlp=56, shared_mlp=88, experts=7)
-OTHER = Sizes(hidden=192, heads=8, groups=4, head=64, mlp=104, expert_mlp=48, shared_mlp=120, experts=9)
+FIRST = Sizes(hidden=120, heads=15, groups=5, head=16, mlp=72, expert_mlp=56, shared_mlp=88, experts=7, ratio=3)
+OTHER = Sizes(hidden=192, heads=8, groups=4, head=64, mlp=104, expert_mlp=48, shared_mlp=120, experts=9, ratio=2)
 """Spaces are found in a twin of the first sizes and proven in one of the others."""
 
 _KEYS: dict[str, str] = {
@@ -85,8 +88,13 @@ _NUMBERS: dict[str, int] = {
     r"first_k_dense_replace|num_dense_layers|expert_layer_offset|attn_layer_offset|moe_layer_start_index": 1,
     r"rotary_dim": 8,
     r"num_kv_shared_layers": 0,
+    r"image_size": IMAGE,
 }
 """Config keys that are no axis of a space → a small number."""
+RATIO = r"mlp_ratios?"
+"""Config keys that state columns of MLPs as a multiple of the hidden size."""
+_BACKBONE = ("_out_features", "_out_indices", "out_features", "out_indices", "stage_names", "pool_scales")
+"""Keys that name blocks which other models read, by numbers that a small model may not have."""
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks"
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
 _TOKEN = re.compile(r"(\w*_)?(token_id|token_index)|unk_index|mask_index")
@@ -102,7 +110,8 @@ class Twin:
         model: float32, in evaluation, on the CPU.
         config: its config.json.
         parsed: the same as transformers has it.
-        batch: what it is called with: text (2, `TOKENS`), and of an encoder-decoder the text that it makes of it.
+        batch: what it is called with: text (2, `TOKENS`), and of an encoder-decoder the text that it makes of it; or
+            images (2, channels, `IMAGE`, `IMAGE`).
     """
 
     model: nn.Module
@@ -168,7 +177,11 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
     blocks = _picked_blocks(values, depth)
     hidden = next((values[key] for key in _HIDDEN if values.get(key)), 0)
     for key, value in values.items():
-        if key == "per_layer_config":
+        if key in _BACKBONE:
+            continue
+        if re.fullmatch(RATIO, key) and value:
+            small[key] = [roles["ratio"] for _ in value] if isinstance(value, list) else type(value)(roles["ratio"])
+        elif key == "per_layer_config":
             small[key] = _shrunk_overrides(value, values, blocks, roles)
         elif isinstance(value, dict):
             small[key] = (
@@ -184,6 +197,8 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
                     small[key] = [_small_number(key, each, roles) for each in picked] if numbers else picked
             elif key == "eos_token_id":
                 small[key] = 2
+            elif key == "image_size":
+                small[key] = [IMAGE for _ in value]
             elif (
                 depth
                 and value
@@ -243,6 +258,8 @@ def _small_number(key: str, value: int, roles: Mapping[str, int]) -> int:
     if _TOKEN.fullmatch(key):
         special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
         return special.get(key, min(value, VOCABULARY - 1) if value >= 0 else value)
+    if key == "patch_size":
+        return min(value, PATCH)
     for role, pattern in _KEYS.items():
         if re.fullmatch(pattern, key):
             return roles[role] if value > 0 else value
@@ -328,6 +345,9 @@ def make_twin(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:
     if model.main_input_name == "input_features":  # of sounds: two frames make a token
         frames = (2, parsed.num_mel_bins, 2 * parsed.max_source_positions)
         batch = {"input_features": torch.randn(frames, generator=torch.Generator().manual_seed(1))}
+    if model.main_input_name == "pixel_values":
+        images = (2, getattr(parsed, "num_channels", 3), IMAGE, IMAGE)
+        batch = {"pixel_values": torch.randn(images, generator=torch.Generator().manual_seed(1))}
     if getattr(parsed, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = tokens.flip(0, 1)
     twin = Twin(model, small, parsed, batch, architecture, sizes)

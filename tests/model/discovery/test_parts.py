@@ -36,7 +36,7 @@ def test_modules_of_a_text_part_are_found_by_their_classes(model_type, modules):
 
 
 def test_models_without_a_text_part_of_their_own_are_refused():
-    with pytest.raises(UserError, match="has no model of text for config\\.json of type qwen2_vl_text"):
+    with pytest.raises(UserError, match="has no model of text or images for config\\.json of type qwen2_vl_text"):
         found("qwen2_vl")
     with pytest.raises(UserError, match="which a llama is not"):
         find_composite({"model_type": "llama"})

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from ckpt_prune.model.descriptions import known_families, load_family
 from ckpt_prune.model.discovery.discover import discover
@@ -116,6 +120,14 @@ def test_a_composite_states_a_width_that_the_class_of_its_part_derives(ratio, tm
     assert not any(loading.values())
 
 
+@pytest.mark.parametrize(
+    ("model_type", "spaces"), [("ijepa", {"heads", "mlp"}), ("vit_msn", {"heads", "mlp"}), ("data2vec-vision", {"mlp"})]
+)
+def test_classes_of_images_are_found(model_type, spaces):
+    found = try_type(model_type, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[model_type])
+    assert (found["pruned"], {*found["spaces"]}) == (True, spaces), found["why"]
+
+
 def test_blocks_that_only_their_model_can_run_are_refused():
     """Big Bird's model switches the attention of its blocks as it runs."""
     found = try_type("big_bird", CLASSES["big_bird"])
@@ -138,7 +150,7 @@ def test_blocks_of_several_kinds(model_type, spaces, whole, tmp_path: Path):
     prune_and_verify(source, description)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "qwen3_moe", "bert"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "qwen3_moe", "bert", "vit", "dinov2"])
 def test_what_is_described_by_hand_is_found(model_type):
     """Incidences of the same lines, and the same config keys or other names of them."""
     known, names = load_family(model_type), CONFIG_MAPPING[model_type].attribute_map
