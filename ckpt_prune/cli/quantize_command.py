@@ -27,7 +27,7 @@ def _show(quantized: "QuantizedModel | ExportedGguf", _options: dict[str, Any]) 
     worst = max(record.weights, key=lambda weight: weight.error or 0.0)
     size = ["bytes", human_bytes(record.before), human_bytes(record.after), f"{record.after / record.before:.1%}"]
     click.echo(print_table(Table(["", "before", "after", "share"], [size])))
-    click.echo(f"{plural(len(errors), 'weight')} as {record.scheme.words}")
+    click.echo(f"{plural(len(errors), 'weight')} as {record.words}")
     click.echo(
         f"rounding changed {sum(errors) / len(errors):.3%} of a weight's energy on average, {max(errors):.3%} of "
         f"{worst.weight}"

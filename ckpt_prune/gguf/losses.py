@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.budget.rounding_losses import name_of_head, predict_losses
+from ckpt_prune.budget.rounding_losses import FED, left_by_feedback, name_of_head, predict_losses
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.gguf.importance import Importance
 from ckpt_prune.gguf.layout import lay_out
@@ -29,7 +29,6 @@ TYPES = (Kind.Q8_0, Kind.Q6_K, Kind.Q5_K, Kind.Q4_K, Kind.IQ4_XS, Kind.Q3_K, Kin
 """Types with blocks of 256 that are in question, besides those of 32."""
 SMALL_TYPES = (Kind.Q8_0, Kind.Q5_1, Kind.Q5_0, Kind.Q4_1, Kind.IQ4_NL, Kind.Q4_0)
 """Types for rows that do not divide by 256; q4_0 is as large as iq4_nl, and there to tell what mixtures of it lose."""
-_FED = " by error feedback"
 _INPUTS = {size: f"inputs in blocks of {size}" for size in (32, 256)}
 
 Grams = Mapping[str, Moments]
@@ -104,15 +103,12 @@ def predict_type_losses(
             for kind in [kind for kind in kinds if kind in CODES]:
                 assert inputs.gram is not None
                 encoded = round_with_feedback(rows, inputs.gram, kind, damp)
-                rounded[kind.name + _FED] = decode(encoded, kind)
+                rounded[kind.name + FED] = decode(encoded, kind)
         return rounded
 
-    def is_plain(name: str) -> bool:
-        return not name.endswith(_FED)
-
     ways = {name: partial(round_inputs, size=size) for size, name in _INPUTS.items()}
-    by_weight = predict_losses(model, samples, round_all, round_inputs=ways, is_plain=is_plain, **how)
-    fed = _find_fed(model, by_weight)
+    by_weight = predict_losses(model, samples, round_all, round_inputs=ways, **how)
+    fed = left_by_feedback(model, by_weight)
     found = TypeLosses({}, {})
     for file_name, names in sources.items():
         weight = layout.tensors[file_name]
@@ -128,34 +124,9 @@ def predict_type_losses(
     return found
 
 
-def _lost(by_kind: Mapping[str, float], kind: Kind, left: Mapping[Kind, float]) -> float:
+def _lost(by_kind: Mapping[str, float], kind: Kind, left: Mapping[str, float]) -> float:
     of_inputs = by_kind.get(_INPUTS[GGML_QUANT_SIZES[kind][0]], 0.0)
-    return by_kind[kind.name] * left.get(kind, 1.0) + of_inputs
-
-
-def _find_fed(model: Model, by_weight: Mapping[str, Mapping[str, float]]) -> dict[str, dict[Kind, float]]:
-    """Return for every weight and type the share of the loss that error feedback leaves, 1 at most.
-
-    A weight that it was tried on keeps its own share. Others take the mean of those in the same place of their blocks,
-    in which each counts alike: a block that loses far more than others would speak for all (SmolLM2-135M, q3_k in down:
-    block 11 loses ten times as much, of which 0.12 is left, where others keep 0.75 and more).
-    """
-    places = [[model.family.tensor(block, linear) for block in range(model.blocks)] for linear in model.family.linears]
-    shares: dict[str, dict[Kind, float]] = {}
-    for names in (*places, [name_of_head(model)]):
-        own = {name: _left_by_feedback(by_weight.get(name, {})) for name in names}
-        mean: dict[Kind, float] = {}
-        for kind in CODES:
-            if tried := [shares_of[kind] for shares_of in own.values() if kind in shares_of]:
-                mean[kind] = sum(tried) / len(tried)
-        shares |= {name: mean | shares_of for name, shares_of in own.items()}
-    return shares
-
-
-def _left_by_feedback(losses: Mapping[str, float]) -> dict[Kind, float]:
-    """Return the share of the loss of each type that error feedback leaves of a weight that it was tried on."""
-    both = {kind: (losses.get(kind.name, 0.0), losses.get(kind.name + _FED)) for kind in CODES}
-    return {kind: min(1.0, fed / weighed) for kind, (weighed, fed) in both.items() if fed is not None and weighed}
+    return by_kind[kind.name] * left.get(kind.name, 1.0) + of_inputs
 
 
 def round_inputs(inputs: Tensor, size: int) -> Tensor:

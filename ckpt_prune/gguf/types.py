@@ -34,8 +34,8 @@ def type_of(dtype: torch.dtype) -> GgufType:
 
 def default_type(checkpoint: Checkpoint) -> GgufType:
     """The type of a checkpoint's file if none is asked for: that of its weights, q4_0 for those that have 4 bits."""
-    packed = any(info.scaled is not None and info.scaled.bits == 4 for info in checkpoint.tensors.values())
-    return "q4_0" if packed else type_of(checkpoint.dtype)
+    bits = {info.scaled.bits for info in checkpoint.tensors.values() if info.scaled is not None}
+    return "q4_0" if bits == {4} else type_of(checkpoint.dtype)
 
 
 def file_type(chosen: GgufType) -> int:

@@ -329,7 +329,7 @@ def types_exported(config: Mapping[str, Any], export: Mapping[str, Any] | None) 
     if (
         not types
         and is_packed(config)
-        and any(each.get("num_bits") == 4 for each in weight_settings(config[QUANTISATION_KEY]))
+        and all(each.get("num_bits") == 4 for each in weight_settings(config[QUANTISATION_KEY]))
     ):
         return ("q4_0",)
     stored = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}

@@ -9,36 +9,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-
 from ckpt_prune.budget.choices import BudgetError
-from ckpt_prune.budget.rounding_losses import name_of_head
-from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
-from ckpt_prune.common.spread import spread_evenly
 from ckpt_prune.gguf.architectures import takes_different_blocks
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
 from ckpt_prune.gguf.layout import lay_out
-from ckpt_prune.gguf.losses import Grams, TypeLosses, predict_type_losses, types_for
+from ckpt_prune.gguf.losses import TypeLosses, predict_type_losses, types_for
 from ckpt_prune.gguf.types import OUTER
-from ckpt_prune.measure.moments.inputs import Moments, sum_folds
-from ckpt_prune.measure.moments.kinds import select_input_moments
-from ckpt_prune.measure.samples.samples import SampleRange, Samples
-from ckpt_prune.measure.statistics.fisher import LIMITS
-from ckpt_prune.measure.statistics.folder import Statistics, write_tensors
-from ckpt_prune.measure.statistics.measurement import measure_statistics
-from ckpt_prune.measure.streams.hidden_stream import HiddenStream
-from ckpt_prune.model.model import Model
-from ckpt_prune.options.commands import FrontierOptions, PruneOptions
-from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
-from ckpt_prune.runner.column_budgets import FOLDS, MOST_COLUMNS, ColumnBudgets
+from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.runner.column_budgets import MOST_COLUMNS, ColumnBudgets
+from ckpt_prune.runner.rounding_trials import RoundingTrials
 from ckpt_prune.runner.vocabularies import (
     SHARES,
     SmallerVocabulary,
@@ -53,107 +38,23 @@ PRUNE_FROM = 0.15
 """Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
 CUT_FROM = 0.05
 """Nats from which on fewer tokens are."""
-TRIED = 4
-"""Blocks, spread over the model, whose matrices error feedback is tried on."""
 HEAD = 4096
 """Bytes that the head of a file may grow by where blocks differ in width."""
-_STATISTICS, _LOSSES = "statistics", "losses of types"
+_LOSSES = "losses of types"
 _VOCABULARIES = "smaller vocabularies"
 """Entries of the journal."""
-_HEAD = "head.safetensors"
-"""File with moments of what the head reads."""
 
 
 @dataclass(frozen=True)
-class FileBudgets:
+class FileBudgets(RoundingTrials):
     """The budgets of a model's file.
 
     Attributes:
         planner: of the model's files.
-        samples: of text, that the model is measured on.
-        options: that chose them, with the device and the dtype that blocks run in.
-        folder: for statistics.
-        journal: of what is done.
     """
 
     planner: FilePlanner
-    samples: Samples
-    options: FrontierOptions | PruneOptions
-    folder: Path
-    journal: Journal
     _narrow: dict[int, FilePlanner] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def model(self) -> Model:
-        return self.planner.model
-
-    @cached_property
-    def device(self) -> torch.device:
-        """The device that runs blocks."""
-        return resolve_device(self.options.device)
-
-    @cached_property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype that they run in."""
-        return resolve_compute_dtype(self.options.compute_dtype, self.device, self.model.dtype)
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"device": self.device, "compute_dtype": self.compute_dtype}
-
-    @property
-    def _folds(self) -> int:
-        """Folds of the samples. Types are predicted on the first, and error feedback tried there by the others."""
-        return min(FOLDS, len(self.samples))
-
-    @property
-    def _tried(self) -> list[int]:
-        """Blocks that error feedback is tried on."""
-        count = min(TRIED, self.model.blocks)
-        return spread_evenly(count, self.model.blocks)
-
-    @cached_property
-    def statistics(self) -> Path:
-        """Statistics that tell how much each input of a matrix matters."""
-        place = self.folder / "statistics"
-        if not place.is_dir():
-            measure_statistics(
-                self.model,
-                self.samples,
-                place,
-                seed=self.options.seed,
-                folds=self._folds,
-                collect=("moments", "linears"),
-                grams=self._tried if self._folds > 1 else (),
-                see_stream=self._see_stream if self._folds > 1 else None,
-                **self._how,
-            )
-            self.journal.record(_STATISTICS)  # from here on Ctrl-C keeps what is done
-        return place
-
-    def _see_stream(self, block: int, stream: HiddenStream) -> None:
-        """Keep the Gram of what the head reads, behind the last block."""
-        if block == self.model.blocks - 1:
-            fitted = sum_folds(stream.observe_head(gram=True)[1:])
-            assert isinstance(fitted, Moments)
-            assert fitted.gram is not None
-            write_tensors(self.folder, _HEAD, {"count": torch.tensor(fitted.count), "gram": fitted.gram})
-
-    def _grams(self) -> Grams:
-        """Return moments of the inputs of matrices that error feedback is tried on; of none if there is one fold."""
-        if self._folds < 2:
-            return {}
-        model, statistics, found = self.model, Statistics(self.statistics), dict[str, Moments]()
-        for block in self._tried:
-            readers = {model.moments_name(block, first): modules for first, modules in model.inputs(block).items()}
-            for name, folds in statistics.read_moments(block, readers).items():
-                moments = sum_folds(select_input_moments(folds)[1:])
-                found |= {model.tensor(block, module): moments for module in readers[name]}
-        head = load_file(self.folder / _HEAD)
-        gram = head["gram"]
-        squares = gram.diagonal().double()
-        moments = Moments(int(head["count"]), squares, squares, squares, squares, gram)
-        return found | {name_of_head(model): moments}
 
     @cached_property
     def _losses(self) -> TypeLosses:
@@ -161,8 +62,7 @@ class FileBudgets:
         statistics = Statistics(self.statistics)
         if _LOSSES not in notes:
             importance = importance_of_statistics(statistics, self.model, "q8_0")
-            few = SampleRange(self.samples, 0, min(len(self.samples), LIMITS["text"]))
-            found = predict_type_losses(self.model, few, importance, "q8_0", grams=self._grams(), **self._how)
+            found = predict_type_losses(self.model, self.few, importance, "q8_0", grams=self.grams(), **self.how)
             self.journal.record(_LOSSES, note=found.note())
         return TypeLosses.read(notes[_LOSSES])
 
@@ -188,7 +88,7 @@ class FileBudgets:
     @cached_property
     def columns(self) -> ColumnBudgets:
         """What fewer columns lose."""
-        return ColumnBudgets(self.model, self.samples, self.options.seed, self.folder, self.journal, **self._how)
+        return ColumnBudgets(self.model, self.samples, self.options.seed, self.folder, self.journal, **self.how)
 
     @property
     def _may_differ(self) -> bool:

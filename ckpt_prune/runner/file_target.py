@@ -59,7 +59,7 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     with disk_failures(options.output):
         folder = Path(mkdtemp(prefix=f".{options.output.name}-", dir=options.output.absolute().parent))
     try:
-        budgets = FileBudgets(planner, samples, options, folder, Journal(folder, "file"))
+        budgets = FileBudgets(model, samples, options, folder, Journal(folder, "file"), planner)
         try:
             choice = budgets.at_bytes(limit - _CARD)
         except BudgetError as error:

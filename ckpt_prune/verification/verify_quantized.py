@@ -81,13 +81,14 @@ def _check_shapes(record: QuantizedWeights, tensors: dict[str, TensorInfo]) -> t
             return False, f"{module} lacks {PACKED} or {SCALE}"
         rows, words = tensors[f"{module}.{PACKED}"].shape
         scales = tensors[f"{module}.{SCALE}"]
-        columns = scales.shape[-1] * (record.group_size or 0) or words * 32 // record.scheme.bits
-        expected = packed_shapes(module, (rows, columns), record.scheme, scales.dtype)
+        scheme = record.scheme_of(rounded)
+        columns = scales.shape[-1] * (scheme.group_size or 0) or words * 32 // scheme.bits
+        expected = packed_shapes(module, (rows, columns), scheme, scales.dtype)
         for name, (dtype, shape) in expected.items():
             info = tensors.get(name)
             if info is None or (info.dtype, info.shape) != (dtype, shape):
                 return False, f"{name} is not {dtype} {list(shape)}"
-    return True, f"{len(record.weights)} weights are stored as {record.scheme.words}"
+    return True, f"{len(record.weights)} weights are stored as {record.words}"
 
 
 def _check_finite(folder: Path, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:
@@ -109,25 +110,27 @@ def _compare_weights(
 ) -> tuple[bool, str]:
     """Check that quantised weights are the source's, rounded under the stored scales, and all others equal."""
     source, _ = match_checkpoint(source)
-    weights = {rounded.weight: rounded.error or 0.0 for rounded in record.weights}
+    weights = {rounded.weight: rounded for rounded in record.weights}
     for name in track(list(source.tensors), "comparing", unit="tensor"):
         theirs = source.read([name])[name]
         if name not in weights:
             if name not in tensors or not torch.equal(_read(folder, tensors, name), theirs):
                 return False, f"{name} is not the source's"
             continue
-        module = name.removesuffix(".weight")
-        if theirs.shape[1] % (record.group_size or 1):
-            return False, f"{name} has {theirs.shape[1]} columns, which no groups of {record.group_size} make up"
-        codes = unpack_codes(_read(folder, tensors, f"{module}.{PACKED}"), theirs.shape[1], record.scheme)
+        module, scheme = name.removesuffix(".weight"), record.scheme_of(weights[name])
+        if theirs.shape[1] % (scheme.group_size or 1):
+            return False, f"{name} has {theirs.shape[1]} columns, which no groups of {scheme.group_size} make up"
+        codes = unpack_codes(_read(folder, tensors, f"{module}.{PACKED}"), theirs.shape[1], scheme)
         scales = _read(folder, tensors, f"{module}.{SCALE}")
         shape = _read(folder, tensors, f"{module}.{SHAPE}").tolist()
         if record.rounding == "gptq":
-            change = (weights_of(codes, scales, record.scheme) - theirs.double()).square().sum()
+            change = (weights_of(codes, scales, scheme) - theirs.double()).square().sum()
             share = float(change / theirs.double().square().sum().clamp_min(torch.finfo(torch.float64).tiny))
-            if shape != list(theirs.shape) or not isclose(share, weights[name], rel_tol=1e-6, abs_tol=1e-12):
+            if shape != list(theirs.shape) or not isclose(
+                share, weights[name].error or 0.0, rel_tol=1e-6, abs_tol=1e-12
+            ):
                 return False, f"{name} is not as far from its source's as GPTQ left it"
-        elif shape != list(theirs.shape) or not torch.equal(codes, codes_of(theirs, scales, record.scheme)):
+        elif shape != list(theirs.shape) or not torch.equal(codes, codes_of(theirs, scales, scheme)):
             return False, f"{name} is not the source's, rounded to nearest"
     how = "rounded to nearest" if record.rounding == "nearest" else "as far off as GPTQ left them"
     others = len(source.tensors) - len(weights)

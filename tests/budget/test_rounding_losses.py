@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ckpt_prune.budget.rounding_losses import predict_losses
+from ckpt_prune.budget.rounding_losses import FED, predict_losses
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.model.containers.opening import Opening, open_model
 from tests.gguf_files.tiny import save
@@ -61,20 +61,20 @@ def test_the_head_alone_is_told_to_second_order(folder, windows, predicted):
 
 def test_types_of_the_embedding_that_are_not_plain_are_measured_beside_those_that_are(folder, windows):
     """A common shift of all rows, as large as the noise: gradients of single tokens do not tell what it does."""
-    name = "model.embed_tokens.weight"
+    name, shifted_kind = "model.embed_tokens.weight", "shift" + FED
 
     def shift(_name, rows):
         direction = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(5))
         return rows + 3 * STEP * rows.std() * direction
 
     def both(name, rows):
-        return {"noise": change(name, rows), "shift": shift(name, rows)}
+        return {"noise": change(name, rows), shifted_kind: shift(name, rows)}
 
-    how = {"device": torch.device("cpu"), "compute_dtype": torch.float32, "is_plain": lambda kind: kind == "noise"}
+    how = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
     told = predict_losses(open_model(str(folder), Opening()), TokenWindows(windows), both, **how)[name]
     noise, shifted = (divergence(folder, windows, {name}, by) for by in (change, shift))
     assert told["noise"] == pytest.approx(noise, rel=0.3)
-    assert told["shift"] / told["noise"] == pytest.approx(shifted / noise, rel=0.4)
+    assert told[shifted_kind] / told["noise"] == pytest.approx(shifted / noise, rel=0.4)
 
 
 def test_divergences_of_the_blocks_add_up(folder, windows, predicted):

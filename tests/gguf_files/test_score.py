@@ -10,13 +10,14 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.budget.rounding_losses import left_by_feedback
 from ckpt_prune.evaluation.perplexity import compare, perplexity
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.gguf.choosing import TypeBudget
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
-from ckpt_prune.gguf.losses import _find_fed, predict_type_losses, round_inputs
+from ckpt_prune.gguf.losses import predict_type_losses, round_inputs
 from ckpt_prune.gguf.score import diverge_from, read_reference, score_file
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.measurement import measure_statistics
@@ -188,8 +189,8 @@ def test_a_block_with_a_huge_loss_tells_no_more_of_others_than_one_with_a_small_
     model = open_model(str(save(place / "three", "llama", hidden_size=64, num_hidden_layers=3)), Opening())
     huge, small = ({"Q4_K": value, "Q4_K by error feedback": left} for value, left in ((10.0, 1.0), (0.01, 0.005)))
     downs = [f"model.layers.{block}.mlp.down_proj.weight" for block in range(3)]
-    shares = _find_fed(model, dict(zip(downs, (huge, small, {"Q4_K": 0.01}), strict=True)))
-    assert [shares[name][Kind.Q4_K] for name in downs] == pytest.approx([0.1, 0.5, 0.3])
+    shares = left_by_feedback(model, dict(zip(downs, (huge, small, {"Q4_K": 0.01}), strict=True)))
+    assert [shares[name]["Q4_K"] for name in downs] == pytest.approx([0.1, 0.5, 0.3])
 
 
 def test_a_checkpoint_diverges_from_another_as_evaluation_says(folder, place, reference, windows):

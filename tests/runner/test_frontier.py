@@ -76,7 +76,7 @@ def test_an_interrupted_run_goes_on(place, monkeypatch):
     assert code != 0
     assert "--resume continues" in output
     with monkeypatch.context() as patched:
-        patched.setattr("ckpt_prune.runner.file_budgets.measure_statistics", fail)
+        patched.setattr("ckpt_prune.runner.rounding_trials.measure_statistics", fail)
         patched.setattr("ckpt_prune.runner.file_budgets.predict_type_losses", fail)
         code, output = run(*command(place, "stopped", "--target-bytes", "300KB", "--resume"))
     assert code == 0, output

@@ -129,7 +129,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
 
             # 2. Measure the model once, and tell from that what each type of each matrix loses.
             reference = read_reference(model.checkpoint.whole, held_out, trust=options.trust_remote_code)
-            budgets = FileBudgets(planner, samples, options, staging.scratch, staging.journal)
+            budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, planner)
             maker = Maker(options, budgets, reference, staging)
             search = _Search(maker, limit, loss)
             say(_foresee(search))

@@ -1,5 +1,6 @@
 """The keys of `quantize`: weights of few bits. The command `quantize` runs it alone."""
 
+import re
 from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
@@ -7,7 +8,7 @@ from pydantic import Field, field_validator
 
 from ckpt_prune.model.runtimes import Change
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
-from ckpt_prune.stages.quantize.scheme import GROUPS, Format, Rounding
+from ckpt_prune.stages.quantize.scheme import GROUPS, Format, PackingScheme, Rounding
 
 
 class Quantize(StageKeys):
@@ -16,6 +17,7 @@ class Quantize(StageKeys):
     key = "quantize"
     summary = "Store the linear weights of the blocks in 8 or 4 bits."
     prunes = False
+    later: ClassVar[Mapping[str, Any]] = {"types": {}}
     doing = "quantised"
     bar = "quantising"
     option: ClassVar[str] = "quantize.group_size="
@@ -35,6 +37,24 @@ class Quantize(StageKeys):
         description="gptq: later columns make up for earlier ones, by the inputs that reach them behind the blocks "
         "that are pruned and rounded already; nearest: to the nearest number, which needs no data.",
     )
+
+    types: Mapping[str, str] = Field(
+        default_factory=dict,
+        description="How weights are stored in whose names an expression is found, such as mlp.down_proj: int8:channel "
+        "or o_proj: int4:32; dense for those that stay. The first that is found counts. Weights that read one input "
+        "share a way, as vLLM joins them.",
+    )
+
+    @field_validator("types")
+    @classmethod
+    def _check_types(cls, types: Mapping[str, str]) -> Mapping[str, str]:
+        for pattern, name in types.items():
+            PackingScheme.named(name)
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern} is no regular expression ({error})") from error
+        return types
 
     @field_validator("group_size", mode="before")
     @classmethod
@@ -93,7 +113,13 @@ class QuantizeRecipe(Recipe):
     quantize: QuantizeAlone
 
 
-def quantize_recipe(format: Format, group_size: str | None, rounding: Rounding) -> QuantizeRecipe:
-    """Return the recipe that stores a model's weights in a format; samples are measured behind rounded blocks."""
-    stage = {"format": format, "group_size": group_size, "rounding": rounding}
+def quantize_recipe(
+    format: Format, group_size: str | None, rounding: Rounding, types: Mapping[str, str] | None = None
+) -> QuantizeRecipe:
+    """Return the recipe that stores a model's weights in a format; samples are measured behind rounded blocks.
+
+    Args:
+        types: of weights that are stored in another one.
+    """
+    stage = {"format": format, "group_size": group_size, "rounding": rounding, "types": dict(types or {})}
     return QuantizeRecipe.model_validate({"version": 1, "name": "quantize", "target": "sequential", "quantize": stage})

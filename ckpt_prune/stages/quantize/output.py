@@ -16,7 +16,7 @@ from ckpt_prune.model.model import Model, TensorSpec
 from ckpt_prune.sparsity.zeros import weights_by_module
 from ckpt_prune.stages.quantize.keys import Quantize
 from ckpt_prune.stages.quantize.packing import packed_shapes, packed_skeleton, packing_config, require_library
-from ckpt_prune.stages.quantize.scheme import PackingScheme, choose_scheme
+from ckpt_prune.stages.quantize.scheme import DENSE, PackingScheme, Schemes, choose_schemes
 
 _WEIGHT = ".weight"
 
@@ -47,19 +47,22 @@ def pack_output(stage: Quantize, model: Model, output: Output) -> Output:
     specs = {name: spec for tensors in output.layout.values() for name, spec in tensors.items()}
     linears = weights_by_module(specs, family.block, family.linears)
     chosen = {name for names in linears.values() for name in names}
-    weights = {name: spec for name, spec in specs.items() if name in chosen and all(spec[1])}
-    scheme = scheme_of(stage, weights)
+    linear = {name: spec for name, spec in specs.items() if name in chosen and all(spec[1])}
+    _, schemes = schemes_of(stage, linear)
+    if stage.types:
+        _check_joined(model, schemes)
+    weights = {name: spec for name, spec in linear.items() if name in schemes}
     ignored = _check_names(weights, container, checkpoint)
-    _check_loads(container.skeleton(), scheme, ignored, checkpoint)
+    _check_loads(container.skeleton(), schemes, ignored, checkpoint)
     layout: Layout = {file: {} for file in output.layout}
     for file, tensors in output.layout.items():
         for name, (dtype, shape) in tensors.items():
             if name in weights:
                 rows, columns = shape
-                layout[file] |= packed_shapes(name.removesuffix(_WEIGHT), (rows, columns), scheme, dtype)
+                layout[file] |= packed_shapes(name.removesuffix(_WEIGHT), (rows, columns), schemes[name], dtype)
             else:
                 layout[file][name] = (dtype, shape)
-    packing = packing_config(scheme, ignored).model_dump(mode="json", exclude_none=True)
+    packing = packing_config(schemes, ignored).model_dump(mode="json", exclude_none=True)
     return replace(
         output,
         container=replace(container, config=container.config | {QUANTISATION_KEY: packing}),
@@ -69,9 +72,21 @@ def pack_output(stage: Quantize, model: Model, output: Output) -> Output:
     )
 
 
-def scheme_of(stage: Quantize, weights: dict[str, TensorSpec]) -> PackingScheme:
+def schemes_of(stage: Quantize, weights: dict[str, TensorSpec]) -> tuple[PackingScheme, Schemes]:
+    """Return the scheme of most weights, and that of each which is rounded."""
     columns = {name: shape[1] for name, (_, shape) in weights.items()}
-    return choose_scheme(stage.format, stage.group_size, columns, stage.option)
+    return choose_schemes(stage.format, stage.group_size, stage.types, columns, stage.option)
+
+
+def _check_joined(model: Model, schemes: Schemes) -> None:
+    """Refuse weights that read one input and are stored in several ways: vLLM joins them, such as q, k and v."""
+    for block in range(model.blocks):
+        for modules in model.inputs(block).values():
+            names = [model.tensor(block, module) for module in modules]
+            ways = {name: schemes[name].name if name in schemes else DENSE for name in names}
+            if len(set(ways.values())) > 1:
+                told = ", ".join(f"{name} {way}" for name, way in ways.items())
+                raise UserError(f"quantize.types: vLLM joins weights that read one input, so store them alike ({told})")
 
 
 def _own_code(checkpoint: Checkpoint) -> UserError:
@@ -81,11 +96,11 @@ def _own_code(checkpoint: Checkpoint) -> UserError:
     )
 
 
-def _check_loads(model: Any, scheme: PackingScheme, ignored: list[str], checkpoint: Checkpoint) -> None:
+def _check_loads(model: Any, schemes: Schemes, ignored: list[str], checkpoint: Checkpoint) -> None:
     """Refuse a class that reads weights while it is loaded, if it has only packed ones: on the meta device."""
     try:
         with redirect_stderr(StringIO()):
-            packed_skeleton(model, scheme, ignored)
+            packed_skeleton(model, schemes, ignored)
             for module in model.modules():
                 model._init_weights(module)
     except AttributeError as error:

@@ -9,7 +9,7 @@ from ckpt_prune.checkpoint.packed import PACKED, SCALE, SHAPE
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.sparsity.inverse import OrderedFactor
 from ckpt_prune.stages.quantize.rounding import MORE_SHRINKS, codes_of, gptq_codes, scales_of, weights_of
-from ckpt_prune.stages.quantize.scheme import LIBRARY, PackingScheme
+from ckpt_prune.stages.quantize.scheme import LIBRARY, PackingScheme, Schemes
 
 _MOST_AT_ONCE = 2**22
 """Weights that are rounded at once: packing takes some forty bytes for each."""
@@ -24,23 +24,34 @@ def require_library() -> Any:
     return compressed_tensors
 
 
-def packed_skeleton(model: nn.Module, scheme: PackingScheme, ignored: list[str]) -> None:
+def packed_skeleton(model: nn.Module, schemes: Schemes, ignored: list[str]) -> None:
     """Give a model on the meta device packed weights, in place, as transformers does before it loads any."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import apply_quantization_config
 
-    config = packing_config(scheme, ignored)
+    config = packing_config(schemes, ignored)
     apply_quantization_config(model, config, run_compressed=False)
     ModelCompressor(quantization_config=config).compress_model(model=model)
 
 
-def packing_config(scheme: PackingScheme, ignored: list[str]) -> Any:
-    """Return the library's `QuantizationConfig`; `ignored` are the linear modules that stay as they are."""
+def packing_config(schemes: Schemes, ignored: list[str]) -> Any:
+    """Return the library's `QuantizationConfig`: one group for each scheme, which names its modules if there are more.
+
+    Args:
+        ignored: linear modules that stay as they are.
+    """
     require_library()
     from compressed_tensors.quantization import QuantizationConfig
 
+    modules: dict[PackingScheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        modules.setdefault(scheme, []).append(name.removesuffix(".weight"))
+    groups = [
+        {"targets": targets if len(modules) > 1 else ["Linear"], "weights": scheme.arguments()}
+        for scheme, targets in modules.items()
+    ]
     return QuantizationConfig(
-        config_groups={"group_0": {"targets": ["Linear"], "weights": scheme.arguments()}},
+        config_groups={f"group_{place}": group for place, group in enumerate(groups)},
         format="pack-quantized",
         quantization_status="compressed",
         ignore=ignored,

@@ -1,9 +1,10 @@
 """Record of a quantised checkpoint, in `ckpt_prune_quantised.json`, and its model card."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.folder_kinds import FolderKind
@@ -22,17 +23,31 @@ QUANTISATION_KIND = FolderKind(QUANTISED_RECORD, "what `quantize` wrote", frozen
 
 
 class RoundedWeight(FixedRecord):
-    """One weight: its name on disk, and the change by rounding, Σ(ŵ − w)² / Σw²."""
+    """One weight: its name on disk, and the change by rounding, Σ(ŵ − w)² / Σw².
+
+    Attributes:
+        stored: name of its scheme, if that is not the one of most.
+    """
+
+    optional = frozenset({"stored"})
 
     weight: str
     error: Figure = None
+    stored: str | None = None
+
+    @field_validator("stored")
+    @classmethod
+    def _check_scheme(cls, stored: str | None) -> str | None:
+        if stored is not None and PackingScheme.named(stored) is None:
+            raise ValueError("a rounded weight is not dense")
+        return stored
 
 
 class QuantizedWeights(FixedRecord):
     """Which weights were rounded, and how.
 
     Attributes:
-        group_size: columns that share a scale; None for whole rows.
+        format, group_size: of most weights; columns that share a scale, None for whole rows.
     """
 
     format: Format
@@ -44,13 +59,24 @@ class QuantizedWeights(FixedRecord):
     def scheme(self) -> PackingScheme:
         return PackingScheme(self.format, self.group_size)
 
+    def scheme_of(self, weight: RoundedWeight) -> PackingScheme:
+        return (weight.stored and PackingScheme.named(weight.stored)) or self.scheme
+
+    @property
+    def words(self) -> str:
+        """Say how weights are stored, and how many in each way if there are several."""
+        counts = Counter(self.scheme_of(weight) for weight in self.weights)
+        if set(counts) <= {self.scheme}:
+            return self.scheme.words
+        return ", ".join(f"{count} in {scheme.name}" for scheme, count in counts.most_common())
+
     def describe(self) -> str:
         """Say in a sentence what is stored how, and what rounding has changed."""
         errors = [weight.error for weight in self.weights if weight.error is not None]
         rounded = "to nearest" if self.rounding == "nearest" else "by GPTQ"
         mean = sum(errors) / max(1, len(errors))
         return (
-            f"{plural(len(self.weights), 'linear weight')} of the blocks as {self.scheme.words}, rounded {rounded}; "
+            f"{plural(len(self.weights), 'linear weight')} of the blocks as {self.words}, rounded {rounded}; "
             "embeddings, norms and heads stay as they were. Rounding changed a weight by "
             f"{mean:.2%} of its energy on average."
         )

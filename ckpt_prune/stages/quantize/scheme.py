@@ -1,5 +1,7 @@
 """Storage of weights in few bits: how many, and how many columns share a scale."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +14,8 @@ BITS: dict[str, int] = {"int8": 8, "int4": 4}
 GROUPS = (128, 64, 32)
 """Columns that may share a scale: those that kernels for such weights take, largest first."""
 CHANNEL = "channel"
+DENSE = "dense"
+"""Says that a weight stays as it is."""
 LIBRARY = f"compressed-tensors is not installed: {install('quantize')}"
 
 
@@ -35,6 +39,22 @@ class PackingScheme:
         shared = "row" if self.group_size is None else f"group of {self.group_size} columns"
         return f"{self.format}, one scale per {shared}"
 
+    @property
+    def name(self) -> str:
+        """Its name in recipes and records, such as int4:64 or int8:channel."""
+        return f"{self.format}:{self.group_size or CHANNEL}"
+
+    @classmethod
+    def named(cls, name: str) -> "PackingScheme | None":
+        """Read a name; None for a weight that stays as it is. ValueError for what is none."""
+        if name == DENSE:
+            return None
+        kind, _, shared = name.partition(":")
+        if kind not in BITS or shared not in (CHANNEL, *map(str, GROUPS)):
+            sizes = "|".join((*map(str, reversed(GROUPS)), CHANNEL))
+            raise ValueError(f"{name} is no way to store a weight: say int4:{sizes}, int8:{sizes} or {DENSE}")
+        return cls("int8" if kind == "int8" else "int4", None if shared == CHANNEL else int(shared))
+
     def scales(self, columns: int) -> int:
         return 1 if self.group_size is None else columns // self.group_size
 
@@ -49,10 +69,36 @@ class PackingScheme:
         return {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False} | shared
 
 
+Schemes = dict[str, PackingScheme]
+"""On-disk name of a weight that is rounded → how it is stored, in the order of the files."""
+
+
+def choose_schemes(
+    kind: Format, asked: str | None, types: Mapping[str, str], columns: dict[str, int], option: str = "--group-size "
+) -> tuple[PackingScheme, Schemes]:
+    """Choose the scheme of most of a model's weights, and that of each which is rounded.
+
+    Args:
+        kind, asked, option: as `choose_scheme` has them, for weights whose name no expression is found in.
+        types: expression → name of a scheme; the first that is found in a weight's name counts.
+        columns: weight → its number of columns.
+    """
+    patterns = [(re.compile(pattern), PackingScheme.named(name)) for pattern, name in types.items()]
+    found = {name: [scheme for pattern, scheme in patterns if pattern.search(name)] for name in columns}
+    own = {name: fitting[0] for name, fitting in found.items() if fitting}
+    for name, scheme in own.items():
+        if scheme is not None and columns[name] % (scheme.group_size or 1):
+            raise UserError(f"quantize.types: {scheme.name} does not divide the {columns[name]} columns of {name}")
+    others = {name: width for name, width in columns.items() if name not in own}
+    usual = choose_scheme(kind, asked, others, option)
+    schemes = {name: own.get(name, usual) for name in columns}
+    return usual, {name: scheme for name, scheme in schemes.items() if scheme is not None}
+
+
 def choose_scheme(
     kind: Format, asked: str | None, columns: dict[str, int], option: str = "--group-size "
 ) -> PackingScheme:
-    """Choose the scheme of a model.
+    """Choose the scheme of weights.
 
     Refuses a size that no kernel takes, or that does not divide a weight's columns.
 

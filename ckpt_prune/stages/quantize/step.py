@@ -1,6 +1,6 @@
 """The work of the stage `quantize`: round the weights of one block after the other."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from ckpt_prune.show.model_card import source_card
 from ckpt_prune.sparsity.damping import DAMP, MOST_DAMP
 from ckpt_prune.sparsity.inverse import factorise_largest_first
 from ckpt_prune.stages.quantize.keys import Quantize, QuantizeAlone
-from ckpt_prune.stages.quantize.output import check_model, pack_output, scheme_of
+from ckpt_prune.stages.quantize.output import check_model, pack_output, schemes_of
 from ckpt_prune.stages.quantize.packing import pack_weight, require_library
 from ckpt_prune.stages.quantize.records import (
     QUANTISATION_KIND,
@@ -40,7 +40,7 @@ from ckpt_prune.stages.quantize.records import (
     find_record,
     make_card,
 )
-from ckpt_prune.stages.quantize.scheme import PackingScheme
+from ckpt_prune.stages.quantize.scheme import Schemes
 from ckpt_prune.stages.report import find_report
 from ckpt_prune.stages.shared.moments import open_moments
 
@@ -50,7 +50,7 @@ _WEIGHT = ".weight"
 def quantize_step(stage: Quantize, prepared: Prepared, run: Run) -> PruneStep:
     """Return the step that rounds the weights of a block, at the first block."""
     packed, by_gptq = prepared.output.packed, stage.rounding == "gptq"
-    rounder = Rounder(prepared.model, frozenset(packed), scheme_of(stage, packed), by_gptq)
+    rounder = Rounder(prepared.model, schemes_of(stage, packed)[1], by_gptq)
     grams = dict.fromkeys(prepared.model.family.inputs, by_gptq)
     with phase("calibration"):
         if not by_gptq or prepared.live is None:
@@ -63,8 +63,8 @@ class Rounder:
 
     record = RoundedWeight
 
-    def __init__(self, model: Model, weights: Set[str], scheme: PackingScheme, by_gptq: bool) -> None:
-        self._model, self._weights, self.scheme, self._by_gptq = model, weights, scheme, by_gptq
+    def __init__(self, model: Model, schemes: Schemes, by_gptq: bool) -> None:
+        self._model, self.schemes, self._by_gptq = model, schemes, by_gptq
 
     def block(self, block: int, tensors: Tensors, source: MomentSource) -> tuple[Tensors, list[BaseModel]]:
         """Round one block, one group of linear modules that read the same input after the other.
@@ -79,7 +79,7 @@ class Rounder:
                 moments = source.moments(block, unpack_weights(new), keys)
             for first in keys:
                 names = [self._model.tensor(block, module) for module in readers[first]]
-                names = [name for name in names if name in self._weights and name in tensors]
+                names = [name for name in names if name in self.schemes and name in tensors]
                 # Of several processes, the first one has the moments.
                 for name, (packed, record) in (
                     process_group()
@@ -103,7 +103,7 @@ class Rounder:
         rounded = {}
         with phase("compensation"):
             for name, weight in weights.items():
-                packed, change = pack_weight(name.removesuffix(_WEIGHT), weight, self.scheme, factor)
+                packed, change = pack_weight(name.removesuffix(_WEIGHT), weight, self.schemes[name], factor)
                 energy = float(weight.double().square().sum())
                 rounded[name] = packed, RoundedWeight(weight=name, error=change / energy if energy else 0.0)
         return rounded
@@ -141,12 +141,13 @@ def describe_weights(stage: Quantize, prepared: Prepared, records: Sequence[Any]
     """Return how weights are stored, in the order of the files, with what rounding has changed of each."""
     packed = prepared.output.packed
     rounded = {weight.weight: weight for weight in records}
-    scheme = scheme_of(stage, packed)
+    usual, schemes = schemes_of(stage, packed)
+    stored = {name: None if scheme == usual else scheme.name for name, scheme in schemes.items()}
     return QuantizedWeights(
-        format=scheme.format,
-        group_size=scheme.group_size,
+        format=usual.format,
+        group_size=usual.group_size,
         rounding=stage.rounding,
-        weights=[rounded[name] for name in packed],
+        weights=[rounded[name].model_copy(update={"stored": stored[name]}) for name in packed],
     )
 
 

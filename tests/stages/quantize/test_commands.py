@@ -77,13 +77,14 @@ def tensors_of(folder: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def oracle(folder: str, bits: int) -> PreTrainedModel:
+def oracle(folder: str) -> PreTrainedModel:
     """The dense model in float64 with every packed weight read bit by bit in its place."""
     tensors = tensors_of(folder)
     model = copy.deepcopy(load_float32("dense")).double()
     for name in [name for name in tensors if name.endswith("weight_packed")]:
         module = name.removesuffix(".weight_packed")
         rows, columns = tensors[f"{module}.weight_shape"].tolist()
+        bits = 32 * tensors[name].shape[1] // columns
         codes = torch.from_numpy(bits_of(tensors[name].numpy(), bits, columns)).double()
         scales = tensors[f"{module}.weight_scale"].double()
         weight = (codes.reshape(rows, scales.shape[1], -1) * scales[..., None]).reshape(rows, columns)
@@ -93,14 +94,14 @@ def oracle(folder: str, bits: int) -> PreTrainedModel:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("format", "size", "bits", "scales"),
-    [("int8", None, 8, 1), ("int8", "32", 8, 2), ("int4", None, 4, 1), ("int4", "32", 4, 2), ("int4", "channel", 4, 1)],
+    ("format", "size", "scales"),
+    [("int8", None, 1), ("int8", "32", 2), ("int4", None, 1), ("int4", "32", 2), ("int4", "channel", 1)],
 )
-def test_stock_transformers_computes_what_codes_and_scales_say(here: Path, format, size, bits, scales):
+def test_stock_transformers_computes_what_codes_and_scales_say(here: Path, format, size, scales):
     ok("quantize", "dense", "-o", "out", "--format", format, *(["--group-size", size] if size else []))
     ids = random_windows(2, 12)
     with torch.no_grad():
-        ours, theirs = load_float32("out")(ids).logits, oracle("out", bits)(ids).logits
+        ours, theirs = load_float32("out")(ids).logits, oracle("out")(ids).logits
         dense = load_float32("dense")(ids).logits
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
     assert 1e-3 < (ours - dense).abs().max() < 5
@@ -378,6 +379,47 @@ def test_one_recipe_prunes_and_rounds_behind_the_pruned_blocks(here: Path, targe
     card = Path("out/README.md").read_text()
     assert "vllm serve" in card
     assert "mlx_lm" not in card
+
+
+MIXED = """version: 1
+name: mixed
+ratio: 0.5
+spaces: {mlp: {score: rcpu, compensation: {method: ridge, lambda: 0.01}}}
+quantize: {format: int4, types: {down_proj: "int8:channel", "layers.0.self_attn.[qkv]_": dense, o_proj: "int4:32"}}
+"""
+
+
+def test_a_recipe_says_how_each_weight_is_stored(here: Path):
+    Path("mixed.yaml").write_text(MIXED)
+    ok("prune", "dense", *TEXT, "--recipe", "mixed.yaml", "-o", "out")
+    tensors, report = tensors_of("out"), read_json("out/ckpt_prune.json")["quantize"]
+    layer = "model.layers.{}.self_attn.{}.weight{}"
+    assert layer.format(0, "k_proj", "") in tensors
+    assert layer.format(1, "k_proj", "_packed") in tensors
+    assert tensors[layer.format(0, "o_proj", "_scale")].shape[1] == 2
+    stored = {weight["weight"]: weight.get("stored") for weight in report["weights"]}
+    assert stored["model.layers.1.mlp.down_proj.weight"] == "int8:channel"
+    assert len(stored) == 11
+    assert (report["format"], report["group_size"]) == ("int4", 64)
+    assert "tensors: 11 weights are stored as 7 in int4:64, 2 in int8:channel, 2 in int4:32" in ok("verify", "out")
+    data = ("--text", "calib.txt", "--window", "16", "--json")
+    assert 0 < json.loads(ok("evaluate", "out", "--against", "dense", *data))["kl"] < 1
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        ("{q_proj: dense}", "vLLM joins weights that read one input, so store them alike (model.layers.0.self_attn.q_"),
+        ('{o_proj: "int4:128"}', "quantize.types: int4:128 does not divide the 64 columns of model.layers.0.self_attn"),
+        ("{o_proj: int5}", "int5 is no way to store a weight: say int4:32|64|128|channel, int8:32|64|128|channel or d"),
+        ('{"(": dense}', "( is no regular expression (missing ), unterminated subpattern at position 0)"),
+    ],
+)
+def test_ways_that_do_not_fit_are_refused(here: Path, types: str, message: str):
+    Path("mixed.yaml").write_text(f"{RIDGE[: RIDGE.index('quantize')]}quantize: {{format: int4, types: {types}}}\n")
+    refused = run("prune", "dense", *TEXT, "--recipe", "mixed.yaml", "-o", "out")
+    assert refused.exit_code == 2
+    assert message in refused.stderr.splitlines()[-1]
 
 
 def test_rounding_behind_zeros_of_magnitude_measures_the_dense_model_never(here: Path, monkeypatch: pytest.MonkeyPatch):
