@@ -1,6 +1,7 @@
 """The score of a file that holds a model, for whichever runtime: its size, and what its predictions lose."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class FileScore:
     Attributes:
         bytes: of the file.
         kl, kl_median, kl_90, kl_99: KL(model ‖ file) in nats a token: mean, and what half, 90 % and 99 % do not pass.
+        kl_of: the mean of each text, by its name; empty if it was measured on one.
         accepted: chance that the model accepts a token of the file in speculative decoding.
         top1: share of the tokens of which both hold the same one likeliest.
         perplexity: of the file.
@@ -32,3 +34,10 @@ class FileScore:
     accepted: float | None = None
     top1: float | None = None
     ms: float | None = None
+    kl_of: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def words_of_kl(self) -> str:
+        """The mean, and that of each text behind it, if there are several."""
+        of_texts = ", ".join(f"{name} {kl:.3f}" for name, kl in self.kl_of.items())
+        return f"{self.kl:.3f} ({of_texts})" if of_texts else f"{self.kl:.3f}"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,27 +63,40 @@ class TextPredictions:
         states: behind the last norm, (windows, length, hidden) float32.
         head: that makes logits of them.
         perplexity: of the model.
+        nll: −Σ log p of each window, in nats.
+        texts: name of the text that each window is of; empty if that is the same.
     """
 
     windows: Tensor
     states: Tensor
     head: Head
     perplexity: float
+    nll: Sequence[float]
+    texts: Sequence[str] = ()
+
+    def split(self, totals: Sequence[float]) -> dict[str, float]:
+        """Return the mean of each text over its tokens, of totals by window; empty if all windows are of one text."""
+        of_texts: dict[str, list[float]] = {}
+        for name, total in zip(self.texts, totals, strict=bool(self.texts)):
+            of_texts.setdefault(name, []).append(total / (self.windows.shape[1] - 1))
+        return {name: sum(own) / len(own) for name, own in of_texts.items()}
 
 
 @torch.inference_mode()
-def read_reference(folder: Path, windows: Tensor, *, trust: bool = False) -> TextPredictions:
+def read_reference(folder: Path, windows: Tensor, *, texts: Sequence[str] = (), trust: bool = False) -> TextPredictions:
     """Run a checkpoint in PyTorch as a whole, and keep what its head reads: all logits would take gigabytes.
 
     Raises:
         UserError: its logits are not what a linear head, a factor and a cap make.
     """
     head, states = _read_states(folder, windows, trust=trust)
-    sums = PredictionSums()
+    sums, reached = PredictionSums(), [0.0]
     for hidden, ids in zip(track(states, "its predictions", unit="window"), windows, strict=True):
         for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
             sums.add([head.logits(hidden[part])], ids[part + 1])
-    return TextPredictions(windows, states, head, sums.perplexity(0)[0])
+        reached.append(sums.nll[0])
+    nll = [after - before for before, after in pairwise(reached)]
+    return TextPredictions(windows, states, head, sums.perplexity(0)[0], nll, texts)
 
 
 @torch.inference_mode()
@@ -92,10 +106,10 @@ def diverge_from(reference: TextPredictions, folder: Path, parts: TokenParts | N
     With `parts` it is what the text costs more (`FileScore`).
     """
     if parts is None:
-        return _compare(*_read_states(folder, reference.windows, trust=True), reference).mean_kl
+        return _compare(*_read_states(folder, reference.windows, trust=True), reference)[0].mean_kl
     ids, ranges = _write_with(reference.windows, parts)
-    nll = _add_nll(*_read_states(folder, ids, trust=True), ids, ranges) / reference.windows[:, 1:].numel()
-    return nll - math.log(reference.perplexity)
+    nll = _add_nll(*_read_states(folder, ids, trust=True), ids, ranges)
+    return (sum(nll) - sum(reference.nll)) / reference.windows[:, 1:].numel()
 
 
 def _write_with(windows: Tensor, parts: TokenParts) -> tuple[Tensor, list[tuple[int, int]]]:
@@ -110,13 +124,14 @@ def _write_with(windows: Tensor, parts: TokenParts) -> tuple[Tensor, list[tuple[
     return ids, [(len(window[0]), len(ids)) for window, ids in zip(written, flat, strict=True)]
 
 
-def _add_nll(head: Head, states: Tensor, windows: Tensor, ranges: Sequence[tuple[int, int]]) -> float:
+def _add_nll(head: Head, states: Tensor, windows: Tensor, ranges: Sequence[tuple[int, int]]) -> list[float]:
     """Return −Σ log p of the tokens in a range of each window, in nats."""
-    sums = PredictionSums()
+    sums, reached = PredictionSums(), [0.0]
     for hidden, ids, (start, stop) in zip(track(states, "comparing", unit="window"), windows, ranges, strict=True):
         for part in torch.split(torch.arange(start - 1, stop - 1), _TOKENS):
             sums.add([head.logits(hidden[part])], ids[part + 1])
-    return sums.nll[0]
+        reached.append(sums.nll[0])
+    return [after - before for before, after in pairwise(reached)]
 
 
 def _read_states(folder: Path, windows: Tensor, *, trust: bool) -> tuple[Head, Tensor]:
@@ -134,13 +149,18 @@ def _read_states(folder: Path, windows: Tensor, *, trust: bool) -> tuple[Head, T
     return head, torch.cat(seen)
 
 
-def _compare(head: Head, states: Tensor, reference: TextPredictions) -> PredictionSums:
-    """Compare what a head makes of states, (windows, length, hidden), with a model's predictions."""
-    sums, theirs = PredictionSums(), zip(reference.states, reference.windows, strict=True)
+def _compare(head: Head, states: Tensor, reference: TextPredictions) -> tuple[PredictionSums, list[float]]:
+    """Compare what a head makes of states, (windows, length, hidden), with a model's predictions.
+
+    Also returns the divergence of each window, in nats.
+    """
+    sums, reached = PredictionSums(), [0.0]
+    theirs = zip(reference.states, reference.windows, strict=True)
     for ours, (dense, ids) in zip(track(states, "comparing", unit="window"), theirs, strict=True):
         for part in torch.split(torch.arange(len(ids) - 1), _TOKENS):
             sums.add([head.logits(ours[part]), reference.head.logits(dense[part])], ids[part + 1])
-    return sums
+        reached.append(sums.kl)
+    return sums, [after - before for before, after in pairwise(reached)]
 
 
 def _find_head(model: Any, ids: Tensor, folder: Path) -> Head:
@@ -191,11 +211,13 @@ def score_file(
     size, head, states = file.stat().st_size, _head_of(file), torch.from_numpy(answer.states)
     speeds = (answer.prompt_speed, answer.generation_speed)
     if parts is not None:
-        nll = _add_nll(head, states, windows, ranges) / reference.windows[:, 1:].numel()
-        return FileScore(size, nll - math.log(reference.perplexity), math.exp(nll), speeds)
-    sums = _compare(head, states, reference)
+        nll, tokens = _add_nll(head, states, windows, ranges), reference.windows[:, 1:].numel()
+        lost = [own - dense for own, dense in zip(nll, reference.nll, strict=True)]
+        perplexity = math.exp(sum(nll) / tokens)
+        return FileScore(size, sum(lost) / tokens, perplexity, speeds, kl_of=reference.split(lost))
+    sums, kl = _compare(head, states, reference)
     spread, top1 = sums.spread.data(), sums.agreeing / sums.tokens
-    return FileScore(size, sums.mean_kl, sums.perplexity(0)[0], speeds, **spread, top1=top1)
+    return FileScore(size, sums.mean_kl, sums.perplexity(0)[0], speeds, **spread, top1=top1, kl_of=reference.split(kl))
 
 
 def _head_of(file: Path) -> Head:

@@ -73,8 +73,8 @@ class RoundingTrials:
 
     @property
     def few(self) -> Samples:
-        """The samples that losses are predicted on."""
-        return SampleRange(self.samples, 0, min(len(self.samples), LIMITS["text"]))
+        """The samples that losses are predicted on, of the first fold: error feedback does not see them."""
+        return SampleRange(self.samples, 0, min(len(self.samples) // self.folds, LIMITS["text"]))
 
     @property
     def _tried(self) -> list[int]:

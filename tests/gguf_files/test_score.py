@@ -87,6 +87,19 @@ def test_a_file_of_the_same_weights_predicts_the_same(folder, place, reference, 
     assert min(score.speeds) > 0
 
 
+def test_each_of_several_texts_is_told(folder, place, windows, reference):
+    """As a file of these windows alone would be told, with the same tokens and with others."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    export_gguf(str(folder), place / "texts.gguf", ProofOptions(), kind="q4_0", proof=False)
+    of_two = read_reference(folder, windows, texts=["a", "b", "b", "a"])
+    for parts in (None, lambda token: [token, 5]):
+        score = score_file(place / "texts.gguf", of_two, parts)
+        for name, own in (("a", [0, 3]), ("b", [1, 2])):
+            alone = score_file(place / "texts.gguf", read_reference(folder, windows[own]), parts)
+            assert score.kl_of[name] == pytest.approx(alone.kl, rel=1e-3)
+            assert not alone.kl_of
+
+
 def test_what_a_text_costs_more_with_other_tokens_is_told_by_tokens_as_all_write_it(folder, place, windows, reference):
     """With the same tokens nothing. With another token in place of one, what the model says of that text."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")

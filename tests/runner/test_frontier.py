@@ -27,7 +27,7 @@ def place(tmp_path_factory):
 
 
 def command(place, out, *more):
-    return make_command(place, out, *more, samples=4, window=48)
+    return make_command(place, out, *more, samples=16, window=48)
 
 
 def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatch):
@@ -45,7 +45,8 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
     (legend,) = [line for line in output.splitlines() if line.startswith("measured in ")]
     assert legend == (
         "measured in llama.cpp on 2 windows of 48 tokens of held_out.txt; * marks what nothing beats in size and KL; "
-        "KL: how far the predictions are from MODEL's, the mean in nats; predicted: before the file was made; "
+        "KL: how far the predictions are from MODEL's, the mean in nats; predicted: before the file was made, of the "
+        "data that it was made by; "
         "median, 90%: half, and 90% of the tokens, lose no more; top-1: share of the tokens for which both put the "
         "same first"
     )
@@ -98,7 +99,11 @@ def test_every_text_that_is_held_out_gives_an_equal_share_of_the_windows(place):
         return _read_held_out(options, model)
 
     both, alone = windows(*texts, samples=4), [windows(text, samples=2) for text in texts]
+    (both, names), alone = both, [own for own, _ in alone]
     assert sorted(both.tolist()) == sorted(torch.cat(alone).tolist())
+    assert [text.name for text in texts for _ in range(2)] == [
+        names[both.tolist().index(window)] for window in torch.cat(alone).tolist()
+    ]
 
 
 def test_a_size_below_the_coarsest_types_and_fewest_columns_is_refused_at_once(place):

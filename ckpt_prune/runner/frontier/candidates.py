@@ -100,7 +100,7 @@ class Measured(Generic[C]):
         score, predicted = self.score, self.candidate.kl
         foreseen = "" if predicted is None else f" (predicted {predicted:.3f})"
         return (
-            f"{self.candidate.name}: {score.bytes / 1e6:.2f} MB, KL {score.kl:.3f}{foreseen}, perplexity "
+            f"{self.candidate.name}: {score.bytes / 1e6:.2f} MB, KL {score.words_of_kl}{foreseen}, perplexity "
             f"{score.perplexity or 0:.2f} (dense {dense:.2f})"
         )
 

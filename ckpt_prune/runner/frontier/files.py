@@ -29,6 +29,7 @@ from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.score import read_reference
 from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.measure.samples.mixing import mix_evenly
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer, mix_windows, read_text, tokenise_text
 from ckpt_prune.model.containers.opening import Opening, open_model
@@ -111,7 +112,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     )  # fmt: skip
     options = options.model_copy(update={"window": options.window or min(WINDOW, model.tokens)})
     samples = choose_samples(model, options, trust=options.trust_remote_code, most=SAMPLES, say=say)
-    held_out = _read_held_out(options, model)
+    held_out, texts = _read_held_out(options, model)
     parts = [
         model.checkpoint.fingerprint,
         samples.fingerprint,
@@ -128,7 +129,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
             staging.scratch.mkdir(exist_ok=True)
 
             # 2. Measure the model once, and tell from that what each type of each matrix loses.
-            reference = read_reference(model.checkpoint.whole, held_out, trust=options.trust_remote_code)
+            reference = read_reference(model.checkpoint.whole, held_out, texts=texts, trust=options.trust_remote_code)
             budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, planner)
             maker = Maker(options, budgets, reference, staging)
             search = _Search(maker, limit, loss)
@@ -155,12 +156,19 @@ def _read_target(options: FrontierOptions, model: Model) -> tuple[int | None, fl
     return parse_size("bytes", options.target_bytes).of(dense), None
 
 
-def _read_held_out(options: FrontierOptions, model: Model) -> Tensor:
+def _read_held_out(options: FrontierOptions, model: Model) -> tuple[Tensor, list[str]]:
+    """Return windows of the texts, and the name of each window's, if there are several."""
     tokenizer = load_tokenizer(model.checkpoint.whole)
     streams = [tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos) for text in options.held_out]
     window = options.window or WINDOW
     samples = options.held_out_samples or HELD_OUT
-    return mix_windows(streams, samples=samples, window=window, seed=options.seed, choose="first")[0]
+    windows, counts = mix_windows(streams, samples=samples, window=window, seed=options.seed, choose="first")
+    if len(counts) < 2:
+        return windows, []
+    short = [path.name for path in options.held_out]
+    names = short if len(set(short)) == len(short) else [str(path) for path in options.held_out]
+    each = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    return windows, [each[place] for place in mix_evenly(counts).tolist()]
 
 
 def _foresee_work(options: FrontierOptions, model: Model, samples: Samples, limit: int | None) -> str:

@@ -327,7 +327,7 @@ class GraphMaker:
                 assert samples.windows is not None
                 both = compare(cast(Any, graph), self._language_model(), samples.windows)
                 self.dense = both.reference_score.perplexity
-                spread = {} if both.spread is None else both.spread.data()
+                spread: dict[str, Any] = {} if both.spread is None else both.spread.data()
                 return FileScore(
                     size, both.kl, both.score.perplexity, speeds, **spread, top1=both.top1_agreement, ms=ms
                 )

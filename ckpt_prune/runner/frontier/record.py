@@ -145,7 +145,7 @@ class Frontier:
     def words_of(self, score: FileScore) -> str:
         """Return the figures of a score."""
         if score.perplexity is not None and self.dense is not None:
-            return f"{self.loss} {score.kl:.3f}, perplexity {score.perplexity:.2f} for {self.dense:.2f}"
+            return f"{self.loss} {score.words_of_kl}, perplexity {score.perplexity:.2f} for {self.dense:.2f}"
         return f"{self.loss} {score.kl:.4f}, {self.agreement} {score.top1 or 0:.1%}"
 
     def data(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Frontier:
         words = {
             "KL": "KL: how far the predictions are from MODEL's, the mean in nats",
             "lost energy": "lost energy: the share of the vectors that differs from MODEL's",
-            f"{self.loss} predicted": "predicted: before the file was made",
+            f"{self.loss} predicted": "predicted: before the file was made, of the data that it was made by",
             f"{self.loss} 90%": "median, 90%: half, and 90% of the tokens, lose no more",
             "top-1": f"top-1: share of the {self.items} for which both put the same first",
         }
