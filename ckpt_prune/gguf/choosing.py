@@ -16,6 +16,7 @@ from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.file_plan import FilePlan, FilePlanner
 from ckpt_prune.gguf.mixtures import MIXTURES
 from ckpt_prune.gguf.types import OUTER, bits_of
+from ckpt_prune.rounding.codes import CODES
 
 Losses = Mapping[str, Mapping[Kind, float]]
 """Name of a matrix in the file → type → divergence that it adds, in nats a token."""
@@ -185,7 +186,7 @@ class TypeBudget:
         }
 
     def predict(self, kinds: Mapping[str, Kind], shares: Mapping[str, Fraction] | None = None) -> float:
-        """Return what types are predicted to lose; a type that was not tried counts as the nearest finer one."""
+        """Return what types are predicted to lose; a type that was not tried follows from the nearest in bits."""
         share_of = shares or {}
         return sum(
             float(share_of.get(name, 1)) * _nearest(by_kind, kinds[name]) for name, by_kind in self.losses.items()
@@ -202,9 +203,14 @@ def _nearest(by_kind: Mapping[Kind, float], kind: Kind) -> float:
         return by_kind[kind]
     if kind in (Kind.F32, Kind.F16, Kind.BF16):
         return 0.0
-    near = min(by_kind, key=lambda other: abs(bits_of(other) - bits_of(kind)))
+    # Levels of a table come first: those of iq4_nl and q4_k are far apart on weights that were in q4_1 before.
+    near = min(by_kind, key=lambda other: (_table(other) != _table(kind), abs(bits_of(other) - bits_of(kind))))
     # Each bit less makes squared errors four times as large.
     return by_kind[near] * float(4 ** (bits_of(near) - bits_of(kind)))
+
+
+def _table(kind: Kind) -> tuple[int, ...] | None:
+    return CODES[kind].table if kind in CODES else None
 
 
 def _patterns(kinds: Mapping[str, Kind]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import gguf
 import pytest
@@ -136,6 +137,13 @@ def test_types_keep_to_the_bytes_of_a_file_and_lose_what_is_predicted(folder, pl
     assert file.stat().st_size == choice.bytes
     assert 0.98 * limit < choice.bytes <= limit
     assert 0.5 < score_file(file, reference).kl / choice.kl < 2
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(Kind.IQ4_NL, 4 * 4**-0.25), (Kind.Q5_0, 2.0), (Kind.F16, 0.0)])
+def test_a_type_that_was_not_tried_loses_as_one_of_as_many_bits(budget, kind, loss):
+    """One with a table of levels as the other one with that table."""
+    name, tried = "blk.0.ffn_down.weight", {Kind.Q6_K: 1.0, Kind.Q5_K: 2.0, Kind.Q4_K: 3.0, Kind.IQ4_XS: 4.0}
+    assert replace(budget, losses={name: tried}).predict({name: kind}) == pytest.approx(loss)
 
 
 def test_the_smallest_file_within_a_loss_is_no_larger_than_one_that_loses_as_much(budget):
