@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, n
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model import descriptions
 from ckpt_prune.model.composites import (
+    count_stages,
     encoder_decoders,
     is_composite,
     known_composites,
@@ -207,6 +208,14 @@ def try_part(source: Path, *, images: bool = False) -> dict[str, Any]:
 
     checkpoint = Checkpoint.open(source)
     parts = load_composite(checkpoint.config).parts
+    if count_stages(checkpoint.config):
+        found = [extract_part(checkpoint, name).config[descriptions.OUTSIDE_KEY] for name in parts]
+        prune_and_verify(source, found[0], part="all")
+        return {
+            "spaces": list(dict.fromkeys(space for each in found for space in each["spaces"])),
+            "pruned": True,
+            "why": f"{len(parts)} stages",
+        }
     part = next(name for name in (("vision",) if images else ("text", "decoder")) if name in parts)
     family = descriptions.parse_family(json.dumps(extract_part(checkpoint, part).config[descriptions.OUTSIDE_KEY]))
     spaces = {name: space.model_dump() for name, space in family.spaces.items() if space.whole is None}
@@ -223,7 +232,9 @@ def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
     from tests.evaluation.tiny import tiny_tokenizer
     from tests.images import write_processor
 
-    sizes = Sizes(hidden=64, heads=8, groups=4, head=16, mlp=48, expert_mlp=32, shared_mlp=40, experts=4, ratio=2)
+    sizes = Sizes(
+        hidden=64, heads=8, groups=4, head=16, mlp=48, expert_mlp=32, shared_mlp=40, experts=4, ratio=2, stage=24
+    )
     config = {**CONFIG_MAPPING[model_type](**PUBLISHED.get(model_type, {})).to_dict(), "model_type": model_type}
     config["architectures"] = [architecture]
     with suppress(UserError):  # published configs state what some classes leave open

@@ -10,7 +10,7 @@ from ckpt_prune.common.collection import collection_of_new_objects, without_coll
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf import require_gguf
 from ckpt_prune.measure.samples.text_files import check_texts
-from ckpt_prune.model.composites import is_encoder_decoder
+from ckpt_prune.model.composites import has_stacks
 from ckpt_prune.model.supported import read_local_config
 from ckpt_prune.options.commands import (
     BenchmarkOptions,
@@ -100,7 +100,7 @@ def prune(options: PruneOptions) -> "Pruned":
 
 def prune_as(options: PruneOptions, tell: "Tell | None" = None) -> "Pruned":
     """Prune, and call `tell` whenever something is complete (`runner.prune.Tell`)."""
-    if options.part is None and is_encoder_decoder(read_local_config(options.model)):
+    if options.part is None and has_stacks(read_local_config(options.model)):
         options = options.model_copy(update={"part": "all"})
     refuse_prune(options)
     from ckpt_prune.runner.read_recipe import read_recipe

@@ -37,7 +37,7 @@ def _prune(options: dict[str, Any], as_json: bool) -> None:
     if as_json:
         echo_json(pruned.data())
     elif pruned.report is None:
-        for each in filter(None, (pruned.first, pruned)):
+        for each in (*pruned.all_first, pruned):
             _print_dry(each)
         _print_whole(pruned)
     else:

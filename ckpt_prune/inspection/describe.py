@@ -23,7 +23,7 @@ from ckpt_prune.inspection.answer import (
 )
 from ckpt_prune.job.job import Job
 from ckpt_prune.job.prepared import begin
-from ckpt_prune.model.composites import asked_parts, extract_part, load_composite
+from ckpt_prune.model.composites import asked_parts, extract_part
 from ckpt_prune.model.config_only import checkpoint_of_config, config_of_folder, is_config_only
 from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.containers.choosing import choose_container
@@ -113,8 +113,10 @@ def _block(model: Model) -> BlockDescription:
     """Return the last block, which stands for all, and whether a block can go."""
     stay = None
     within = model.checkpoint.within
-    if within is not None and load_composite(within.whole.config).part(within.part).stack is None:
+    if within is not None and not model.family.is_stack:
         stay = f"the {within.part} part of a composite keeps all of its own"
+    elif model.family.stage is not None:
+        stay = "blocks of stages are not dropped"
     elif model.blocks < 2:
         stay = "there is no other"
     else:

@@ -82,8 +82,8 @@ def plan_layout(
     plain = {name: (dtype, shape[::-1] if name in turned else shape) for name, (dtype, shape) in shapes.items()}
     stored = {name: shape for name, (_, shape) in stack_shapes(plain, model.checkpoint.stacks).items()}
     within = model.checkpoint.within
-    other = within.beside if within is not None and within.goes_on else None
-    if within is not None and other is None:
+    other = within.beside if within is not None and within.goes_on else ()
+    if within is not None and not other:
         check_beside(model, container.config)
     if model.checkpoint.by_class:
         check_shapes(stored, container.names(), "the output", beside=other)
@@ -102,15 +102,15 @@ def check_beside(model: Model, config: Mapping[str, Any]) -> None:
     """Refuse an output whose other stack of blocks is not as wide as a config key says that both are."""
     within, family = model.checkpoint.within, model.family
     shared = [space for space in family.consumers.values() if family.shares_width(space)]
-    if within is None or within.beside is None or not shared:
+    if within is None or not within.beside or not shared:
         return
     names = stock_names(dict(config), family.architecture)
     for name, info in model.checkpoint.tensors.items():
         if name.startswith(within.beside) and names.shape(name) not in (None, info.stored_shape):
-            key, others = next(iter(shared[0].config)), within.beside.partition(".block")[0]
+            key, others = family.width_key(shared[0]), name.partition(".block")[0]
             raise UserError(
-                f"{key} of {family.model_type} states the width of both stacks of blocks, and the {others} has another "
-                f"than the {within.part} would have: leave out --part, and both are pruned to one width"
+                f"{key} of {family.model_type} states the width of all stacks of blocks, and the {others} has another "
+                f"than the {within.part} would have: leave out --part, and all are pruned to one width"
             )
 
 

@@ -7,11 +7,12 @@ lists these by type. Descriptions are read without torch and transformers.
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _STACK = "it is calibrated on pairs of a source and its target, which both stacks read as in training"
+_DEPTHS = ("depths", "depth")
+"""Config keys that list how many blocks each stage of a model of images has."""
 
 
 class Part(StrictModel):
@@ -52,7 +55,8 @@ class Part(StrictModel):
         drops: config key → keys inside it that the stock class must not see.
         keeps: spaces that stay whole, each with the reason.
         note: what a user must know of its calibration.
-        stack: of an encoder-decoder, which of the two it is; its class is that of the whole then.
+        stack: of several stacks of blocks, of an encoder-decoder or of a model of images in stages, which of them it
+            is; its class is that of the whole then.
     """
 
     config: str | None = None
@@ -63,7 +67,7 @@ class Part(StrictModel):
     drops: dict[str, list[str]] = Field(default_factory=dict)
     keeps: dict[SpaceName, str] = Field(default_factory=dict)
     note: str
-    stack: Literal["encoder", "decoder"] | None = None
+    stack: PartName | None = None
 
     def outer_name(self, inner: str) -> str:
         """Return the name in the whole of a module inside the part's stock class."""
@@ -103,6 +107,10 @@ class Composite(StrictModel):
         """The error for someone who names no part."""
         if self.model_type in encoder_decoders():
             return f"{self.model_type} has two stacks of blocks: --part encoder or --part decoder names one"
+        if "stage1" in self.parts:
+            return (
+                f"{self.model_type} has blocks in {len(self.parts)} stages of their own widths: --part stage1 names one"
+            )
         if self.parts:
             return f"{self.model_type} is made of several models: --part {' or --part '.join(self.parts)} prunes one"
         why = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
@@ -134,7 +142,20 @@ def is_composite(config: Mapping[str, Any]) -> bool:
     if model_type in encoder_decoders():
         return is_encoder_decoder(config)
     is_described = model_type in known_families() or OUTSIDE_KEY in config
-    return model_type in known_composites() or (not is_described and isinstance(config.get("text_config"), Mapping))
+    is_made_of_several = isinstance(config.get("text_config"), Mapping) or count_stages(config) > 0
+    return model_type in known_composites() or (not is_described and is_made_of_several)
+
+
+def count_stages(config: Mapping[str, Any]) -> int:
+    """Return how many stages of blocks the config.json of a model of images lists; 0 of any other."""
+    depths: list[int] = next((config[key] for key in _DEPTHS if isinstance(config.get(key), list)), [])
+    is_described = config.get("model_type") in known_families() or "stage" not in config.get(OUTSIDE_KEY, {"stage": 0})
+    return 0 if is_described else len(depths)
+
+
+def has_stacks(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a model with several stacks of blocks: all are pruned unless one is named."""
+    return is_encoder_decoder(config) or (is_composite(config) and count_stages(config) > 0)
 
 
 def load_composite(config: Mapping[str, Any]) -> Composite:
@@ -160,24 +181,26 @@ def shipped_composite(model_type: str) -> Composite:
     """Return the description of one of `known_composites`."""
     if model_type in encoder_decoders():
         auto = "AutoModelForSeq2SeqLM"
-        stacks: tuple[Literal["encoder", "decoder"], ...] = ("encoder", "decoder")
+        stacks: tuple[PartName, ...] = ("encoder", "decoder")
         parts: dict[PartName, Part] = {name: Part(auto=auto, modules={}, note=_STACK, stack=name) for name in stacks}
         return Composite(model_type=model_type, architecture=encoder_decoders()[model_type], auto=auto, parts=parts)
     return Composite.model_validate_json((_folder() / f"{model_type}.json").read_text(encoding="utf-8"))
 
 
-def both_parts(config: Mapping[str, Any]) -> tuple[PartName, PartName]:
+def all_parts(config: Mapping[str, Any]) -> tuple[PartName, ...]:
     """Return the parts that `--part all` names, in the order in which they are pruned."""
     model_type = str(config.get("model_type"))
+    if count_stages(config):
+        return tuple(load_composite(config).parts)
     is_shipped = model_type in known_composites() and is_composite(config)
-    has_stacks = is_shipped and "decoder" in shipped_composite(model_type).parts
-    return ("encoder", "decoder") if has_stacks else ("vision", "text")
+    has_decoder = is_shipped and "decoder" in shipped_composite(model_type).parts
+    return ("encoder", "decoder") if has_decoder else ("vision", "text")
 
 
 def asked_parts(config: Mapping[str, Any], part: str | None) -> tuple[str | None, ...]:
-    """Return the parts that `--part` names, with all for its default of an encoder-decoder."""
-    if part == "all" or (part is None and is_encoder_decoder(config)):
-        return both_parts(config)
+    """Return the parts that `--part` names, with all for its default of a model with several stacks of blocks."""
+    if part == "all" or (part is None and has_stacks(config)):
+        return all_parts(config)
     return (part,)
 
 
@@ -215,7 +238,7 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
         whole = whole.ignore([stored for stored in whole.tensors if names.ignores(stored)])
     config = _part_config(part, parse_config(whole.config))
     if part.described is None and config["model_type"] not in known_families():
-        if part.auto == "AutoModel":
+        if part.auto == "AutoModel" and part.stack is None:
             raise UserError(
                 f"--part {name} of {composite.model_type} is a {config['model_type']}, which this version has no "
                 "description of"
@@ -242,25 +265,38 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
             disks = [inner] if len(disks) > 1 and stock.is_part(disks[0]) else [stock.saved_as(inner)]
         stored_as |= zip(sorted(disks), sorted(parts), strict=True)
     tensors = {inner: replace(whole.tensors[stored], name=inner) for inner, stored in stored_as.items()}
-    beside = None
+    beside: tuple[str, ...] = ()
     if part.stack is not None:
         family = parse_family(json.dumps(config[OUTSIDE_KEY]))
-        widths = _shared_widths(family, tensors)
-        other = "decoder" if part.stack == "encoder" else "encoder"
-        beside = family.block.partition("{block}")[0].replace(part.stack, other) if widths else None
+        widths = _shared_widths(family, tensors, parse_config(config))
+        beside = _prefixes_beside(family, part.stack, tensors) if widths else ()
         config |= widths
     within = PartOf(whole, name, part.config or "", stored_as, beside, goes_on)
     return replace(whole, config=config, tensors=tensors, within=within)
 
 
-def _shared_widths(family: "Family", tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Return config keys of widths that both stacks share, as wide as this one is: the other may be pruned already."""
-    return {
-        key: tensors[family.tensor(0, space.consumer)].shape[1]
-        for space in family.consumers.values()
-        if family.shares_width(space)
-        for key in space.config
-    }
+def _shared_widths(family: "Family", tensors: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return config keys of widths that stacks share, as wide as this one is: the others may be pruned already."""
+    values: dict[str, Any] = {}
+    for space in family.consumers.values():
+        if family.shares_width(space):
+            width = tensors[family.tensor(0, space.consumer)].shape[1]
+            multiple = family.multiples.get(space.units)
+            values |= dict.fromkeys(space.config, width)
+            if multiple is not None:
+                values = {multiple.key: multiple.ratio(family.dimension(config, "hidden"), width)}
+    return values
+
+
+def _prefixes_beside(family: "Family", stack: str, tensors: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return first parts of the names of other stacks' blocks."""
+    own = family.block.partition("{block}")[0]
+    if family.stage is None:
+        return (own.replace(stack, "decoder" if stack == "encoder" else "encoder"),)
+    before, _, after = own.rpartition(f".{family.stage}.")
+    pattern = re.compile(rf"{re.escape(before)}\.\d+\.{re.escape(after)}")
+    found = {match[0] for name in tensors if (match := pattern.match(name)) is not None}
+    return tuple(sorted(found - {own}))
 
 
 def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """How many tokens a model reads at once: by its context length, or by the size of its images."""
 
+from math import ceil
 from typing import Any
 
 from ckpt_prune.model.descriptions import known_families, load_family
@@ -40,7 +41,14 @@ def patches(config: Any, size: tuple[int, ...] | None = None) -> int:
     return (height // rows) * (width // columns)
 
 
+def positions(size: tuple[int, ...], stride: float) -> int:
+    """Return how many squares of `stride` pixels an image of `size` (height, width) has, cut ones counted."""
+    return ceil(size[0] / stride) * ceil(size[1] / stride)
+
+
 def image_tokens(family: Family, config: Any, size: tuple[int, ...]) -> int:
     """Return the tokens of an image of `size` (height, width): patches, special tokens and registers."""
+    if family.stage is not None:
+        return positions(size, family.strides[family.block.partition("{block}")[0]])
     registers = 0 if family.registers is None else int(getattr(config, family.registers))
     return patches(config, size) + family.special_tokens + registers

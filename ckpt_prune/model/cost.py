@@ -8,7 +8,7 @@ from posixpath import commonpath
 import torch
 
 from ckpt_prune.model.containers.container import stored_container
-from ckpt_prune.model.context import patches
+from ckpt_prune.model.context import image_size, patches, positions
 from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.factors import factor_names
 from ckpt_prune.model.matching import tied_by_description
@@ -44,7 +44,8 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
         attention = family.attention
         output = model.tensor(block, attention.output)
         needed = (output, model.tensor(block, attention.key))
-        if any(name not in shapes and factor_names(name)[0] not in shapes for name in needed):
+        is_here = all(name in shapes or factor_names(name)[0] in shapes for name in needed)
+        if not is_here or family.stage is not None:
             continue  # it mixes tokens in another way, or not at all
         if attention.latent:
             keys, mixed = (
@@ -137,6 +138,9 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
     family, module = model.family, name.rpartition(".")[0]
     if module in family.applied:
         return int(family.applied[module] * model.tokens) if dimensions > 1 else 0
+    stride = next((own for path, own in family.strides.items() if name.startswith(path)), None)
+    if stride is not None and module not in family.pooled:
+        return positions(image_size(family, model.config), stride) if dimensions > 1 else 0
     if dimensions == 4 and family.modality == "image":
         return patches(model.config)
     if dimensions != 2 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):

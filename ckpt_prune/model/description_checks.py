@@ -47,7 +47,7 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
     parsed = parse_config(config)
     family.check_config(parsed)
     for name, keys in family.dimensions.items():
-        has_number = any(isinstance(getattr(parsed, key, None), int) for key in keys)
+        has_number = any(isinstance(family.read_key(parsed, key), int) for key in keys)
         if keys and not has_number and name not in family.derived and name != "head_dim":
             raise UserError(f"dimensions.{name}: config.json has no number under {' or '.join(keys)}")
     _check_dimension_names(family)

@@ -80,6 +80,8 @@ class Family(StrictModel):
     architectures: dict[str, FamilyClass]
     modality: Modality = "text"
     special_tokens: int = 0
+    stage: int | None = None
+    strides: dict[str, float] = Field(default_factory=dict)
     registers: str | None = None
     layers: str
     block: str
@@ -176,9 +178,25 @@ class Family(StrictModel):
         """Whether blocks are passed texts, or pairs of them, and not images or sounds."""
         return self.modality in ("text", "pairs")
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether its blocks are one of several stacks in a model of its class."""
+        return self.modality == "pairs" or self.stage is not None
+
     def shares_width(self, space: Space) -> bool:
-        """Return whether a config key states the width of a space of both stacks of blocks (T5's `d_ff`)."""
+        """Return whether a config key states the width of a space of all stacks (T5's `d_ff`, swin's `mlp_ratio`)."""
+        if self.stage is not None:
+            return space.units in self.multiples and not self.multiples[space.units].listed
         return self.modality == "pairs" and not any("coder" in key for key in space.config)
+
+    def width_key(self, space: Space) -> str:
+        """Return the config key that states the width of a space."""
+        return self.multiples[space.units].key if space.units in self.multiples else next(iter(space.config))
+
+    def read_key(self, config: Any, key: str) -> Any:
+        """Return what a config has under a key, of a list of all stages that of this one; None if it has nothing."""
+        value = getattr(config, key, None)
+        return value[self.stage] if self.stage is not None and isinstance(value, list | tuple) else value
 
     @property
     def causal(self) -> bool:
@@ -330,9 +348,9 @@ class Family(StrictModel):
             return self.dimension(config, "head_dim") // 2
         if name in self.multiples:
             multiple = self.multiples[name]
-            return multiple.width(self.dimension(config, "hidden"), getattr(config, multiple.key))
+            return multiple.width(self.dimension(config, "hidden"), self.read_key(config, multiple.key))
         for key in self.dimensions[name]:
-            value = getattr(config, key, None)
+            value = self.read_key(config, key)
             if value is not None:
                 return int(value) // self.shares.get(name, 1)
         if name in self.derived:

@@ -11,16 +11,27 @@ from ckpt_prune.model.spaces import Dimension, Incidence, Pairing, StrictModel
 
 
 class Multiple(StrictModel):
-    """A dimension that a config states as a multiple of the hidden size: an integer, or any number (`fraction`)."""
+    """A dimension that a config states as a multiple of the hidden size: an integer, or any number (`fraction`).
+
+    If `listed`, the key has one for each stage of blocks.
+    """
 
     key: str
     gated: bool = False
     fraction: bool = False
+    listed: bool = False
 
     def width(self, hidden: int, ratio: float) -> int:
         """Return the dimension; of a gated MLP, two thirds of the multiple, rounded up to a multiple of eight."""
         width = int(hidden * ratio)
         return (int(width * 2 / 3) + 7) // 8 * 8 if self.gated else width
+
+    def values(self, config: Any, stage: int | None, ratio: float) -> dict[str, Any]:
+        """Return the config key with a multiple, of this stage if there is one for each."""
+        if not self.listed or stage is None:
+            return {self.key: ratio}
+        ratios = list(getattr(config, self.key))
+        return {self.key: [*ratios[:stage], ratio, *ratios[stage + 1 :]]}
 
     def ratio(self, hidden: int, width: int) -> float:
         """Return by which multiple a config states a width: of a fraction, a class rounds the product down to it."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from ckpt_prune.options.option import MACHINE, MODEL, Input, Model, Options, Strings, option
 
-PartName = Literal["text", "vision", "encoder", "decoder", "backbone"]
+PartName = Literal["text", "vision", "encoder", "decoder", "backbone", "stage1", "stage2", "stage3", "stage4", "stage5"]
 """Parts of a composite model that commands can name."""
 Provider = Literal["cpu", "cuda"]
 
@@ -31,7 +31,7 @@ class OpeningOptions(TrustOptions):
     """Part of a model that is made of several (qwen2_5_vl, gemma3, llava, bart, ...). Only this part is measured and
     pruned; every other tensor keeps its bytes. `prune` also takes all: the vision tower, on the images of --images or
     --data, and then the text part behind it, on --data or --text; of an encoder-decoder, where it is the default, the
-    encoder and then the decoder."""
+    encoder and then the decoder; of a model of images in stages (swin), where it is the default too, each stage."""
 
 
 class DeviceOptions(Options):

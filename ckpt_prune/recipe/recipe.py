@@ -450,8 +450,8 @@ class Recipe(Strict):
     def at(self, family: Family) -> Self:
         """Return the recipe with one entry for every space of a family's blocks that it names.
 
-        Spaces that the family lacks stay, unless they are optional, as those of an encoder-decoder are by
-        default: few of its classes can have fewer heads. With least-error, a space of ratio 0 is left out.
+        Spaces that the family lacks stay, unless they are optional, as those of an encoder-decoder or of stages are by
+        default: few of their classes can have fewer heads. With least-error, a space of ratio 0 is left out.
         Spaces that share one width (`Family.together`) all go if one of them does. If a norm follows a consumer, target
         drift becomes sequential: what the stream lacks, divided by gains near zero, would become outputs so large that
         the norm takes it from all others (compensation/README.md, section 4).
@@ -460,7 +460,7 @@ class Recipe(Strict):
         if self.target == "drift" and any(space.norm is not None for space in consumers):
             return self.model_copy(update={"target": "sequential"}).at(family)
         prunable = {recipe_space(name) for name, space in family.spaces.items() if space.whole is None}
-        by_default = family.modality in ("pairs", "audio")
+        by_default = family.modality in ("pairs", "audio") or family.stage is not None
         lacking = {
             name
             for name, settings in self.spaces.items()

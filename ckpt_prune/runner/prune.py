@@ -56,7 +56,7 @@ class Pruned:
         evaluation: what was measured of it beside the dense model, as `cp.evaluate` returns it; None if nothing was.
         goes_on: whether another part of the model is pruned next, in the same call, and the path goes.
         dense: the model it was made from, if that is not the one that was opened: a part was pruned before.
-        first: what a dry run says of the part that is pruned first, if it is of both.
+        first: what a dry run says of the part that is pruned before, if it is of several.
         estimate: of time, memory and disk, after a dry run.
     """
 
@@ -93,10 +93,15 @@ class Pruned:
         """Sizes of the dense model and of the output, if several of its parts are pruned."""
         if self.report is not None:
             return self.report.whole
-        first = None if self.first is None else self.first.settled
-        if first is None or self.settled is None:
+        first = [each.settled for each in self.all_first if each.settled is not None]
+        if not first or self.settled is None:
             return None
-        return whole_sizes(self.settled, (), [(first.before, first.output.cost)])
+        return whole_sizes(self.settled, (), [(each.before, each.output.cost) for each in first])
+
+    @property
+    def all_first(self) -> list["Pruned"]:
+        """What a dry run says of all parts that are pruned before, in order."""
+        return [] if self.first is None else [*self.first.all_first, self.first]
 
     @property
     def fewer_bits(self) -> str | None:
@@ -105,7 +110,7 @@ class Pruned:
 
     def data(self) -> dict[str, Any]:
         if self.report is None:
-            first: dict[str, Any] = {} if self.first is None else {self.first.part: self.first.data()}
+            first: dict[str, Any] = {each.part: each.data() for each in self.all_first}
             first |= {} if self.whole is None else {"whole": self.whole.model_dump()}
             return self._dry_data() | {"fewer_bits": self.fewer_bits} | first
         data: dict[str, Any] = self.report.data() | {"fewer_bits": self.fewer_bits}

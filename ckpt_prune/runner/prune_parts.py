@@ -1,17 +1,19 @@
-"""`prune --part all`: one part of a model, and then the other behind it.
+"""`prune --part all`: one part of a model, and then the next behind it.
 
-A vision language model has a tower and a text part, an encoder-decoder has two stacks.
+A vision language model has a tower and a text part, an encoder-decoder has two stacks, a model of images in stages one
+for each.
 """
 
 import shutil
 from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.checkpoint.staging import partial_of
 from ckpt_prune.common.filenames import REPORT
-from ckpt_prune.model.composites import both_parts
+from ckpt_prune.model.composites import all_parts
 from ckpt_prune.model.supported import read_local_config
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.parallel.group import process_group
@@ -20,37 +22,48 @@ from ckpt_prune.runner.read_recipe import read_recipe
 
 
 def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
-    """Prune both parts into one output, which has the report of either.
+    """Prune all parts into one output, which has the report of each.
 
-    The part that is pruned first is in OUT.PART until the output is complete. What cannot work is refused for both
+    Parts that are pruned first are in OUT.PART until the output is complete. What cannot work is refused for all
     before data is read.
     """
-    out, parts = options.output, both_parts(read_local_config(str(resolve_model(options.model))))
-    place = out.with_name(f"{out.name}.{parts[0]}")
-    before = _of_tower(options, place) if parts[0] == "vision" else options.model_copy(update=_first(parts[0], place))
-    after = options.model_copy(update={"part": parts[1], "images": (), "labels": None})
-    first, second = read_recipe(before), read_recipe(after)
-    check_needed_pairs(after, second)
+    out, parts = options.output, all_parts(read_local_config(str(resolve_model(options.model))))
+    places = [out.with_name(f"{out.name}.{part}") for part in parts[:-1]]
+    own = {} if "vision" not in parts else {"images": (), "labels": None}
+    each_options = [_before(options, part, place) for part, place in zip(parts, places, strict=False)]
+    each_options.append(options.model_copy(update={"part": parts[-1], **own}))
+    chosen = [read_recipe(each) for each in each_options]
+    check_needed_pairs(each_options[-1], chosen[-1])
     nothing = {"text": (), "images": (), "labels": None, "data": None, "dry_run": True}
-    for each, chosen in ((before, first), (after, second)):
-        foresee(each.model_copy(update=nothing), chosen)
+    for each, recipe in zip(each_options, chosen, strict=True):
+        foresee(each.model_copy(update=nothing), recipe)
     if options.dry_run:
-        return replace(prune_model(after, second, goes_on=True), first=prune_model(before, first, goes_on=True))
+        pruned = [prune_model(each, recipe, goes_on=True) for each, recipe in zip(each_options, chosen, strict=True)]
+        return reduce(lambda first, second: replace(second, first=first), pruned)
 
     def tell_first(pruned: Pruned, following: str) -> None:
         if tell is not None:
             tell(replace(pruned, goes_on=True), following)
 
-    begun = options.resume and (partial_of(place).exists() or place.exists())
-    before = before.model_copy(update={"resume": begun, "overwrite": not begun})
-    prune_model(before, first, tell_first, goes_on=True)
+    model = options.model
+    for each, recipe, place in zip(each_options, chosen, places, strict=False):
+        begun = options.resume and (partial_of(place).exists() or place.exists())
+        changes = {"model": model, "resume": begun, "overwrite": not begun}
+        prune_model(each.model_copy(update=changes), recipe, tell_first, goes_on=True)
+        model = str(place)
     begun = options.resume and (partial_of(out).exists() or out.exists())
-    after = after.model_copy(update={"model": str(place), "resume": begun})
+    after = each_options[-1].model_copy(update={"model": model, "resume": begun})
     try:
-        return prune_model(after, second, tell, dense=options.model)
+        return prune_model(after, chosen[-1], tell, dense=options.model)
     finally:
         if (out / REPORT).is_file() and not partial_of(out).exists():
-            process_group().on_first(lambda: shutil.rmtree(place, ignore_errors=True))
+            for place in places:
+                process_group().on_first(partial(shutil.rmtree, place, ignore_errors=True))
+
+
+def _before(options: PruneOptions, part: str, place: Path) -> PruneOptions:
+    """Return the options for a part that is pruned before another."""
+    return _of_tower(options, place) if part == "vision" else options.model_copy(update=_first(part, place))
 
 
 def _first(part: str, place: Path) -> dict[str, Any]:

@@ -12,7 +12,14 @@ from ckpt_prune.datasets.glue import parse_task_name
 from ckpt_prune.datasets.suites import parse_suite
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import STATISTICS, check_statistics
-from ckpt_prune.model.composites import asked_parts, is_composite, is_encoder_decoder, known_composites, load_composite
+from ckpt_prune.model.composites import (
+    asked_parts,
+    count_stages,
+    has_stacks,
+    is_composite,
+    known_composites,
+    load_composite,
+)
 from ckpt_prune.model.purposes import PURPOSES, refuse_text_of
 from ckpt_prune.model.supported import check_supported, read_local_config
 from ckpt_prune.options.commands import (
@@ -115,11 +122,11 @@ def refuse_calibrate(options: CalibrateOptions) -> None:
 
 
 def refuse_stacks(command: str, model: str) -> None:
-    """Refuse an encoder-decoder for a command that takes no part of one."""
+    """Refuse a model with several stacks of blocks for a command that takes no part of one."""
     config = read_local_config(model)
-    if is_encoder_decoder(config):
-        kind = config["model_type"]
-        raise UserError(f"{kind} is an encoder-decoder: {command} takes models with one stack of blocks alone")
+    if has_stacks(config):
+        kind = "in stages" if count_stages(config) else "an encoder-decoder"
+        raise UserError(f"{config['model_type']} is {kind}: {command} takes models with one stack of blocks alone")
 
 
 def refuse_quantize(options: QuantizeOptions) -> None:

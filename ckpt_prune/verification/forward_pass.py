@@ -86,10 +86,10 @@ def _check(model: Model, samples: Samples, say: Callable[[str], None]) -> None:
 def _find_obstacle(model: Model, dtype: torch.dtype) -> str | None:
     """Say why a model cannot be compared, or return None."""
     checkpoint = model.checkpoint
-    if checkpoint.within is not None and model.family.modality != "pairs":
+    if checkpoint.within is not None and not model.family.is_stack:
         return "it is a part of another model"
     if checkpoint.within is not None and checkpoint.within.beside and (checkpoint.path / REPORT).is_file():
-        return "the other stack is pruned, and no class has two widths"
+        return "another stack is pruned, and no class has two widths"
     if checkpoint.adapter is not None:
         return "an adapter is merged into it as it is read"
     if "auto_map" in read_config(checkpoint.path):

@@ -42,8 +42,8 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Fin
     The last stage that has something to say of it says it. None if nothing can be compared.
     """
     passed, detail = _check_blocks(match_checkpoint(checkpoint)[0], dense, report)
-    # Outside a stack of an encoder-decoder is the other one, which may be pruned: `other parts` compares what is left.
-    if passed is False or moves_stream(report) or family_for_config(checkpoint.config).modality == "pairs":
+    # Outside a stack are the others, which may be pruned: `other parts` compares what is left.
+    if passed is False or moves_stream(report) or family_for_config(checkpoint.config).is_stack:
         return passed, detail
     head_passed, head_detail = check_head(checkpoint, dense, report)
     return (passed, detail) if head_passed is not False else (False, head_detail)

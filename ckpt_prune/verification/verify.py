@@ -275,6 +275,6 @@ def _names_outside(part: Checkpoint) -> set[str]:
     """Return the whole's tensors outside a part; outside the blocks, if its class is the whole's."""
     assert part.within is not None
     family = family_for_config(part.config)
-    if family.modality != "pairs":
+    if not family.is_stack:
         return {*part.within.rest}
     return {name for name in part.tensors if not name.startswith(family.block.partition("{block}")[0])}

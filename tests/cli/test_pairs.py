@@ -301,13 +301,13 @@ def test_one_width_of_both_stacks(place: Path, bart: PreTrainedModel) -> None:
     alone = run("prune", "t5", "--part", "decoder", *RIDGE, *DATA, "-o", "out")
     assert (alone.exit_code, Path("out").exists()) == (2, False)
     assert alone.stderr.splitlines()[-1] == (
-        "Error: d_ff of t5 states the width of both stacks of blocks, and the encoder has another than the decoder "
-        "would have: leave out --part, and both are pruned to one width"
+        "Error: d_ff of t5 states the width of all stacks of blocks, and the encoder has another than the decoder "
+        "would have: leave out --part, and all are pruned to one width"
     )
     found = run("prune", "t5", "--recipe", "best-uniform", *DATA, "-o", "out")
     assert found.exit_code == 2
     assert found.stderr.splitlines()[-1] == (
-        "Error: recipe best-uniform finds a width for each stack of blocks, and d_ff of t5 states one for both: choose "
+        "Error: recipe best-uniform finds a width for each stack of blocks, and d_ff of t5 states one for all: choose "
         "a recipe with allocation: uniform, such as ridge"
     )
     ok("prune", "t5", *RIDGE, *DATA, "-o", "out")

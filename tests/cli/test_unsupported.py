@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from tests.cli.running import TEXT, read_refusal
 
 WHY = {
-    "swin": "its stages differ in hidden size, and blocks of one model have one here; ",
     "siglip2_vision_model": "it reads patches that are cut out beforehand, as many of each image as fit (NaFlex), ",
 }
 

@@ -169,7 +169,7 @@ def _choose_pairs(model: Model, options: SampleOptions, most: int | None, skip: 
     if options.bos != "auto" or options.choose in ("offsets", "documents"):
         raise UserError("--bos, --choose offsets and --choose documents are for --text: they do not go with --data")
     stack = load_composite(within.whole.config).part(within.part).stack
-    assert stack is not None
+    assert stack in ("encoder", "decoder")
     reader, seed = PairReader(within.whole, _window_of(model, options)), options.seed
     requested = options.samples or most or (DEFAULT_WINDOWS if reader.audio else DEFAULT_PAIRS)
     chosen = choose_pairs(

@@ -81,7 +81,7 @@ class BlockFactory:
         layer_config = model.with_widths(model.widths_of(index, tensors)).config
         module: nn.Module
         with on_meta_device():
-            if self.family.modality == "pairs":  # a stack tells its blocks what no config says (T5's is_decoder)
+            if self.family.is_stack:  # a stack tells its blocks what no config says (T5's is_decoder)
                 module = copy.deepcopy(self._layers[index])
             else:
                 module = modeling_pruned.make_block(self._layers[index], layer_config, self._facts, index)
@@ -117,7 +117,10 @@ class BlockFactory:
         lacking = [name for name, buffer in buffers.items() if buffer.is_meta] + given
         if lacking and index not in self._buffers:
             self._buffers[index] = {
-                name: buffer.to(self.device) for name, buffer in self._real(config, index, bool(given)).named_buffers()
+                name: buffer.to(self.device)
+                for name, buffer in self._real(
+                    config, index, bool(given) or self.family.stage is not None
+                ).named_buffers()
             }
         for path in lacking:
             owner, _, name = path.rpartition(".")

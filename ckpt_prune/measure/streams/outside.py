@@ -123,7 +123,7 @@ def load_outside(factory: Surroundings, tensors: Iterable[str], read: ReadTensor
             parts = list(factory.split(name, read([name])[name]))
         for parameter, part in zip(own, parts, strict=True):
             place, _, attribute = parameter.rpartition(".")
-            value = part.to(factory.device, factory.dtype)
+            value = part.to(factory.device, factory.dtype if part.is_floating_point() else part.dtype)
             owner = model.get_submodule(place)
             if attribute in owner._buffers:  # a bias of all logits that is not trained
                 owner._buffers[attribute] = value
@@ -187,7 +187,8 @@ def _give_buffers(factory: Surroundings, model: nn.Module) -> None:
 def _make_again(factory: Surroundings, module: nn.Module, path: str) -> nn.Module:
     """Return a module whose buffers are real."""
     build: Any = type(module)
-    if next(iter(inspect.signature(build).parameters), None) == "config":
+    first, *others = [*inspect.signature(build).parameters.values(), None]
+    if first is not None and first.name == "config" and not any(each and each.default is each.empty for each in others):
         with factory.device, parameters_on_meta():
             fresh: nn.Module = build(getattr(module, "config", factory.config))
             return fresh.eval()  # in training DINOv3's positions are drawn at random

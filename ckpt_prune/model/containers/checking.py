@@ -50,7 +50,7 @@ def check_stock(model: Model, what: str) -> None:
 def check_stored(checkpoint: Checkpoint, names: Names) -> None:
     """Check every tensor's name, shape and dtype against the names of a model."""
     tensors = checkpoint.stored
-    neighbour = None if checkpoint.within is None else checkpoint.within.beside
+    neighbour = () if checkpoint.within is None else checkpoint.within.beside
     shapes = {name: info.stored_shape for name, info in tensors.items()}
     check_shapes(shapes, names, f"{checkpoint.path}", beside=neighbour)
     buffers = {name for name, _ in names.model.named_buffers()}  # of any type: DeepSeek V4 looks experts of tokens up
@@ -60,14 +60,16 @@ def check_stored(checkpoint: Checkpoint, names: Names) -> None:
             raise UserError(f"{name} is {info.dtype}: only bfloat16, float16 and float32 checkpoints can be pruned")
 
 
-def check_shapes(actual: Mapping[str, tuple[int, ...]], names: Names, where: str, *, beside: str | None = None) -> None:
+def check_shapes(
+    actual: Mapping[str, tuple[int, ...]], names: Names, where: str, *, beside: tuple[str, ...] = ()
+) -> None:
     """Compare names and shapes with those that a config asks for.
 
     Args:
         actual: name → shape in its file.
         names: of the config's model. Tensors that it ignores may be there.
         where: begins every message.
-        beside: first part of names of tensors that may have other shapes (`PartOf.beside`).
+        beside: first parts of names of tensors that may have other shapes (`PartOf.beside`).
     """
     stored = sorted(name for name in actual if not is_stored_buffer(name))
     expected = {name: names.shape(name) for name in stored}
@@ -80,6 +82,6 @@ def check_shapes(actual: Mapping[str, tuple[int, ...]], names: Names, where: str
     if unknown:
         raise UserError(f"{where} has tensor {unknown[0]} ({len(unknown)} such), which config.json has no place for")
     for name, shape in expected.items():
-        is_beside = beside is not None and name.startswith(beside)
+        is_beside = name.startswith(beside)
         if shape is not None and tuple(actual[name]) != shape and not is_beside:
             raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape)}")

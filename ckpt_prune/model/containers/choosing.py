@@ -157,7 +157,7 @@ def spaces_without_stock_class(model: Model, widths: Widths, candidate: Family |
                 reasons[name] = space.fixed.format(model_type=family.model_type)
             elif space.units in family.multiples and stock_multiple(model, space.units, units[name]) is None:
                 multiple, hidden = family.multiples[space.units], model.dimension("hidden")
-                dense = getattr(model.config, multiple.key)
+                dense = family.read_key(model.config, multiple.key)
                 stock_widths = ", ".join(str(multiple.width(hidden, ratio)) for ratio in range(1, dense))
                 reasons[name] = f"{family.model_type} knows only {name} widths of {stock_widths}, not {units[name]}"
     return reasons
@@ -470,17 +470,17 @@ def _relabel(candidate: Family, model: Model) -> dict[str, Any]:
     return values | candidate.relabel
 
 
-def _stock_values(output: _Output) -> dict[str, float]:
+def _stock_values(output: _Output) -> dict[str, Any]:
     """Config keys and values of a stock class: none for spaces that stay whole, and multiples for its multiples."""
     model, pruned = output.model, {space: output.first[space] for space in output.pruned}
-    values: dict[str, float] = {**model.config_values(pruned)}
+    values: dict[str, Any] = {**model.config_values(pruned)}
     for name in pruned:
         space = model.family.spaces[name]
         if space.units in model.family.multiples:
             (width_key,) = space.config
-            ratio = stock_multiple(model, space.units, int(values.pop(width_key)))
+            ratio = stock_multiple(model, space.units, values.pop(width_key))
             assert ratio is not None
-            values[model.family.multiples[space.units].key] = ratio
+            values |= model.family.multiples[space.units].values(model.config, model.family.stage, ratio)
     return values
 
 

@@ -8,7 +8,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.json_files import parse_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import say_once
-from ckpt_prune.model.composites import composite_names, extract_part, is_encoder_decoder
+from ckpt_prune.model.composites import composite_names, extract_part, has_stacks
 from ckpt_prune.model.containers.checking import check_stored
 from ckpt_prune.model.containers.remote import remote_class
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, has_description, read_description
@@ -62,7 +62,7 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
     if how.part is None:
         checkpoint = replace(checkpoint, config=describe_unknown(checkpoint.config))
         return checkpoint if how.by_class else replace(checkpoint, by_class=not is_described(checkpoint.config))
-    if not is_encoder_decoder(checkpoint.config):
+    if not has_stacks(checkpoint.config):
         check_stored(checkpoint, composite_names(checkpoint.config))
         return extract_part(checkpoint, how.part)
     part = extract_part(checkpoint, how.part, goes_on=how.goes_on)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.composites import count_stages
 from ckpt_prune.model.context import patches
 from ckpt_prune.model.discovery.experts import chooses_others, find_experts, packed_modules
 from ckpt_prune.model.discovery.layouts import find_incidences
@@ -18,13 +19,14 @@ from ckpt_prune.model.discovery.trace import (
     BlockRun,
     Trace,
     find_blocks,
+    find_stage,
     is_linear,
     is_shared,
     join_units,
     lines_of_units,
     trace_block,
 )
-from ckpt_prune.model.discovery.twin import RATIO, Twin
+from ckpt_prune.model.discovery.twin import IMAGE, RATIO, Twin
 from ckpt_prune.model.skeleton import Names, RefusedConfigError, build_skeleton, parse_config
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "experts_per_token", "moe_k")
@@ -45,13 +47,17 @@ class Describer:
     Args:
         auto: the Auto class that loads it.
         usual: the config that the twin was made small from.
-        stack: of an encoder-decoder, the one that is described: `encoder` or `decoder`.
+        stack: of several stacks of blocks, the one that is described: `encoder`, `decoder`, or `stage1` and so on.
     """
 
     def __init__(self, twin: Twin, auto: str, usual: Mapping[str, Any], stack: str | None = None) -> None:
         self.twin, self.auto, self.usual, self.stack = twin, auto, usual, stack
         self.names = Names(build_skeleton(parse_config(twin.config), twin.architecture))
-        self.layers, self.runs = find_blocks(twin, stack)
+        self.stage = int(stack.removeprefix("stage")) - 1 if stack and stack.startswith("stage") else None
+        if self.stage is None:
+            self.layers, self.runs = find_blocks(twin, stack)
+        else:
+            self.layers, self.runs = find_stage(twin, self.stage, count_stages(usual))
         self.prefix = self._find_prefix()
         self.dimensions: dict[str, list[str]] = {}
         self.sizes: dict[str, int] = {}
@@ -69,9 +75,9 @@ class Describer:
         if parameter is None:
             raise UserError(f"the first two blocks of {self.twin.architecture} have no tensor in common")
         first, second = (self.names.saved_as(f"{self.layers}.{index}.{parameter}") for index in (0, 1))
-        for match in re.finditer(r"\.0\.", first):
+        for match in re.finditer(r"\.0(?=\.)", first):
             prefix = f"{first[: match.start()]}.{{block}}."
-            if second == prefix.format(block=1) + first[match.end() :]:
+            if second == prefix.format(block=1) + first[match.end() + 1 :]:
                 return prefix
         raise UserError(f"{self.twin.architecture} stores its blocks under names without a number")
 
@@ -105,6 +111,25 @@ class Describer:
     def add_dimension(self, name: str, size: int, keys: Sequence[str]) -> None:
         self.dimensions[name], self.sizes[name] = [*keys], size
 
+    def _stage_sizes(self) -> str | None:
+        """Add the hidden size of a stage, and return the key that lists how many blocks each stage has."""
+        assert self.stage is not None
+        hidden = self.runs[-1].states.shape[-1]  # the first block may be what widens it
+        lists = {key: value[self.stage] for key, value in self.twin.config.items() if self._is_listed(value)}
+        base = self.key_of(hidden // 2**self.stage, "embed_dim")  # beside it a list may be of what stages end in
+        key = next((key for key, size in lists.items() if size == hidden), None) if base is None else None
+        self.add_dimension("hidden", hidden, _keys(key))
+        if base is not None:
+            self.derived["hidden"] = [2**self.stage, base]
+            self.add_dimension(base, self.twin.config[base], [base])
+        why = "heads of a stage are together as wide as it, and no config key states their width"
+        self.whole |= dict.fromkeys(("queries", "heads"), why)
+        return next((key for key in lists if key in ("depths", "depth")), None)
+
+    def _is_listed(self, value: Any) -> bool:
+        """Return whether a value of the config lists something for each stage of blocks."""
+        return self.stage is not None and isinstance(value, list) and len(value) == count_stages(self.usual)
+
     def named_sizes(self, first: Mapping[str, int]) -> dict[str, int]:
         """Return dimensions that a layout may be said with: those of the space, then config keys by themselves."""
         keys = {
@@ -120,18 +145,26 @@ class Describer:
         """Return a description of what every block has."""
         traces = [(run, trace_block(run, packed_modules(run.block, self.twin.sizes.experts))) for run in self._kinds]
         hidden = self.runs[0].states.shape[-1]
-        if self.key_of(hidden) is None:  # several streams side by side
-            hidden = self.twin.sizes.hidden
-        self.add_dimension("hidden", hidden, _keys(self.key_of(hidden, "hidden|d_model|embd|dim")))
-        depth = self.key_of(len(self.runs), "layer|depth|block")
+        if self.stage is not None:
+            depth = self._stage_sizes()
+        else:
+            if self.key_of(hidden) is None:  # several streams side by side
+                hidden = self.twin.sizes.hidden
+            self.add_dimension("hidden", hidden, _keys(self.key_of(hidden, "hidden|d_model|embd|dim")))
+            depth = self.key_of(len(self.runs), "layer|depth|block")
         if depth is None and getattr(self.twin.parsed, "num_hidden_layers", None) == len(self.runs):
             depth = "num_hidden_layers"
         self.add_dimension("layers", len(self.runs), _keys(depth))
-        if not self.dimensions["hidden"] or not self.dimensions["layers"]:
+        if not (self.dimensions["hidden"] or self.derived) or not self.dimensions["layers"]:
             raise UserError("no config key states its hidden size or number of blocks")
-        attention = self._attention(traces)
+        attention = self._attention(traces) if self.stage is None else self._unknown_attention(traces)
         experts = self._experts()
         self._columns(traces)
+        if not self.spaces and self.stage is not None:
+            raise UserError(
+                f"no space of {self.twin.architecture} was found: what linear modules of its blocks read is mixed "
+                "among tokens, as by a convolution between those of an MLP"
+            )
         if not self.spaces:
             raise UserError(f"no space of {self.twin.architecture} was found: {self._said()}")
         model: Any = self.twin.model
@@ -187,23 +220,44 @@ class Describer:
 
     def _images(self) -> dict[str, Any]:
         """Return what a description says of a model of images outside its blocks: linear modules that see no tokens."""
-        pooled: dict[str, None] = {}
+        rows = self._rows_of_images()
+        linears = {path for path, each in self.twin.model.named_modules() if is_linear(each)}
+        pooled = [path for path in rows if path in linears and rows[path] == 1 and not path.startswith(self.layers)]
+        own: dict[str, Any] = {"auto": self.auto, "pooled": pooled}
+        found: dict[str, Any] = {"architectures": {self.twin.architecture: own}, "modality": "image"}
+        if self.stage is None:
+            return found | {"special_tokens": self.runs[0].places[1] - patches(self.twin.parsed)}
+        usual = {} if hasattr(self.twin.parsed, "image_size") else {"usual": [224, 224]}
+        return found | usual | {"stage": self.stage, "strides": self._strides(rows)}
+
+    def _rows_of_images(self) -> dict[str, int]:
+        """Return linear module or convolution → rows, or places, that it makes of an image."""
+        rows: dict[str, int] = {}
 
         def see(path: str) -> Any:
-            def note(_module: nn.Module, arguments: tuple[Any, ...], _output: Any) -> None:
-                if arguments[0].dim() == 2 and len(arguments[0]) == len(self.twin.batch["pixel_values"]):
-                    pooled[path] = None
+            def note(module: nn.Module, _arguments: Any, output: torch.Tensor) -> None:
+                width = output.shape[1] if isinstance(module, nn.Conv2d) else output.shape[-1]
+                rows[path] = output.numel() // width // len(self.twin.batch["pixel_values"])
 
             return note
 
-        linears = [(path, each) for path, each in self.twin.model.named_modules() if is_linear(each)]
-        hooks = [each.register_forward_hook(see(path)) for path, each in linears if not path.startswith(self.layers)]
+        seen = [
+            each for each in self.twin.model.named_modules() if is_linear(each[1]) or isinstance(each[1], nn.Conv2d)
+        ]
+        hooks = [module.register_forward_hook(see(path)) for path, module in seen]
         self.twin.outputs()
         for hook in hooks:
             hook.remove()
-        own: dict[str, Any] = {"auto": self.auto, "pooled": list(pooled)}
-        tokens = self.runs[0].places[1] - patches(self.twin.parsed)
-        return {"architectures": {self.twin.architecture: own}, "modality": "image", "special_tokens": tokens}
+        return rows
+
+    def _strides(self, rows: Mapping[str, int]) -> dict[str, float]:
+        """Return first part of names → side in pixels of what a row stands for: of blocks of stages, and the rest."""
+        count, own = count_stages(self.usual), self.prefix.partition("{block}")[0]
+        stages = dict(find_stage(self.twin, number, count) for number in range(count))
+        found = {own.replace(self.layers, layers): runs[-1].places[1] for layers, runs in stages.items()}
+        others = {self.names.saved_as(f"{path}.weight"): seen for path, seen in rows.items()}
+        found |= {name: seen for name, seen in others.items() if not name.startswith(tuple(found))}
+        return {name: (IMAGE**2 / seen) ** 0.5 for name, seen in found.items()}
 
     def _stored_path(self, wanted: nn.Module | None) -> str | None:
         """Return a module's path: of several, that under which its weight is saved."""
@@ -525,9 +579,12 @@ class Describer:
 
     def _multiple(self, count: int) -> dict[str, Any] | None:
         """Return by which key the config states columns as a multiple of the hidden size; None if by none."""
-        for key, value in self.twin.config.items():
+        for key, stated in self.twin.config.items():
+            listed = self._is_listed(stated)
+            value = stated[self.stage or 0] if listed else stated
             if re.fullmatch(RATIO, key) and value and int(self.sizes["hidden"] * value) == count:
-                return {"key": key} | ({"fraction": True} if isinstance(value, float) else {})
+                found = {"fraction": isinstance(value, float), "listed": listed}
+                return {"key": key} | {flag: True for flag, is_so in found.items() if is_so}
         return None
 
     def _derive(self, units: str, key: str, run: BlockRun, trace: Trace) -> None:

@@ -33,7 +33,7 @@ _FIXED = "the heads of {model_type} are always as wide together as the hidden si
 
 
 class Stack(NamedTuple):
-    """A stack of blocks of an encoder-decoder: the whole's stock class, its Auto class, and `encoder` or `decoder`."""
+    """One of several stacks of blocks: the whole's stock class, its Auto class, and the part's name."""
 
     architecture: str
     auto: str
@@ -145,6 +145,8 @@ def _find(plain: dict[str, Any], architecture: str, auto: str, stack: str | None
     found = {"proofs": proven, "whole": draft.whole, "transformers": transformers.__version__}
     draft.description["found"] = found
     try:
+        if stack is not None and stack.startswith("stage"):  # a config of few blocks would be of few stages
+            raise ValueError(stack)
         module_paths(parse_family(json.dumps(draft.description)))
     except Exception:  # published configs state what its class has no default for, or each block its own
         draft.description["found"] = found | {"config": other.config}

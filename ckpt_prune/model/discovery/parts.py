@@ -1,4 +1,4 @@
-"""Finds the text part of a model that is made of several, in its stock class."""
+"""Finds the text part of a model that is made of several, in its stock class, and stages of a model of images."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.model.composites import count_stages
 from ckpt_prune.model.skeleton import RefusedConfigError, build_skeleton, parse_config
 
 _MAPPINGS = {
@@ -18,15 +19,26 @@ _MAPPINGS = {
     "AutoModel": "MODEL_MAPPING_NAMES",
 }
 _TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
+_IMAGES = ("AutoModelForImageClassification", "AutoModel")
+_STAGE = "it is calibrated on images, which all stages read"
 _ONLY_TEXT = "it is calibrated on text alone: what its blocks see of images plays no part in what goes"
 
 
 def find_composite(values: dict[str, Any]) -> dict[str, Any]:
     """Return the description of a composite that has none, as in a file: its text part, by the class of that alone.
 
+    Of a model of images in stages, each stage is a part.
+
     UserError if transformers has no such class, or its model holds no module of the kind that it is made of.
     """
-    model_type = str(values.get("model_type"))
+    model_type, declared = str(values.get("model_type")), values.get("architectures") or []
+    if count := count_stages(values):
+        whole_auto, architecture = find_class(model_type, _IMAGES, declared)
+        stages = {
+            f"stage{number}": {"auto": whole_auto, "modules": {}, "note": _STAGE} for number in range(1, count + 1)
+        }
+        parts = {name: stage | {"stack": name} for name, stage in stages.items()}
+        return {"model_type": model_type, "architecture": architecture, "auto": whole_auto, "parts": parts}
     if not isinstance(values.get("text_config"), dict):
         raise UserError(f"--part is for models that are made of several, which a {model_type} is not")
     whole_auto, architecture = find_class(model_type, [*_MAPPINGS][:-1])

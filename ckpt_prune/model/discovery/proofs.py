@@ -260,13 +260,11 @@ class Prover:
             return None
         return is_same(self._outputs(cut, config, narrow=narrow), self._outputs(zeroed))
 
-    def _values(self, space: AnySpace, kept: int) -> dict[str, float]:
+    def _values(self, space: AnySpace, kept: int) -> dict[str, Any]:
         if space.units in self.family.multiples:
             multiple = self.family.multiples[space.units]
-            return {multiple.key: multiple.ratio(self.dimension("hidden"), kept)}
-        values: dict[str, float] = {
-            key: kept * product(factors, self.dimension) for key, factors in space.config.items()
-        }
+            return multiple.values(self.twin.parsed, self.family.stage, multiple.ratio(self.dimension("hidden"), kept))
+        values = {key: kept * product(factors, self.dimension) for key, factors in space.config.items()}
         if "head_dim" in self.twin.config and self.family.dimensions["head_dim"]:
             values["head_dim"] = self.dimension("head_dim")
         return values

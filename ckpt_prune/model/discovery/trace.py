@@ -6,6 +6,7 @@ is a consumer: its input columns are the end of a space. Columns that depend on 
 belong together: units are the connected parts of this relation, in whatever order a class stores them.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -106,6 +107,31 @@ def find_blocks(twin: Twin, stack: str | None = None) -> tuple[str, list[BlockRu
         if [run.path for run in runs] == [f"{layers}.{index}" for index in range(len(blocks))]:
             return layers, runs
     raise UserError(f"{twin.architecture} does not run its blocks once each, one after the other")
+
+
+def find_stage(twin: Twin, number: int, count: int) -> tuple[str, list[BlockRun]]:
+    """Return as `find_blocks` the blocks of one of so many stages: of lists under like paths, those with most weights.
+
+    UserError if there are not as many lists, or blocks of one do not run once each, one after the other.
+    """
+    alike: dict[str, dict[str, int]] = {}
+    for path, module in twin.model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            weights = sum(each.numel() for each in module.parameters())
+            alike.setdefault(re.sub(r"\d+", "", path), {})[path] = weights
+    fitting = [lists for lists in alike.values() if len(lists) == count]
+    if not fitting:
+        raise UserError(f"{twin.architecture} has no list of blocks for each of its {count} stages")
+    heaviest = max(range(len(fitting)), key=lambda index: sum(fitting[index].values()))
+    layers = list(fitting[heaviest])[number]
+    runs = _record_blocks(twin, layers)
+    if [run.path for run in runs] != [f"{layers}.{index}" for index in range(len(runs))] or len(runs) < 2:
+        raise UserError(f"{twin.architecture} does not run the blocks of a stage once each, one after the other")
+    if any(run.states.dim() != 3 for run in runs):
+        raise UserError(f"blocks of {twin.architecture} read maps of channels, where others read rows of tokens")
+    if len({run.states.shape for run in runs}) > 1:
+        raise UserError(f"the first block of a stage of {twin.architecture} passes on rows of another width or number")
+    return layers, runs
 
 
 def _record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
@@ -245,7 +271,7 @@ def _trace(
     across = {
         p: (
             torch.zeros(producers[p].shape[-1], dtype=torch.bool)
-            if each is None
+            if each is None or each.numel() % (target.shape[0] * target.shape[1] * each.shape[-1])
             else each.reshape(*target.shape[:2], -1)[:, :-1].ne(0).flatten(0, -2).any(0)
         )
         for p, each in zip(producers, _gradients(target, list(producers.values()), last), strict=True)

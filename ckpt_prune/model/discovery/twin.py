@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.model.skeleton import build_skeleton, parse_config, stock_class
 
 VOCABULARY, POSITIONS, TOKENS = 101, 128, 24
-IMAGE, PATCH = 64, 8
-"""Height and width of a twin's images, and of the largest patches that these are cut into."""
+IMAGE, PATCH, WINDOW = 64, 8, 2
+"""Height and width of a twin's images, of the largest patches that these are cut into, and of windows of patches."""
 MOST_WEIGHTS = 30_000_000
 """A twin that is larger was not made small."""
 
@@ -36,10 +37,15 @@ class Sizes:
     shared_mlp: int
     experts: int
     ratio: int
+    stage: int
 
 
-FIRST = Sizes(hidden=120, heads=15, groups=5, head=16, mlp=72, expert_mlp=56, shared_mlp=88, experts=7, ratio=3)
-OTHER = Sizes(hidden=192, heads=8, groups=4, head=64, mlp=104, expert_mlp=48, shared_mlp=120, experts=9, ratio=2)
+FIRST = Sizes(
+    hidden=120, heads=15, groups=5, head=16, mlp=72, expert_mlp=56, shared_mlp=88, experts=7, ratio=3, stage=24
+)
+OTHER = Sizes(
+    hidden=192, heads=8, groups=4, head=64, mlp=104, expert_mlp=48, shared_mlp=120, experts=9, ratio=2, stage=48
+)
 """Spaces are found in a twin of the first sizes and proven in one of the others."""
 
 _KEYS: dict[str, str] = {
@@ -91,6 +97,9 @@ _NUMBERS: dict[str, int] = {
     r"image_size": IMAGE,
 }
 """Config keys that are no axis of a space → a small number."""
+_STAGES = r"depths?"
+_WIDTHS = r"embed_dims?|hidden_sizes"
+"""Config keys that list how many blocks each stage of a model of images has, and how wide stages are."""
 RATIO = r"mlp_ratios?"
 """Config keys that state columns of MLPs as a multiple of the hidden size."""
 _BACKBONE = ("_out_features", "_out_indices", "out_features", "out_indices", "stage_names", "pool_scales")
@@ -176,11 +185,21 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
     depth = max((values[key] for key in counts), default=0)
     blocks = _picked_blocks(values, depth)
     hidden = next((values[key] for key in _HIDDEN if values.get(key)), 0)
+    has_stages = any(isinstance(value, list) and re.fullmatch(_STAGES, key) for key, value in values.items())
     for key, value in values.items():
         if key in _BACKBONE:
             continue
         if re.fullmatch(RATIO, key) and value:
-            small[key] = [roles["ratio"] for _ in value] if isinstance(value, list) else type(value)(roles["ratio"])
+            ratio = roles["ratio"]
+            small[key] = [type(own)(ratio) for own in value] if isinstance(value, list) else type(value)(ratio)
+        elif re.fullmatch(_STAGES, key) and isinstance(value, list):
+            small[key] = [min(2, len(value))] * len(value)
+        elif key == "window_size" and has_stages:
+            small[key] = min(WINDOW, value)
+        elif key == "hidden_size" and has_stages:
+            continue  # of the last stage, which follows
+        elif re.fullmatch(_WIDTHS, key) and has_stages:
+            small[key] = _small_widths(value, roles["stage"])
         elif key == "per_layer_config":
             small[key] = _shrunk_overrides(value, values, blocks, roles)
         elif isinstance(value, dict):
@@ -220,6 +239,13 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
             small[key] = _small_number(key, value, roles) * (times if is_hidden else 1)
     _relate(small, values)
     return small
+
+
+def _small_widths(value: Any, first: int) -> Any:
+    """Return widths of stages in the same proportion, the least that divides all of them as `first`."""
+    if isinstance(value, int):
+        return first
+    return [width // gcd(*value) * first for width in value]
 
 
 def _shrunk_overrides(

@@ -198,10 +198,10 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
             raise UserError(f"recipe {recipe.name} prunes {_say_lacking(space, family)}")
     shared = next((name for name in recipe.spaces if family.shares_width(family.spaces[name])), None)
     if shared is not None and (recipe.allocation != "uniform" or recipe.widths != "uniform"):
-        key = next(iter(family.spaces[shared].config))
+        key = family.width_key(family.spaces[shared])
         raise UserError(
             f"recipe {recipe.name} finds a width for each stack of blocks, and {key} of {family.model_type} states one "
-            "for both: choose a recipe with allocation: uniform, such as ridge"
+            "for all: choose a recipe with allocation: uniform, such as ridge"
         )
     gated = [name for name in recipe.spaces if name in family.columns and family.columns[name].gate is not None]
     if gated and recipe.target == "drift":

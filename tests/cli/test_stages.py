@@ -1,0 +1,79 @@
+"""Models of images whose blocks stand in stages of their own widths: found, pruned stage after stage, verified."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageClassification, SwinConfig, SwinForImageClassification
+
+from ckpt_prune.model.family_keys import Multiple
+from tests.cli.running import ok, run
+from tests.images import write_images, write_processor
+
+IMAGE = 32
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stages")
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 24, "depths": [1, 2], "num_heads": [3, 6], "window_size": 4, "image_size": IMAGE}
+    SwinForImageClassification(SwinConfig(**sizes, initializer_range=0.3)).save_pretrained(folder / "swin")
+    write_processor(folder / "swin", size={"height": IMAGE, "width": IMAGE})
+    write_images(folder / "images", [f"{number}.png" for number in range(8)])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def inside(place: Path, monkeypatch, tmp_path_factory) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "families"))
+
+
+def _mlps(model) -> list[tuple[torch.nn.Linear, torch.nn.Linear]]:
+    return [(block.mlp.fc1, block.mlp.fc2) for stage in model.swin.encoder.layers for block in stage.blocks]
+
+
+@torch.no_grad()
+def test_columns_of_all_stages_go_and_one_key_states_it():
+    """What stays computes what the whole model computes with the other columns at zero."""
+    ok("prune", "swin", "--recipe", "magnitude", "--ratio", "0.25", "-o", "out")
+    ok("verify", "out", "--against", "swin")
+    config = json.loads(Path("out/config.json").read_text())
+    assert (config["mlp_ratio"], "auto_map" in config) == (3.0, False)
+    pruned, loading = AutoModelForImageClassification.from_pretrained("out", output_loading_info=True)
+    assert not any(loading.values())
+    dense = AutoModelForImageClassification.from_pretrained("swin").double().eval()
+    images = torch.randn(2, 3, IMAGE, IMAGE, dtype=torch.float64)
+    before = dense(images).logits
+    for (inner, outer), (kept, _) in zip(_mlps(dense), _mlps(pruned), strict=True):
+        stays = (inner.weight[:, None] == kept.weight.double()).all(-1).any(1)
+        assert int(stays.sum()) == 3 * len(outer.weight)
+        outer.weight[:, ~stays] = 0
+    after = pruned.double().eval()(images).logits
+    torch.testing.assert_close(after, dense(images).logits, rtol=0, atol=1e-12)
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_a_stage_that_shares_its_width_does_not_go_alone_and_keeps_its_blocks():
+    data = ("--images", "images", "--samples", "4")
+    alone = run("prune", "swin", "--part", "stage2", "--recipe", "magnitude", "--ratio", "0.25", "-o", "alone")
+    assert "mlp_ratio of swin states the width of all stacks of blocks" in alone.stderr
+    depth = run("prune", "swin", "--recipe", "depth", *data, "-o", "alone")
+    assert "drops whole blocks, and --part stage1" in depth.stderr
+    found = run("prune", "swin", "--recipe", "best-uniform", *data, "-o", "alone")
+    assert "finds a width for each stack of blocks, and mlp_ratio of swin states one for all" in found.stderr
+    assert not Path("alone").exists()
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(96, 384), (96, 43), (49, 129), (7, 3)])
+def test_a_fraction_of_the_hidden_size_is_rounded_down_to_the_width(hidden, width):
+    multiple = Multiple(key="mlp_ratio", fraction=True)
+    assert multiple.width(hidden, multiple.ratio(hidden, width)) == width
+
+
+def test_every_width_has_a_fraction():
+    multiple = Multiple(key="mlp_ratio", fraction=True)
+    sizes = [(hidden, width) for hidden in range(1, 200) for width in range(1, 4 * hidden)]
+    assert [own for own in sizes if multiple.width(own[0], multiple.ratio(*own)) != own[1]] == []
