@@ -216,7 +216,7 @@ def try_part(source: Path, *, images: bool = False) -> dict[str, Any]:
             "pruned": True,
             "why": f"{len(parts)} stages",
         }
-    part = next(name for name in (("vision",) if images else ("text", "decoder")) if name in parts)
+    part = "vision" if images else "text" if "text" in parts else "decoder"
     family = descriptions.parse_family(json.dumps(extract_part(checkpoint, part).config[descriptions.OUTSIDE_KEY]))
     spaces = {name: space.model_dump() for name, space in family.spaces.items() if space.whole is None}
     prune_and_verify(source, {"spaces": spaces, "modality": family.modality}, part=part)

@@ -6,6 +6,9 @@ from typing import Any
 from ckpt_prune.model.descriptions import known_families, load_family
 from ckpt_prune.model.family import Family
 
+_USUAL = 224
+"""Height and width of images where a config states none: what most published models of images were trained on."""
+
 
 def reserved_positions(config: Any) -> int:
     """Return how many positions of a text model's table no token has.
@@ -31,7 +34,7 @@ def _height_and_width(value: Any) -> tuple[int, int]:
 
 def image_size(family: Family, config: Any) -> tuple[int, int]:
     """Return height and width of the images that costs are stated for."""
-    return family.usual or _height_and_width(config.image_size)
+    return family.usual or _height_and_width(getattr(config, "image_size", _USUAL))
 
 
 def patches(config: Any, size: tuple[int, ...] | None = None) -> int:

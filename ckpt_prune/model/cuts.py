@@ -38,7 +38,7 @@ def remaining_lines(
         tables: list[tuple[Axis, Incidence]] = [("table", table) for table in space.tables]
         for axis, incidence in [*space.incidences, *tables]:
             size = sizes[incidence.module]
-            place = (incidence.module, len(size) - 1 if axis == "table" else axis_dim(axis))
+            place = (incidence.module, incidence.table_dim(len(size)) if axis == "table" else axis_dim(axis))
             if place not in masks:
                 masks[place] = axis, torch.ones(size[place[1]], dtype=torch.bool)
             masks[place][1][incidence.lines(dropped, count, dimension)] = False

@@ -492,8 +492,10 @@ class Model:
             incidence.per_unit(self.dimension) * self._shape(incidence.module)[1 - axis_dim(axis)]
             for axis, incidence in described.incidences
         )
-        tables = described.tables
-        return lines + sum(table.per_unit(self.dimension) * prod(self._shape(table.module)[:-1]) for table in tables)
+        for table in described.tables:
+            shape = self._shape(table.module)
+            lines += table.per_unit(self.dimension) * prod(shape) // shape[table.table_dim(len(shape))]
+        return lines
 
     # ---- names in statistics ----------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ class Incidence(StrictModel):
 
     The axis is `after` lines of something else, then `copies` runs of units, then the rest. In a run, units follow each
     other with `each` neighbouring lines, `stride` lines from one unit to the next. Units may stand several times: each
-    run of `run` units is repeated `times` times before the next one comes.
+    run of `run` units is repeated `times` times before the next one comes. If `front`, a table's first axis is meant.
     """
 
     module: str
@@ -134,6 +134,7 @@ class Incidence(StrictModel):
     stride: list[list[str | int]] = []
     times: list[str | int] = []
     run: list[str | int] = []
+    front: bool = False
 
     def lines(self, units: "Tensor", count: int, dimension: Dimension) -> "Tensor":
         """Return the rows or columns of some units, int64, one run after the other.
@@ -155,6 +156,10 @@ class Incidence(StrictModel):
         places = places.flatten().sort().values if times > 1 else units
         lines = (places[:, None] * stride + torch.arange(width, device=units.device)).flatten()
         return torch.cat([lines + start + copy * stride * times * count for copy in range(self.copies)])
+
+    def table_dim(self, dimensions: int) -> int:
+        """Return the axis of a table of so many."""
+        return 0 if self.front else dimensions - 1
 
     def per_unit(self, dimension: Dimension) -> int:
         """Return the rows or columns of one unit, all runs together."""

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageClassification, SwinConfig, SwinForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    SegformerConfig,
+    SegformerForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
+)
 
 from ckpt_prune.model.family_keys import Multiple
 from tests.cli.running import ok, run
@@ -20,7 +26,13 @@ def place(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     sizes = {"embed_dim": 24, "depths": [1, 2], "num_heads": [3, 6], "window_size": 4, "image_size": IMAGE}
     SwinForImageClassification(SwinConfig(**sizes, initializer_range=0.3)).save_pretrained(folder / "swin")
-    write_processor(folder / "swin", size={"height": IMAGE, "width": IMAGE})
+    sizes = {"num_encoder_blocks": 2, "depths": [2, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2]}
+    sizes |= {"sr_ratios": [2, 1], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [4, 4]}
+    SegformerForImageClassification(SegformerConfig(**sizes, initializer_range=0.3)).save_pretrained(
+        folder / "segformer"
+    )
+    for name in ("swin", "segformer"):
+        write_processor(folder / name, size={"height": IMAGE, "width": IMAGE})
     write_images(folder / "images", [f"{number}.png" for number in range(8)])
     return folder
 
@@ -32,19 +44,24 @@ def inside(place: Path, monkeypatch, tmp_path_factory) -> None:
 
 
 def _mlps(model) -> list[tuple[torch.nn.Linear, torch.nn.Linear]]:
-    return [(block.mlp.fc1, block.mlp.fc2) for stage in model.swin.encoder.layers for block in stage.blocks]
+    blocks = (module for path, module in model.named_modules() if path.endswith(".mlp"))
+    return [(block.fc1, block.fc2) for block in blocks]
 
 
+@pytest.mark.parametrize(("name", "key", "stated"), [("swin", "mlp_ratio", 3.0), ("segformer", "mlp_ratios", [3, 3])])
 @torch.no_grad()
-def test_columns_of_all_stages_go_and_one_key_states_it():
-    """What stays computes what the whole model computes with the other columns at zero."""
-    ok("prune", "swin", "--recipe", "magnitude", "--ratio", "0.25", "-o", "out")
-    ok("verify", "out", "--against", "swin")
-    config = json.loads(Path("out/config.json").read_text())
-    assert (config["mlp_ratio"], "auto_map" in config) == (3.0, False)
-    pruned, loading = AutoModelForImageClassification.from_pretrained("out", output_loading_info=True)
+def test_columns_of_all_stages_go_and_the_config_states_it(name, key, stated):
+    """What stays computes what the whole model computes with the other columns at zero.
+
+    Segformer's columns each pass a convolution of their own.
+    """
+    ok("prune", name, "--recipe", "magnitude", "--ratio", "0.25", "-o", f"{name}-out")
+    ok("verify", f"{name}-out", "--against", name)
+    config = json.loads(Path(f"{name}-out/config.json").read_text())
+    assert (config[key], "auto_map" in config) == (stated, False)
+    pruned, loading = AutoModelForImageClassification.from_pretrained(f"{name}-out", output_loading_info=True)
     assert not any(loading.values())
-    dense = AutoModelForImageClassification.from_pretrained("swin").double().eval()
+    dense = AutoModelForImageClassification.from_pretrained(name).double().eval()
     images = torch.randn(2, 3, IMAGE, IMAGE, dtype=torch.float64)
     before = dense(images).logits
     for (inner, outer), (kept, _) in zip(_mlps(dense), _mlps(pruned), strict=True):

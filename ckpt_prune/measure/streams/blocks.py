@@ -195,6 +195,8 @@ class BlockFactory:
                         continue
                     value = nn.Parameter(part.to(self.device, dtype or self.dtype), requires_grad=False)
                     owner.register_parameter(attribute, value)
+                    if isinstance(owner, nn.Conv2d) and owner.groups == owner.in_channels:
+                        owner.groups = len(value)  # a convolution of every channel that is left
         for name, value in module.named_parameters():
             if value.is_meta:
                 raise ValueError(f"no tensor for {name}")

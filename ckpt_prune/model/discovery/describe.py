@@ -163,7 +163,7 @@ class Describer:
         if not self.spaces and self.stage is not None:
             raise UserError(
                 f"no space of {self.twin.architecture} was found: what linear modules of its blocks read is mixed "
-                "among tokens, as by a convolution between those of an MLP"
+                "among tokens"
             )
         if not self.spaces:
             raise UserError(f"no space of {self.twin.architecture} was found: {self._said()}")
@@ -227,8 +227,7 @@ class Describer:
         found: dict[str, Any] = {"architectures": {self.twin.architecture: own}, "modality": "image"}
         if self.stage is None:
             return found | {"special_tokens": self.runs[0].places[1] - patches(self.twin.parsed)}
-        usual = {} if hasattr(self.twin.parsed, "image_size") else {"usual": [224, 224]}
-        return found | usual | {"stage": self.stage, "strides": self._strides(rows)}
+        return found | {"stage": self.stage, "strides": self._strides(rows)}
 
     def _rows_of_images(self) -> dict[str, int]:
         """Return linear module or convolution → rows, or places, that it makes of an image."""
@@ -467,11 +466,17 @@ class Describer:
             flat = depends.flatten(1)
             if all(bool(flat[unit == each].any(0).all()) for each in range(count)):
                 continue  # every unit reads all of it
-            owner = lines_of_units(depends, unit) if depends.dim() == 2 else None
+            # A convolution of every channel by itself has a row of its weight for each.
+            front = depends.dim() == 5 and depends.shape[2] == 1
+            owner = (
+                lines_of_units(depends.flatten(2).any(2) if front else depends, unit)
+                if front or depends.dim() == 2
+                else None
+            )
             found = None if owner is None else find_incidences(self.on_disk(run, name, ""), owner, count, named)
             if found is None:
                 return None
-            tables += found
+            tables += [each | ({"front": True} if front else {}) for each in found]
         return tables
 
     def _effect(self, run: BlockRun, trace: Trace) -> dict[str, Any]:
@@ -497,7 +502,9 @@ class Describer:
             if self._has_experts:
                 name = "shared" if packed_modules(run.block, self.twin.sizes.experts) else "dense"
             for trace in sorted(own, key=lambda each: -each.columns):  # the widest is the MLP
-                if not trace.mixes and self.on_disk(run, trace.consumer) not in self.consumers():
+                # A convolution may stand between the linear modules of an MLP; attention reads several of them.
+                is_of_mlp = not trace.mixes or (self.stage is not None and len(trace.producers) == 1)
+                if is_of_mlp and self.on_disk(run, trace.consumer) not in self.consumers():
                     why = self._add_columns(name, run, trace)
                     if why is not None:
                         self.whole.setdefault(trace.consumer, why)

@@ -193,7 +193,13 @@ class Prover:
                 if name not in state or (kind == "bias" and axis == "columns"):
                     continue
                 tensor = state[name]
-                dim = 0 if kind == "bias" else tensor.dim() - 1 if axis == "table" else int(axis != "rows")
+                dim = (
+                    0
+                    if kind == "bias"
+                    else incidence.table_dim(tensor.dim())
+                    if axis == "table"
+                    else int(axis != "rows")
+                )
                 index = torch.arange(tensor.shape[dim])
                 index[lines.flatten()] = moved.flatten()
                 state[name] = tensor.index_select(dim, index)

@@ -7,6 +7,7 @@ from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.readout import Readout
 from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.context import image_size
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.hidden.bases import stream_scale
 from ckpt_prune.stages.rotation.absorbing import residual_of, subtract_mean
@@ -65,6 +66,5 @@ def _make_inputs(model: Model) -> tuple[dict[str, Tensor], int]:
     """Return what a model is called with, and how many tokens that makes."""
     if model.family.modality == "text":
         return {"input_ids": torch.arange(_TOKENS)[None]}, _TOKENS
-    size = model.family.usual or model.config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = image_size(model.family, model.config)
     return {"pixel_values": torch.zeros(1, model.config.num_channels, height, width)}, model.tokens
