@@ -137,7 +137,7 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
     alike = [other for other in family.spaces if recipe_space(other) == recipe_space(name)]
     together = [other for other, each in family.spaces.items() if each.units == space.units in family.together]
     # One unit fewer stands for any number: the first drop is what changes the container.
-    fewer = max(1, units - (model.multiple(name) if space.ends == "experts" else 1))
+    fewer = max(1, units - (model.multiple(name) if space.kind == "experts" else 1))
     widths = [{space: fewer for space in widths_of if space in {*alike, *together}} for widths_of in model.dense_widths]
     biases = model.biased
 
@@ -151,7 +151,7 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
 
     tensors = model.checkpoint.tensors
     modules = {*space.modules}
-    if space.ends == "experts":  # and what a whole expert has
+    if space.kind == "experts":  # and what a whole expert has
         modules |= {module for each in family.spaces.values() if each.experts for module in each.modules}
     per_block = sum(tensors[model.tensor(blocks[0], module)].numel for module in modules)
     return SpaceDescription(

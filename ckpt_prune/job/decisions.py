@@ -95,7 +95,7 @@ def multiple_of(model: Model, recipe: Recipe, space: SpaceName) -> int:
     The router's groups of experts leave no choice: there it is a multiple of both.
     """
     chosen, needed = recipe.spaces[space].multiple_of, model.multiple(space)
-    if model.family.spaces[space].ends == "experts":
+    if model.family.spaces[space].kind == "experts":
         return lcm(chosen, needed)
     return chosen if chosen > 1 else needed
 

@@ -132,7 +132,7 @@ def block_facts(family: Family, dimension: Dimension) -> "Blocks":
         are_near, have_near_tables = (pairing == "neighbours" for pairing in (rotary.pairs, rotary.angles))
         facts = RotaryFacts(pairs=rotary.count(dimension), neighbours=are_near, tables=have_near_tables)
         blocks["rotary"] = where, facts
-    if any(space.ends == "values" for space in family.spaces.values()) and not family.logits:
+    if any(space.kind == "values" for space in family.spaces.values()) and not family.logits:
         blocks["values"] = ValuePaths(value=where["value"], output=where["output"])
     return blocks
 

@@ -34,7 +34,7 @@ def _height_and_width(value: Any) -> tuple[int, int]:
 
 def image_size(family: Family, config: Any) -> tuple[int, int]:
     """Return height and width of the images that costs are stated for."""
-    return family.usual or _height_and_width(getattr(config, "image_size", _USUAL))
+    return family.cost_image_size or _height_and_width(getattr(config, "image_size", _USUAL))
 
 
 def patches(config: Any, size: tuple[int, ...] | None = None) -> int:

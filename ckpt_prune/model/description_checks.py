@@ -79,7 +79,7 @@ def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tup
         inside = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
         for stack, (part,) in ({} if family.experts is None else family.experts.stacks).items():
             count, *shape = inside.pop(stack, (0,))
-            turned = family.experts is not None and family.experts.turned and part.endswith(".weight")
+            turned = family.experts is not None and family.experts.transposed and part.endswith(".weight")
             inside |= {part.format(expert=e): tuple(reversed(shape) if turned else shape) for e in range(count)}
         of_blocks.append(inside)
     return of_blocks
@@ -106,9 +106,13 @@ def _shapes_inside(family: Family, shapes: Shapes, blocks: int) -> dict[str, tup
 def _check_dimension_names(family: Family) -> None:
     dimensions = {*family.dimensions, *family.derived, *family.multiples, "group", "pairs"}
     for name, space in family.spaces.items():
-        factors: list[Any] = [space.units, space.per, *(factor for each in space.config.values() for factor in each)]
+        factors: list[Any] = [
+            space.units,
+            space.for_each,
+            *(factor for each in space.config.values() for factor in each),
+        ]
         for _, incidence in space.incidences:
-            factors += [*incidence.each, *incidence.times, *incidence.run]
+            factors += [*incidence.lines_per_unit, *incidence.repeats, *incidence.repeated_units]
             factors += [factor for products in (*incidence.after, *incidence.stride) for factor in products]
         for factor in factors:
             if isinstance(factor, str) and factor not in dimensions:
@@ -273,8 +277,8 @@ def _check_units(family: Family, name: SpaceName, parsed: Any, sizes: Shapes) ->
         if max(numbers) >= size or len(numbers) != len(set(numbers)) or (len(numbers) != size and not may_leave):
             raise UserError(
                 f"spaces.{name}.{axis}: {count} units lie on {len(numbers)} {axis} of {module} (numbers up to "
-                f"{max(numbers)}), and {family.architecture} has {size} there: compare units, per, each, copies, "
-                "after, stride, times and run with its code"
+                f"{max(numbers)}), and {family.architecture} has {size} there: compare units, for_each, "
+                "lines_per_unit, copies, after, stride, repeats and repeated_units with its code"
             )
 
 

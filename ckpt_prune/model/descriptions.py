@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.spaces import ENDS, make_rotary_space
+from ckpt_prune.model.old_names import with_new_names
+from ckpt_prune.model.spaces import KIND_OF_SPACE, make_rotary_space
 
 OUTSIDE_KEY = "ckpt_prune_family"
 """Config key of a description from outside the package, as in its file: outputs carry it to whoever opens them."""
@@ -33,7 +34,7 @@ FUNCTION_KEYS = (
 )
 """Keys that say what function a model computes. A wrong name or size is noticed when a model is read; a wrong value of
 these silently changes what is computed, so a file that extends another states each of them or inherits it by name."""
-UNINHERITED_KEYS = ("rotary", "unpaired", "settings")
+UNINHERITED_KEYS = ("rotary", "no_rotary", "settings")
 """Keys of the same kind that a file lacks unless it states them or inherits them by name."""
 
 
@@ -110,12 +111,17 @@ def _family(values: dict[str, Any], variant: str | None, **more: Any) -> Family:
     if variant is not None:
         changes = variants[variant]
         values |= changes | {"spaces": values["spaces"] | changes.get("spaces", {})}
+    if isinstance(values.get("spaces"), dict):
+        values["spaces"] = {
+            name: {**space, "kind": KIND_OF_SPACE.get(name, "columns")} if isinstance(space, dict) else space
+            for name, space in values["spaces"].items()
+        }
     family = Family.model_validate(
         {"architecture": next(iter(values["architectures"])), "variant": variant, **values, **more}
     )
     if family.rotary is None:
         return family
-    rotary = make_rotary_space(family.attention.query, family.attention.key, family.rotary.pairs, family.rotary.tables)
+    rotary = make_rotary_space(family.attention.query, family.attention.key, family.rotary.pairs, family.rotary.angles)
     return family.model_copy(update={"spaces": {"rotary": rotary, **family.spaces}})
 
 
@@ -127,7 +133,7 @@ def parse_family(outside: str, variant: str | None = None) -> Family:
         outside: JSON of the description.
         variant: as of `load_family`.
     """
-    stated = parse_json_object(outside.encode())
+    stated = with_new_names(parse_json_object(outside.encode()))
     name = stated.get("model_type")
     if not isinstance(name, str) or not name:
         raise UserError("the description of a family has no model_type")
@@ -142,7 +148,7 @@ def parse_family(outside: str, variant: str | None = None) -> Family:
         raise UserError(f"{name}.json: architectures: write an object with one class of transformers at least")
     if isinstance(values.get("spaces"), dict):
         # Whoever sorted the keys of a config has sorted these.
-        order = [*ENDS, *values["spaces"]]
+        order = [*KIND_OF_SPACE, *values["spaces"]]
         values["spaces"] = dict(sorted(values["spaces"].items(), key=lambda item: order.index(item[0])))
     try:
         return _family(values, variant, outside=outside)
@@ -201,7 +207,7 @@ def family_for_config(config: dict[str, Any]) -> Family:
             f"config.json of type {model_type} carries a description of {described_type} ({OUTSIDE_KEY}): "
             "download it again"
         )
-    variants = _inherit(model_type, parse_json_object(text.encode())).get("variants", {})
+    variants = _inherit(model_type, with_new_names(parse_json_object(text.encode()))).get("variants", {})
     return parse_family(text, next((key for key in variants if config.get(key)), None))
 
 

@@ -55,7 +55,7 @@ def inputs_of(spaces: Mapping[SpaceName, Space]) -> dict[str, tuple[str, ...]]:
 
 
 def _consumers(spaces: Mapping[SpaceName, Space]) -> list[ConsumerSpace]:
-    return [space for space in spaces.values() if isinstance(space, ConsumerSpace) and space.within is None]
+    return [space for space in spaces.values() if isinstance(space, ConsumerSpace) and space.part_of is None]
 
 
 class Family(StrictModel):
@@ -86,7 +86,7 @@ class Family(StrictModel):
     layers: str
     block: str
     embedding: str | None = None
-    usual: tuple[int, int] | None = None
+    cost_image_size: tuple[int, int] | None = None
     applied: dict[str, float] = Field(default_factory=dict)
     lookups: list[str]
     dimensions: dict[str, list[str]]
@@ -100,7 +100,7 @@ class Family(StrictModel):
     spaceless: list[str] = Field(default_factory=list)
     rope: bool = False
     rotary: Rotary | None = None
-    unpaired: str | None = None
+    no_rotary: str | None = None
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
@@ -113,8 +113,8 @@ class Family(StrictModel):
     residual: ResidualKeys | None = None
     unrotatable: str | None = None
     refused: list[Refusal] = Field(default_factory=list)
-    relabel: dict[str, float | bool | None] = Field(default_factory=dict)
-    uneven: dict[str, bool] = Field(default_factory=dict)
+    config_as_stand_in: dict[str, float | bool | None] = Field(default_factory=dict)
+    config_if_blocks_differ: dict[str, bool] = Field(default_factory=dict)
     stand_ins: list[str] = Field(default_factory=list)
     settings: list[str] | None = None
     found: Found | None = None
@@ -230,7 +230,7 @@ class Family(StrictModel):
     @property
     def consumers(self) -> dict[SpaceName, ConsumerSpace]:
         """Those of `columns` that stand within no other: one for every consumer."""
-        return {name: space for name, space in self.columns.items() if space.within is None}
+        return {name: space for name, space in self.columns.items() if space.part_of is None}
 
     def part_spaces(self, part: str) -> dict[SpaceName, ConsumerSpace]:
         """Return those by whose consumers a part of a block, attention or mlp, adds to the residual stream."""
@@ -329,7 +329,11 @@ class Family(StrictModel):
     def named_keys(self) -> set[str]:
         keys = {key for tried in self.dimensions.values() for key in tried} | set(self.settings or ())
         keys |= {slot for slot in self.bias_slots.values() if isinstance(slot, str)}
-        keys |= {multiple.key for multiple in self.multiples.values()} | set(self.relabel) | set(self.uneven)
+        keys |= (
+            {multiple.key for multiple in self.multiples.values()}
+            | set(self.config_as_stand_in)
+            | set(self.config_if_blocks_differ)
+        )
         keys |= {key for key in (self.sliding_window, self.variant) if key is not None}
         refused = [*self.refused, *(self.residual.refused if self.residual else ())]
         keys |= {refusal.key.split(".")[0] for refusal in refused}
@@ -370,7 +374,7 @@ class Family(StrictModel):
         left_out = {
             name
             for name, space in self.columns.items()
-            if space.within is not None
+            if space.part_of is not None
             and not (uneven and isinstance(space, ValueSpace))
             and (uneven or space.count(lambda name: self.dimension(config, name)) <= 1)
         }

@@ -61,7 +61,7 @@ class Rotary(StrictModel):
     """How a family rotates whole queries and keys by position, pair by pair."""
 
     pairs: Pairing
-    tables: Pairing
+    angles: Pairing
 
 
 GATE, UP, DOWN = "gate", "up", "down"
@@ -83,16 +83,18 @@ class Experts(StrictModel):
     module: str
     stacked: bool = False
     bare: bool = False
-    turned: bool = False
+    transposed: bool = False
     biased: bool = False
     chosen: str
     groups: tuple[str, str] | tuple[()] = ()
-    raters: int = 2
-    ungrouped: tuple[str, str] | tuple[()] = ()
+    experts_per_group_score: int = 2
+    groups_ignored_if: tuple[str, str] | tuple[()] = ()
 
     def grouping(self, config: Any) -> tuple[int, int]:
         """Return the router's number of groups of experts, and to how many of them it sends a token; (1, 1) if none."""
-        if not self.groups or (self.ungrouped and getattr(config, self.ungrouped[0], None) == self.ungrouped[1]):
+        if not self.groups or (
+            self.groups_ignored_if and getattr(config, self.groups_ignored_if[0], None) == self.groups_ignored_if[1]
+        ):
             return 1, 1
         count, sent = (int(getattr(config, key) or 1) for key in self.groups)
         return count, sent
@@ -171,7 +173,7 @@ class ResidualKeys(StrictModel):
     projections: list[str] = Field(default_factory=list)
     tokens: list[str] = Field(default_factory=list)
     final: str
-    beside: bool | str = False
+    parallel: bool | str = False
     refused: list[Refusal] = Field(default_factory=list)
 
 

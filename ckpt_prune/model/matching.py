@@ -100,7 +100,7 @@ def orient_checkpoint(checkpoint: Checkpoint, family: Family) -> Checkpoint:
             aliases = _aliases(checkpoint, family, stacks.keys())
     turned = (name for name, _, rest in matches if rest.removesuffix(".weight") in family.transposed)
     checkpoint = checkpoint.transpose(turned).split(stacks).rename(aliases)
-    if experts is None or not experts.turned:
+    if experts is None or not experts.transposed:
         return checkpoint
     return checkpoint.transpose(part for stack in stacks.values() for part in stack.parts if part.endswith(".weight"))
 

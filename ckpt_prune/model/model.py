@@ -186,7 +186,7 @@ class Model:
         multiples of `GROUPED`, unless the dense model's are not.
         """
         family, described = self.family, self.family.spaces[space]
-        if described.ends == "experts" and family.experts is not None:
+        if described.kind == "experts" and family.experts is not None:
             return family.experts.grouping(self.config)[0]
         is_of_experts = described.experts or any(
             each.experts and self.share_width_key(name, space) for name, each in family.spaces.items()
@@ -238,7 +238,7 @@ class Model:
         noted = tensors.get(self.widths_name(block))
         if noted is not None:
             return dict(zip(spaces, noted.tolist(), strict=True))
-        values = {name: space for name, space in spaces.items() if space.ends == "values"}
+        values = {name: space for name, space in spaces.items() if space.kind == "values"}
         from ckpt_prune.modeling_pruned import layer_config
 
         # Values may be narrower than heads are wide: the block's config says so, and other spaces are counted without.
@@ -255,15 +255,15 @@ class Model:
 
         crossed = [(i.module, axis) for space in others.values() for axis, i in space.incidences]
         # Spaces with copies side by side come last, as the number of copies depends on the others.
-        for name, space in sorted(others.items(), key=lambda item: item[1].per is not None):
+        for name, space in sorted(others.items(), key=lambda item: item[1].for_each is not None):
             # Lines that no other space takes from, if there are any.
             uncrossed = [(axis, i) for axis, i in space.incidences if crossed.count((i.module, axis)) == 1]
             axis, incidence = (uncrossed or space.incidences)[-1]
             if self.tensor(block, incidence.module) not in tensors:
                 continue  # an expert that is gone
             widths[name] = lines(axis, incidence.module) // incidence.per_unit(self.dimension)
-            if space.per is not None:
-                outer = next((widths[other] for other, each in others.items() if each.units == space.per), None)
+            if space.for_each is not None:
+                outer = next((widths[other] for other, each in others.items() if each.units == space.for_each), None)
                 heads = lines("columns", self.family.attention.output) // self.dimension("head_dim")
                 widths[name] //= heads if outer is None else outer
         return {name: widths[name] for name in spaces if name in widths}
@@ -278,7 +278,7 @@ class Model:
         Args:
             widths: units of the spaces that are pruned.
         """
-        if not any(space.ends == "values" for space in self.spaces(block).values()):
+        if not any(space.kind == "values" for space in self.spaces(block).values()):
             return dict(tensors)
         counts = torch.tensor([widths.get(space, units) for space, units in self.dense_widths[block].items()])
         return {**tensors, self.widths_name(block): counts}
@@ -415,7 +415,7 @@ class Model:
                     shapes[name] = dtype, (*shape[:dim], len(lines), *shape[dim + 1 :])
             for space, rotary in self.family.rotary_spaces.items():
                 if space in units and units[space] < self.units(space, block):
-                    heads = next((n for s, n in units.items() if self.family.spaces[s].units == rotary.per), None)
+                    heads = next((n for s, n in units.items() if self.family.spaces[s].units == rotary.for_each), None)
                     shapes[self.pairs_name(block)] = torch.int16, (units[space] * (heads or self.copies(space)),)
             for space in self.family.expert_spaces.keys() & units.keys():
                 prefix = self.family.block.format(block=block)
@@ -442,7 +442,7 @@ class Model:
             if name in kept:
                 pairs, count = kept[name], space.count(self.dimension)
                 for other, units in kept.items():
-                    if self.family.spaces[other].units == space.per:
+                    if self.family.spaces[other].units == space.for_each:
                         pairs = pairs[torch.isin(pairs // count, units)]
                 return (pairs % count).to(torch.int16)
         return None

@@ -63,9 +63,9 @@ class Site(NamedTuple):
     space: SpaceName
 
 
-Ends = Literal["columns", "logits", "rotary", "values", "experts"]
-"""The end of a space, where its units go: columns of a linear module; attention logits; logits of queries and keys that
-are rotated by position (RoPE); columns under the values of KV heads, in a basis of their own; or whole experts."""
+KindOfSpace = Literal["columns", "logits", "rotary", "values", "experts"]
+"""Where the units of a space end: columns of a linear module; attention logits; logits of queries and keys that are
+rotated by position (RoPE); columns under the values of KV heads, in a basis of their own; or whole experts."""
 Pairing = Literal["halves", "neighbours"]
 """How rotary pairs lie in a head: a dimension and the one half a head further, or a dimension and the next."""
 Rounding = Literal["floor", "ceil", "nearest"]
@@ -77,7 +77,7 @@ Kind = Literal["weight", "bias", "itself"]
 Dimension = Callable[[str], int]
 """Looks up a dimension of a model by name."""
 
-ENDS: dict[str, Ends] = {
+KIND_OF_SPACE: dict[str, KindOfSpace] = {
     "qk": "logits",
     "rotary": "rotary",
     "queries": "columns",
@@ -88,9 +88,9 @@ ENDS: dict[str, Ends] = {
     "shared": "columns",
     "experts": "experts",
 }
-"""The end of each space. It is the same in every family, so that recipes are checked without a model."""
+"""The kind of each space is the same in every family, so that recipes are checked without a model."""
 BESIDE: frozenset[str] = frozenset({"qk", "rotary", "queries", "values"})
-"""Spaces with copies side by side (`Space.per`) that keep equally many units, in every family that has them."""
+"""Spaces with copies side by side (`Space.for_each`) that keep equally many units, in every family that has them."""
 COUPLED: tuple[tuple[str, str], ...] = (
     ("qk", "heads"),
     ("rotary", "queries"),
@@ -123,17 +123,18 @@ class Incidence(StrictModel):
     """The places of a space's units on one axis of one linear module of a block.
 
     The axis is `after` lines of something else, then `copies` runs of units, then the rest. In a run, units follow each
-    other with `each` neighbouring lines, `stride` lines from one unit to the next. Units may stand several times: each
-    run of `run` units is repeated `times` times before the next one comes. If `front`, a table's first axis is meant.
+    other with `lines_per_unit` neighbouring lines, `stride` lines from one unit to the next. Units may stand several
+    times: every `repeated_units` of them are repeated `repeats` times before the next come. If `front`, a table's first
+    axis is meant.
     """
 
     module: str
-    each: list[str | int] = []
+    lines_per_unit: list[str | int] = []
     copies: int = Field(1, ge=1)
     after: list[list[str | int]] = []
     stride: list[list[str | int]] = []
-    times: list[str | int] = []
-    run: list[str | int] = []
+    repeats: list[str | int] = []
+    repeated_units: list[str | int] = []
     front: bool = False
 
     def lines(self, units: "Tensor", count: int, dimension: Dimension) -> "Tensor":
@@ -145,17 +146,17 @@ class Incidence(StrictModel):
         """
         import torch  # here, so that families are read without it
 
-        width = product(self.each, dimension)
+        width = product(self.lines_per_unit, dimension)
         start, stride = (sum(product(factors, dimension) for factors in sums) for sums in (self.after, self.stride))
-        stride, times = stride or width, product(self.times, dimension)
-        if (width, start, stride, times, self.copies) == (1, 0, 1, 1, 1):
+        stride, repeats = stride or width, product(self.repeats, dimension)
+        if (width, start, stride, repeats, self.copies) == (1, 0, 1, 1, 1):
             return units
-        run = product(self.run, dimension) if self.run else count
-        repeats = torch.arange(times, device=units.device) * run
-        places = (units // run * run * times + units % run)[:, None] + repeats
-        places = places.flatten().sort().values if times > 1 else units
+        run = product(self.repeated_units, dimension) if self.repeated_units else count
+        again = torch.arange(repeats, device=units.device) * run
+        places = (units // run * run * repeats + units % run)[:, None] + again
+        places = places.flatten().sort().values if repeats > 1 else units
         lines = (places[:, None] * stride + torch.arange(width, device=units.device)).flatten()
-        return torch.cat([lines + start + copy * stride * times * count for copy in range(self.copies)])
+        return torch.cat([lines + start + copy * stride * repeats * count for copy in range(self.copies)])
 
     def table_dim(self, dimensions: int) -> int:
         """Return the axis of a table of so many."""
@@ -163,7 +164,7 @@ class Incidence(StrictModel):
 
     def per_unit(self, dimension: Dimension) -> int:
         """Return the rows or columns of one unit, all runs together."""
-        return self.copies * product(self.times, dimension) * product(self.each, dimension)
+        return self.copies * product(self.repeats, dimension) * product(self.lines_per_unit, dimension)
 
 
 class Space(StrictModel):
@@ -171,7 +172,7 @@ class Space(StrictModel):
 
     unit: str
     units: str
-    per: str | None = None
+    for_each: str | None = None
     rounding: Rounding
     rows: list[Incidence] = Field(min_length=1)
     tables: list[Incidence] = []
@@ -220,7 +221,7 @@ class Space(StrictModel):
 
     def copies(self, dimension: Dimension) -> int:
         """Return how often the counted units stand side by side."""
-        return 1 if self.per is None else dimension(self.per)
+        return 1 if self.for_each is None else dimension(self.for_each)
 
     def site_units(self, dimension: Dimension) -> int:
         return self.count(dimension) * self.copies(dimension)
@@ -236,11 +237,11 @@ class Space(StrictModel):
 class ConsumerSpace(Space):
     """A space that ends in the columns of one linear module, the consumer, which compensation rewrites.
 
-    A space `within` another shares the other's moments and metric, which are of the consumer's input and output.
+    A space that is `part_of` another shares its moments and metric, which are of the consumer's input and output.
     """
 
     columns: Incidence
-    within: SpaceName | None = None
+    part_of: SpaceName | None = None
     scale: str | None = None
     multiplier: str | None = None
     gate: str | None = None
@@ -269,13 +270,13 @@ class ConsumerSpace(Space):
 class ColumnSpace(ConsumerSpace):
     """A space whose units are columns of the consumer as they are."""
 
-    ends: Literal["columns"]
+    kind: Literal["columns"]
 
 
 class ValueSpace(ConsumerSpace):
     """The axis inside a KV head that v and the columns under each of its query heads share, in a basis to be found."""
 
-    ends: Literal["values"]
+    kind: Literal["values"]
 
     def list_rewritten(self, method: str) -> list[str]:
         return [*self.readers, self.consumer]  # both change basis, whatever the method
@@ -300,7 +301,7 @@ class ReaderSpace(Space):
 class LogitSpace(ReaderSpace):
     """The axis inside a head that q and k share and that ends in the attention logits."""
 
-    ends: Literal["logits"]
+    kind: Literal["logits"]
 
     def list_rewritten(self, method: str) -> list[str]:
         return [] if method == "none" else self.readers
@@ -312,7 +313,7 @@ class RotarySpace(ReaderSpace):
     `pairs` says how they lie in a head, `angles` how their cosines and sines lie in what a block is passed.
     """
 
-    ends: Literal["rotary"]
+    kind: Literal["rotary"]
     pairs: Pairing
     angles: Pairing
 
@@ -322,16 +323,18 @@ class RotarySpace(ReaderSpace):
 
 def make_rotary_space(query: str, key: str, pairs: Pairing, angles: Pairing) -> RotarySpace:
     """Describe the rotary pairs of a family whose queries and keys are linear modules of their own."""
-    halves, each = (2, 1) if pairs == "halves" else (1, 2)
+    halves, lines = (2, 1) if pairs == "halves" else (1, 2)
     return RotarySpace(
-        ends="rotary",
+        kind="rotary",
         unit="rotary pair",
         units="pairs",
-        per="kv_heads",
+        for_each="kv_heads",
         rounding="floor",
         rows=[
-            Incidence(module=query, each=[each], copies=1, times=[halves, "group"], run=["pairs"]),
-            Incidence(module=key, each=[each], copies=1, times=[halves], run=["pairs"]),
+            Incidence(
+                module=query, lines_per_unit=[lines], copies=1, repeats=[halves, "group"], repeated_units=["pairs"]
+            ),
+            Incidence(module=key, lines_per_unit=[lines], copies=1, repeats=[halves], repeated_units=["pairs"]),
         ],
         config={"num_rotary_pairs": []},
         fixed="no stock class has queries and keys without some of their rotary pairs",
@@ -343,13 +346,13 @@ def make_rotary_space(query: str, key: str, pairs: Pairing, angles: Pairing) -> 
 class ExpertSpace(ReaderSpace):
     """Whole experts of a block; `rows` are those of the router. The experts' other tensors go with them."""
 
-    ends: Literal["experts"]
+    kind: Literal["experts"]
 
     def list_rewritten(self, method: str) -> list[str]:
         return []
 
 
-AnySpace = Annotated[ColumnSpace | ValueSpace | LogitSpace | RotarySpace | ExpertSpace, Field(discriminator="ends")]
+AnySpace = Annotated[ColumnSpace | ValueSpace | LogitSpace | RotarySpace | ExpertSpace, Field(discriminator="kind")]
 
 
 def spaces_among(spaces: Mapping[SpaceName, AnySpace], modules: Set[str]) -> dict[SpaceName, AnySpace]:

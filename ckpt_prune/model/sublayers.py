@@ -27,7 +27,7 @@ def list_sublayers(model: Model) -> tuple[Sublayer, ...]:
     """
     residual, attention = model.family.residual, model.family.attention
     assert residual is not None
-    is_parallel = residual.beside
+    is_parallel = residual.parallel
     if isinstance(is_parallel, str):
         is_parallel = bool(getattr(model.config, is_parallel))
     if is_parallel or len(residual.reads) == 1:

@@ -1,4 +1,4 @@
-"""The keys that a recipe may have for a space, by the end of the space (`model.spaces.ENDS`)."""
+"""The keys that a recipe may have for a space, by the kind of the space (`model.spaces.KIND_OF_SPACE`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 from ckpt_prune.compensation.logit_methods import LOGIT_METHODS
 from ckpt_prune.compensation.methods import COLUMN_METHODS, ROTARY_METHODS, MethodFacts
 from ckpt_prune.measure.statistics.files import Collect
-from ckpt_prune.model.spaces import BESIDE, ENDS, Ends, SpaceName, recipe_space
+from ckpt_prune.model.spaces import BESIDE, KIND_OF_SPACE, KindOfSpace, SpaceName, recipe_space
 from ckpt_prune.scoring.expert_scores import EXPERT_SCORES
 from ckpt_prune.scoring.logit_scores import LOGIT_SCORES
 from ckpt_prune.scoring.rotary_scores import ROTARY_SCORES
@@ -105,7 +105,7 @@ class SpaceKind:
 _COLUMNS = SpaceKind(
     {**SCORES, **UNIT_SCORES, CHOSEN: Score(_no_score, needs_gram=True)}, COLUMN_METHODS, moments="gram"
 )
-KINDS: dict[Ends, SpaceKind] = {
+KINDS: dict[KindOfSpace, SpaceKind] = {
     "columns": _COLUMNS,
     "logits": SpaceKind(
         LOGIT_SCORES,
@@ -137,7 +137,7 @@ KINDS: dict[Ends, SpaceKind] = {
         candidates=tuple(VALUE_SCORES),
     ),
 }
-"""End of a space → the facts about spaces of that kind."""
+"""The facts about spaces of each kind."""
 _BESIDE = replace(
     _COLUMNS,
     # Gradients of the loss are gathered for whole KV groups.
@@ -155,4 +155,6 @@ FITS_LOGITS: tuple[str, ...] = tuple(name for name in LOGIT_METHODS if name != "
 
 def kind_of(space: SpaceName) -> SpaceKind:
     space_name = recipe_space(space)
-    return _BESIDE if space_name in BESIDE and ENDS[space_name] == "columns" else KINDS[ENDS[space_name]]
+    return (
+        _BESIDE if space_name in BESIDE and KIND_OF_SPACE[space_name] == "columns" else KINDS[KIND_OF_SPACE[space_name]]
+    )

@@ -196,7 +196,7 @@ class Case:
         names = [
             name
             for name, space in described.spaces.items()
-            if space.whole is None and space.ends not in ("rotary", "experts")
+            if space.whole is None and space.kind not in ("rotary", "experts")
         ]
         return {space: self.ratio(space) for space in map(recipe_space, names)}
 

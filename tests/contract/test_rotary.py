@@ -86,9 +86,10 @@ def test_a_family_of_which_none_can_go_is_refused_by_name(dense: Dense, model_ty
     case = WHOLE_ROPE[model_type]
     with pytest.raises(UserError) as caught:
         prepare_plan(dense.request(case, spaces_recipe(PAIRED[0], {"rotary": "none"})))
-    assert case.family.unpaired
+    why = case.family.no_rotary
+    assert why
     assert str(caught.value) == (
-        f"recipe test prunes rotary, pairs of rotary positions, and in {model_type} none can go: {case.family.unpaired}"
+        f"recipe test prunes rotary, pairs of rotary positions, and in {model_type} none can go: {why}"
     )
 
 

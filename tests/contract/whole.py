@@ -132,11 +132,11 @@ class Whole:
             for block, space in stage:
                 described = self.family.spaces[space]
                 paths = [self.path(block, module) for module in described.solved_from]
-                (inputs if described.ends in ("columns", "values") else results).extend(paths)
+                (inputs if described.kind in ("columns", "values") else results).extend(paths)
             states = record_states(self.model, data, inputs=inputs, results=results)
             with torch.no_grad():
                 for block, space in stage:
-                    ends = self.family.spaces[space].ends
+                    ends = self.family.spaces[space].kind
                     prune = {
                         "columns": self._columns,
                         "logits": self._logits,
@@ -160,7 +160,7 @@ class Whole:
         filled = [column for column in range(W.shape[1]) if column not in self._emptied(block, module)]
         X[:, [column for column in range(W.shape[1]) if column not in filled]] = 0
         columns = scores.SCORES["corp"](W[:, filled], X[:, filled])
-        groups = 1 if self.family.spaces[space].per is None else self.dimension("kv_heads")
+        groups = 1 if self.family.spaces[space].for_each is None else self.dimension("kv_heads")
         units, full = self.case.units(space), W.shape[1] // self.case.units(space) // groups
         per, run = len(filled) // units // groups, len(filled) // groups
         stay = []
@@ -212,7 +212,7 @@ class Whole:
         for name, space in self.family.columns.items():
             if space.consumer == module and (block, name) in self.kept:
                 per = self._each(space)
-                total = self.case.units(name) * (1 if space.per is None else self.dimension(space.per))
+                total = self.case.units(name) * (1 if space.for_each is None else self.dimension(space.for_each))
                 gone += [
                     unit * per + i for unit in range(total) if unit not in self.kept[block, name] for i in range(per)
                 ]
@@ -220,7 +220,9 @@ class Whole:
 
     def _each(self, space: ConsumerSpace) -> int:
         """Columns of a unit."""
-        return prod(factor if isinstance(factor, int) else self.dimension(factor) for factor in space.columns.each)
+        return prod(
+            factor if isinstance(factor, int) else self.dimension(factor) for factor in space.columns.lines_per_unit
+        )
 
     def _logits(self, block: int, space: str, states: Mapping[str, Array], method: str) -> None:
         """Prune logits with all of I + M in the queries: the logits do not show how a product of factors is split."""

@@ -83,7 +83,7 @@ def losses_of(outputs: list[tuple[str, Tensor]]) -> list[Tensor]:
 def by_hand(model: PreTrainedModel, source: Model, data: Samples, *, rotary: bool = False) -> dict[str, Tensor]:
     """Sums of every site, token by token and pair by pair; `rotary` where there are rotary pairs: of these, too."""
     family = source.family
-    spaces = {name: kind for name, kind in family.spaces.items() if rotary or kind.ends != "rotary"}
+    spaces = {name: kind for name, kind in family.spaces.items() if rotary or kind.kind != "rotary"}
 
     def path(block: int, disk: str) -> str:
         (name, *_) = Names(model).parameters(family.tensor(block, disk))

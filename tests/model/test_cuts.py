@@ -23,17 +23,17 @@ def dimension(name: str) -> int:
 
 
 def column_space(units: str, rows: list[Incidence], columns: Incidence) -> ColumnSpace:
-    return ColumnSpace(ends="columns", unit=units, units=units, rounding="floor", rows=rows, columns=columns, config={})
+    return ColumnSpace(kind="columns", unit=units, units=units, rounding="floor", rows=rows, columns=columns, config={})
 
 
 def logit_space(rows: list[Incidence]) -> LogitSpace:
     return LogitSpace(
-        ends="logits", unit="dimension", units="head_dim", per="heads", rounding="floor", rows=rows, config={}
+        kind="logits", unit="dimension", units="head_dim", for_each="heads", rounding="floor", rows=rows, config={}
     )
 
 
 def heads(module: str, **where) -> Incidence:
-    return Incidence(module=module, each=["head_dim"], **where)
+    return Incidence(module=module, lines_per_unit=["head_dim"], **where)
 
 
 APART = {

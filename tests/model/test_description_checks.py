@@ -101,11 +101,11 @@ RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr
             "residual.reads: blocks of LlamaForCausalLM have no module ln",
         ),
         (
-            with_mlp({"rows": [{"module": "mlp.up_proj", "each": [2]}, {"module": "mlp.gate_proj"}]}),
+            with_mlp({"rows": [{"module": "mlp.up_proj", "lines_per_unit": [2]}, {"module": "mlp.gate_proj"}]}),
             "spaces.mlp.rows: 22 units lie on 44 rows of mlp.up_proj (numbers up to 43), and LlamaForCausalLM has 22",
         ),
         (
-            with_mlp({"columns": {"module": "mlp.down_proj", "each": ["heads"]}}),
+            with_mlp({"columns": {"module": "mlp.down_proj", "lines_per_unit": ["heads"]}}),
             "spaces.mlp: 'heads' is none of the dimensions group, head_dim, hidden, kv_heads, layers, mlp, pairs, ",
         ),
         (with_mlp({"rows": []}), "llama.json: spaces.mlp.columns.rows: list should have at least 1 item"),
@@ -185,3 +185,21 @@ def test_a_config_that_carries_another_familys_description() -> None:
 def test_spaces_are_in_the_order_of_computation_however_a_config_was_sorted() -> None:
     sorted_keys = json.loads(json.dumps(described_as(spaces=SPACES), sort_keys=True))
     assert list(parse_family(json.dumps(sorted_keys)).spaces) == list(load_family("llama").spaces)
+
+
+def test_a_description_of_an_earlier_version_is_read():
+    """Outputs carry the keys of the version that wrote them, with the kind of every space beside its name."""
+    names = ("part_of", "for_each", "lines_per_unit", "repeats", "repeated_units")
+    old_names = ("within", "per", "each", "times", "run")
+    text = json.dumps(described_as(spaces=SPACES, no_rotary="why")).replace('"kind":', '"ends":')
+    for name, new in zip(old_names, names, strict=True):
+        assert f'"{new}":' in text
+        text = text.replace(f'"{new}":', f'"{name}":')
+    family = parse_family(text.replace('"no_rotary":', '"unpaired":'))
+    assert family.spaces == load_family("llama").spaces
+    assert family.no_rotary == "why"
+
+
+def test_a_key_under_both_of_its_names_is_refused():
+    with pytest.raises(UserError, match="has unpaired and no_rotary, its name now: leave unpaired out"):
+        parse_family(json.dumps(described_as(unpaired="why", no_rotary="why")))

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_prune.model.descriptions import known_families, load_family, variants_of
-from ckpt_prune.model.spaces import BESIDE, COUPLED, ENDS, ColumnSpace, Incidence, LogitSpace, make_rotary_space
+from ckpt_prune.model.spaces import (
+    BESIDE,
+    COUPLED,
+    KIND_OF_SPACE,
+    ColumnSpace,
+    Incidence,
+    LogitSpace,
+    make_rotary_space,
+)
 
 SIZES = {"head_dim": 3, "group": 2, "heads": 4, "mlp": 5}
 FAMILIES = [(name, variant) for name in known_families() for variant in (None, *variants_of(name))]
@@ -30,7 +38,7 @@ def product(dimensions: list[str | int]) -> int:
 def axis(incidence: Incidence, count: int) -> list[int | None]:
     """The unit of every line, None where a line has none: two more stand behind."""
     before: list[int | None] = [None] * sum(product(segment) for segment in incidence.after)
-    run = [unit for unit in range(count) for _ in range(product(incidence.each))]
+    run = [unit for unit in range(count) for _ in range(product(incidence.lines_per_unit))]
     return before + run * incidence.copies + [None, None]
 
 
@@ -41,7 +49,7 @@ def axis(incidence: Incidence, count: int) -> list[int | None]:
     units=st.lists(st.booleans(), min_size=1, max_size=6),
 )
 def test_lines_are_those_of_the_units(dimensions, copies, after, units):
-    incidence = Incidence(module="m", each=dimensions, copies=copies, after=after)
+    incidence = Incidence(module="m", lines_per_unit=dimensions, copies=copies, after=after)
     chosen = [unit for unit, taken in enumerate(units) if taken]
     lines = incidence.lines(torch.tensor(chosen, dtype=torch.int64), len(units), dimension)
     assert lines.dtype == torch.int64
@@ -53,26 +61,31 @@ def test_lines_are_those_of_the_units(dimensions, copies, after, units):
     ("given_", "units", "count", "lines"),
     [
         ({}, [0, 2], 4, [0, 2]),
-        ({"each": ["head_dim"]}, [1], 4, [3, 4, 5]),
-        ({"each": ["group", "head_dim"]}, [1], 2, [6, 7, 8, 9, 10, 11]),
+        ({"lines_per_unit": ["head_dim"]}, [1], 4, [3, 4, 5]),
+        ({"lines_per_unit": ["group", "head_dim"]}, [1], 2, [6, 7, 8, 9, 10, 11]),
         # A SwiGLU's gate and up in one tensor.
         ({"copies": 2}, [0, 3], 5, [0, 3, 5, 8]),
         # Values behind as many queries and keys.
-        ({"each": ["head_dim"], "after": [["heads", "head_dim"], ["heads", "head_dim"]]}, [2], 4, [30, 31, 32]),
+        (
+            {"lines_per_unit": ["head_dim"], "after": [["heads", "head_dim"], ["heads", "head_dim"]]},
+            [2],
+            4,
+            [30, 31, 32],
+        ),
         # Values and gates of a head that alternate.
-        ({"each": [2, "head_dim"]}, [1], 4, [6, 7, 8, 9, 10, 11]),
+        ({"lines_per_unit": [2, "head_dim"]}, [1], 4, [6, 7, 8, 9, 10, 11]),
         ({"after": [[1], [2, "group"]]}, [0, 1], 3, [5, 6]),
         ({"copies": 3}, [], 5, []),
         # Queries, keys and values of a head that alternate: its values.
         (
-            {"each": ["head_dim"], "after": [[2, "head_dim"]], "stride": [[3, "head_dim"]]},
+            {"lines_per_unit": ["head_dim"], "after": [[2, "head_dim"]], "stride": [[3, "head_dim"]]},
             [0, 1],
             2,
             [6, 7, 8, 15, 16, 17],
         ),
         # The queries of a group before its key and value.
-        ({"each": ["group"], "stride": [["group"], [2]]}, [1, 2], 3, [4, 5, 8, 9]),
-        ({"each": [1], "stride": [[3]], "copies": 2}, [1], 2, [3, 9]),
+        ({"lines_per_unit": ["group"], "stride": [["group"], [2]]}, [1, 2], 3, [4, 5, 8, 9]),
+        ({"lines_per_unit": [1], "stride": [[3]], "copies": 2}, [1], 2, [3, 9]),
     ],
 )
 def test_lines_by_hand(given_, units, count, lines):
@@ -83,23 +96,23 @@ def test_lines_by_hand(given_, units, count, lines):
 def test_three_copies_are_one_projection_after_another():
     """Queries, keys and values in one tensor are one incidence of three copies, or three behind each other."""
     units = torch.tensor([0, 3])
-    fused = Incidence(module="m", each=["head_dim"], copies=3)
+    fused = Incidence(module="m", lines_per_unit=["head_dim"], copies=3)
     projection = ["heads", "head_dim"]
-    apart = [Incidence(module="m", each=["head_dim"], after=[projection] * before) for before in range(3)]
+    apart = [Incidence(module="m", lines_per_unit=["head_dim"], after=[projection] * before) for before in range(3)]
     assert torch.equal(fused.lines(units, 4, dimension), torch.cat([i.lines(units, 4, dimension) for i in apart]))
     assert fused.per_unit(dimension) == sum(i.per_unit(dimension) for i in apart) == 9
 
 
 def logits(**changes):
     rows = [Incidence(module="q"), Incidence(module="k")]
-    values = {"unit": "dimension of a head", "units": "head_dim", "per": "heads", "rounding": "floor"}
-    return LogitSpace(**{**values, "rows": rows, "config": {}, "ends": "logits", **changes})
+    values = {"unit": "dimension of a head", "units": "head_dim", "for_each": "heads", "rounding": "floor"}
+    return LogitSpace(**{**values, "rows": rows, "config": {}, "kind": "logits", **changes})
 
 
 def columns(**changes):
     rows = [Incidence(module="gate_up", copies=2), Incidence(module="extra")]
     values = {"unit": "column", "units": "mlp", "rounding": "ceil", "columns": Incidence(module="down")}
-    return ColumnSpace(**{**values, "rows": rows, "config": {}, "ends": "columns", **changes})
+    return ColumnSpace(**{**values, "rows": rows, "config": {}, "kind": "columns", **changes})
 
 
 def test_units_that_stand_side_by_side():
@@ -150,16 +163,18 @@ def test_a_rotary_pair_lies_on_its_key_and_on_every_query_that_shares_it(pairs, 
 def test_what_is_said_of_spaces_without_a_model_holds_for_every_family(name, variant):
     """Spaces of every family end, stand side by side and cross as listed, the inner one first except for values."""
     spaces = load_family(name, variant).spaces
-    assert {s: space.ends for s, space in spaces.items()} == {s: ENDS[s] for s in spaces}
+    assert {s: space.kind for s, space in spaces.items()} == {s: KIND_OF_SPACE[s] for s in spaces}
     places = {s: {(i.module, axis) for axis, i in space.incidences} for s, space in spaces.items()}
     crossing = {frozenset(pair) for pair in combinations(spaces, 2) if places[pair[0]] & places[pair[1]]}
     coupled = [pair for pair in COUPLED if set(pair) <= spaces.keys()]
     assert crossing == {frozenset(pair) for pair in coupled}
     order = list(spaces)
     assert all((order.index(inner) < order.index(outer)) == (inner != "values") for inner, outer in coupled)
-    assert {s for s, space in spaces.items() if space.per is not None} == BESIDE & spaces.keys()
-    for within, other in ((space, spaces[space.within]) for space in spaces.values() if getattr(space, "within", None)):
-        assert (within.consumer, within.per) == (other.consumer, other.units)
+    assert {s for s, space in spaces.items() if space.for_each is not None} == BESIDE & spaces.keys()
+    for within, other in (
+        (space, spaces[space.part_of]) for space in spaces.values() if getattr(space, "part_of", None)
+    ):
+        assert (within.consumer, within.for_each) == (other.consumer, other.units)
 
 
 @pytest.mark.parametrize(("name", "variant"), FAMILIES)

@@ -234,7 +234,7 @@ def _choose_images(
         files = find_all_images(options.images, labels=options.labels, split="calib")
         place = " and ".join(map(str, options.images))
     chosen = _choose_files(files, place, "image", options, most, skip, say)
-    kind = PatchSamples if model.family.usual else ImageSamples
+    kind = PatchSamples if model.family.cost_image_size else ImageSamples
     samples = kind(chosen, processor, tokens=model.image_tokens, max_corrupt=options.max_corrupt)
     if samples.skipped:
         named = ", ".join(samples.skipped[:3]) + (", ..." if len(samples.skipped) > 3 else "")

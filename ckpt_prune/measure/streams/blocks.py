@@ -167,7 +167,7 @@ class BlockFactory:
             paths = self.find_paths(index, self.family.tensor(index, space.consumer))
             units = torch.arange(space.count(self.model.dimension))
             lines = [each.lines(units, len(units), self.model.dimension) for _, each in space.incidences]
-            one_to_one = space.per is None and all(torch.equal(own, units) for own in lines)
+            one_to_one = space.for_each is None and all(torch.equal(own, units) for own in lines)
             if paths and one_to_one and space.consumer != self.family.attention.output:
                 names = [self.family.tensor(index, name, kind) for name in space.readers for kind in KINDS]
                 makers[paths[0].removesuffix(".weight")] = names

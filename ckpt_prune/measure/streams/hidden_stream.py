@@ -332,7 +332,7 @@ class HiddenStream:
         space = self.factory.family.spaces.get(key)
         if space is None:
             return watch_inputs(self.factory, block, index, key, gram, samples)
-        return OBSERVERS[space.ends](self.factory, block, index, space, gram, samples)
+        return OBSERVERS[space.kind](self.factory, block, index, space, gram, samples)
 
     @torch.no_grad()
     def advance(self, index: int, tensors: Mapping[str, Tensor]) -> None:

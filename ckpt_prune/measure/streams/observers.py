@@ -14,7 +14,7 @@ from ckpt_prune.measure.moments.rotary import RotaryMoments
 from ckpt_prune.measure.moments.routing import RoutingMoments
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.experts import SplitExperts
-from ckpt_prune.model.spaces import Ends, RotarySpace
+from ckpt_prune.model.spaces import KindOfSpace, RotarySpace
 
 
 class Observer:
@@ -177,7 +177,7 @@ def _watch_router(
     return RoutingObserver(experts, [RoutingMoments.zeros(len(experts), factory.device) for _ in samples])
 
 
-OBSERVERS: dict[Ends, Callable[..., Observer]] = {
+OBSERVERS: dict[KindOfSpace, Callable[..., Observer]] = {
     "columns": _watch_columns,
     "logits": _watch_logits,
     "rotary": _watch_pairs,

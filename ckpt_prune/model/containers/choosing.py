@@ -235,7 +235,7 @@ def _check_block(model: Model, block: int, widths: Mapping[SpaceName, int], bias
             f"token to {chosen} ({experts.chosen} in config.json): keep as many"
         )
     groups, sent = experts.grouping(model.config)
-    least = max(experts.raters, -(-chosen // sent)) * groups
+    least = max(experts.experts_per_group_score, -(-chosen // sent)) * groups
     if groups > 1 and (kept % groups or kept < least):
         key = next(iter(experts.groups))
         raise UserError(
@@ -297,7 +297,7 @@ def _obstacle(candidate: Family, output: _Output, *, remote: bool, slotless_ok: 
     heads_key = next(iter(source.dimensions["query_heads"]), None)
     heads = {values[heads_key] for values in map(model.config_values, output.widths) if heads_key in values}
     odd = sorted(count for count in heads if hidden % count)
-    refuses = candidate.heads_divide_hidden and not (remote and candidate.uneven)
+    refuses = candidate.heads_divide_hidden and not (remote and candidate.config_if_blocks_differ)
     if refuses and odd:
         return f"{candidate.model_type} refuses {odd[0]} heads, which do not divide its hidden size of {hidden}"
     if refuses and len(heads) > 1:
@@ -440,7 +440,7 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
     added: dict[str, Any] = {}
     first = model.config_values(output.first)
     container = Container(candidate.model_type, values)
-    if candidate.uneven and (candidate.heads_divide_hidden or _refusal(container, model) is not None):
+    if candidate.config_if_blocks_differ and (candidate.heads_divide_hidden or _refusal(container, model) is not None):
         # The class checks the number that all blocks have: it stays the dense one, and blocks override it.
         keys = [candidate.dimensions[name][0] for name in ("query_heads", "kv_heads")]
         added = {key: getattr(model.config, key) for key in keys if key in first}
@@ -454,7 +454,7 @@ def _per_block_values(candidate: Family, output: _Output, values: dict[str, Any]
             overrides[str(index)] = changed
     if ranks:
         added[RANKS_KEY] = _ranks(candidate, ranks[0])
-    return added | (candidate.uneven | {"per_layer_config": overrides} if overrides else {})
+    return added | (candidate.config_if_blocks_differ | {"per_layer_config": overrides} if overrides else {})
 
 
 def _relabel(candidate: Family, model: Model) -> dict[str, Any]:
@@ -467,7 +467,7 @@ def _relabel(candidate: Family, model: Model) -> dict[str, Any]:
     values |= {slot: False for slot in set(candidate.bias_slots.values()) if isinstance(slot, str)}
     if candidate.sliding_window:
         values[candidate.sliding_window] = None
-    return values | candidate.relabel
+    return values | candidate.config_as_stand_in
 
 
 def _stock_values(output: _Output) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class Describer:
             "bias_slots": {},
             "residual": None,
             "unrotatable": "its description was found on a random model, which does not say what its norms feed",
-            "unpaired": "its description was found on a random model, which does not say how pairs lie",
+            "no_rotary": "its description was found on a random model, which does not say how pairs lie",
         }
         if experts is not None:
             description["experts"] = experts
@@ -389,7 +389,6 @@ class Describer:
             return "its heads lie in an order that a description cannot say"
         effect = self._effect(run, trace)
         self.spaces["heads"] = {
-            "ends": "columns",
             "unit": "KV group" if group > 1 else "head",
             "units": "kv_heads",
             "rounding": "floor",
@@ -407,11 +406,10 @@ class Describer:
         if rows is None or columns is None or len(columns) != 1 or tables is None:
             return None
         self.spaces["queries"] = {
-            "ends": "columns",
             "unit": "grouped query head",
             "units": "group",
-            "per": "kv_heads",
-            "within": "heads",
+            "for_each": "kv_heads",
+            "part_of": "heads",
             "rounding": "nearest",
             "rows": rows,
             "columns": columns[0],
@@ -530,7 +528,7 @@ class Describer:
         expert = self.sizes["mlp"] if self._has_experts else self.twin.sizes.expert_mlp
         units, key = name, self.key_of(count, "intermediate|ffn|ff|inner|mlp|expert") or self.key_of(count)
         alike = next((space for space in self.spaces.values() if key in space["config"]), None)
-        if alike is not None and alike["ends"] == "columns":
+        if alike is not None and "columns" in alike:
             units = alike["units"]
         elif name == "shared" and (key is None or count == expert):
             several = self.key_of(count // expert, "shared") if count > expert else None
@@ -571,7 +569,6 @@ class Describer:
         if rows is None or ends is None or len(ends) != 1 or tables is None:
             return f"the columns of {trace.consumer} ({columns}) lie in an order that a description cannot say"
         self.spaces[name] = {
-            "ends": "columns",
             "unit": "column" + (" for each shared expert" if each else ""),
             "units": units,
             "rounding": "ceil",
@@ -627,10 +624,11 @@ class Describer:
         self.add_dimension("experts", self.twin.sizes.experts, [count_key])
         rows: list[dict[str, Any]] = [{"module": found.gate}, {"module": found.up}]
         if found.gate == found.up:
-            rows = [{"module": found.gate} | ({"each": [2]} if found.interleaved else {"copies": 1 + found.gated})]
+            rows = [
+                {"module": found.gate} | ({"lines_per_unit": [2]} if found.interleaved else {"copies": 1 + found.gated})
+            ]
         common = {"rounding": "ceil", "unit": "column", "units": "mlp", "experts": True}
         self.spaces["mlp"] = {
-            "ends": "columns",
             **common,
             "rows": rows,
             "columns": {"module": found.down},
@@ -638,7 +636,6 @@ class Describer:
         }
         if found.alone:
             self.spaces["experts"] = {
-                "ends": "experts",
                 "unit": "expert",
                 "units": "experts",
                 "rounding": "nearest",
@@ -700,7 +697,7 @@ def drop_space(draft: Draft, name: str, why: str) -> None:
     description = draft.description
     spaces = description["spaces"]
     before = set(modules_of(spaces.values()))
-    gone = [name, *(other for other, own in spaces.items() if own.get("within") == name)]
+    gone = [name, *(other for other, own in spaces.items() if own.get("part_of") == name)]
     if name == "mlp" and description.pop("experts", None) and "experts" in spaces:
         gone.append("experts")
     for each in gone:
@@ -744,7 +741,7 @@ def _dimensions_of(space: Mapping[str, Any]) -> set[str]:
             found.add(value)
 
     for incidence in [*space["rows"], *space.get("tables", []), space.get("columns", {})]:
-        for key in ("each", "after", "stride"):
+        for key in ("lines_per_unit", "after", "stride"):
             walk(incidence.get(key, []))
     return found
 

@@ -25,7 +25,7 @@ class FoundExperts:
         tables: tensors of one number for each expert.
         stacked: files hold each linear module of all experts in one tensor.
         bare: that tensor has the module's name.
-        turned: the weights of one are (inputs, outputs).
+        transposed: the weights of one are (inputs, outputs).
         biased: linear modules have biases.
         columns: of an expert.
         alone: the router has a row for each of them and no other, so that whole experts can go.
@@ -40,7 +40,7 @@ class FoundExperts:
     tables: tuple[str, ...]
     stacked: bool
     bare: bool
-    turned: bool
+    transposed: bool
     biased: bool
     columns: int
     alone: bool
@@ -50,7 +50,7 @@ class FoundExperts:
     @property
     def flags(self) -> dict[str, bool]:
         """Keys of a description that are true."""
-        return {key: True for key in ("stacked", "bare", "turned", "biased") if getattr(self, key)}
+        return {key: True for key in ("stacked", "bare", "transposed", "biased") if getattr(self, key)}
 
 
 def chooses_others(run: BlockRun, path: str, count: int) -> bool:
@@ -91,13 +91,13 @@ def find_experts(block: nn.Module, path: str, names: Names, prefix: str, place: 
     parameters: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
     weights = {name: each for name, each in parameters.items() if each.dim() == 3}
     biases = [name for name in parameters if name not in weights]
-    turned, gated = bool(getattr(module, "is_transposed", False)), bool(getattr(module, "has_gate", True))
+    transposed, gated = bool(getattr(module, "is_transposed", False)), bool(getattr(module, "has_gate", True))
     interleaved = not getattr(module, "is_concatenated", True)
     if len(weights) != 2 or biases not in ([], [f"{name}_bias" for name in weights]):
         return "its experts have other tensors than two weights each and their biases"
     first, last = weights
-    turned = turned or weights[first].shape[2] != weights[last].shape[1]  # some classes do not say so
-    if not _computes_sums(module, parameters, turned=turned):
+    transposed = transposed or weights[first].shape[2] != weights[last].shape[1]  # some classes do not say so
+    if not _computes_sums(module, parameters, transposed=transposed):
         return "its experts are not one linear module behind another, weighted by the router"
     disk: dict[str, list[str]] = {}
     for parameter in parameters:
@@ -111,7 +111,7 @@ def find_experts(block: nn.Module, path: str, names: Names, prefix: str, place: 
             return "its files hold biases of experts in a way that is not described"
     else:
         gates, downs = (_generic(disk[each]) for each in (first, last))
-        if len(gates) != 1 + gated or len(downs) != 1 or biases or turned:
+        if len(gates) != 1 + gated or len(downs) != 1 or biases or transposed:
             return "its files hold experts in a way that is not described"
         modules = [gates[0], gates[-1], *downs]
     gate, up, down = modules
@@ -133,9 +133,9 @@ def find_experts(block: nn.Module, path: str, names: Names, prefix: str, place: 
         tuple(tables),
         stacked=stacked,
         bare=bare,
-        turned=turned,
+        transposed=transposed,
         biased=bool(biases),
-        columns=weights[last].shape[1 if turned else 2],
+        columns=weights[last].shape[1 if transposed else 2],
         alone=block.get_parameter(router).shape[0] == count,
         gated=gated,
         interleaved=interleaved,
@@ -178,7 +178,7 @@ def _find_router(block: nn.Module, path: str, count: int) -> str | None:
 
 
 @torch.no_grad()
-def _computes_sums(module: Any, parameters: Mapping[str, Tensor], *, turned: bool) -> bool:
+def _computes_sums(module: Any, parameters: Mapping[str, Tensor], *, transposed: bool) -> bool:
     """Return whether experts add up what their last linear module makes, weighted by the router as `streams` does it.
 
     A class may weigh tokens itself, and hand all of them to every expert.
@@ -187,7 +187,7 @@ def _computes_sums(module: Any, parameters: Mapping[str, Tensor], *, turned: boo
     if inner is None:
         return False
     first, last = (name for name, each in parameters.items() if each.dim() == 3)
-    count, hidden = parameters[last].shape[0], parameters[last].shape[2 if turned else 1]
+    count, hidden = parameters[last].shape[0], parameters[last].shape[2 if transposed else 1]
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randn(5, hidden, generator=generator)
     chosen = torch.randint(count, (5, 2), generator=generator)
@@ -196,7 +196,7 @@ def _computes_sums(module: Any, parameters: Mapping[str, Tensor], *, turned: boo
 
     def linear(name: str, expert: int, inputs: Tensor) -> Tensor:
         weight, bias = parameters[name][expert], parameters.get(f"{name}_bias")
-        outputs = inputs @ weight if turned else weight @ inputs
+        outputs = inputs @ weight if transposed else weight @ inputs
         return outputs if bias is None else outputs + bias[expert]
 
     def run(expert: int, token: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def find_incidences(module: str, owner: Tensor, count: int, named: Mapping[str, 
             return None
         incidence: dict[str, Any] = {
             "module": module,
-            "each": each,
+            "lines_per_unit": each,
             "copies": copies,
             "after": after,
             "stride": between,

@@ -107,7 +107,7 @@ class Prover:
 
     def _turned(self, part: str, stack: Tensor) -> Tensor:
         experts = self.family.experts
-        return stack.mT if experts is not None and experts.turned and part.endswith(".weight") else stack
+        return stack.mT if experts is not None and experts.transposed and part.endswith(".weight") else stack
 
     @torch.no_grad()
     def _outputs(self, state: Mapping[str, Tensor], config: Any = None, *, narrow: bool = False) -> Tensor:
@@ -165,7 +165,7 @@ class Prover:
         for axis, incidence in [*space.incidences, *_tables(space)]:
             if only in (None, incidence.module):
                 self._each_tensor(state, axis, incidence, order, blocks)
-        if space.ends == "experts" and only is None:
+        if space.kind == "experts" and only is None:
             for block in blocks:
                 for module in self.family.experts.roles if self.family.experts else ():
                     for kind in self._kinds:
@@ -253,7 +253,7 @@ class Prover:
                     cut[tensor_name] = tensor.index_select(dim, lines)
                     shape = [-1 if each == dim else 1 for each in range(tensor.dim())]
                     zeroed[tensor_name] = zeroed[tensor_name] * mask.view(shape)
-        if space.ends == "experts":
+        if space.kind == "experts":
             experts = self.family.experts
             gone = {
                 self._of_expert(block, module, number, kind)

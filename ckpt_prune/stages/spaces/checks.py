@@ -10,7 +10,7 @@ from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.moments.kinds import Collect
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.family import Family
-from ckpt_prune.model.spaces import BESIDE, ENDS, Site, SpaceName, first_expert_spaces
+from ckpt_prune.model.spaces import BESIDE, KIND_OF_SPACE, Site, SpaceName, first_expert_spaces
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.space_kinds import kind_of
 from ckpt_prune.stages.spaces.size_search import check_reachable
@@ -162,7 +162,7 @@ def _check_plan(prepared: Prepared, plan: Plan) -> None:
     for site in plan.sites:
         space = site.site.space
         units, copies = prepared.model.site_units(space, site.block), prepared.model.copies(space)
-        if prepared.model.family.spaces[space].ends == "experts":
+        if prepared.model.family.spaces[space].kind == "experts":
             copies = prepared.model.expert_groups
         if not site.kept or sorted(set(site.kept) & set(range(units))) != site.kept:
             raise UserError(
@@ -212,7 +212,7 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     for name in recipe.spaces:
         obstacle = family.spaces[name].whole
         if obstacle is not None:
-            prunable = {k: s for k, s in family.spaces.items() if s.whole is None and s.ends != "experts"}
+            prunable = {k: s for k, s in family.spaces.items() if s.whole is None and s.kind != "experts"}
             plain = (key for key, space in prunable.items() if key in family.columns and space.fixed is None)
             others = list(first_expert_spaces(plain)) or list(first_expert_spaces(prunable))
             alone = " and ".join(f"recipe corp-{other}" for other in others)
@@ -224,7 +224,7 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
 
 def _say_lacking(space: SpaceName, family: Family) -> str:
     """Name a space, say why a family does not have it, and what can be pruned instead."""
-    model_type, ends, others = family.model_type, ENDS[space], ", ".join(first_expert_spaces(family.spaces))
+    model_type, ends, others = family.model_type, KIND_OF_SPACE[space], ", ".join(first_expert_spaces(family.spaces))
     if space in family.absent:
         remedy = ". --set spaces.heads.optional=true leaves them as they are" if space == "heads" else ""
         return f"{space}, which {model_type} has not ({family.absent[space]}){remedy}: it has {others}"
@@ -236,7 +236,7 @@ def _say_lacking(space: SpaceName, family: Family) -> str:
             + f"Heads and mlp can be pruned: recipes corp-heads and corp-mlp, or leave out spaces.{space}"
         )
     if ends == "rotary":
-        problem = family.unpaired or "its description does not say how they lie"
+        problem = family.no_rotary or "its description does not say how they lie"
         reason = f"in {model_type} none can go: {problem}" if family.rope else f"{model_type} has none"
         remedy = "; spaces.qk prunes dimensions of its queries and keys" if family.logits else ""
         return f"{space}, pairs of rotary positions, and {reason}{remedy}"

@@ -7,7 +7,7 @@ from collections.abc import Set
 
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.runtimes import Change
-from ckpt_prune.model.spaces import COUPLED, ENDS, recipe_space
+from ckpt_prune.model.spaces import COUPLED, KIND_OF_SPACE, recipe_space
 from ckpt_prune.recipe.recipe import Recipe, StageKeys
 from ckpt_prune.recipe.space_kinds import CHOSEN, kind_of
 
@@ -93,7 +93,7 @@ class Spaces(StageKeys):
         if recipe.target != "drift" or recipe.true_sequential:
             return
         for pair in COUPLED:
-            if all(space in recipe.spaces and ENDS[space] != "logits" for space in pair):
+            if all(space in recipe.spaces and KIND_OF_SPACE[space] != "logits" for space in pair):
                 raise ValueError(
                     f"{' and '.join(pair)} end in one projection, and with true_sequential: false both would make "
                     "up for the same drift: leave true_sequential out"

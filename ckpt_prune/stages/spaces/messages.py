@@ -204,7 +204,7 @@ def multiples_line(prepared: Prepared) -> str | None:
 
 def _inside(model: Model, recipe: Recipe, space: SpaceName) -> str:
     """Say what could be dropped inside the units of a space that loses none; empty if nothing."""
-    inner = next((name for name, each in model.family.columns.items() if each.within == space), None)
+    inner = next((name for name, each in model.family.columns.items() if each.part_of == space), None)
     if inner is None or inner in recipe.spaces:
         return ""
     units, definition = max(model.unit_counts(inner)), model.family.spaces[inner]

@@ -141,7 +141,7 @@ class Pruner:
         """
         space = self.model.family.spaces[plan.space]
         count, copies = space.count(self.model.dimension), space.copies(self.model.dimension)
-        within = next(units for name, units in kept.items() if self.model.family.spaces[name].units == space.per)
+        within = next(units for name, units in kept.items() if self.model.family.spaces[name].units == space.for_each)
         scores, first = torch.zeros(copies, count, dtype=torch.float64), plan.kept[: len(plan.kept) // len(within)]
         scores[within] = torch.tensor(plan.scores, dtype=torch.float64).view(len(within), count)
         stays = torch.tensor(first).repeat(copies, 1)

@@ -10,7 +10,7 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.ratios import is_far
 from ckpt_prune.job.records import HeadErrors, SiteRecord
 from ckpt_prune.model.family_keys import GROUPED
-from ckpt_prune.model.spaces import ENDS, expert_space, recipe_space
+from ckpt_prune.model.spaces import KIND_OF_SPACE, expert_space, recipe_space
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.show.section import (
     MISSING,
@@ -144,7 +144,7 @@ def _errors(sites: Sequence[SiteRecord]) -> Iterator[str]:
     measured = [records for records in _by_space(sites).values() if mean_errors(records) is not None]
     if measured:
         drift = any(site.share is not None for records in measured for site in records)
-        logits = any(ENDS.get(recipe_space(records[0].space)) in ("logits", "rotary") for records in measured)
+        logits = any(KIND_OF_SPACE.get(recipe_space(records[0].space)) in ("logits", "rotary") for records in measured)
         of = " (of queries and keys: of the attention logits)" if logits else ""
         yield (
             f"The error is the share of the energy of a module's output{of} that pruning changes, before and after "

@@ -66,7 +66,7 @@ def decide(prepared: Prepared, ranking: Ranking | None = None) -> Decisions:
     if recipe.allocation == "uniform":
         by_ratio = Decisions(recipe)
         # Units in which others have gone are ranked once these are gone.
-        inner = {space.within for name, space in model.family.columns.items() if name in recipe.spaces}
+        inner = {space.part_of for name, space in model.family.columns.items() if name in recipe.spaces}
         sites = {
             site: replace(by_ratio.of(model, site), scores=units.scores)
             for site, (units,) in (prepared.ranked or {}).items()

@@ -64,12 +64,12 @@ def test_spaces_are_found_and_proven(named):
 def test_interleaved_experts_with_biases_beside_heads_with_sinks():
     found = discover(config("gpt_oss", "GptOssForCausalLM")).description
     sinks = {"module": "self_attn.sinks"}
-    assert found["spaces"]["heads"]["tables"] == [sinks | {"each": ["group"]}]
+    assert found["spaces"]["heads"]["tables"] == [sinks | {"lines_per_unit": ["group"]}]
     assert found["spaces"]["queries"]["tables"] == [sinks]
     gate, down = "mlp.experts.gate_up_proj.{expert}", "mlp.experts.down_proj.{expert}"
-    assert found["spaces"]["mlp"]["rows"] == [{"module": gate, "each": [2]}]
+    assert found["spaces"]["mlp"]["rows"] == [{"module": gate, "lines_per_unit": [2]}]
     assert found["spaces"]["mlp"]["columns"] == {"module": down}
-    keys = ("gate", "up", "down", "stacked", "bare", "turned", "biased")
+    keys = ("gate", "up", "down", "stacked", "bare", "transposed", "biased")
     assert [found["experts"][key] for key in keys] == [gate, gate, down, True, True, True, True]
 
 
@@ -100,7 +100,11 @@ def test_a_class_without_proven_spaces_is_refused(named, reason):
 @pytest.mark.parametrize(
     ("planted", "together", "alone"),
     [
-        ({"rows": [{"module": "self_attn.q_proj", "each": ["group", "head_dim"]}]}, False, False),  # keys stay behind
+        (
+            {"rows": [{"module": "self_attn.q_proj", "lines_per_unit": ["group", "head_dim"]}]},
+            False,
+            False,
+        ),  # keys stay behind
         ({"tables": [{"module": "self_attn.idle"}]}, True, False),
     ],
 )
@@ -176,13 +180,17 @@ NAMED = {"head_dim": 24, "group": 5, "kv_heads": 7, "query_heads": 35}
 @pytest.mark.parametrize(
     "incidence",
     [
-        {"each": ["head_dim"]},
-        {"each": ["group", "head_dim"]},
+        {"lines_per_unit": ["head_dim"]},
+        {"lines_per_unit": ["group", "head_dim"]},
         {"copies": 2},
-        {"each": [2]},
-        {"each": [3, "head_dim"]},
-        {"each": ["head_dim"], "copies": 2, "after": [["query_heads", "head_dim"]]},
-        {"each": ["head_dim"], "after": [["group", "head_dim"]], "stride": [["group", "head_dim"], [2, "head_dim"]]},
+        {"lines_per_unit": [2]},
+        {"lines_per_unit": [3, "head_dim"]},
+        {"lines_per_unit": ["head_dim"], "copies": 2, "after": [["query_heads", "head_dim"]]},
+        {
+            "lines_per_unit": ["head_dim"],
+            "after": [["group", "head_dim"]],
+            "stride": [["group", "head_dim"], [2, "head_dim"]],
+        },
     ],
 )
 def test_layouts_are_said_as_they_lie(incidence):

@@ -159,7 +159,7 @@ def test_what_is_described_by_hand_is_found(model_type):
     for name in found["spaces"].keys() & known.spaces.keys():
         space = found["spaces"][name]
         given = known.spaces[name].model_dump(exclude_defaults=True)
-        for key in ("units", "experts", "per", "within", "tables"):
+        for key in ("units", "experts", "for_each", "part_of", "tables"):
             assert space.get(key) == given.get(key), (name, key)
         configs = [{names.get(key, key): value for key, value in each["config"].items()} for each in (space, given)]
         assert configs[0] == configs[1], name
@@ -171,7 +171,7 @@ def _runs(space):
     """Rows of a space with each of several copies, which lie one after the other, by itself."""
     runs = []
     for row in space["rows"]:
-        each, after = row.get("each", []), row.get("after", [])
+        each, after = row.get("lines_per_unit", []), row.get("after", [])
         others = {key: value for key, value in row.items() if key not in ("copies", "after")}
         before = [[[*each, space["units"]]] * copy for copy in range(row.get("copies", 1))]
         runs += [others | {"after": [*after, *copies]} for copies in before]

@@ -37,7 +37,7 @@ def measure_variant(
 ) -> Effects:
     source = Model.open(sources.folder(variant))
     given = {
-        "spaces": [name for name, space in source.family.spaces.items() if space.ends != "rotary"],
+        "spaces": [name for name, space in source.family.spaces.items() if space.kind != "rotary"],
         "points": POINTS,
         "limit": LIMIT,
         "statistics": sources.statistics(variant),
@@ -175,7 +175,7 @@ def measure_by_hand(sources_folder, variant: str, kind: type[ByHand] = ByHand) -
     by_hand = kind(model, source, samples)
     effects: Effects = {}
     for block in range(BLOCKS):
-        for space in (name for name, described in source.family.spaces.items() if described.ends != "rotary"):
+        for space in (name for name, described in source.family.spaces.items() if described.kind != "rotary"):
             counts = dropped_counts(source.units(space, 0), POINTS)
             name = source.site_name(block, space)
             if space == "qk":

@@ -43,7 +43,7 @@ def counts_of(
 ) -> dict[SpaceName, list[int]]:
     """Return units to drop of a site of every space, in the family's order; check what statistics hold for it."""
     chosen = [space for space in model.family.spaces if space in spaces]
-    kinds = {SOLVERS[model.family.spaces[space].ends].collects for space in chosen}
+    kinds = {SOLVERS[model.family.spaces[space].kind].collects for space in chosen}
     for kind, (what, more) in _NEEDS.items():
         if kind in kinds and kind not in statistics.index.collect:
             raise UserError(f"{what}, and {statistics.folder} has none: calibrate with --collect moments,gram{more}")
@@ -120,5 +120,5 @@ def trial_spaces(
     for space in spaces:
         description = model.family.spaces[space]
         biased = model.tensor(block, description.measured, "bias") in tensors
-        entries[space] = SOLVERS[description.ends].trial(biased=biased) | {"ratio": 0}
+        entries[space] = SOLVERS[description.kind].trial(biased=biased) | {"ratio": 0}
     return entries
