@@ -364,16 +364,11 @@ def _description(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
         return part.described
     model_type = config["model_type"]
     variant = next((key for key in variants_of(model_type) if config.get(key)), None)
-    family = load_family(model_type, variant)
-    spaces = {name: space.model_dump(exclude_defaults=True) for name, space in family.spaces.items()}
-    for name, why in part.keeps.items():
-        if name in spaces:
-            spaces[name]["whole"] = why
-    for name, space in family.spaces.items():
-        spaces[name] |= {"rows": [row.model_dump() for row in space.rows], "config": space.config}
-    stated: dict[str, Any] = {"spaces": spaces, "stand_ins": []}
-    inherits = [key for key in FUNCTION_KEYS if key in description_keys(model_type) and key not in stated]
-    return {"extends": model_type, "inherits": inherits, "model_type": model_type, **stated}
+    spaces = load_family(model_type, variant).spaces
+    kept = {name: {"whole": why} for name, why in part.keeps.items() if name in spaces}
+    stated = {"model_type": model_type, "spaces": kept, "stand_ins": []}
+    taken = [key for key in (*FUNCTION_KEYS, "rotary") if key in description_keys(model_type) and key != "stand_ins"]
+    return {"extends": model_type, "inherits": taken, **stated}
 
 
 def _inner_name(part: Part, parameter: str) -> str | None:

@@ -13,7 +13,8 @@ from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.old_names import with_new_names
-from ckpt_prune.model.spaces import KIND_OF_SPACE, make_rotary_space
+from ckpt_prune.model.short_forms import complete_description, merge_descriptions
+from ckpt_prune.model.spaces import KIND_OF_SPACE
 
 OUTSIDE_KEY = "ckpt_prune_family"
 """Config key of a description from outside the package, as in its file: outputs carry it to whoever opens them."""
@@ -83,7 +84,9 @@ def _inherit(model_type: str, stated: dict[str, Any]) -> dict[str, Any]:
     inherited = {} if parent is None else _description(parent)
     inherited = {key: value for key, value in inherited.items() if key not in UNINHERITED_KEYS or key in inherits}
     _check_inheritance(model_type, parent, inherited, stated, inherits)
-    return inherited | stated
+    if "spaces" in stated and "spaces" not in inherits:
+        inherited.pop("spaces", None)
+    return merge_descriptions(inherited, stated, "dimensions", "spaces")
 
 
 def _check_inheritance(
@@ -98,7 +101,9 @@ def _check_inheritance(
             f'write "inherits": {json.dumps([*inherits, *unsaid])}, or state those that differ'
         )
     inheritable = (*FUNCTION_KEYS, *UNINHERITED_KEYS)
-    wrong = [key for key in inherits if key in stated or key not in inheritable or key not in taken]
+    wrong = [
+        key for key in inherits if (key in stated and key != "spaces") or key not in inheritable or key not in taken
+    ]
     if wrong:
         raise UserError(
             f'{model_type}.json has {wrong[0]} in "inherits", which takes only keys that its parent states and it '
@@ -109,20 +114,10 @@ def _check_inheritance(
 def _family(values: dict[str, Any], variant: str | None, **more: Any) -> Family:
     variants = values.pop("variants", {})
     if variant is not None:
-        changes = variants[variant]
-        values |= changes | {"spaces": values["spaces"] | changes.get("spaces", {})}
-    if isinstance(values.get("spaces"), dict):
-        values["spaces"] = {
-            name: {**space, "kind": KIND_OF_SPACE.get(name, "columns")} if isinstance(space, dict) else space
-            for name, space in values["spaces"].items()
-        }
-    family = Family.model_validate(
-        {"architecture": next(iter(values["architectures"])), "variant": variant, **values, **more}
-    )
-    if family.rotary is None:
-        return family
-    rotary = make_rotary_space(family.attention.query, family.attention.key, family.rotary.pairs, family.rotary.angles)
-    return family.model_copy(update={"spaces": {"rotary": rotary, **family.spaces}})
+        values = merge_descriptions(values, variants[variant], "dimensions", "attention", "spaces")
+    values = complete_description(values)
+    architecture = next(iter(values["architectures"]))
+    return Family.model_validate({"architecture": architecture, "variant": variant, **values, **more})
 
 
 @cache

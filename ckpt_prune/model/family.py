@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ckpt_prune.checkpoint.sentence_modules import ModulesUse
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.family_keys import Attention, Experts, FamilyClass, Found, Multiple, Refusal, ResidualKeys, Rotary
+from ckpt_prune.model.family_keys import Attention, Experts, FamilyClass, Found, Multiple, Refusal, ResidualKeys
 from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose, purpose_of_class, stock_classes
 from ckpt_prune.model.settings import unknown_settings
 from ckpt_prune.model.spaces import (
@@ -99,7 +99,6 @@ class Family(StrictModel):
     together: list[str] = Field(default_factory=list)
     spaceless: list[str] = Field(default_factory=list)
     rope: bool = False
-    rotary: Rotary | None = None
     no_rotary: str | None = None
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ckpt_prune.model.purposes import Purpose
-from ckpt_prune.model.spaces import Dimension, Incidence, Pairing, StrictModel
+from ckpt_prune.model.spaces import Dimension, Incidence, StrictModel
 
 
 class Multiple(StrictModel):
@@ -55,13 +55,6 @@ class Attention(StrictModel):
     def modules(self) -> tuple[str, ...]:
         """All of them, once each."""
         return tuple(dict.fromkeys((self.query, self.key, self.value, self.output)))
-
-
-class Rotary(StrictModel):
-    """How a family rotates whole queries and keys by position, pair by pair."""
-
-    pairs: Pairing
-    angles: Pairing
 
 
 GATE, UP, DOWN = "gate", "up", "down"

@@ -321,28 +321,6 @@ class RotarySpace(ReaderSpace):
         return [] if method == "none" else [self.measured]  # the keys that stay are as they were
 
 
-def make_rotary_space(query: str, key: str, pairs: Pairing, angles: Pairing) -> RotarySpace:
-    """Describe the rotary pairs of a family whose queries and keys are linear modules of their own."""
-    halves, lines = (2, 1) if pairs == "halves" else (1, 2)
-    return RotarySpace(
-        kind="rotary",
-        unit="rotary pair",
-        units="pairs",
-        for_each="kv_heads",
-        rounding="floor",
-        rows=[
-            Incidence(
-                module=query, lines_per_unit=[lines], copies=1, repeats=[halves, "group"], repeated_units=["pairs"]
-            ),
-            Incidence(module=key, lines_per_unit=[lines], copies=1, repeats=[halves], repeated_units=["pairs"]),
-        ],
-        config={"num_rotary_pairs": []},
-        fixed="no stock class has queries and keys without some of their rotary pairs",
-        pairs=pairs,
-        angles=angles,
-    )
-
-
 class ExpertSpace(ReaderSpace):
     """Whole experts of a block; `rows` are those of the router. The experts' other tensors go with them."""
 

@@ -57,7 +57,7 @@ def test_inspect_shows_spaces_and_proofs(arcee):
         "queries                      same              differs                        same\n"
     ) in shown.stdout.replace(transformers.__version__, "5.24.0")
     found = read_json("arcee.json")
-    assert found["spaces"]["mlp"]["rows"] == [{"module": "mlp.up_proj"}]
+    assert found["spaces"]["mlp"]["rows"] == ["mlp.up_proj"]
     assert found["bias_slots"]["mlp.down_proj"] == "mlp_bias"
     assert "mlp.gate_proj" not in found["bias_slots"]
     assert found["heads_divide_hidden"]

@@ -8,6 +8,7 @@ import pytest
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.description_checks import check_description
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, load_family, parse_family
+from ckpt_prune.model.short_forms import shorten_description
 from tests.contract.models import CASES
 
 LLAMA = next(case for case in CASES if case.model_type == "llama")
@@ -62,7 +63,7 @@ RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr
             "block: LlamaForCausalLM has no tensor that begins with model.block.0.",
         ),
         (
-            with_mlp({"rows": [{"module": "mlp.up_proj"}]}),
+            with_mlp({"rows": [{"module": "mlp.up_proj"}]}, residual=RESIDUAL),
             "residual: reads and writes together are not the modules of the spaces: mlp.gate_proj",
         ),
         (
@@ -110,7 +111,12 @@ RESIDUAL = load_family("llama").residual.model_dump()  # type: ignore[union-attr
         ),
         (with_mlp({"rows": []}), "llama.json: spaces.mlp.columns.rows: list should have at least 1 item"),
         (
-            described_as(attention=ATTENTION | {"query": "self_attn.k_proj"}),
+            described_as(
+                attention=ATTENTION | {"query": "self_attn.k_proj"},
+                spaces=SPACES,
+                residual=RESIDUAL,
+                bias_slots=load_family("llama").bias_slots,
+            ),
             "attention.query and key: self_attn.k_proj has 16 outputs in LlamaForCausalLM, and 6 heads of 8 have 48",
         ),
         (
@@ -129,7 +135,7 @@ def test_a_wrong_key_is_named(description: dict[str, Any], message: str) -> None
 
 def test_a_dimension_may_have_names_that_the_config_lacks() -> None:
     dimensions = load_family("llama").dimensions | {"mlp": ["ffn_dim", "intermediate_size"]}
-    family = parse_family(json.dumps(described_as(dimensions=dimensions)))
+    family = parse_family(json.dumps(described_as(dimensions=dimensions, spaces=SPACES)))
     check_description(family, CONFIG)
     assert family.dimensions["mlp"] == ["ffn_dim", "intermediate_size"]
 
@@ -185,6 +191,44 @@ def test_a_config_that_carries_another_familys_description() -> None:
 def test_spaces_are_in_the_order_of_computation_however_a_config_was_sorted() -> None:
     sorted_keys = json.loads(json.dumps(described_as(spaces=SPACES), sort_keys=True))
     assert list(parse_family(json.dumps(sorted_keys)).spaces) == list(load_family("llama").spaces)
+
+
+def test_spaces_follow_from_the_modules_of_attention_unless_they_are_stated():
+    rows = [{"module": "mlp.fc1", "copies": 2}]
+    description = described_as(
+        attention=ATTENTION | {"output": "self_attn.dense"},
+        spaces={"heads": {"norm": "behind"}, "values": {"fixed": None}, "mlp": {"rows": rows, "columns": "mlp.fc2"}},
+        bias_slots={"attention": True, "self_attn.dense": False, "mlp": "mlp_bias"},
+        residual={"norm": "rms", "reads": {"first": ["attention", "mlp"]}, "final": "model.norm"},
+    )
+    family, llama = parse_family(json.dumps(description)), load_family("llama")
+    assert [(name, space.consumer, space.norm) for name, space in family.columns.items()] == [
+        ("heads", "self_attn.dense", "behind"),
+        ("values", "self_attn.dense", "behind"),
+        ("mlp", "mlp.fc2", None),
+    ]
+    heads, values = family.spaces["heads"], family.spaces["values"]
+    assert (heads.rows, heads.config) == (llama.spaces["heads"].rows, llama.spaces["heads"].config)
+    assert (values.fixed, values.rounding) == (None, "floor")
+    assert family.bias_slots == {
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), True),
+        **dict.fromkeys(("mlp.fc1", "mlp.fc2"), "mlp_bias"),
+    }
+    assert family.residual is not None
+    assert family.residual.reads == {"first": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1"]}
+    assert (family.residual.writes, family.residual.starts) == (["self_attn.dense", "mlp.fc2"], ["model.embed_tokens"])
+
+
+def test_what_a_description_need_not_state_is_left_out_of_it():
+    dimensions = load_family("llama").dimensions
+    shorter = shorten_description({"attention": ATTENTION, "dimensions": dimensions, "spaces": SPACES})["spaces"]
+    assert {name: shorter[name] for name in ("queries", "heads", "values")} == {
+        "queries": {},
+        "heads": {},
+        "values": {},
+    }
+    assert shorter["mlp"] == {"rows": ["mlp.gate_proj", "mlp.up_proj"], "columns": "mlp.down_proj"}
+    assert parse_family(json.dumps(described_as(spaces=shorter))).spaces == load_family("llama").spaces
 
 
 def test_a_description_of_an_earlier_version_is_read():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_prune.model.descriptions import known_families, load_family, variants_of
+from ckpt_prune.model.short_forms import complete_description
 from ckpt_prune.model.spaces import (
     BESIDE,
     COUPLED,
@@ -15,7 +16,7 @@ from ckpt_prune.model.spaces import (
     ColumnSpace,
     Incidence,
     LogitSpace,
-    make_rotary_space,
+    RotarySpace,
 )
 
 SIZES = {"head_dim": 3, "group": 2, "heads": 4, "mlp": 5}
@@ -148,7 +149,8 @@ def test_what_a_space_says_of_its_modules():
     ],
 )
 def test_a_rotary_pair_lies_on_its_key_and_on_every_query_that_shares_it(pairs, query, key):
-    space = make_rotary_space("q", "k", pairs, pairs)
+    stated = {"attention": {"query": "q", "key": "k"}, "rotary": {"pairs": pairs, "angles": pairs}}
+    space = RotarySpace.model_validate(complete_description(stated)["spaces"]["rotary"])
     sizes = {"pairs": 3, "group": 2, "kv_heads": 2}
     assert (space.count(sizes.__getitem__), space.site_units(sizes.__getitem__)) == (3, 6)
     lines = [

@@ -389,9 +389,7 @@ class Describer:
             return "its heads lie in an order that a description cannot say"
         effect = self._effect(run, trace)
         self.spaces["heads"] = {
-            "unit": "KV group" if group > 1 else "head",
             "units": "kv_heads",
-            "rounding": "floor",
             "rows": rows,
             "columns": columns[0],
             **({"tables": tables} if tables else {}),
@@ -406,16 +404,11 @@ class Describer:
         if rows is None or columns is None or len(columns) != 1 or tables is None:
             return None
         self.spaces["queries"] = {
-            "unit": "grouped query head",
             "units": "group",
-            "for_each": "kv_heads",
-            "part_of": "heads",
-            "rounding": "nearest",
             "rows": rows,
             "columns": columns[0],
             **({"tables": tables} if tables else {}),
             "config": {heads: ["kv_heads"]},
-            **effect,
         }
         return None
 
@@ -569,9 +562,8 @@ class Describer:
         if rows is None or ends is None or len(ends) != 1 or tables is None:
             return f"the columns of {trace.consumer} ({columns}) lie in an order that a description cannot say"
         self.spaces[name] = {
-            "unit": "column" + (" for each shared expert" if each else ""),
+            **({"unit": "column for each shared expert"} if each else {}),
             "units": units,
-            "rounding": "ceil",
             "rows": rows,
             "columns": ends[0],
             **({"tables": tables} if tables else {}),
@@ -627,18 +619,11 @@ class Describer:
             rows = [
                 {"module": found.gate} | ({"lines_per_unit": [2]} if found.interleaved else {"copies": 1 + found.gated})
             ]
-        common = {"rounding": "ceil", "unit": "column", "units": "mlp", "experts": True}
-        self.spaces["mlp"] = {
-            **common,
-            "rows": rows,
-            "columns": {"module": found.down},
-            "config": {key: []},
-        }
+        columns = {"module": found.down}
+        self.spaces["mlp"] = {"units": "mlp", "experts": True, "rows": rows, "columns": columns, "config": {key: []}}
         if found.alone:
             self.spaces["experts"] = {
-                "unit": "expert",
                 "units": "experts",
-                "rounding": "nearest",
                 "rows": [{"module": found.router}],
                 **({"tables": [{"module": each} for each in found.tables]} if found.tables else {}),
                 "config": {count_key: []},
@@ -697,7 +682,7 @@ def drop_space(draft: Draft, name: str, why: str) -> None:
     description = draft.description
     spaces = description["spaces"]
     before = set(modules_of(spaces.values()))
-    gone = [name, *(other for other, own in spaces.items() if own.get("part_of") == name)]
+    gone = [name, *(["queries"] if name == "heads" and "queries" in spaces else [])]
     if name == "mlp" and description.pop("experts", None) and "experts" in spaces:
         gone.append("experts")
     for each in gone:

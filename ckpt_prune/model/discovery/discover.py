@@ -26,6 +26,7 @@ from ckpt_prune.model.discovery.switches import WidthSwitchError
 from ckpt_prune.model.discovery.twin import FIRST, OTHER, Twin, build_twin, small_configs
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.family_keys import SpaceProof
+from ckpt_prune.model.short_forms import shorten_description
 from ckpt_prune.model.skeleton import parse_config, quiet_transformers, stock_class
 
 _AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
@@ -150,7 +151,8 @@ def _find(plain: dict[str, Any], architecture: str, auto: str, stack: str | None
         module_paths(parse_family(json.dumps(draft.description)))
     except Exception:  # published configs state what its class has no default for, or each block its own
         draft.description["found"] = found | {"config": other.config}
-    return Discovery(description=draft.description, seconds=round(time.process_time() - start, 2))
+    description = shorten_description(draft.description)
+    return Discovery(description=description, seconds=round(time.process_time() - start, 2))
 
 
 def _draft(plain: dict[str, Any], architecture: str, auto: str, stack: str | None) -> tuple[Draft, Twin]:

@@ -63,12 +63,10 @@ def test_spaces_are_found_and_proven(named):
 
 def test_interleaved_experts_with_biases_beside_heads_with_sinks():
     found = discover(config("gpt_oss", "GptOssForCausalLM")).description
-    sinks = {"module": "self_attn.sinks"}
-    assert found["spaces"]["heads"]["tables"] == [sinks | {"lines_per_unit": ["group"]}]
-    assert found["spaces"]["queries"]["tables"] == [sinks]
+    assert found["spaces"]["heads"]["tables"] == [{"module": "self_attn.sinks", "lines_per_unit": ["group"]}]
+    assert found["spaces"]["queries"] == {"tables": ["self_attn.sinks"]}
     gate, down = "mlp.experts.gate_up_proj.{expert}", "mlp.experts.down_proj.{expert}"
-    assert found["spaces"]["mlp"]["rows"] == [{"module": gate, "lines_per_unit": [2]}]
-    assert found["spaces"]["mlp"]["columns"] == {"module": down}
+    assert found["spaces"]["mlp"] == {"rows": [{"module": gate, "lines_per_unit": [2]}]}
     keys = ("gate", "up", "down", "stacked", "bare", "transposed", "biased")
     assert [found["experts"][key] for key in keys] == [gate, gate, down, True, True, True, True]
 

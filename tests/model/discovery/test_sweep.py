@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from ckpt_prune.model.descriptions import known_families, load_family
+from ckpt_prune.model.descriptions import known_families, load_family, parse_family
 from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.verification import forward_pass
 from tests.evaluation.tiny import tiny_tokenizer
@@ -154,11 +154,10 @@ def test_blocks_of_several_kinds(model_type, spaces, whole, tmp_path: Path):
 def test_what_is_described_by_hand_is_found(model_type):
     """Incidences of the same lines, and the same config keys or other names of them."""
     known, names = load_family(model_type), CONFIG_MAPPING[model_type].attribute_map
-    found = discover(config(model_type, known.architecture)).description
-    assert {"mlp"} <= found["spaces"].keys() & known.spaces.keys()
-    for name in found["spaces"].keys() & known.spaces.keys():
-        space = found["spaces"][name]
-        given = known.spaces[name].model_dump(exclude_defaults=True)
+    found = parse_family(json.dumps(discover(config(model_type, known.architecture)).description))
+    assert {"mlp"} <= found.spaces.keys() & known.spaces.keys()
+    for name in found.spaces.keys() & known.spaces.keys():
+        space, given = (own.spaces[name].model_dump(exclude_defaults=True) for own in (found, known))
         for key in ("units", "experts", "for_each", "part_of", "tables"):
             assert space.get(key) == given.get(key), (name, key)
         configs = [{names.get(key, key): value for key, value in each["config"].items()} for each in (space, given)]
