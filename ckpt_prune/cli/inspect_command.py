@@ -6,7 +6,7 @@ import click
 
 from ckpt_prune.api.commands import inspect
 from ckpt_prune.cli.command import Command, table_of
-from ckpt_prune.show.section import Table
+from ckpt_prune.show.section import Table, name_blocks
 from ckpt_prune.show.terminal import print_table
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def _print(found: "ModelDescription") -> None:
         + (f"all stay: {found.block.stay}" if found.block.stay else "whole ones can go (--recipe depth)"),
         "FLOPs": f"{human_count(found.flops)} for one sample of {found.tokens} tokens",
     }
+    facts["kinds"] = "; ".join(f"{spaces} in {name_blocks(blocks)}" for spaces, blocks in found.kinds.items())
     if found.cache:
         facts["KV cache"] = f"{human_bytes(found.cache)} a token"
     if found.ignored_words is not None:

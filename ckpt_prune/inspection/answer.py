@@ -125,6 +125,7 @@ class ModelDescription(_KnownDescription):
             to them has the same values.
         ignored_words, tied_words: sentences about these, and about tensors stored otherwise than config.json ties them.
         made_from: set for an output of this tool.
+        kinds: spaces of a kind of blocks, in words → these blocks; empty if all have the same.
         pruned: sizes at the given ratios.
         messages: say if units are too coarse for these.
         recipe: whose spaces the ratios apply to.
@@ -134,6 +135,7 @@ class ModelDescription(_KnownDescription):
 
     blocks: int
     block: BlockDescription
+    kinds: dict[str, list[int]] = Field(default_factory=dict)
     tied_head: bool
     spaces: dict[str, SpaceDescription]
     parameters: int

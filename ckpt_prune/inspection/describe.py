@@ -91,6 +91,7 @@ def _model(
         files=len(checkpoint.files),
         blocks=model.blocks,
         block=_block(model),
+        kinds=_kinds(model),
         tied_head=model.tied,
         spaces={name: _space(model, first) for name, first in first_expert_spaces(family.spaces).items()},
         **cost_of(model).model_dump(),
@@ -126,6 +127,14 @@ def _block(model: Model) -> BlockDescription:
             stay = str(error)
     names = filter(is_parameter, model.block_names(model.blocks - 1))
     return BlockDescription(parameters=sum(model.checkpoint.tensors[name].numel for name in names), stay=stay)
+
+
+def _kinds(model: Model) -> dict[str, list[int]]:
+    kinds: dict[str, list[int]] = {}
+    for block, widths in enumerate(model.dense_widths):
+        spaces = ", ".join(first_expert_spaces(widths)) or "none that can be pruned"
+        kinds.setdefault(spaces, []).append(block)
+    return kinds if len(kinds) > 1 else {}
 
 
 def _space(model: Model, name: SpaceName) -> SpaceDescription:

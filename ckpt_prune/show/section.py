@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from ckpt_prune.common.block_range import runs_of
 from ckpt_prune.common.records import Record
 
 R = TypeVar("R")
@@ -207,6 +208,13 @@ def format_span(numbers: Collection[int]) -> str:
     """Format the range of numbers, such as "2" or "2 to 5"."""
     least, most = min(numbers), max(numbers)
     return f"{least}" if least == most else f"{least} to {most}"
+
+
+def name_blocks(blocks: Sequence[int]) -> str:
+    """Name ascending blocks, such as "blocks 0 to 2 and 4"."""
+    *most, last = [format_span(run) for run in runs_of(blocks)]
+    runs = f"{', '.join(most)} and {last}" if most else last
+    return f"{'block' if len(blocks) == 1 else 'blocks'} {runs}"
 
 
 def name_some(names: Sequence[str], most: int = 8) -> str:

@@ -56,6 +56,10 @@ def test_units_that_go_are_as_if_they_were_zero(hybrid: str) -> None:
         units[:, [unit for unit in range(site["units"]) if unit not in site["kept"]]] = 0
         weights[site["consumer"]] = units.flatten(1)
     assert pruned == BLOCKS[hybrid]
+    kinds = json.loads(ok("inspect", "hybrid", "--family", "hybrid.json", "--json"))["kinds"]
+    assert (len(kinds) > 1) == (len({*map(frozenset, pruned.values())}) > 1)
+    for space, blocks in pruned.items() if kinds else ():
+        assert blocks == {block for kind, own in kinds.items() if space in kind.split(", ") for block in own}
     save_file(weights, "hybrid/model.safetensors", {"format": "pt"})
     tokens = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(1))
     with quiet_transformers(), torch.no_grad():
@@ -112,5 +116,6 @@ def test_a_class_that_derives_its_widths_is_not_said_to_be_untied(place: Path) -
         make_model("lfm2", block_auto_adjust_ff_dim=True, block_multiple_of=8).save_pretrained("hybrid")
     assert read_json("hybrid/config.json")["tie_word_embeddings"]
     assert "tied  " not in ok("inspect", "hybrid")
+    assert "kinds       mlp in blocks 0 and 2; queries, heads, mlp in blocks 1 and 3\n" in ok("inspect", "hybrid")
     ok("prune", "hybrid", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out", "--container", "any")
     assert read_json("out/config.json")["tie_word_embeddings"]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_prune.common.block_range import runs_of
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.ratios import is_far
 from ckpt_prune.job.records import HeadErrors, SiteRecord
@@ -26,6 +25,7 @@ from ckpt_prune.show.section import (
     format_span,
     make_tables,
     mean_of,
+    name_blocks,
     name_some,
     number_under,
 )
@@ -204,13 +204,7 @@ def _name_places(sites: Sequence[SiteRecord]) -> str:
     blocks: dict[str, set[int]] = {}
     for site in sites:
         blocks.setdefault(expert_space(site.space, site.expert), set()).add(site.block)
-    return name_some([f"{space} of {_name_blocks(sorted(own))}" for space, own in blocks.items()])
-
-
-def _name_blocks(blocks: Sequence[int]) -> str:
-    *most, last = [format_span(run) for run in runs_of(blocks)]
-    runs = f"{', '.join(most)} and {last}" if most else last
-    return f"{'block' if len(blocks) == 1 else 'blocks'} {runs}"
+    return name_some([f"{space} of {name_blocks(sorted(own))}" for space, own in blocks.items()])
 
 
 def warn_of_sites(sites: Sequence[SiteRecord]) -> Iterator[str]:
