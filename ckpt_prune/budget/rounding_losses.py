@@ -3,11 +3,12 @@
 Let y = W x be the output of a matrix at a token, g the gradient there of the log-likelihood of labels drawn from the
 model's own predictions (`measure.statistics.fisher`), and D = Ŵ − W what rounding changes. To second order
 
-    KL ≈ ½ E[Σ_t (g_t · D x_t)²] ≈ ½ E[Σ_t Σ_o g_to² (D_o · x_t)²],
+    KL ≈ ½ E[(Σ_t g_t · D x_t)²] ≈ ½ E[Σ_o (Σ_t g_to D_o · x_t)²],
 
 since errors of different rows are rounded apart from each other. So a few rows of a matrix, drawn at random, tell of
-all. Gradient and input are those of the same token: the few tokens with huge states have tiny gradients. Divergences of
-all matrices add up. A runtime that rounds what a matrix reads adds W (x̂ − x) in place of D x.
+all. Errors of a row at different tokens have what the tokens have in common, and attention adds them up. Gradient and
+input are those of the same token: the few tokens with huge states have tiny gradients. Divergences of all matrices add
+up. A runtime that rounds what a matrix reads adds W (x̂ − x) in place of D x.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +38,6 @@ HEAD_TOKENS = 256
 """Tokens at which the head's predictions are looked at."""
 FED = " by error feedback"
 """Ends the name of a type that is rounded so."""
-_TOKENS = 1024
-"""Tokens whose errors are worked out at once."""
 
 RoundRows = Callable[[str, Tensor], Mapping[str, Tensor]]
 """On-disk name of a weight, and some of its rows, (n, d_in) float32 → name of a type → the same rows, rounded."""
@@ -195,15 +194,13 @@ def _changes(name: str, rows: Tensor, round_rows: RoundRows) -> tuple[list[str],
 
 
 def _squares(batch: BackwardBatch, path: str, rows: Tensor, errors: _Errors, drawn: DrawnGradients) -> Tensor:
-    """Return Σ (g_o δ_o)² over tokens and rows for everything that moves outputs, (names,) float64."""
-    inputs, gradient = batch.inputs[path].float(), batch.gradients[path].float()[..., rows]
-    if drawn.whole:  # a sample has one prediction, which the errors of all its tokens move together
-        moved = torch.einsum("bto,btko->bko", gradient, errors.of(inputs))
-        return drawn.weight * moved.square().sum((0, 2)).double().cpu()
+    """Return Σ (Σ_t g_to δ_to)² over samples and rows o for everything that moves outputs, (names,) float64."""
     total = torch.zeros(len(errors.names), dtype=torch.float64)
-    inputs, gradient = inputs.flatten(0, -2), gradient.flatten(0, -2)
-    for x, g in zip(torch.split(inputs, _TOKENS), torch.split(gradient, _TOKENS), strict=True):
-        total += errors.of(x).mul_(g[:, None]).square_().sum((0, 2)).double().cpu()
+    inputs, gradient = (each[path].float() for each in (batch.inputs, batch.gradients))
+    # Some modules read the tokens of all samples behind each other.
+    inputs, gradient = (each.reshape(batch.samples, -1, each.shape[-1]) for each in (inputs, gradient[..., rows]))
+    for x, g in zip(inputs, gradient, strict=True):
+        total += torch.einsum("to,tko->ko", g, errors.of(x)).square_().sum(1).double().cpu()
     return drawn.weight * total
 
 
@@ -235,7 +232,7 @@ def _embedding_losses(
     # Some models multiply the embedding before the first block.
     entering, own = stream.states.float(), weight[places]
     change = change * float((entering * own).sum() / own.square().sum())
-    squares = [sum(drawn.measure_shift(drawn.values, each[places]) for drawn in gradients) for each in change]
+    squares = [sum(_squares_of_tokens(drawn, each, places) for drawn in gradients) for each in change]
     losses = {kind: total / 2 / len(samples) for kind, total in zip(kinds, squares, strict=True)}
     if not all(map(_is_plain, kinds)):
         few = slice(0, len(leaving))
@@ -246,6 +243,18 @@ def _embedding_losses(
         level = losses[coarsest] / measured.pop(coarsest)
         losses |= {kind: level * value for kind, value in measured.items()}
     return {name: losses}
+
+
+def _squares_of_tokens(drawn: DrawnGradients, change: Tensor, places: Tensor) -> float:
+    """Return Σ (Σ_t g_t · δ_t)² over samples and tokens of the vocabulary, whose rows are rounded apart.
+
+    Args:
+        change: of the rows that occur, (rows, hidden).
+        places: row of every token, (N, T).
+    """
+    shift = (drawn.values * change[places]).sum(-1).double()
+    by_row = shift.new_zeros(len(shift), len(change)).scatter_add_(1, places, shift)
+    return drawn.weight * float(by_row.square().sum())
 
 
 def _measure_shifts(

@@ -85,6 +85,17 @@ def test_divergences_of_the_blocks_add_up(folder, windows, predicted):
     assert told == pytest.approx(measured, rel=0.3)
 
 
+def test_errors_that_the_tokens_of_a_window_have_in_common_add_up(folder):
+    """Every token of a window is the same, so that attention leaves an error of values as large as it is."""
+    repeated = torch.randint(3, 2000, (64, 1), generator=torch.Generator().manual_seed(3)).expand(64, 16).contiguous()
+    how = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+    model = open_model(str(folder), Opening())
+    told = predict_losses(model, TokenWindows(repeated), lambda name, rows: {"noise": change(name, rows)}, **how)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    # Labels are drawn once for 1,024 predictions, and every window and row gives a square.
+    assert told[name]["noise"] == pytest.approx(divergence(folder, repeated, {name}, change), rel=0.2)
+
+
 # ---- inputs that a runtime rounds ------------------------------------------------------------------------------------
 
 
