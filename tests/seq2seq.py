@@ -52,8 +52,8 @@ WHISPER: dict[str, Any] = {
 }
 
 
-def write_model(folder: Path, model_type: str) -> PreTrainedModel:
-    """Save an encoder-decoder with a tokenizer of one token a word, and return it."""
+def write_model(folder: Path, model_type: str, **others: Any) -> PreTrainedModel:
+    """Save an encoder-decoder with a tokenizer of one token a word, and return it; `others`: keys of its config."""
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     vocabulary = {token: number for number, token in enumerate([*special, *WORDS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
@@ -63,7 +63,7 @@ def write_model(folder: Path, model_type: str) -> PreTrainedModel:
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
     sizes = {"whisper": WHISPER}.get(model_type, T5 if "t5" in model_type else STACKS)
-    config = AutoConfig.for_model(model_type, **TOKENS, **sizes)
+    config = AutoConfig.for_model(model_type, **(TOKENS | sizes | others))
     auto = AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM
     model: PreTrainedModel = auto.from_config(config).eval()
     randomise(model, 7)

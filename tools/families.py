@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, not that which is installed
 
@@ -24,6 +25,7 @@ from ckpt_prune.model.composites import (
     count_stages,
     encoder_decoders,
     is_composite,
+    is_encoder_decoder,
     known_composites,
     load_composite,
     shipped_composite,
@@ -40,6 +42,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "emu3": {"vocabulary_map": {"<image>": 90, "<|visual token 000000|>": 91}},
     "esm": {"mask_token_id": 32, "pad_token_id": 1},
+    **{name: {"decoder_start_token_id": 0} for name in ("longt5", "t5", "umt5")},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "xmod": {"default_language": "en_XX"},
 }
@@ -145,12 +148,14 @@ def sweep(only: list[str]) -> None:
     """Try types of text models, and keep what came of it."""
     import torch
     import transformers
+    from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     kinds = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "pairs": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     }
@@ -162,7 +167,12 @@ def sweep(only: list[str]) -> None:
         types = found["types"].setdefault(kind, {})
         for name, named in names.items():
             if not only or name in only:
-                types[name] = try_type(name, named if isinstance(named, str) else named[0])
+                architecture = named if isinstance(named, str) else named[0]
+                stacks = {name: architecture} if getattr(CONFIG_MAPPING[name], "is_encoder_decoder", False) else {}
+                with patch.dict(encoder_decoders(), stacks if kind == "pairs" else {}):
+                    known_composites.cache_clear()
+                    types[name] = try_type(name, architecture)
+                known_composites.cache_clear()
                 print(kind, name, types[name], flush=True)
                 found["types"][kind] = dict(sorted(types.items()))
                 DISCOVERED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -183,6 +193,8 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
             source = write_tiny(model_type, architecture, Path(folder) / "source")
             found["built"] = True
             config = json.loads((source / "config.json").read_text())
+            if is_encoder_decoder(config):
+                return found | try_stacks(source)
             if is_composite(config):
                 return found | try_part(source, images="Image" in architecture)
             description = discover(config).description
@@ -196,6 +208,20 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
             text = str(error) if isinstance(error, UserError) else one_line(error)
             return found | {"why": text.removeprefix(f"{source}: ")[:200]}
         return found | {"pruned": True, "why": why}
+
+
+def try_stacks(source: Path) -> dict[str, Any]:
+    """Prune and verify both stacks of an encoder-decoder; `spaces` that both have and whether `pruned`."""
+    from ckpt_prune.checkpoint.checkpoint import Checkpoint
+    from ckpt_prune.model.composites import extract_part
+
+    checkpoint = Checkpoint.open(source)
+    stacks = [
+        extract_part(checkpoint, part).config[descriptions.OUTSIDE_KEY]["spaces"] for part in ("encoder", "decoder")
+    ]
+    spaces = {name: space for name, space in stacks[0].items() if name in stacks[1]}
+    prune_and_verify(source, {"spaces": spaces}, part="all")
+    return {"spaces": list(spaces), "pruned": True, "why": "heads stay whole" if "heads" not in spaces else ""}
 
 
 def try_part(source: Path, *, images: bool = False) -> dict[str, Any]:
@@ -277,7 +303,7 @@ def prune_and_verify(source: Path, description: dict[str, Any], *options: str, p
         optional += ["--container", "any"]  # no stock class states its width
     optional += [] if part is None else ["--part", part]
     output = str(source.parent / "output")
-    calibration = ("--data", str(pairs)) if part == "decoder" else ("--text", str(text), "--window", "16")
+    calibration = ("--data", str(pairs)) if part in ("all", "decoder") else ("--text", str(text), "--window", "16")
     if description.get("modality") == "image":
         write_images(source.parent / "images", [f"{number}.png" for number in range(8)])
         calibration = ("--images", str(source.parent / "images"))

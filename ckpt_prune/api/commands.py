@@ -11,7 +11,7 @@ from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf import require_gguf
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.model.composites import has_stacks
-from ckpt_prune.model.supported import read_local_config
+from ckpt_prune.model.supported import read_model_config
 from ckpt_prune.options.commands import (
     BenchmarkOptions,
     CalibrateOptions,
@@ -100,7 +100,7 @@ def prune(options: PruneOptions) -> "Pruned":
 
 def prune_as(options: PruneOptions, tell: "Tell | None" = None) -> "Pruned":
     """Prune, and call `tell` whenever something is complete (`runner.prune.Tell`)."""
-    if options.part is None and has_stacks(read_local_config(options.model)):
+    if options.part is None and has_stacks(read_model_config(options.model)):
         options = options.model_copy(update={"part": "all"})
     refuse_prune(options)
     from ckpt_prune.runner.read_recipe import read_recipe
@@ -110,9 +110,9 @@ def prune_as(options: PruneOptions, tell: "Tell | None" = None) -> "Pruned":
 
         return prune_parts(options, tell)
     chosen = read_recipe(options)  # without transformers, which takes seconds
-    from ckpt_prune.runner.prune import prune_model
+    from ckpt_prune.runner.prune import find_dense_of_stack, prune_model
 
-    return prune_model(options, chosen, tell)
+    return prune_model(options, chosen, tell, dense=find_dense_of_stack(options))
 
 
 @takes(FrontierOptions)
@@ -406,7 +406,8 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
     For ONNX this loads the whole model, and once more to compare. A GGUF file is written tensor by tensor, and only the
     comparison loads the whole model.
     """
-    refuse_stacks("export", options.model)
+    if options.format == "gguf":
+        refuse_stacks("export to a GGUF file", options.model)
     check_texts(options.text)
     with without_collection():
         from ckpt_prune.runner.export import export_model

@@ -42,6 +42,7 @@ def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
     place = check_output_folder(Path(name))
     check_texts(options.text)
 
+    from ckpt_prune.checkpoint.checkpoint import Checkpoint
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.onnx import proof
     from ckpt_prune.onnx.records import read_manifest
@@ -55,10 +56,11 @@ def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
         _warn_of_other_data(place, options)
         rounded = any(entry.quantization is not None for entry in manifest.graphs)
         windows = WINDOWS if rounded or dense else FEW_WINDOWS
+        read_by = Checkpoint.open(model, packed=True) if manifest.modality == "pairs" else None
         validations = proof.validate(
             place,
             model,
-            choose_proof_samples(place, manifest.full_task, options, trust=trust, windows=windows),
+            choose_proof_samples(place, manifest.full_task, options, trust=trust, windows=windows, checkpoint=read_by),
             provider=provider,
             tolerance=options.tolerance,
             max_loss=options.max_loss,

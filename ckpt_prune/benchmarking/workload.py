@@ -84,6 +84,8 @@ class Workload:
 def read_model_inputs(folder: Path, manifest: Manifest | None = None, *, trust: bool = False) -> ModelInputs:
     """Return the inputs of a model by its config, or of an exported folder by the record of its graph."""
     task = choose_task(read_config(folder), folder=folder) if manifest is None else manifest.full_task
+    if task.modality == "pairs":
+        raise UserError(f"{folder} is an encoder-decoder: benchmark takes models with one stack of blocks alone")
     config = config_of(folder, trust=trust)
     if task.modality == "image":
         size = (int(getattr(config, "num_channels", 3)), *get_image_size(config))

@@ -32,6 +32,11 @@ def resolve_model(model: str) -> Path:
     return find_local_folder(model) or _download(model)
 
 
+def fetch_config(model: str) -> Path:
+    """Return the folder of a checkpoint; of a Hub id only config.json is downloaded, with the card and templates."""
+    return find_local_folder(model) or _download(model, config_alone=True)
+
+
 def find_local_folder(model: str) -> Path | None:
     """Return `model` if it is a folder, or None if it may be a Hub id.
 
@@ -112,7 +117,7 @@ def suggest_folders(missing: str) -> str:
     return f" (did you mean {' or '.join(map(str, near))}?)" if near else ""
 
 
-def _download(model: str) -> Path:
+def _download(model: str, *, config_alone: bool = False) -> Path:
     # Imported here: most runs name a folder and should not pay for it.
     from huggingface_hub import snapshot_download
 
@@ -123,6 +128,8 @@ def _download(model: str) -> Path:
         for wanted, unwanted in ((first, None), (_WANTED, _UNWANTED)):
             folder = Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=unwanted))
             refuse_by_config(folder)
+            if config_alone:
+                break
         return folder
 
 

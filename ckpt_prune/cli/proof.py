@@ -21,9 +21,11 @@ def exported_lines(exported: Exported) -> list[str]:
     cache = ", with cache" if what.cached else ""
     if exported.validation is None:
         lines.append("not compared with PyTorch: `ckpt-prune validate` does it")
-    for each in what.graphs:
-        size = human_bytes(exported.bytes[each.dtype])
-        lines += [] if each.quantization is None else rounding_lines(each.quantization)
+    for graphs in what.split_by_type():
+        each, size = graphs.graph, human_bytes(exported.bytes[graphs.dtype])
+        for graph in graphs.graphs:
+            rounding = [] if graph.quantization is None else rounding_lines(graph.quantization)
+            lines += rounding if graph.stack is None else [f"{graph.stack}: {line}" for line in rounding]
         lines.append(f"{what.task}{cache}, {each.dtype}, opset {each.opset}, {size}: written to {exported.path}")
     return lines
 

@@ -58,6 +58,24 @@ GRAPH_FILES: dict[GraphType, str] = {
     "int4": "model_q4.onnx",
     "q4f16": "model_q4f16.onnx",
 }
+GraphStack = Literal["encoder", "decoder"]
+STACK_FILES: dict[GraphStack, dict[GraphType, str]] = {
+    "encoder": {kind: f"encoder_{file}" for kind, file in GRAPH_FILES.items()},
+    "decoder": {kind: f"decoder_model_merged{file.removeprefix('model')}" for kind, file in GRAPH_FILES.items()},
+}
+"""Stack of an encoder-decoder → files of its graphs. A merged decoder reads a target from its start, and goes on."""
+
+
+def name_graph(kind: GraphType, stack: GraphStack | None) -> str:
+    """Return the file of a graph, of a model as a whole or of one of its stacks."""
+    return GRAPH_FILES[kind] if stack is None else STACK_FILES[stack][kind]
+
+
+def all_graph_files() -> tuple[str, ...]:
+    """Return all names that files of graphs have."""
+    return tuple(file for files in (GRAPH_FILES, *STACK_FILES.values()) for file in files.values())
+
+
 """Type → file, by the names that the Hub's ONNX models have."""
 ExportType = Literal[GraphType, GgufType]
 ROUNDED_TYPES: tuple[GraphType, ...] = ("int8", "int4", "q4f16")

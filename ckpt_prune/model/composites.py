@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckpt_prune.model.skeleton import Names
 
 
+_OF_STACKS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _STACK = "it is calibrated on pairs of a source and its target, which both stacks read as in training"
 _DEPTHS = ("depths", "depth")
 """Config keys that list how many blocks each stage of a model of images has."""
@@ -273,6 +274,14 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
         config |= widths
     within = PartOf(whole, name, part.config or "", stored_as, beside, goes_on)
     return replace(whole, config=config, tensors=tensors, within=within)
+
+
+def whole_of_stack(checkpoint: "Checkpoint") -> "Checkpoint":
+    """Return the encoder-decoder that a checkpoint is a stack of, or the checkpoint if it is none."""
+    within = checkpoint.within
+    if within is None or load_composite(within.whole.config).auto not in _OF_STACKS:
+        return checkpoint
+    return within.whole
 
 
 def _shared_widths(family: "Family", tensors: Mapping[str, Any], config: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
+from ckpt_prune.checkpoint.model_folder import fetch_config
 from ckpt_prune.checkpoint.quantised import refuse_quantised
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.composites import is_composite, load_composite
@@ -75,6 +76,17 @@ def read_local_config(model: str) -> dict[str, Any]:
     try:
         return read_json_object(Path(model) / "config.json")
     except (OSError, UserError):
+        return {}
+
+
+def read_model_config(model: str) -> dict[str, Any]:
+    """Return the config.json of a folder or a Hub id; nothing if there is none that can be read.
+
+    Whoever opens the model says what is wrong.
+    """
+    try:
+        return read_local_config(str(fetch_config(model)))
+    except UserError:
         return {}
 
 

@@ -76,7 +76,7 @@ class _Run:
 class _Recorder(TorchFunctionMode):
     """Writes down what each block calls."""
 
-    def __init__(self, blocks: Sequence[nn.Module], past: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], past: Sequence[tuple[Tensor, ...]]) -> None:
         super().__init__()
         self._weights = [{id(tensor): name for name, tensor in name_tensors(block)} for block in blocks]
         self._past = {id(tensor): (layer, part) for layer, pair in enumerate(past) for part, tensor in enumerate(pair)}
@@ -166,7 +166,7 @@ class _Recorder(TorchFunctionMode):
         return ("result", number)
 
 
-def find_block_kinds(model: nn.Module, inputs: dict[str, Any], past: Sequence[tuple[Tensor, Tensor]]) -> BlockKinds:
+def find_block_kinds(model: nn.Module, inputs: dict[str, Any], past: Sequence[tuple[Tensor, ...]]) -> BlockKinds:
     """Find the kinds of a model's blocks by running it once.
 
     Args:

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from transformers.utils import GENERATION_CONFIG_NAME
+
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.sentence_modules import MODULES, WEIGHTS, find_sentence_use, read_modules
 from ckpt_prune.checkpoint.shard import read_header
@@ -17,6 +19,7 @@ from ckpt_prune.evaluation.quality import lines_of
 from ckpt_prune.job.report import Loss
 from ckpt_prune.model.context import context_length
 from ckpt_prune.onnx.records import GraphEntry, Manifest, Port
+from ckpt_prune.onnx.stacks import BRANCH
 from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
 
 PREFERRED: tuple[GraphType, ...] = ("int4", "int8", "fp32", "q4f16", "fp16")
@@ -80,6 +83,11 @@ def make_card(
         lines.append(f"onnxruntime-genai generates with `{genai['model']['decoder']['filename']}` (`{GENAI}`).")
     elif genai and manifest.cached:
         lines.append(f"There is no `{GENAI}`: {genai}.")
+    if manifest.modality == "pairs":
+        lines.append(
+            "The decoder reads a target from its start where the cache is empty, and goes on with it where that is "
+            f"what it returned. `{BRANCH}` changes nothing; optimum and transformers.js know such graphs by it."
+        )
     lines += [
         "",
         "| file | type | opset | weights |",
@@ -88,12 +96,11 @@ def make_card(
             f"| `{graph.file}` | {graph.dtype} | {graph.opset} | {_describe_weights(graph)} |"
             for graph in manifest.graphs
         ),
-        "",
-        "| | name | type | shape |",
-        "|---|---|---|---|",
     ]
-    for what, ports in (("in", manifest.inputs), ("out", manifest.outputs)):
-        lines += [f"| {what} | {name} | {kind} | {shape} |" for name, kind, shape in _group_ports(ports)]
+    for graph in manifest.split_by_type()[0].graphs:
+        lines += ["", f"| {graph.stack or ''} | name | type | shape |", "|---|---|---|---|"]
+        for what, ports in (("in", graph.inputs), ("out", graph.outputs)):
+            lines += [f"| {what} | {name} | {kind} | {shape} |" for name, kind, shape in _group_ports(ports)]
     if {graph.float_type for graph in manifest.split()} == {"float32", "float16"}:
         lines += ["", "float32 is float16 in graphs of fp16 and q4f16."]
     return "\n".join([*lines, ""])
@@ -186,6 +193,9 @@ def make_snippet(manifest: Manifest, folder: Path) -> str:
 
     `folder` holds the modules of an embedder.
     """
+    if manifest.modality == "pairs":
+        start = read_json_object(folder / GENERATION_CONFIG_NAME).get("decoder_start_token_id")
+        return _write_pair_snippet(manifest, start)
     providers = ', providers=["CUDAExecutionProvider", "CPUExecutionProvider"]' if manifest.optimize == "cuda" else ""
     lines = [
         "import numpy as np",
@@ -234,6 +244,43 @@ def make_snippet(manifest: Manifest, folder: Path) -> str:
                 ["import safetensors.numpy"] if "safetensors" in code else []
             )
     return "\n".join(lines)
+
+
+def _write_pair_snippet(manifest: Manifest, start: Any) -> str:
+    """Do so for the graphs of an encoder and a decoder; `start`: the token that targets begin with."""
+    encoder, decoder = manifest.split_by_type()[0].graphs
+    hears = all(port.name != "attention_mask" for port in encoder.inputs)
+    kind = manifest.float_type
+    source = ["ids = np.array([[3, 4, 5]])  # token ids of a source, as its tokenizer writes them"]
+    feed = '{"input_ids": ids, "attention_mask": np.ones_like(ids)}'
+    mask = ', "encoder_attention_mask": np.ones_like(ids)'
+    if hears:
+        sizes = ", ".join(str(size) for size in encoder.inputs[0].shape[1:])
+        source = [f"sound = np.zeros((1, {sizes}), np.{kind})  # features, as preprocessor_config.json says"]
+        feed, mask = '{"input_features": sound}', ""
+    load = 'onnxruntime.InferenceSession("{}")'
+    return "\n".join(
+        [
+            "import numpy as np",
+            "import onnxruntime",
+            "",
+            f"encoder = {load.format(encoder.file)}",
+            f"decoder = {load.format(decoder.file)}",
+            *source,
+            f"states = encoder.run(None, {feed})[0]",
+            f"new = np.array([[{start}]])  # the token that targets begin with",
+            'past = [each for each in decoder.get_inputs() if each.name.startswith("past_key_values.")]',
+            f"cache = {{p.name: np.zeros((1, p.shape[1], 0, p.shape[3]), np.{kind}) for p in past}}",
+            "target = new",
+            "for _ in range(20):",
+            f'    feed = {{"input_ids": new, "encoder_hidden_states": states{mask}}}',
+            f'    feed["{BRANCH}"] = np.array([target.shape[1] > 1])',
+            "    logits, *present = decoder.run(None, feed | cache)",
+            "    new, cache = logits[:, -1:].argmax(-1), dict(zip(cache, present))",
+            "    target = np.hstack([target, new])",
+            "print(target)  # as text: the tokenizer's decode(target[0])",
+        ]
+    )
 
 
 def _write_feed(manifest: Manifest, ids: str) -> str:

@@ -25,7 +25,10 @@ NAMED = 3
 """So many of the weights that changed are named."""
 SMALL = 1024
 """Bytes of the largest constants that the checker is given: shapes of outputs follow from some of them."""
-INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values")
+INPUTS = (
+    *("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values", "input_features"),
+    *("encoder_hidden_states", "encoder_attention_mask", "use_cache_branch"),
+)
 _UNKNOWN_TO_ONNX = {"SimplifiedLayerNormalization"}
 """Operators that onnxruntime registers under ONNX's own name, and ONNX's schemas do not have."""
 
@@ -84,10 +87,12 @@ def _check_load(folder: Path, graph: Manifest) -> tuple[bool | None, str]:
 def _check_validation(folder: Path, graph: Manifest, present: dict[str, str]) -> tuple[bool | None, str]:
     if not (folder / VALIDATION).is_file():
         return None, f"no {VALIDATION}: not compared with PyTorch, `ckpt-prune validate` does it"
-    record = next((each for each in read_validation(folder).graphs if each.file == graph.file), None)
+    records = read_validation(folder).graphs  # that of two stacks has the name of the decoder's graph
+    record = next((each for each in records if graph.file in (each.file, *each.files)), None)
     if record is None:
         return None, f"{VALIDATION} has nothing of {graph.file}: `ckpt-prune validate` compares it with PyTorch"
-    if record.files != present or record.against.fingerprint != graph.source.fingerprint:
+    own_files = {name: record.files.get(name) for name in graph.files}
+    if own_files != present or record.against.fingerprint != graph.source.fingerprint:
         return False, f"{VALIDATION} is not about these files: run `ckpt-prune validate`"
     if not record.passed:
         return False, f"{VALIDATION} says that the graph does not compute what the model does"
@@ -236,17 +241,18 @@ def check_interface(
     if outputs[0] not in names:
         faults.append(f"{outputs[0]}, which the model returns, is no output")
     faults += [f"the model returns no {name}" for name in sorted(names - {*outputs, *cache}) if PRESENT not in name]
+    kept = 4 if any(".encoder." in name for name in cache) else 2
     past = {name.replace(PRESENT, PAST, 1) for name in cache}
     for what, ports, expected in (("input", manifest.inputs, past), ("output", manifest.outputs, set(cache))):
         cached = {port.name for port in ports if port.name.startswith((PAST, PRESENT))}
         if cached != expected:
-            layers = f"keys and values of {len(cached) / 2:g} layers are an {what}"
-            faults.append(f"{layers}, the model has {len(expected) // 2} layers")
+            layers = f"keys and values of {len(cached) / kept:g} layers are an {what}"
+            faults.append(f"{layers}, the model has {len(expected) // kept} layers")
     fed = past | set(INPUTS)
     faults += [f"nothing is known to feed the input {port.name} with" for port in inputs if port.name not in fed]
     if faults:
         return False, faults[0] + (f"; and {len(faults) - 1} more" if len(faults) > 1 else "")
-    layers = f", keys and values of {len(cache) // 2} layers" if cache else ""
+    layers = f", keys and values of {len(cache) // kept} layers" if cache else ""
     return True, f"{len(manifest.inputs)} inputs and {len(manifest.outputs)} outputs as the model has them{layers}"
 
 

@@ -76,9 +76,9 @@ def make_chunk_cases(windows: Tensor, *, pad: int) -> list[TextCase]:
     long = min(LONG, windows.shape[1])
     first = (long + 1) // 2
     cases = [
-        _make_case(windows, 1, long, "none", pad, _cut(long, (5, 1, 7))),
+        _make_case(windows, 1, long, "none", pad, cut(long, (5, 1, 7))),
         _make_case(windows, 2, min(6, long), "none", pad, (1,) * min(6, long)),
-        _make_case(windows, 3, long, "left", pad, _cut(long, (first, 1)), most=first - 1),
+        _make_case(windows, 3, long, "left", pad, cut(long, (first, 1)), most=first - 1),
     ]
     return [case for case in cases if len(case.chunks) > 1]
 
@@ -131,7 +131,7 @@ def _make_case(
     return TextCase(ids, keep, padding if not bool(keep.all()) else "none", chunks)
 
 
-def _cut(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def cut(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes as far as they fit, and what remains."""
     chunks: list[int] = []
     for size in sizes:

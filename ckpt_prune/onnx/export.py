@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from ckpt_prune.checkpoint.side_files import carried_files, name_left_out, side_
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALIDATION
-from ckpt_prune.common.graph_types import GRAPH_FILES, ROUNDED_TYPES, GraphType
+from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphStack, GraphType, all_graph_files, name_graph
 from ckpt_prune.common.memory import return_freed_memory
 from ckpt_prune.common.progress import Notices, meter
 from ckpt_prune.evaluation.whole_model import load_model
@@ -63,8 +63,8 @@ from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
 
 _OWN_FILES = (
-    *GRAPH_FILES.values(),
-    *(f"{file}{DATA}" for file in GRAPH_FILES.values()),
+    *all_graph_files(),
+    *(f"{file}{DATA}" for file in all_graph_files()),
     *(CONFIG, GENERATION_CONFIG_NAME, GENAI, GRAPH_RECORD, VALIDATION, "README.md"),
 )
 EMBEDDED_BYTES = 1 << 30
@@ -166,8 +166,8 @@ class GraphWriter:
         check_free_space(self.out.absolute().parent, estimate_graphs_bytes(settings, parameters), "the graph needs")
         with self._staging:
             folder = self._staging.path
-            entries: dict[GraphType, GraphEntry] = {}
-            decisions: dict[GraphType, Decision] = {}
+            entries: dict[GraphType, list[GraphEntry]] = {dtype: [] for dtype in settings.graph_types}
+            decisions: dict[tuple[GraphType, GraphStack | None], Decision] = {}
             for kind in (torch.float32, torch.float16):
                 types = [dtype for dtype in settings.graph_types if _tracing_type(dtype) == kind]
                 # What becomes of a weight is measured in float32, whatever it is computed in later.
@@ -181,30 +181,32 @@ class GraphWriter:
                     )
                     bar.to(1)
                     bar.say("tracing")
-                    graph = self._trace(model)
+                    graphs = {task.stack: self._trace(model, task) for task in self.task.graphs}
                     bar.to(2)
                 generation, config = getattr(model, "generation_config", None), model.config.get_text_config()
-                measuring = None
-                if rounded and samples is not None:
-                    measuring = measure_for(model, graph, self.task, samples)
-                for dtype in rounded:
-                    check_block_size(graph, settings)
-                    if dtype == "q4f16" and "int4" in decisions:  # they differ in what is computed in
-                        decisions[dtype] = decisions["int4"]
-                        continue
-                    ranges = samples is not None and samples.images is not None
-                    dense = sum(info.nbytes for info in self.source.tensors.values())
-                    scheme = make_scheme(dtype, settings, self.task, ranges=ranges, dense=dense)
-                    decisions[dtype] = decide(graph, scheme, measuring, folder)
-                for dtype in types:
-                    stored = store(graph, decisions[dtype], measuring, folder) if dtype in decisions else graph
-                    with disk_failures(folder):
-                        entries[dtype] = _save(stored, folder, dtype, embedded, decisions.get(dtype))
-                _free(graph, model)
-                del graph, model
+                for stack, graph in graphs.items():
+                    measuring = None
+                    if rounded and samples is not None and stack is None:
+                        measuring = measure_for(model, graph, self.task, samples)
+                    for dtype in rounded:
+                        check_block_size(graph, settings)
+                        if dtype == "q4f16" and ("int4", stack) in decisions:  # they differ in what is computed in
+                            decisions[dtype, stack] = decisions["int4", stack]
+                            continue
+                        ranges = samples is not None and samples.images is not None
+                        dense = sum(info.nbytes for info in self.source.tensors.values())
+                        scheme = make_scheme(dtype, settings, self.task, ranges=ranges, dense=dense)
+                        decisions[dtype, stack] = decide(graph, scheme, measuring, folder)
+                    for dtype in types:
+                        decision = decisions.get((dtype, stack))
+                        stored = graph if decision is None else store(graph, decision, measuring, folder)
+                        with disk_failures(folder):
+                            entries[dtype].append(_save(stored, folder, dtype, stack, embedded, decision))
+                _free(graphs.values(), model)
+                del graph, graphs, model
             with disk_failures(folder):
-                graphs = [entries[dtype] for dtype in settings.graph_types]
-                manifest = self._fill(folder, graphs, config, generation, prove is not None)
+                written = [entry for dtype in settings.graph_types for entry in entries[dtype]]
+                manifest = self._fill(folder, written, config, generation, prove is not None)
             proved = prove is None or prove(folder)
             # The proof reads the source again: if it changed, the proof says nothing of the graph.
             self.source.check_unchanged()
@@ -213,12 +215,10 @@ class GraphWriter:
             self._staging.publish()
         return manifest
 
-    def _trace(self, model: PreTrainedModel) -> onnx_ir.Model:
+    def _trace(self, model: PreTrainedModel, task: GraphTask) -> onnx_ir.Model:
         log = self.out.absolute().with_name(f"{self.out.name}{EXPORT_ERROR}")
         fusions = None if self._settings.optimize == "none" else self._settings.optimize
-        graph = trace_model(
-            remove_head(model, self.task), self.task, opset=self._settings.opset, fusions=fusions, log=log
-        )
+        graph = trace_model(remove_head(model, task), task, opset=self._settings.opset, fusions=fusions, log=log)
         log.unlink(missing_ok=True)  # of an earlier attempt
         return graph
 
@@ -235,7 +235,8 @@ class GraphWriter:
             source.config, [graph.file for graph in graphs if (folder / (graph.file + DATA)).is_file()]
         )
         (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")
-        if task.name == "text-generation" and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
+        generates = task.name == "text-generation" or task.modality == "pairs"
+        if generates and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
             generation.save_pretrained(folder)
         genai = make_genai_config(graphs, task, text_config, generation)
         if isinstance(genai, dict):
@@ -307,12 +308,20 @@ def save_graph(graph: onnx_ir.Model, place: Path, embedded: int) -> None:
         write_graph(graph, place)
 
 
-def _save(graph: onnx_ir.Model, folder: Path, dtype: GraphType, embedded: int, decision: Decision | None) -> GraphEntry:
-    file = GRAPH_FILES[dtype]
+def _save(
+    graph: onnx_ir.Model,
+    folder: Path,
+    dtype: GraphType,
+    stack: GraphStack | None,
+    embedded: int,
+    decision: Decision | None,
+) -> GraphEntry:
+    file = name_graph(dtype, stack)
     save_graph(graph, folder / file, embedded)
     return GraphEntry(
         file=file,
         dtype=dtype,
+        stack=stack,
         opset=graph.opset_imports[""],
         inputs=describe_ports(graph.graph.inputs),
         outputs=describe_ports(graph.graph.outputs),
@@ -321,13 +330,14 @@ def _save(graph: onnx_ir.Model, folder: Path, dtype: GraphType, embedded: int, d
     )
 
 
-def _free(graph: onnx_ir.Model, model: PreTrainedModel) -> None:
+def _free(graphs: Iterable[onnx_ir.Model], model: PreTrainedModel) -> None:
     """Free the weights, before the model is loaded again to be compared with.
 
     Caches of torch's and of onnxscript's keep graph and model as long as the process lives.
     """
-    for value in graph.graph.initializers.values():
-        value.const_value = None
+    for graph in graphs:
+        for value in graph.graph.initializers.values():
+            value.const_value = None
     drop_weights(model)
     gc.collect()
     return_freed_memory()
@@ -421,5 +431,7 @@ class ProvenGraphs:
         if manifest is not None and (left_out := name_left_out(writer.source, writer.out)) is not None:
             Notices()(left_out)
         graphs = [] if manifest is None else manifest.graphs
-        size = {graph.dtype: count_graph_bytes(writer.out, graph.file) for graph in graphs}
+        size: dict[GraphType, int] = {}
+        for graph in graphs:
+            size[graph.dtype] = size.get(graph.dtype, 0) + count_graph_bytes(writer.out, graph.file)
         return Exported(writer.out, manifest, validations[0] if validations else None, size)

@@ -19,9 +19,11 @@ from ckpt_prune.evaluation.masked import choose_masked, fill_in
 from ckpt_prune.evaluation.perplexity import TokenComparison, compare
 from ckpt_prune.evaluation.sentences import compare_sentences, cut_texts, open_embedder
 from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.pairs import PairWindows
 from ckpt_prune.measure.samples.samples import Samples, TokenWindows
 from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.measure.streams.readout import as_two_classes
+from ckpt_prune.onnx.pairs import OnnxPair
 from ckpt_prune.onnx.records import Metric
 from ckpt_prune.onnx.reference import GraphReference
 from ckpt_prune.onnx.session import OnnxModel
@@ -91,6 +93,16 @@ def measure_text_metric(
     return _agreement(
         heads.agreement, None, of, heads, flipped, near if allowance.max_loss is None else allowance.max_loss
     )
+
+
+def measure_pair_metric(
+    graph: OnnxPair, reference: GraphReference, pairs: PairWindows, allowance: Allowance
+) -> Metric | str:
+    """Return the perplexity of targets behind their sources; arguments as of `measure_text_metric`."""
+    causal = compare(cast(PreTrainedModel, graph), reference.model, pairs, what="perplexity")
+    a, b = causal.score, causal.reference_score
+    of = f"targets of {plural(len(pairs), 'pair')}"
+    return _compare_perplexities("perplexity", (a.perplexity, b.perplexity), a.nll - b.nll, of, allowance, causal)
 
 
 def measure_image_metric(

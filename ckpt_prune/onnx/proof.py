@@ -45,7 +45,22 @@ from ckpt_prune.onnx.comparison import (
     make_text_cases,
 )
 from ckpt_prune.onnx.half_range import measure_half_range
-from ckpt_prune.onnx.metrics import MEAN_SHARE, Allowance, measure_image_metric, measure_text_metric
+from ckpt_prune.onnx.metrics import (
+    MEAN_SHARE,
+    Allowance,
+    measure_image_metric,
+    measure_pair_metric,
+    measure_text_metric,
+)
+from ckpt_prune.onnx.pairs import (
+    TARGET,
+    OnnxPair,
+    PairCase,
+    PairReference,
+    make_noise_pairs,
+    make_pair_case,
+    make_pair_cases,
+)
 from ckpt_prune.onnx.records import (
     Case,
     CheckName,
@@ -157,22 +172,24 @@ def validate(
     manifest = read_manifest(folder)
     checkpoint = Checkpoint.open(model, packed=True)
     _check_source(folder, manifest, checkpoint)
-    if (samples.images if manifest.modality == "text" else samples.windows) is not None:
+    given = {"image": samples.images, "text": samples.windows, "pairs": samples.pairs}
+    if any(each is not None for modality, each in given.items() if modality != manifest.modality):
         raise UserError(f"{folder} reads {manifest.modality}: it cannot be compared on the other")
     whole_model = _hold(checkpoint, trust)
     others = _load_others(dense, manifest.full_task, trust)
     validations = []
-    for graph in manifest.split():
-        reference = GraphReference(whole_model, graph.full_task, {port.name for port in graph.inputs})
+    kinds: dict[str, type[GraphProof]] = {"text": TextProof, "image": ImageProof, "pairs": PairProof}
+    for graph in manifest.split_by_type():
+        reference = _refer(whole_model, graph.full_task, {port.name for port in graph.inputs})
         allowance = _allow(graph, tolerance, max_loss)
-        kind = TextProof if graph.modality == "text" else ImageProof
+        kind = kinds[graph.modality]
         in_half = partial(_load, checkpoint, trust, torch.float16)
         proof = kind(folder, graph, reference, in_half, samples, allowance, others)
         proof.run(provider or default_provider(graph.optimize))
         session = None if proof.graph is None else proof.graph.session
         validations.append(
             Validation(
-                file=graph.file,
+                file=graph.graphs[-1].file,
                 passed=all(check.passed is not False for check in proof.checks),
                 provider="cpu" if session is None else session.provider,
                 note=None if session is None else session.note,
@@ -222,12 +239,16 @@ def _load(checkpoint: Checkpoint, trust: bool, dtype: torch.dtype, *, unpack: bo
     return load_model(checkpoint.whole, device="cpu", dtype=dtype, trust_remote_code=trust, unpack=unpack)
 
 
+def _refer(held: HeldModel, task: GraphTask, inputs: set[str]) -> GraphReference:
+    return (PairReference if task.modality == "pairs" else GraphReference)(held, task, inputs)
+
+
 def _load_others(dense: Dense | None, task: GraphTask, trust: bool) -> list[Other]:
     """Load the dense model that the metric is also compared with, WHOLE; none if there is none."""
     if dense is None:
         return []
     other = Checkpoint.open(dense.folder)
-    return [Other(other.name, GraphReference(_hold(other, trust, unpack=False), task, set()), dense.max_loss)]
+    return [Other(other.name, _refer(_hold(other, trust, unpack=False), task, set()), dense.max_loss)]
 
 
 def _allow(graph: Manifest, tolerance: float | None, max_loss: float | None) -> Allowance:
@@ -242,8 +263,11 @@ Measure = Callable[[GraphReference, Allowance], Metric | str]
 """The task's metric of a graph beside a model, or why there is none."""
 
 
-def _measure_for(graph: OnnxModel, task: GraphTask, samples: ProofSamples, folder: Path) -> Measure:
+def _measure_for(graph: OnnxModel | OnnxPair, task: GraphTask, samples: ProofSamples, folder: Path) -> Measure:
     def measure(reference: GraphReference, allowance: Allowance) -> Metric | str:
+        if isinstance(graph, OnnxPair):
+            assert samples.pairs is not None
+            return measure_pair_metric(graph, reference, samples.pairs, allowance)
         if samples.images is not None:
             return measure_image_metric(graph, reference, task.name, samples.images, allowance)
         assert samples.windows is not None
@@ -318,7 +342,7 @@ class GraphProof:
         self.allowance, self.others = allowance, others
         self.present = hash_present_files(folder, manifest)
         self.ports = {port.name: port for port in manifest.outputs}
-        self.graph: OnnxModel | None = None
+        self.graph: OnnxModel | OnnxPair | None = None
         self.checks: list[ProofCheck] = []
         self.cases: list[Case] = []
         self.metrics: list[Metric] = []
@@ -347,7 +371,7 @@ class GraphProof:
 
     def run(self, provider: Provider) -> None:
         self._check("files", lambda: check_files(self.folder, self.manifest, self.present))
-        self._check("checker", lambda: check_operators(self._structure, self.manifest))
+        self._check("checker", self._check_operators)
         sound = self._check("interface", self._check_interface)
         for reference in (self.reference, *(other.reference for other in self.others)):
             reference.let_go()
@@ -385,6 +409,9 @@ class GraphProof:
         """The graph without its weights; it is read before the model is, so that both are not held at once."""
         return read_structure(self.folder / self.manifest.file)
 
+    def _check_operators(self) -> tuple[bool, str]:
+        return check_operators(self._structure, self.manifest)
+
     def _check_interface(self) -> tuple[bool, str]:
         feed = self._small_feed()
         outputs, cache = self.reference.run_with_cache(feed) if self.manifest.cached else (self.reference.run(feed), {})
@@ -415,7 +442,8 @@ class GraphProof:
 
     def _check_metric(self) -> tuple[bool | None, str]:
         if not self._has_data:
-            return None, f"not measured on noise: give {'--text' if self.image is None else '--images'}"
+            option = {"text": "--text", "image": "--images", "pairs": "--data"}[self.manifest.modality]
+            return None, f"not measured on noise: give {option}"
         graph, reference = self._reuse_outputs()
         measure = _measure_for(graph, self.manifest.full_task, self.samples, self.folder)
         self.metrics, passed, detail = _judge_metric(measure, reference, self.allowance, self.others)
@@ -423,20 +451,21 @@ class GraphProof:
 
     @property
     def _has_data(self) -> bool:
-        return self.samples.images is not None or self.samples.windows is not None
+        samples = self.samples
+        return any(each is not None for each in (samples.images, samples.windows, samples.pairs))
 
     def _metric_is_known(self) -> bool:
         """Return True if no metric is measured, or one for which the graph need not run again."""
         return not self._has_data
 
-    def _reuse_outputs(self) -> tuple[OnnxModel, GraphReference]:
+    def _reuse_outputs(self) -> tuple[OnnxModel | OnnxPair, GraphReference]:
         """Return the graph and its reference, which need not run again on what they have read."""
         assert self.graph is not None
         return self.graph, self.reference
 
     def _run(self, feed: dict[str, Tensor]) -> dict[str, Tensor] | str:
         """Return the outputs of the graph, or say why there are none."""
-        assert self.graph is not None
+        assert isinstance(self.graph, OnnxModel)
         try:
             return self.graph.run(feed)
         except UserError as error:
@@ -664,7 +693,7 @@ class TextProof(GraphProof):
     def _metric_is_known(self) -> bool:
         return "graph" in self._known or super()._metric_is_known()
 
-    def _reuse_outputs(self) -> tuple[OnnxModel, GraphReference]:
+    def _reuse_outputs(self) -> tuple[OnnxModel | OnnxPair, GraphReference]:
         if "graph" not in self._known:
             return super()._reuse_outputs()
         self.reference.let_go()
@@ -684,9 +713,7 @@ class TextProof(GraphProof):
         if isinstance(given, str):
             return cases
         layers = self._compare(given, kept, padding=case.padding, keep=case.keep, cache="chunks")
-        # One line says it for all layers: the worst.
-        worst = max(layers, key=lambda each: (not each.passed, _relative_error(each)))
-        return [*cases, worst.model_copy(update={"output": PRESENT + "*"} if worst.passed else {})]
+        return [*cases, _find_worst(layers, PRESENT + "*")]
 
     def _run_chunks(self, case: TextCase) -> dict[str, Tensor] | str:
         cache, pieces, start = self._empty_cache(case), [], 0
@@ -766,8 +793,140 @@ class TextProof(GraphProof):
         )
 
     def _empty_cache(self, case: TextCase) -> dict[str, Tensor]:
-        assert self.graph is not None
+        assert isinstance(self.graph, OnnxModel)
         return self.graph.empty_cache(len(case.ids))
+
+
+class PairProof(GraphProof):
+    """The checks of the graphs of an encoder and a decoder."""
+
+    def _prepare(self) -> None:
+        self._read_once: list[tuple[PairCase, Given]] = []
+        """Pairs, and what the graphs returned, in one pass or in pieces."""
+        self._generated: list[tuple[PairCase, PairCase, Given]] = []
+        """Sources with the start of a target, with what was generated, and the logits of each step."""
+        config = self.reference.config
+        self.ports = {port.name: port for graph in self.manifest.graphs for port in graph.outputs}
+        self.context: int | None = context_length(config.get_text_config(decoder=True))
+        self.pairs = self.samples.pairs or make_noise_pairs(config, self.context, self.samples.seed)
+
+    def _typical_feed(self) -> dict[str, Tensor]:
+        return make_pair_case(self.pairs, _RANGE_SAMPLES).feed
+
+    def _each(self, check: Callable[[Manifest], tuple[bool, str]]) -> tuple[bool, str]:
+        """Return what a check says of both graphs, or of the first that fails it."""
+        said = []
+        for graph in self.manifest.split():
+            passed, detail = check(graph)
+            if not passed:
+                return False, f"{graph.file}: {detail}"
+            said.append(f"{graph.graph.stack}: {detail}")
+        return True, "; ".join(said)
+
+    def _check_operators(self) -> tuple[bool, str]:
+        return self._each(lambda graph: check_operators(read_structure(self.folder / graph.file), graph))
+
+    def _check_interface(self) -> tuple[bool, str]:
+        _, kept = self.reference.run_with_cache(make_pair_case(self.pairs, 1).feed)
+
+        def check(graph: Manifest) -> tuple[bool, str]:
+            decodes = graph.graph.stack == "decoder"
+            outputs, cache = (["logits"], list(kept)) if decodes else (["last_hidden_state"], [])
+            return check_interface(read_structure(self.folder / graph.file), graph, outputs, cache)
+
+        return self._each(check)
+
+    def _load(self, provider: Provider) -> tuple[bool, str]:
+        entries = self.manifest.graphs
+        pair = OnnxPair(self.folder, [entry.file for entry in entries], provider=provider)
+        for model, entry in zip(pair.graphs, entries, strict=True):
+            recorded = [port.name for port in entry.inputs], [port.name for port in entry.outputs]
+            if (list(model.inputs), list(model.outputs)) != recorded:
+                return False, f"{entry.file} has inputs and outputs that its record does not name"
+        self.graph = pair
+        return True, f"onnxruntime, {pair.session.provider.upper()}"
+
+    def _run_graph(self) -> None:
+        for case in make_pair_cases(self.pairs):
+            self._read_once.append((case, _store(self._run_chunks(case))))
+        for size in (1, 2):
+            start = make_pair_case(self.pairs, size)
+            logits, went_on = self._generate(start)
+            self._generated.append((start, went_on, _store(logits)))
+
+    def _run_chunks(self, case: PairCase) -> dict[str, Tensor] | str:
+        assert isinstance(self.graph, OnnxPair)
+        states, cache, start, pieces = None, None, 0, []
+        outputs: dict[str, Tensor] = {}
+        for size in case.chunks or (case.targets.shape[1],):
+            part = case.feed | {TARGET: case.feed[TARGET][:, start : start + size]}
+            try:
+                outputs = self.graph.read(part, states, cache)
+            except UserError as error:
+                return str(error)
+            states, cache, start = outputs["last_hidden_state"], next_cache(outputs), start + size
+            pieces.append(outputs["logits"])
+        return outputs | {"logits": torch.cat(pieces, 1)}
+
+    def _generate(self, start: PairCase) -> tuple[dict[str, Tensor] | str, PairCase]:
+        """Let the graphs take their likeliest token, step by step, behind the first of the targets.
+
+        Returns:
+            The logits of each step, (B, steps, vocabulary), or why there are none; and what the decoder read.
+        """
+        assert isinstance(self.graph, OnnxPair)
+        logits: list[Tensor] = []
+        new = read = start.feed[TARGET][:, :1]
+        states, cache = None, None
+        for _ in range(STEPS if self.context is None else min(STEPS, self.context)):
+            read = torch.cat([read, new], 1) if logits else read
+            try:
+                outputs = self.graph.read(start.feed | {TARGET: new}, states, cache)
+            except UserError as error:
+                return str(error), start
+            logits.append(outputs["logits"][:, -1])
+            states, cache = outputs["last_hidden_state"], next_cache(outputs)
+            new = logits[-1].argmax(-1, keepdim=True)
+        keep = torch.ones_like(read, dtype=torch.bool)
+        return {"logits": torch.stack(logits, 1)}, replace(start, feed=start.feed | {TARGET: read}, targets=keep)
+
+    def _check_outputs(self) -> tuple[bool, str]:
+        cases: list[Case] = []
+        while self._read_once:
+            case, given = self._read_once.pop(0)
+            cases += self._compare_pairs(case, given)
+        return self._conclude(cases, "outputs")
+
+    def _compare_pairs(self, case: PairCase, given: Given) -> list[Case]:
+        """Encoder's states, logits, and keys and values of both, against one pass in PyTorch."""
+        expected, kept = self.reference.run_with_cache(case.feed)
+        compare = partial(self._compare, given, padding=case.padding, cache="chunks" if case.chunks else "none")
+        cases = compare({"logits": expected.pop("logits")}, keep=case.targets)
+        if isinstance(given, str):
+            return cases
+        cases += compare(expected, keep=case.sources)
+        for kind, keep in (("decoder", case.targets), ("encoder", case.sources)):
+            own = {name: value for name, value in kept.items() if f".{kind}." in name}
+            cases.append(_find_worst(compare(own, keep=keep), f"{PRESENT}*.{kind}.*"))
+        return cases
+
+    def _check_generation(self) -> tuple[bool, str]:
+        """Compare targets that the graphs wrote; PyTorch reads them in one pass."""
+        cases: list[Case] = []
+        for _, went_on, given in self._generated:
+            expected = {"logits": self.reference.run(went_on.feed)["logits"]}
+            if not isinstance(given, str):
+                expected = {"logits": expected["logits"][:, : given["logits"].shape[1]]}
+            cases += self._compare(given, expected, padding=went_on.padding, keep=went_on.targets, cache="steps")
+        passed, detail = self._conclude(cases, "targets")
+        same = [case.agreement for case in cases if case.agreement is not None]
+        return passed, f"{detail}; {min(same, default=0.0):.1%} of the tokens are the same"
+
+
+def _find_worst(layers: Sequence[Case], name: str) -> Case:
+    """Return the worst case of several: one line says it for all layers."""
+    worst = max(layers, key=lambda each: (not each.passed, _relative_error(each)))
+    return worst.model_copy(update={"output": name} if worst.passed else {})
 
 
 def _store(outputs: dict[str, Tensor] | str) -> Given:

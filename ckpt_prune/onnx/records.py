@@ -14,7 +14,7 @@ from ckpt_prune.checkpoint.files import read_input
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD, VALIDATION
-from ckpt_prune.common.graph_types import GraphType
+from ckpt_prune.common.graph_types import GraphStack, GraphType
 from ckpt_prune.common.versions import versions
 from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.job.report import Loss
@@ -83,6 +83,8 @@ class GraphEntry(BaseModel):
     file: str
     """Its name; weights may be in a file beside it that is called the same with `_data` at its end."""
     dtype: GraphType
+    stack: GraphStack | None = None
+    """Of an encoder-decoder, the stack that it computes."""
     opset: int
     inputs: list[Port]
     outputs: list[Port]
@@ -101,7 +103,7 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     source: GraphSource
     task: TaskName
-    modality: Literal["text", "image"]
+    modality: Literal["text", "image", "pairs"]
     cached: bool
     optimize: Provider | Literal["none"]
     files: dict[str, str]
@@ -112,18 +114,27 @@ class Manifest(BaseModel):
         return [("source", self.source.name), ("task", self.task), ("cached", self.cached), ("graphs", self.graphs)]
 
     def select(self, dtype: GraphType) -> "Manifest":
-        """Return the record of one graph alone, with no files but its own and those that all share."""
+        """Return the record of the graphs of one type alone: one, or those of two stacks."""
         entries = [entry for entry in self.graphs if entry.dtype == dtype]
         if not entries:
             types = ", ".join(entry.dtype for entry in self.graphs)
             raise UserError(f"there is no graph of {dtype} in the folder, only {types}")
-        others = {entry.file for entry in self.graphs if entry.dtype != dtype}
+        return self._of(entries)
+
+    def _of(self, entries: list[GraphEntry]) -> "Manifest":
+        """Return the record of some graphs, with no files but their own and those that all share."""
+        others = {entry.file for entry in self.graphs if entry not in entries}
         others |= {f"{name}{DATA}" for name in others}
         files = {name: digest for name, digest in self.files.items() if name not in others}
         return self.model_copy(update={"graphs": entries, "files": files})
 
     def split(self) -> "list[Manifest]":
-        return [self.select(entry.dtype) for entry in self.graphs]
+        """Return the record of each graph."""
+        return [self._of([entry]) for entry in self.graphs]
+
+    def split_by_type(self) -> "list[Manifest]":
+        """Return the record of the graphs of each type."""
+        return [self.select(dtype) for dtype in dict.fromkeys(entry.dtype for entry in self.graphs)]
 
     @property
     def graph(self) -> GraphEntry:

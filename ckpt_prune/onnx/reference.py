@@ -60,12 +60,15 @@ class GraphReference:
     def __init__(self, held: HeldModel, task: GraphTask, inputs: set[str]) -> None:
         self._held, self._task = held, task
         self.config: Any = self.model.config
+        self._prepare(inputs)
+
+    def _prepare(self, inputs: set[str]) -> None:
         module = self.module
         self._text_config: Any = module.config.get_text_config()
         self._parameters = set(inspect.signature(module.forward).parameters)
         self._past: Any = cache_argument(module.forward)
-        example = make_example(module, task)
-        self.needs = [name for name, value in example.inputs.items() if isinstance(value, Tensor)]
+        example = make_example(module, self._task)
+        self.needs: list[str] = [name for name, value in example.inputs.items() if isinstance(value, Tensor)]
         self._inputs = {*self.needs, *(inputs & self._parameters)}
 
     @property
@@ -159,9 +162,13 @@ class GraphReference:
     def _call(self, feed: dict[str, Tensor], options: dict[str, Any]) -> Any:
         inputs = {name: value for name, value in feed.items() if name in self._inputs}
         options = {name: value for name, value in options.items() if name in self._parameters}
+        return self.run_module(lambda module: module(**inputs, **options), feed)
+
+    def run_module(self, run: Callable[[Any], Any], feed: dict[str, Tensor]) -> Any:
+        """Return what a call of the module gives, which says on what shape it fails."""
         module = self.module
         try:
-            return module(**inputs, **options)
+            return run(module)
         except Exception as error:  # model code raises anything
             shape = " x ".join(map(str, next(iter(feed.values())).shape))
             name = type(module).__name__

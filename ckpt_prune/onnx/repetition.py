@@ -32,8 +32,11 @@ _GRAPHS = (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS)
 
 
 @contextmanager
-def repeat_blocks(kinds: BlockKinds, *, cached: bool) -> Iterator[list[str]]:
+def repeat_blocks(kinds: BlockKinds, *, cached: int) -> Iterator[list[str]]:
     """Let a model be traced without the blocks that can be copied, and put the copies into the exporter's graph.
+
+    Args:
+        cached: tensors that each block keeps of earlier tokens.
 
     Yields:
         A list that says afterwards what came of it: [""] if the graph is whole, else why it is not; [] if the exporter
@@ -105,7 +108,7 @@ class _Block:
 class _Repetition:
     """Completes the graph of a model of which some blocks were traced: made before it is optimized, run after."""
 
-    def __init__(self, model: onnx_ir.Model, kinds: BlockKinds, cached: bool) -> None:
+    def __init__(self, model: onnx_ir.Model, kinds: BlockKinds, cached: int) -> None:
         self._model, self._graph, self._kinds = model, model.graph, kinds
         graph, count = model.graph, len(kinds.blocks)
         self._blocks = [_Block(index) for index in range(count)]
@@ -122,7 +125,7 @@ class _Repetition:
             if place := name.fullmatch(key):
                 self._blocks[int(place[1])].weights[place[2]] = value
         past = [value for value in graph.inputs if _CACHE_INPUT.fullmatch(value.name or "")]
-        self._cached = 2 if cached else 0  # of each block
+        self._cached = cached  # of each block
         self._first_present = len(graph.outputs) - self._cached * count
         if len(past) != self._cached * count or self._first_present < 0:
             raise NotAlikeError(f"{len(past)} inputs hold the cache of {count} blocks")

@@ -18,6 +18,7 @@ from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.measure.samples.image_files import ImageSplit, choose_images, find_all_images, take_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs, reads_pairs
 from ckpt_prune.measure.samples.text import (
     Bos,
     add_frame,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 WINDOWS, IMAGES, WINDOW = 16, 64, 512
 """By default: windows and their length, at most the context; images."""
+PAIRS = 64
 FEW_WINDOWS = 1
 """Enough for a graph that is held to a tolerance: its perplexity is compared, not estimated."""
 ROUNDING_SAMPLES = 32
@@ -48,11 +50,13 @@ PER_TOKEN = 16
 
 @dataclass(frozen=True)
 class ProofSamples:
-    """Data to compare a graph and its model on. Without windows and images: noise, on which no metric is measured."""
+    """Data to compare a graph and its model on. Without any: noise, on which no metric is measured."""
 
     windows: Tensor | None = None
     """int64 (N, T): real text, no padding."""
     images: ImageSamples | None = None
+    pairs: PairWindows | None = None
+    """Sources with their targets."""
     for_rounding: Tensor | ImageSamples | None = None
     """The data on which rounding is measured: other windows or images, or the same if there are no others."""
     description: dict[str, Any] | None = None
@@ -89,6 +93,12 @@ def choose_proof_samples(
     """
     if options.labels is not None and not options.images:
         raise UserError("--labels goes with --images")
+    if task.modality == "pairs":
+        if options.text or options.images:
+            raise UserError(reads_pairs(folder))
+        return _choose_pairs(folder, options, checkpoint)
+    if options.data is not None:
+        raise UserError(f"{folder} is no encoder-decoder: --data does not go with it")
     if task.modality == "image":
         if options.text or options.window is not None:
             raise UserError(f"{folder} reads images: --text and --window do not go with it; give --images DIR")
@@ -98,6 +108,17 @@ def choose_proof_samples(
     count = options.samples or max(windows, len(options.text))
     load = partial(load_tokenizer, folder) if checkpoint is None else partial(tokenizer_of, checkpoint)
     return _choose_text(folder, load, task, options, trust, rounded, count)
+
+
+def _choose_pairs(folder: Path, options: ProofOptions, checkpoint: Checkpoint | None) -> ProofSamples:
+    if options.data is None:
+        return _use_noise(options, "random tokens, no --data being given")
+    source = Checkpoint.open(folder, packed=True) if checkpoint is None else checkpoint
+    window = options.window or context_length(config_of(folder).get_text_config(decoder=True))
+    reader, samples = PairReader(source, window), options.samples or PAIRS
+    pairs = choose_pairs(reader, options.data, "decoder", samples=samples, seed=None)
+    described = _describe(options, options.data.name, [options.data], len(pairs), options.window)
+    return ProofSamples(pairs=pairs, description=described)
 
 
 def _choose_text(

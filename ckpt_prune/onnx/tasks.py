@@ -1,29 +1,47 @@
 """Tasks of graphs: inputs and outputs follow from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import GraphStack
 from ckpt_prune.evaluation.image_classes import is_vision
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of, reads_causally
 from ckpt_prune.model.purposes import Purpose
 from ckpt_prune.model.skeleton import base_model_of, parse_config
+from ckpt_prune.onnx.stacks import DecoderStep
 from ckpt_prune.options.graphs import AskedTask, TaskName
 
 PAST, PRESENT = "past_key_values.", "present."
-"""Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`."""
+"""Keys and values of earlier tokens go in as `past_key_values.i.key` and `.value`, and come out as `present.i.…`.
+Behind an encoder they are `past_key_values.i.decoder.key` of the target, and `past_key_values.i.encoder.key` of the
+encoder's states."""
+_OF_PAIRS: tuple[TaskName, ...] = ("text2text-generation", "automatic-speech-recognition")
 _TASKS: dict[Purpose, TaskName] = {"sentence-similarity": "feature-extraction", "text-ranking": "text-generation"}
 """Purpose → the task of its graph, if that has another name."""
 
 
 @dataclass(frozen=True)
 class GraphTask:
-    """The task and inputs of a graph. `cached`: keys and values of earlier tokens go in and out."""
+    """The task and inputs of a graph, or of the two graphs of an encoder-decoder.
+
+    Attributes:
+        cached: keys and values of earlier tokens go in and out.
+        stack: of which one graph is; None: of the model as a whole, or both.
+    """
 
     name: TaskName
-    modality: Literal["text", "image"]
+    modality: Literal["text", "image", "pairs"]
     cached: bool
+    stack: GraphStack | None = None
+
+    @property
+    def graphs(self) -> "tuple[GraphTask, ...]":
+        """The task of each graph that the model becomes."""
+        if self.modality != "pairs":
+            return (self,)
+        return replace(self, cached=False, stack="encoder"), replace(self, stack="decoder")
 
 
 def choose_task(
@@ -48,10 +66,25 @@ def choose_task(
         more = "" if own_task == "feature-extraction" else " or feature-extraction"
         why = f"is for {purpose}, not for" if purpose in _TASKS else "has no head for"
         raise UserError(f"this model {why} {task}: it can be exported for {own_task}{more}")
+    if own_task in _OF_PAIRS and task == "feature-extraction":
+        raise UserError(f"this model is for {own_task}: it becomes two graphs, of its encoder and of its decoder")
     name = own_task if task == "auto" else task
+    if name in _OF_PAIRS:
+        if cache is False:
+            raise UserError(f"a decoder's graph for {name} keeps keys and values: leave out --no-cache")
+        _check_sounds(config)
+        return GraphTask(name, "pairs", True)
     if cache and name != "text-generation":
         raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")
     return GraphTask(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
+
+
+def _check_sounds(config: dict[str, Any]) -> None:
+    """Refuse a model that hears sounds of any length: Whisper's features have the shape that its config says."""
+    if purpose_of(config) == "automatic-speech-recognition" and not {"num_mel_bins", "max_source_positions"} <= set(
+        parse_config(config).to_dict()
+    ):
+        raise UserError(f"{config.get('model_type')} reads sounds of any length: only Whisper's are exported")
 
 
 def check_padding(config: dict[str, Any], task: GraphTask) -> None:
@@ -65,5 +98,7 @@ def check_padding(config: dict[str, Any], task: GraphTask) -> None:
 
 
 def remove_head(model: Any, task: GraphTask) -> Any:
-    """Return the module that does the task: the model, or its base for feature-extraction."""
+    """Return the module that does the task: the model, its base for feature-extraction, or one of its stacks."""
+    if task.stack is not None:
+        return model.get_encoder() if task.stack == "encoder" else DecoderStep(model)
     return model if task.name != "feature-extraction" else base_model_of(model)

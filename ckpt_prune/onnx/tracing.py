@@ -35,13 +35,15 @@ from ckpt_prune.model.skeleton import quiet_transformers
 from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.block_kinds import find_block_kinds
 from ckpt_prune.onnx.repetition import repeat_blocks
+from ckpt_prune.onnx.stacks import BRANCH, KINDS, DecoderStep
 from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
 
 DEFAULT_OPSET = 20
 
 _BATCH, _SEQUENCE, _PAST, _TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
 _CACHE = re.compile(r"(?:(?:input|output)\.)?(?:past_key_values|cache)\.layers\.(\d+)\.(key|value)s")
-_TEXTS, _TOKENS, _PAST_TOKENS = 2, 3, 4
+_SOURCE, _PAST_SOURCE = "encoder_sequence_length", "past_encoder_sequence_length"
+_TEXTS, _TOKENS, _PAST_TOKENS, _PAST_STATES, _STATES = 2, 3, 4, 5, 7
 """Sizes of the example. None is 1, which the tracer would take for a constant, and no two are equal."""
 
 
@@ -59,8 +61,15 @@ def make_example(model: Any, task: GraphTask) -> Example:
     Text: `input_ids`, `attention_mask`, and what else the model's forward knows of `position_ids` (generation) and
     `token_type_ids`, int64 (B, T), both axes dynamic; with a cache also keys and values of earlier tokens,
     (B, heads, past, head_dim) in every layer, and the mask is (B, past + T). Images: `pixel_values`, (B, C, H, W)
-    of the size in the config, with only B dynamic.
+    of the size in the config, with only B dynamic. An encoder that hears has `input_features` likewise, (B, channels,
+    frames). A decoder behind an encoder: as `DecoderStep` has them.
     """
+    if task.stack == "decoder":
+        return _make_decoder_example(model)
+    if task.stack == "encoder" and model.main_input_name != "input_ids":
+        channels, frames = model.config.num_mel_bins, 2 * model.config.max_source_positions
+        features = torch.zeros(_TEXTS, channels, frames, dtype=model.dtype)
+        return Example({"input_features": features}, {"input_features": {0: Dim.AUTO}})
     if task.modality == "image":
         size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
         return Example({"pixel_values": torch.zeros(_TEXTS, *size, dtype=model.dtype)}, {"pixel_values": {0: Dim.AUTO}})
@@ -86,6 +95,21 @@ def make_example(model: Any, task: GraphTask) -> Example:
         dynamic[name] = [{0: Dim.AUTO, 2: Dim.AUTO} for layer in cache.layers for _ in ("key", "value")]
     if "use_cache" in parameters:
         inputs["use_cache"] = task.cached
+    return Example(inputs, dynamic)
+
+
+def _make_decoder_example(step: DecoderStep) -> Example:
+    context = context_length(step.config.get_text_config(decoder=True))
+    if context is not None and context < _PAST_TOKENS + _TOKENS:
+        raise UserError(f"a context of {context} tokens is too short to trace: {_PAST_TOKENS + _TOKENS} are needed")
+    ids, states = torch.ones(_TEXTS, _PAST_TOKENS, dtype=torch.int64), torch.zeros(_TEXTS, _STATES, step.width)
+    states = states.to(step.dtype)
+    inputs: dict[str, Any] = {"input_ids": ids[:, :_TOKENS], "encoder_hidden_states": states}
+    if step.reads_mask:
+        inputs["encoder_attention_mask"] = torch.ones(_TEXTS, _STATES, dtype=torch.int64)
+    dynamic: dict[str, Any] = {name: {0: Dim.AUTO, 1: Dim.AUTO} for name in inputs}
+    inputs["past_key_values"] = step.make_past(ids, states[:, :_PAST_STATES])
+    dynamic["past_key_values"] = [{0: Dim.AUTO, 2: Dim.AUTO} for _ in inputs["past_key_values"]]
     return Example(inputs, dynamic)
 
 
@@ -141,8 +165,9 @@ def trace_model(model: Any, task: GraphTask, *, opset: int | None, fusions: str 
     config = OnnxConfig(dynamic=True, dynamic_shapes=example.dynamic, opset_version=opset, ort_fusions=fusions)
     output = io.StringIO()
     try:
-        with _capture(output), quiet_transformers(), without_collection(), _without_stack_traces(), _faster():
-            graph = _trace_once(model, example, config, cached=task.cached)
+        alone = model.alone() if isinstance(model, DecoderStep) else contextlib.nullcontext()
+        with alone, _capture(output), quiet_transformers(), without_collection(), _without_stack_traces(), _faster():
+            graph = _trace_once(model, example, config)
             if graph is None:
                 graph = _trace_whole(model, example, config)
     except Exception as error:  # torch.export, onnxscript and model code raise anything here
@@ -173,19 +198,22 @@ def _trace_whole(model: Any, example: Example, config: OnnxConfig) -> onnx_ir.Mo
     return graph
 
 
-def _trace_once(model: Any, example: Example, config: OnnxConfig, *, cached: bool) -> onnx_ir.Model | None:
+def _trace_once(model: Any, example: Example, config: OnnxConfig) -> onnx_ir.Model | None:
     """Trace one block of each kind, and repeat it; None if that is not proven to give the graph of the whole model."""
     inputs = copy.deepcopy(example.inputs)
-    if "attention_mask" in inputs:
-        inputs["attention_mask"][0, 0] = 0  # without padding some models make no mask, and masks tell kinds apart
-    past = [
+    for name in inputs.keys() & {"attention_mask", "encoder_attention_mask"}:
+        inputs[name][0, 0] = 0  # without padding some models make no mask, and masks tell kinds apart
+    past: list[tuple[torch.Tensor, ...]] = [
         (layer.keys, layer.values) for value in inputs.values() if isinstance(value, Cache) for layer in value.layers
     ]
+    if isinstance(model, DecoderStep):
+        kept = inputs["past_key_values"]
+        past = [tuple(kept[start : start + len(KINDS)]) for start in range(0, len(kept), len(KINDS))]
     try:
         kinds = find_block_kinds(model, inputs, past)
         if len(kinds.traced) == len(kinds.blocks):
             return None
-        with repeat_blocks(kinds, cached=cached) as outcome:
+        with repeat_blocks(kinds, cached=len(past[0]) if past else 0) as outcome:
             graph = _trace_whole(model, example, config)
     except Exception:  # the full trace says what is wrong, if it fails too
         return None
@@ -257,6 +285,9 @@ def _without_other_models() -> Iterator[None]:
 
 def _rename_ports(graph: onnx_ir.Graph, task: GraphTask) -> None:
     """Give inputs and outputs their public names, and their dynamic axes names that say what they are."""
+    if task.stack is not None:
+        _rename_stack(graph)
+        return
     for value in graph.inputs:
         value.name = _CACHE.sub(rf"{PAST}\1.\2", value.name or "")
         if value.name.startswith(PAST):
@@ -276,6 +307,29 @@ def _rename_ports(graph: onnx_ir.Graph, task: GraphTask) -> None:
         else:  # pooled outputs and logits of a whole text have no axis of tokens
             axes = {0: _BATCH}
         _name_axes(value, axes)
+
+
+def _rename_stack(graph: onnx_ir.Graph) -> None:
+    """Do so for one stack of an encoder-decoder."""
+    is_decoder = any(value.name == "encoder_hidden_states" for value in graph.inputs)
+    past = [value for value in graph.inputs if (value.name or "").startswith(PAST)]
+    for place, value in enumerate(past):
+        value.name = f"{PAST}{place // len(KINDS)}.{KINDS[place % len(KINDS)]}"
+    for value in (*graph.inputs, *graph.outputs):
+        name = value.name or ""
+        if name == "input_features" or (value.shape is not None and _is_number(value.shape[1]) and not is_decoder):
+            axes = {0: _BATCH}
+        elif name.startswith((PAST, PRESENT)):
+            of_source, is_past = ".encoder." in name, name.startswith(PAST)
+            length = (_PAST_SOURCE if is_past else _SOURCE) if of_source else (_PAST if is_past else _TOTAL)
+            axes = {0: _BATCH, 2: length}
+        else:
+            axes = {0: _BATCH, 1: _SEQUENCE if is_decoder and not name.startswith("encoder_") else _SOURCE}
+        _name_axes(value, axes)
+    if is_decoder:
+        graph.inputs.append(
+            onnx_ir.Value(name=BRANCH, shape=onnx_ir.Shape([1]), type=onnx_ir.TensorType(onnx_ir.DataType.BOOL))
+        )
 
 
 def _is_number(size: Any) -> bool:

@@ -156,8 +156,12 @@ class ProofOptions(TextOptions, LabelledImageOptions):
     images: Inputs = option(default=(), metavar="DIR")
     """Folder of images to compare on: plain, with a labels.csv, or with a sub-folder per class. [default: noise;
     accuracy is not compared]"""
+    data: Input = option(default=None, metavar="FILE")
+    """Rows (.jsonl, .json) of sources with their targets, to compare an encoder-decoder on; for Whisper audio, a path,
+    and text. [default: noise; no perplexity is compared]"""
     samples: int | None = option(default=None, ge=1)
-    """Number of windows, or of images. [default: 2 windows, 16 for rounded graphs or --dense; 64 images]"""
+    """Number of windows, of images, or of pairs. [default: 2 windows, 16 for rounded graphs or --dense; 64 images or
+    pairs]"""
     window: int | None = option(default=None, ge=2)
     """Tokens per window. [default: the model's context length, at most 512]"""
     seed: int = option(default=0, ge=0, le=2**63 - 1)

@@ -19,6 +19,8 @@ TaskName = Literal[
     "question-answering",
     "image-classification",
     "feature-extraction",
+    "text2text-generation",
+    "automatic-speech-recognition",
 ]
 """What a graph is for, in the words of the Hub and of transformers' pipelines."""
 AskedTask = Literal["auto", TaskName]

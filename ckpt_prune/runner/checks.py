@@ -9,7 +9,7 @@ from ckpt_prune.model.composites import is_encoder_decoder
 from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.family import DATA_OPTIONS, Modality
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.supported import read_local_config
+from ckpt_prune.model.supported import read_model_config
 from ckpt_prune.options.commands import CalibrateOptions, PruneOptions
 from ckpt_prune.options.data import has_data
 from ckpt_prune.parallel.group import process_group
@@ -46,7 +46,7 @@ def check_pairs(options: CalibrateOptions | PruneOptions, recipe: Recipe | None 
     Args:
         recipe: to prune by; None where data is measured for any.
     """
-    if not is_encoder_decoder(read_local_config(options.model)):
+    if not is_encoder_decoder(read_model_config(options.model)):
         return
     if options.talks is not None:
         read_pairs(options.talks)

@@ -33,7 +33,7 @@ def export_model(options: ExportOptions) -> "Exported | ExportedGguf":
 
 def _export_graphs(options: ExportOptions) -> Exported:
     settings = select_options(options, GraphSettings)
-    source = open_checkpoint(options.model, Opening(options.trust_remote_code, packed=True))
+    source = open_checkpoint(options.model, Opening(options.trust_remote_code, packed=True, whole=True))
     refuse_inside(options.output, [options.labels, *options.images, *options.text])
     writer = GraphWriter(source, options.output, settings, overwrite=options.overwrite)
     dense = find_dense(options.dense, options.max_loss_dense, source.path)

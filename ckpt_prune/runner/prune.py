@@ -37,6 +37,7 @@ from ckpt_prune.runner.runtimes import check_stored, fit_to_runtimes
 from ckpt_prune.runner.whole_size import whole_sizes
 from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import Report, find_report
+from ckpt_prune.verification.dense_source import find_dense_source
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
@@ -144,12 +145,16 @@ Tell = Callable[[Pruned, str], None]
 """Told of whatever is complete: the output so far, and the key in `Pruned.data` of what follows, or ""."""
 
 
-def foresee(options: PruneOptions, chosen: ChosenRecipe) -> Prepared:
+def foresee(options: PruneOptions, chosen: ChosenRecipe, *, last: bool) -> Prepared:
     """Refuse what cannot work for one of two parts, as far as that is known without data.
+
+    The output with both is exported: `last` is true of the part that is pruned last.
 
     Returns what is decided without it.
     """
     job = _read(options, chosen, Notices(), goes_on=True)
+    if last:
+        afterwork_of(job)
     return preview_job(job, check_job(job, needs_data=False))
 
 
@@ -157,6 +162,15 @@ def check_needed_pairs(options: PruneOptions, chosen: ChosenRecipe) -> None:
     """Refuse rows or a lack of them before an encoder-decoder is opened (`check_pairs`)."""
     is_measured = options.statistics is not None or chosen.plan is not None or options.dry_run
     check_pairs(options, None if is_measured else chosen.recipe)
+
+
+def find_dense_of_stack(options: PruneOptions) -> str | None:
+    """Return the dense model of an encoder-decoder whose other stack was pruned in an earlier call, if it is there."""
+    report = find_report(Path(options.model)) if options.part in ("encoder", "decoder") else None
+    if report is None or report.part in (None, options.part):
+        return None
+    source = find_dense_source(Path(options.model))
+    return None if source is None or source.folder is None else str(source.folder)
 
 
 def prune_model(
@@ -175,7 +189,7 @@ def prune_model(
     """
     out, say, notify = options.output, Notices(), tell or (lambda _pruned, _following: None)
 
-    if dense is None and not goes_on:
+    if not goes_on:
         check_needed_pairs(options, chosen)
 
     # 1. Read model and data, and decide all that needs no measuring. What cannot work is refused.
@@ -186,7 +200,7 @@ def prune_model(
     preview = preview_job(job, start)
     settled = preview if options.dry_run or start.widths_known else start
     check_training(start)
-    afterwork = afterwork_of(job)
+    afterwork = [] if goes_on else afterwork_of(job)
     _check_foreseen(options, preview, settled, afterwork)
     if job.samples is not None:
         from ckpt_prune.verification.forward_pass import check_forward

@@ -36,7 +36,7 @@ def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
     check_needed_pairs(each_options[-1], chosen[-1])
     nothing = {"text": (), "images": (), "labels": None, "data": None, "dry_run": True}
     for each, recipe in zip(each_options, chosen, strict=True):
-        foresee(each.model_copy(update=nothing), recipe)
+        foresee(each.model_copy(update=nothing), recipe, last=each is each_options[-1])
     if options.dry_run:
         pruned = [prune_model(each, recipe, goes_on=True) for each, recipe in zip(each_options, chosen, strict=True)]
         return reduce(lambda first, second: replace(second, first=first), pruned)

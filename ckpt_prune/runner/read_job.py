@@ -17,6 +17,7 @@ from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.measure.samples.choose import check_kind, choose_fresh_samples, choose_samples
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.measure.streams.state_memory import StateMemory
+from ckpt_prune.model.composites import whole_of_stack
 from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
@@ -131,6 +132,7 @@ def read_job(options: PruneOptions, chosen: ChosenRecipe, model: Model, say: Cal
         written=chosen.written,
         proving=ProofOptions(
             text=options.text,
+            data=options.data if whole_of_stack(model.checkpoint) is not model.checkpoint else None,
             window=options.window,
             images=options.images,
             labels=options.labels,

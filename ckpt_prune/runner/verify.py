@@ -7,7 +7,7 @@ from typing import Any
 from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.common.check import Check, run_check
 from ckpt_prune.common.filenames import GRAPH_FOLDER, GRAPH_RECORD
-from ckpt_prune.common.graph_types import GRAPH_FILES
+from ckpt_prune.common.graph_types import all_graph_files
 from ckpt_prune.evaluation.device_map import spread
 from ckpt_prune.onnx.checks import verify_graph
 from ckpt_prune.options.commands import VerifyOptions
@@ -38,7 +38,7 @@ def verify_output(options: VerifyOptions) -> Verification:
         dense = None if options.against is None else resolve_model(options.against)
         if is_quantized(place):
             return Verification(tuple(verify_quantized(place, dense)))
-        has_graph = any((place / file).is_file() for file in GRAPH_FILES.values())
+        has_graph = any((place / file).is_file() for file in all_graph_files())
         if (has_graph and not any(place.glob("*.safetensors"))) or (place / GRAPH_RECORD).is_file():
             return Verification(tuple(verify_graph(place, dense)))
         checks = list(verify(place, dense, options.family))

@@ -17,6 +17,7 @@ from ckpt_prune.model.composites import encoder_decoders
 from ckpt_prune.model.discovery import discover
 from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
 from tests.encoders import STRENGTH
+from tests.hub_server import Hub, Repo
 from tests.oracles import closed_forms, scores
 from tests.pairs import choose_cases
 from tests.seq2seq import STACKS, TYPES, write_model, write_pairs, write_sounds
@@ -153,6 +154,8 @@ def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
     ok("prune", "bart", "--part", "encoder", *RIDGE, *DATA, "-o", "first")
     ok("prune", "first", "--part", "decoder", *RIDGE, *DATA, "-o", "second")
     assert Path("second/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
+    again = read_json("second/ckpt_prune.json")  # it is measured beside the dense model, not beside the first
+    assert again["loss"] == report["loss"]
 
     def shift(tensors):
         tensors["model.encoder.layers.0.fc1.weight"] += 1
@@ -183,6 +186,18 @@ def test_blocks_of_both_stacks_go(model_type: str, place: Path, bart: PreTrained
     with torch.no_grad():
         for pair in texts(3):
             torch.testing.assert_close(pruned(**pair).logits, whole(**pair).logits)
+
+
+@pytest.mark.usefixtures("bart")
+def test_both_stacks_of_a_hub_id(hub: Hub) -> None:
+    hub.repos["ada/bart"] = Repo(private=False)
+    hub.repos["ada/bart"].commit({path.name: path.read_bytes() for path in Path("bart").iterdir()}, "weights")
+    assert ok("prune", "ada/bart", *RIDGE, "--dry-run").count("checked, nothing written") == 2
+    Path("calib.txt").write_text("w1 w2 w3")
+    refused = run("prune", "ada/bart", *RIDGE, "--text", "calib.txt", "-o", "out")
+    assert refused.stderr.splitlines()[-1] == (
+        "Error: ada/bart reads pairs of a source and its target: give --data FILE"
+    )
 
 
 @pytest.mark.usefixtures("bart")
@@ -220,12 +235,15 @@ def test_what_cannot_be_read_is_refused() -> None:
     )
     for command in (
         ("quantize", "bart", "--format", "int8"),
-        ("export", "bart"),
         ("export", "bart", "--format", "gguf"),
     ):
+        what = "export to a GGUF file" if command[0] == "export" else command[0]
         assert read_refusal(*command, "-o", "out") == (
-            f"bart is an encoder-decoder: {command[0]} takes models with one stack of blocks alone"
+            f"bart is an encoder-decoder: {what} takes models with one stack of blocks alone"
         )
+    assert read_refusal("benchmark", "bart", "bart") == (
+        "bart is an encoder-decoder: benchmark takes models with one stack of blocks alone"
+    )
     assert read_refusal("prune", "bart", *RIDGE, *DATA, "--vision-ratio", "0.5", "-o", "out") == (
         "--vision-recipe and --vision-ratio are for a vision tower, which bart has none of"
     )
@@ -240,8 +258,9 @@ def test_what_cannot_be_read_is_refused() -> None:
     assert says(*DATA, "--bos", "never") == (
         "--bos, --choose offsets and --choose documents are for --text: they do not go with --data"
     )
-    assert says(*DATA, "--set", "export.format=onnx").startswith(
-        "a model of class AutoModelForSeq2SeqLM cannot be exported: there are graphs for text-generation, "
+    rounded = ("--set", "export.dtype=int4", "--set", "export.rounding=gptq")
+    assert says(*DATA, "--set", "export.format=onnx", *rounded).startswith(
+        "weights of an encoder-decoder's graphs are all rounded alike, to the nearest: "
     )
 
 

@@ -51,7 +51,7 @@ def test_a_class_that_nothing_is_known_of():
     assert refusal("bert", "BertForNextSentencePrediction") == (
         "a model of class AutoModelForNextSentencePrediction cannot be exported: there are graphs for text-generation, "
         "fill-mask, text-classification, token-classification, question-answering, image-classification, "
-        "feature-extraction"
+        "feature-extraction, text2text-generation, automatic-speech-recognition"
     )
 
 

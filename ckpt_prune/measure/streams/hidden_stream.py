@@ -180,7 +180,10 @@ class HiddenStream:
     def counted(self, rows: slice) -> Tensor | None:
         """Return which tokens of these samples are no padding, (B, T) bool; None for all."""
         counted = counted_tokens(self.samples, rows)
-        return None if counted is None else counted.to(self.factory.device)
+        if counted is None:
+            return None
+        behind = self.states.shape[1] - counted.shape[1]  # LED fills its sources up to whole windows
+        return functional.pad(counted, (0, behind)).to(self.factory.device)
 
     def run(self, block: nn.Module, index: int, states: Tensor, rows: Rows) -> Tensor:
         """Run block `index`, as `factory` builds it, of any widths, on states (B, T, hidden), on any device.

@@ -148,6 +148,11 @@ def check_rounding(settings: GraphSettings, task: GraphTask, *, images: bool, pr
     """Refuse rounded graphs that cannot be, before anything is loaded; `images`: whether there are any."""
     if settings.target_bytes is not None:
         _read_size(settings.target_bytes)
+    if task.modality == "pairs" and (settings.rounding != "nearest" or settings.target_bytes is not None):
+        raise UserError(
+            "weights of an encoder-decoder's graphs are all rounded alike, to the nearest: leave out --rounding gptq "
+            "and --target-bytes"
+        )
     if "int8" in settings.dtype and (provider == "cuda" or settings.optimize == "cuda"):
         raise UserError("--dtype int8: onnxruntime rounds inputs on the CPU alone; for CUDA take int4 or q4f16")
     if "int8" in settings.dtype and task.modality == "image" and not images:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.filenames import GRAPH_FOLDER
 from ckpt_prune.job.job import Job
+from ckpt_prune.model.composites import whole_of_stack
 from ckpt_prune.onnx.export import Exported, GraphWriter, ProvenGraphs, estimate_graphs_bytes
 from ckpt_prune.onnx.proof import Dense
 from ckpt_prune.options.graphs import GraphSettings
@@ -26,7 +27,7 @@ class Graphs:
     @classmethod
     def of(cls, recipe: Export, job: Job) -> "Graphs":
         """Return the graphs of an output that is still to be made; its model reads what the output will."""
-        source = job.model.checkpoint
+        source = whole_of_stack(job.model.checkpoint)
         # A base model is no dense one, and nothing is compared token by token with one of more tokens.
         dense = None if source.adapter is not None or source.rewritten else Dense(source.path)
         proven = ProvenGraphs.of(

@@ -1,0 +1,154 @@
+"""Encoder-decoders as two graphs, run in onnxruntime by the names that optimum and transformers.js know."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, GenerationMixin, PreTrainedModel
+
+from tests.cli.running import ok, read_json, run
+from tests.seq2seq import write_model, write_pairs, write_sounds
+
+STEPS = 8
+ONE_EACH = {"encoder_layers": 1, "decoder_layers": 1}
+Feed = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(autouse=True)
+def pairs(place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of descriptions that are found
+    write_pairs(place / "pairs.jsonl")
+
+
+def draw_sources(model: PreTrainedModel) -> Feed:
+    """Two sources, one of them padded, or two sounds."""
+    draw = np.random.default_rng(5)
+    if model.main_input_name == "input_features":
+        return {"input_features": draw.standard_normal((2, 5, 14), dtype=np.float32)}
+    mask = np.array([[1] * 9, [1] * 6 + [0] * 3])
+    return {"input_ids": np.where(mask == 1, draw.integers(4, 90, (2, 9)), 1), "attention_mask": mask}
+
+
+def generate(folder: Path, feed: Feed, start: int) -> np.ndarray[Any, Any]:
+    """Take the likeliest token, step by step, as both libraries call such graphs."""
+    encoder, decoder = (
+        onnxruntime.InferenceSession(folder / f"{name}.onnx") for name in ("encoder_model", "decoder_model_merged")
+    )
+    states = encoder.run(["last_hidden_state"], feed)[0]
+    past = [each for each in decoder.get_inputs() if each.name.startswith("past_key_values.")]
+    cache = {each.name: np.zeros((2, each.shape[1], 0, each.shape[3]), np.float32) for each in past}
+    outputs = ["logits", *(name.replace("past_key_values", "present") for name in cache)]
+    mask = {"encoder_attention_mask": feed["attention_mask"]} if "attention_mask" in feed else {}
+    tokens = new = np.full((2, 1), start)
+    for step in range(STEPS):
+        given = {"input_ids": new, "encoder_hidden_states": states, "use_cache_branch": np.array([step > 0])}
+        logits, *present = decoder.run(outputs, {**given, **mask, **cache})
+        kept = {name: value for name, value in cache.items() if step and ".encoder." in name}
+        cache = dict(zip(cache, present, strict=True)) | kept  # what was kept of the encoder is handed on as it was
+        new = logits[:, -1:].argmax(-1)
+        tokens = np.hstack([tokens, new])
+    return tokens
+
+
+def check_tokens(folder: Path, model: Any) -> None:
+    """Both write the tokens that the stock class does."""
+    feed, start = draw_sources(model), model.config.decoder_start_token_id
+    inputs = {name: torch.from_numpy(value) for name, value in feed.items()}
+    settings = {"eos_token_id": None, "forced_eos_token_id": None, "forced_bos_token_id": None, "num_beams": 1}
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    expected = GenerationMixin.generate(model, **inputs, max_new_tokens=STEPS, do_sample=False)
+    assert generate(folder, feed, start).tolist() == expected.tolist()
+
+
+def test_one_type_in_all_commands() -> None:
+    model = write_model(Path("bart"), "bart", **ONE_EACH)
+    shown = ok("export", "bart", "-o", "bart/onnx", "--dtype", "fp32", "--dtype", "int4", "--data", "pairs.jsonl")
+    assert re.search(r"^perplexity .*: .* lost, .* predictions the same$", shown, re.MULTILINE)
+    assert {each.name for each in Path("bart/onnx").glob("*.onnx")} == {
+        *("encoder_model.onnx", "decoder_model_merged.onnx", "encoder_model_q4.onnx", "decoder_model_merged_q4.onnx")
+    }
+    check_tokens(Path("bart/onnx"), model)
+    record = read_json("bart/onnx/ckpt_prune_onnx.json")
+    assert [(each["dtype"], each["stack"]) for each in record["graphs"]] == [
+        (dtype, stack) for dtype in ("fp32", "int4") for stack in ("encoder", "decoder")
+    ]
+    ports = [(port["name"], port["shape"]) for port in record["graphs"][1]["inputs"]]
+    length, read = "past_sequence_length", "encoder_sequence_length"
+    assert ports == [
+        ("input_ids", ["batch_size", "sequence_length"]),
+        ("encoder_hidden_states", ["batch_size", read, 32]),
+        ("encoder_attention_mask", ["batch_size", read]),
+        ("past_key_values.0.decoder.key", ["batch_size", 4, length, 8]),
+        ("past_key_values.0.decoder.value", ["batch_size", 4, length, 8]),
+        ("past_key_values.0.encoder.key", ["batch_size", 4, f"past_{read}", 8]),
+        ("past_key_values.0.encoder.value", ["batch_size", 4, f"past_{read}", 8]),
+        ("use_cache_branch", [1]),
+    ]
+    checked = ok("verify", "bart/onnx", "--against", "bart")
+    assert checked.count("compared with PyTorch on ") == 4
+    ok("validate", "bart/onnx")  # on noise
+    cases = read_json("bart/onnx/validation.json")["graphs"][0]["cases"]
+    assert {case["output"] for case in cases} == {
+        *("logits", "last_hidden_state", "present.*.decoder.*", "present.*.encoder.*")
+    }
+    code = Path("bart/onnx/README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    scope: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir("bart/onnx")
+        exec(code, scope)
+    assert scope["target"].shape == (1, 21)
+    shutil.copy("bart/onnx/decoder_model_merged_q4.onnx", "bart/onnx/decoder_model_merged.onnx")
+    assert re.search(r"^decoder_model_merged.onnx: files +FAILED", run("verify", "bart/onnx").stdout, re.MULTILINE)
+    failed = run("validate", "bart/onnx", "--data", "pairs.jsonl")
+    assert failed.exit_code == 1
+    assert "decoder_model_merged.onnx changed since it was written" in failed.stdout
+
+
+@pytest.mark.parametrize("model_type", ["m2m_100", "marian", "mt5", "t5", "whisper"])
+def test_other_types(model_type: str) -> None:
+    write_model(Path("model"), model_type)
+    write_sounds(Path())
+    ok("export", "model", "-o", "graphs", "--data", "sounds.jsonl" if model_type == "whisper" else "pairs.jsonl")
+    assert "FAILED" not in ok("verify", "graphs", "--against", "model")
+    auto = AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM
+    check_tokens(Path("graphs"), auto.from_pretrained("model").eval())
+
+
+def test_a_recipe_ends_in_both_graphs() -> None:
+    """They are of the output with both stacks, and the stack that is pruned first has none."""
+    write_model(Path("bart"), "bart")
+    ridge = ("--recipe", "ridge", "--ratio", "0.25", "--data", "pairs.jsonl", "--set", "export.format=onnx")
+    ok("prune", "bart", *ridge, "-o", "out")
+    assert "FAILED" not in ok("verify", "out", "--against", "bart")
+    check_tokens(Path("out/onnx"), AutoModelForSeq2SeqLM.from_pretrained("out").eval())
+    report = read_json("out/onnx/validation.json")["graphs"][0]
+    assert report["data"]["what"] == "pairs.jsonl"
+
+
+def test_what_cannot_be_exported_is_refused() -> None:
+    write_model(Path("bart"), "bart", **ONE_EACH)
+
+    def says(*words: str) -> str:
+        result = run("export", "bart", "-o", "out", *words)
+        assert (result.exit_code, Path("out").exists()) == (2, False)
+        return result.stderr.splitlines()[-1].removeprefix("Error: ")
+
+    alike = (
+        "weights of an encoder-decoder's graphs are all rounded alike, to the nearest: leave out --rounding gptq and "
+        "--target-bytes"
+    )
+    assert says("--dtype", "int4", "--rounding", "gptq") == alike
+    assert says("--dtype", "int4", "--target-bytes", "50%") == alike
+    assert says("--task", "feature-extraction") == (
+        "this model is for text2text-generation: it becomes two graphs, of its encoder and of its decoder"
+    )
+    assert says("--no-cache") == (
+        "a decoder's graph for text2text-generation keeps keys and values: leave out --no-cache"
+    )
+    assert says("--text", "pairs.jsonl") == "bart reads pairs of a source and its target: give --data FILE"
