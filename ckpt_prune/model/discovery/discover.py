@@ -1,11 +1,13 @@
 """Finds the description of a stock class that this package does not know, proves it, and keeps it."""
 
 import hashlib
+import inspect
 import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from ckpt_prune.model.discovery.describe import Describer, Draft, drop_space, mo
 from ckpt_prune.model.discovery.parts import find_class
 from ckpt_prune.model.discovery.proofs import Prover
 from ckpt_prune.model.discovery.switches import WidthSwitchError
-from ckpt_prune.model.discovery.twin import FIRST, OTHER, Twin, build_twin, small_configs
+from ckpt_prune.model.discovery.twin import CHUNK, FIRST, OTHER, Twin, build_twin, small_configs
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.family_keys import SpaceProof
 from ckpt_prune.model.short_forms import shorten_description
@@ -75,7 +77,7 @@ def discover(config: Mapping[str, Any], stack: Stack | None = None) -> Discovery
         found = Discovery.model_validate_json(place.read_bytes())
         parse_family(json.dumps(found.description))
         return found.model_copy(update={"kept": True})
-    with _silent():
+    with _silent(), _short_chunks(architecture, parse_config(plain)):
         found = _find(plain, architecture, auto, within)
     with suppress(OSError, UserError):  # it is found again next time
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +97,26 @@ def _silent() -> Iterator[None]:
             yield
         finally:
             logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _short_chunks(architecture: str, config: Any) -> Iterator[None]:
+    """Let functions of a class's module take few tokens at a time where they take 64 unless told: twins have few.
+
+    Those of linear attention pad a text to whole chunks, and go through every token of one in Python.
+    """
+    module: Any = import_module(stock_class(architecture, config).__module__)
+    functions = [inspect.unwrap(each) for each in vars(module).values() if inspect.isfunction(each)]
+    before = {each: each.__defaults__ or () for each in functions if "chunk_size" in signature(each).parameters}
+    for function, values in before.items():
+        named = [name for name, each in signature(function).parameters.items() if each.default is not each.empty]
+        own = dict(zip(named, values, strict=False))
+        function.__defaults__ = tuple(CHUNK if name == "chunk_size" else value for name, value in own.items())
+    try:
+        yield
+    finally:
+        for function, values in before.items():
+            function.__defaults__ = values or None
 
 
 def _architecture(config: Mapping[str, Any]) -> tuple[str, str]:

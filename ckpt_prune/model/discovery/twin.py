@@ -20,6 +20,8 @@ from ckpt_prune.model.skeleton import build_skeleton, parse_config, stock_class
 VOCABULARY, POSITIONS, TOKENS = 101, 128, 24
 IMAGE, PATCH, WINDOW = 64, 8, 2
 """Height and width of a twin's images, of the largest patches that these are cut into, and of windows of patches."""
+CHUNK = 8
+"""Tokens that linear attention takes at a time."""
 MOST_WEIGHTS = 30_000_000
 """A twin that is larger was not made small."""
 
@@ -86,7 +88,7 @@ _NUMBERS: dict[str, int] = {
     r"ssm_state_size|mamba_d_state|state_size": 12,
     r"mamba_num_heads|mamba_n_heads|n_mamba_heads": 4,
     r"time_step_rank|mamba_dt_rank": 7,
-    r"mamba_chunk_size|chunk_size|block_multiple_of|ffn_round_up_to_multiple_of|attention_chunk_size": 8,
+    r"mamba_chunk_size|chunk_size|block_multiple_of|ffn_round_up_to_multiple_of|attention_chunk_size": CHUNK,
     r"hidden_size_per_layer_input": 20,
     r"n_shared_experts": 2,
     r"expert_layer_period|attn_layer_period|decoder_sparse_step|\w*_interval|\w*every_n_layers|"

@@ -1,5 +1,6 @@
 """What is found of classes that nobody described, and that nothing else is."""
 
+import inspect
 import json
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckpt_prune.model.discovery.layouts import find_incidences
 from ckpt_prune.model.discovery.proofs import Prover
 from ckpt_prune.model.discovery.trace import find_blocks, join_units, trace_block
 from ckpt_prune.model.discovery.twin import FIRST, OTHER, build_twin
+from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.spaces import Incidence
 
 
@@ -222,3 +224,14 @@ def test_what_was_found_is_kept_and_a_damaged_file_is_made_anew(cache, monkeypat
     assert (anew.kept, anew.description) == (False, found.description)
     monkeypatch.setattr(room, "__version__", "0")
     assert not discover(small).kept
+
+
+def test_linear_attention_takes_few_tokens_at_a_time_while_a_class_is_looked_at():
+    from transformers.models.kimi_linear import modeling_kimi_linear as module
+
+    stated = config("kimi_linear", "KimiLinearForCausalLM")
+    taken = inspect.unwrap(module.chunk_kimi_delta_attention).__defaults__
+    with room._short_chunks("KimiLinearForCausalLM", parse_config(stated)):
+        short = inspect.unwrap(module.chunk_kimi_delta_attention).__defaults__
+    assert short == (8, *taken[1:]) != taken
+    assert inspect.unwrap(module.chunk_kimi_delta_attention).__defaults__ == taken
