@@ -124,10 +124,11 @@ def frontier(options: FrontierOptions) -> "Frontier":
     says which file to make. It is rounded by error feedback, run in llama.cpp and held against MODEL on --held-out,
     beside the best of llama.cpp's own mixtures if that comes near. With --for onnxruntime MODEL is traced, each weight
     of the graph is stored in blocks of 4 or 8 bits or in float32, and int4 and int8 everywhere stand beside it; it may
-    be an encoder, too, or with --images a model of images, which is measured on images that it was not rounded by. OUT
-    holds the file, the commands or the recipe that make it, a picture and all figures. What is predicted of a file is
-    the sum of what each type of each matrix, and each share of the columns, did on --text by itself. The exit code is 1
-    if nothing usable was found.
+    be an encoder, too, or with --images a model of images, which is measured on images that it was not rounded by. With
+    --for vllm each weight of a checkpoint gets 4 or 8 bits, or stays, as `quantize --target-bytes` does it. OUT holds
+    the file, the commands or the recipe that make it, a picture and all figures. What is predicted of a file is the sum
+    of what each type of each matrix, and each share of the columns, did on --text by itself. The exit code is 1 if
+    nothing usable was found.
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """
@@ -139,6 +140,10 @@ def frontier(options: FrontierOptions) -> "Frontier":
 
         with collection_of_new_objects():
             return explore_graphs(options)
+    if options.runs_on == "vllm":
+        from ckpt_prune.runner.frontier.checkpoints import explore_checkpoints
+
+        return explore_checkpoints(options)
     require_gguf()
     from ckpt_prune.runner.frontier.files import explore_frontier
 

@@ -441,6 +441,10 @@ class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleO
     ] = option(default=None, metavar="N|channel", group=ROUNDING)
     """Columns that share a scale: 32, 64 or 128, or channel for whole rows. [default: channel for int8; for int4 the
     largest that divides every weight]"""
+    target_bytes: str | None = option(default=None, metavar="SIZE", group=ROUNDING)
+    """With int4: bytes of the files of weights to come down to, 100MB, or 40% of the tensors of MODEL. Each weight gets
+    4 bits in groups of any size, 8 bits, or stays as it is, so that the least is lost within the size; weights that
+    vLLM joins are stored alike."""
     statistics: StatisticsFolder = option(default=None, metavar="STATS", group=ROUNDING, digest="content")
     """Statistics of MODEL (`ckpt-prune calibrate MODEL --collect moments,gram,linears`), to round by GPTQ without
     running the model. Every block is then rounded as if those before it were not."""
@@ -453,6 +457,8 @@ class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleO
     def _check_gguf(self) -> "QuantizeOptions":
         fields = QuantizeOptions.model_fields
         other = ("group_size", "statistics", "resume") if self.format == "gguf" else ("type", *GGUF_ALONE)
+        if self.target_bytes is not None:
+            self._check_size()
         if changed := next((name for name in other if getattr(self, name)), None):
             raise ValueError(f"{flags_of(changed, fields[changed])[-1]} does not go with --format {self.format}")
         if self.format == "gguf" and self.type is None:
@@ -460,6 +466,18 @@ class QuantizeOptions(ResumeOptions, StateMemoryOptions, QualityOptions, SampleO
         if self.format == "gguf" and not self.text:
             raise ValueError("--format gguf rounds by what reaches each matrix: give --text (export needs none)")
         return self
+
+    def _check_size(self) -> None:
+        """Refuse a size for anything but checkpoints whose weights are chosen by text."""
+        if self.format == "gguf":
+            raise ValueError("--target-bytes: a GGUF file of a size is made by `ckpt-prune frontier MODEL`")
+        if self.format != "int4":
+            raise ValueError("--target-bytes chooses which weights have 4 bits and which have more: say --format int4")
+        if self.group_size is not None or self.statistics is not None:
+            other = "--group-size" if self.group_size is not None else "--statistics"
+            raise ValueError(f"--target-bytes measures the model and chooses groups itself: leave out {other}")
+        if not self.text:
+            raise ValueError("--target-bytes chooses by what each weight loses on a text: give --text FILE")
 
 
 class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions):
@@ -470,8 +488,8 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     output: Place = option(flags=("-o", "--output"), metavar="OUT", group=OUTPUT, digest="none")
     """Folder to write: the file (model.gguf, or a graph with what it is loaded by), the commands that make it
     (make.sh), the picture (frontier.html and frontier.svg), and all figures (frontier.json)."""
-    runs_on: Literal["llama.cpp", "onnxruntime"] = option(default="llama.cpp", flags=("--for",), group=SIZE)
-    """The runtime that the file is for, and is measured in."""
+    runs_on: Literal["llama.cpp", "onnxruntime", "vllm"] = option(default="llama.cpp", flags=("--for",), group=SIZE)
+    """The runtime that the file is for, and is measured in; checkpoints for vllm are measured in PyTorch."""
     target_bytes: str | None = option(default=None, metavar="SIZE", group=SIZE)
     """Bytes of the file to come down to: 75MB, or 30% of the tensors of MODEL."""
     target_latency: str | None = option(default=None, metavar="TIME", group=SIZE)
@@ -499,11 +517,11 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
         given = [f"--{name.replace('_', '-')}" for name in targets if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} are two targets: give one of them")
-        if self.target_latency is not None and self.runs_on == "llama.cpp":
-            raise ValueError("--target-latency: files for llama.cpp are made for a size; say --for onnxruntime")
+        if self.target_latency is not None and self.runs_on != "onnxruntime":
+            raise ValueError(f"--target-latency: files for {self.runs_on} are made for a size; say --for onnxruntime")
         if self.images:
-            if self.runs_on == "llama.cpp":
-                raise ValueError("--images: llama.cpp's files are of models of text; say --for onnxruntime")
+            if self.runs_on != "onnxruntime":
+                raise ValueError(f"--images: files for {self.runs_on} are of models of text; say --for onnxruntime")
             if self.text or self.held_out:
                 raise ValueError("--images are measured on, too: --text and --held-out do not go with them")
             return self

@@ -1,11 +1,13 @@
 """Name the command that makes a model as small by fewer bits: at every size that bits reach, they lose less."""
 
 import shlex
+from math import prod
 
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.stages.export.keys import Export
+from ckpt_prune.stages.quantize.choosing import linear_weights
 from ckpt_prune.stages.spaces.size_search import asked_size_of
 
 _EIGHT, _FOUR = 8.5, 4.85
@@ -30,20 +32,35 @@ def fewer_bits_line(prepared: Prepared) -> str | None:
     if size is not None and size.kind in ("latency", "flops"):
         return None
     before, after = prepared.before, prepared.output.cost.bytes
-    sizes = {bits: round(before.parameters * bits / 8) for bits in (_EIGHT, _FOUR)}
+    rounded, kept = before.parameters, 0
+    if _is_checkpoint(prepared):  # its embedding and head stay
+        weights = linear_weights(prepared.job.model).values()
+        rounded = sum(prod(shape) for _, shape in weights)
+        kept = before.bytes - sum(prod(shape) * dtype.itemsize for dtype, shape in weights)
+    sizes = {bits: kept + round(rounded * bits / 8) for bits in (_EIGHT, _FOUR)}
     bits = next((bits for bits, reached in sizes.items() if reached <= after), None)
     if bits is None or after >= before.bytes:
         return None
     model = shlex.quote(checkpoint.name if "/" in checkpoint.name else str(checkpoint.path))
     command = _command(prepared, eight=bits == _EIGHT).format(model=model)
-    return f"{_FEW}: `{command}` takes about {human_bytes(sizes[bits])}, this {human_bytes(after)}; {_FOR}"
+    reached = after if _is_checkpoint(prepared) and bits == _FOUR else sizes[bits]
+    return f"{_FEW}: `{command}` takes about {human_bytes(reached)}, this {human_bytes(after)}; {_FOR}"
+
+
+def _runtimes(prepared: Prepared) -> set[str]:
+    return {name.partition(":")[0] for name in prepared.whole.recipe.runs_on or ()}
+
+
+def _is_checkpoint(prepared: Prepared) -> bool:
+    """Return whether fewer bits are those of a checkpoint by `quantize`."""
+    return prepared.job.model.family.causal and bool(_runtimes(prepared) & {"vllm", "transformers"})
 
 
 def _command(prepared: Prepared, *, eight: bool) -> str:
-    family = prepared.job.model.family
-    runs_on = {name.partition(":")[0] for name in prepared.whole.recipe.runs_on or ()}
-    if family.causal and runs_on & {"vllm", "transformers"}:
-        return f"ckpt-prune quantize {{model}} --format {'int8' if eight else 'int4'} -o OUT"
+    family, runs_on = prepared.job.model.family, _runtimes(prepared)
+    if _is_checkpoint(prepared):
+        few = "int8" if eight else f"int4 --target-bytes {prepared.output.cost.bytes} --text FILE"
+        return f"ckpt-prune quantize {{model}} --format {few} -o OUT"
     has_file = family.model_type in (RUNTIMES["llama.cpp"].families or ())
     if family.causal and has_file and not runs_on & _GRAPHS:
         return f"ckpt-prune export {{model}} --format gguf --dtype {'q8_0' if eight else 'q4_k_m'} -o OUT.gguf"

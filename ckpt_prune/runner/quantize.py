@@ -21,6 +21,7 @@ from ckpt_prune.runner.quality import is_measured, measure_quality
 from ckpt_prune.runner.read_job import check_job_output, read_live
 from ckpt_prune.runner.resuming import resumable
 from ckpt_prune.runner.run_job import check_job, run_job
+from ckpt_prune.runner.scheme_budgets import check_storable, choose_for_bytes
 from ckpt_prune.stages.quantize.keys import quantize_recipe
 from ckpt_prune.stages.quantize.records import QUANTISATION_KIND, QuantizationRecord, read_record
 from ckpt_prune.verification.dense_source import find_dense_source
@@ -100,6 +101,13 @@ def _read(options: QuantizeOptions, say: Notices) -> Job:
     recipe = quantize_recipe(options.format, options.group_size, rounding)
     inputs = [options.statistics]
     check_job_output(options, model, recipe, inputs, overwrite=options.overwrite, kind=QUANTISATION_KIND)
+    if options.target_bytes is not None:
+        if process_group().size > 1:
+            raise UserError("--target-bytes chooses in one process: start it without torchrun")
+        check_storable(model)
+        live = read_live(options, model, device, say)
+        chosen = choose_for_bytes(options, model, live.samples, say)
+        return Job(model, chosen, None, device=device, asked=digested_options(options), live=live)
     statistics = None if options.statistics is None else Statistics(options.statistics)
     job = Job(model, recipe, statistics, device=device, asked=digested_options(options))
     if not measures:

@@ -196,6 +196,12 @@ def test_four_bits_are_named_where_eight_are_too_many(place, monkeypatch):
     load_model(Path("dense"), device="cpu").to(torch.bfloat16).save_pretrained("half")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(f"dense/{name}", "half")
+    how = ("--recipe", "magnitude", "--for", "vllm", "--ratio", "0.5")
+    with monkeypatch.context() as patched:
+        patched.setattr(fewer_bits, "_EIGHT", 99)
+        asked = json.loads(ok("prune", "half", *how, "--dry-run", "--json"))
+    few = f"quantize half --format int4 --target-bytes {asked['after']['bytes']} --text FILE -o OUT` takes about"
+    assert few in asked["fewer_bits"]
     for share, said in (("60%", "q8_0"), ("45%", "q4_k_m"), ("44%", None)):
         if said is None:
             monkeypatch.setattr(fewer_bits, "_FOUR", 7.5)

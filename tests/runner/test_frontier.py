@@ -13,7 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
-from ckpt_prune.runner.frontier.files import _read_held_out
+from ckpt_prune.runner.frontier.asked import read_held_out
 from tests.gguf_files.tiny import TEXT
 from tests.runner.frontiers import make_command, make_place, read, run
 
@@ -96,7 +96,7 @@ def test_every_text_that_is_held_out_gives_an_equal_share_of_the_windows(place):
     def windows(*held_out, samples):
         given = {"model": place / "model", "output": place / "o", "text": place / "text.txt", "held_out": held_out}
         options = check_options(FrontierOptions, given | {"held_out_samples": samples, "window": 48})
-        return _read_held_out(options, model)
+        return read_held_out(options, model)
 
     both, alone = windows(*texts, samples=4), [windows(text, samples=2) for text in texts]
     (both, names), alone = both, [own for own, _ in alone]

@@ -8,8 +8,6 @@
 4. The best one within the target is kept, with a picture and the commands that make it.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,10 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gguf import GGMLQuantizationType as Kind
-from torch import Tensor
 
 from ckpt_prune.budget.choices import BudgetError
-from ckpt_prune.checkpoint.staging import Staging, check_output
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.choosing import TypeChoice
@@ -28,38 +24,28 @@ from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.score import read_reference
-from ckpt_prune.measure.samples.choose import choose_samples
-from ckpt_prune.measure.samples.mixing import mix_evenly
 from ckpt_prune.measure.samples.samples import Samples
-from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer, mix_windows, read_text, tokenise_text
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
-from ckpt_prune.options.option import digested_options
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
-from ckpt_prune.recipe.sizes import parse_size
 from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.file_budgets import FileBudgets, check_reach
+from ckpt_prune.runner.frontier.asked import open_staging, parts_of, read_target, read_texts
 from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
 from ckpt_prune.runner.frontier.record import (
-    FRONTIER,
+    SMALLEST,
     USABLE,
-    USUAL_LOSS,
     Frontier,
     ask_for_losses,
     best_within,
     words_of_target,
 )
-from ckpt_prune.runner.resuming import resumable
 
-SAMPLES, WINDOW, HELD_OUT = 32, 512, 16
-"""Windows that the model is measured on, and their tokens, by default, and windows that files are."""
 IN_QUESTION = 1.5
 """A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
-SMALLEST = ("smallest within the loss", "smallest within the loss, chosen again", "smallest within the loss, a third")
-"""Names of what is made for a loss, one after the other."""
 LADDER: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k")
 """llama.cpp's own mixtures that are measured if no size is asked for."""
 
@@ -103,72 +89,36 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     model = open_model(options.model, Opening(options.trust_remote_code))
     planner = FilePlanner(model)
     planner.plan("q8_0")  # refuses what llama.cpp does not compute, or tokenizers that it has not
-    limit, loss = _read_target(options, model)
+    limit, loss = read_target(options, model)
     if limit is not None:
         check_reach(limit, planner)
-    check_output(
-        model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite,
-        inputs=options.text, kind=FRONTIER,
-    )  # fmt: skip
-    options = options.model_copy(update={"window": options.window or min(WINDOW, model.tokens)})
-    samples = choose_samples(model, options, trust=options.trust_remote_code, most=SAMPLES, say=say)
-    held_out, texts = _read_held_out(options, model)
-    parts = [
-        model.checkpoint.fingerprint,
-        samples.fingerprint,
-        fingerprint_windows(held_out),
-        digested_options(options),
-    ]
-    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    texts = read_texts(options, model, say)
+    options, samples = texts.options, texts.samples
 
     if not options.resume:
         say(_foresee_work(options, model, samples, limit))
-    with resumable(options.output, say):
-        staging = Staging(options.output, job=digest, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)
-        with staging:
-            staging.scratch.mkdir(exist_ok=True)
+    with open_staging(options, parts_of(model, texts), say) as staging:
+        # 2. Measure the model once, and tell from that what each type of each matrix loses.
+        reference = read_reference(
+            model.checkpoint.whole, texts.held_out, texts=texts.names, trust=options.trust_remote_code
+        )
+        budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, planner)
+        maker = Maker(options, budgets, reference, staging)
+        search = _Search(maker, limit, loss)
+        say(_foresee(search))
 
-            # 2. Measure the model once, and tell from that what each type of each matrix loses.
-            reference = read_reference(model.checkpoint.whole, held_out, texts=texts, trust=options.trust_remote_code)
-            budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, planner)
-            maker = Maker(options, budgets, reference, staging)
-            search = _Search(maker, limit, loss)
-            say(_foresee(search))
+        # 3. Make the candidates one at a time, and measure them.
+        found: list[MeasuredFile] = []
+        for candidate in _candidates(search, found):
+            found.append(maker.measure(candidate, _best(search, found), say))
+            say(found[-1].line(reference.perplexity))
 
-            # 3. Make the candidates one at a time, and measure them.
-            found: list[MeasuredFile] = []
-            for candidate in _candidates(search, found):
-                found.append(maker.measure(candidate, _best(search, found), say))
-                say(found[-1].line(reference.perplexity))
-
-            # 4. Keep the best, and say how it is made.
-            best = _best(search, found)
-            frontier = make_frontier(options, maker, found, best, _asked(search), _found_by(search), _reach(search))
-            write_frontier(frontier, staging.path, maker, best)
-            staging.publish()
+        # 4. Keep the best, and say how it is made.
+        best = _best(search, found)
+        frontier = make_frontier(options, maker, found, best, _asked(search), _found_by(search), _reach(search))
+        write_frontier(frontier, staging.path, maker, best)
+        staging.publish()
     return frontier
-
-
-def _read_target(options: FrontierOptions, model: Model) -> tuple[int | None, float | None]:
-    if options.target_bytes is None:
-        return None, math.log1p(USUAL_LOSS if options.max_loss is None else float(options.max_loss))
-    dense = cost_of(model).bytes
-    return parse_size("bytes", options.target_bytes).of(dense), None
-
-
-def _read_held_out(options: FrontierOptions, model: Model) -> tuple[Tensor, list[str]]:
-    """Return windows of the texts, and the name of each window's, if there are several."""
-    tokenizer = load_tokenizer(model.checkpoint.whole)
-    streams = [tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos) for text in options.held_out]
-    window = options.window or WINDOW
-    samples = options.held_out_samples or HELD_OUT
-    windows, counts = mix_windows(streams, samples=samples, window=window, seed=options.seed, choose="first")
-    if len(counts) < 2:
-        return windows, []
-    short = [path.name for path in options.held_out]
-    names = short if len(set(short)) == len(short) else [str(path) for path in options.held_out]
-    each = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
-    return windows, [each[place] for place in mix_evenly(counts).tolist()]
 
 
 def _foresee_work(options: FrontierOptions, model: Model, samples: Samples, limit: int | None) -> str:
@@ -231,7 +181,7 @@ def _within_loss(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCan
         yield mixture
         with suppress(BudgetError):
             yield candidate_of(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
-    for words, asked in ask_for_losses(search.loss, found, SMALLEST):
+    for words, asked in ask_for_losses(search.loss, found):
         try:
             choice = maker.budgets.fitted.at_loss(asked)
         except BudgetError:

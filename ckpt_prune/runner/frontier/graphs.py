@@ -7,8 +7,6 @@
 4. The best one within the target is kept, with a picture and the command that makes it.
 """
 
-import hashlib
-import json
 import math
 import shlex
 from collections.abc import Iterator, Sequence
@@ -52,8 +50,9 @@ from ckpt_prune.onnx.tracing import trace_model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
-from ckpt_prune.options.option import check_options, digested_options, words_of_options
+from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
+from ckpt_prune.runner.frontier.asked import open_staging
 from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured, MeasuredGraph
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.record import (
@@ -67,14 +66,11 @@ from ckpt_prune.runner.frontier.record import (
 )
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
-from ckpt_prune.runner.resuming import resumable
 
 HELD_OUT, HELD_OUT_IMAGES = 16, 4 * IMAGES
 """Windows, or images, that graphs are measured on by default."""
 BATCH = 8
 """Images that are timed."""
-SMALLEST = ("smallest within the loss", "smallest within the loss, 2", "smallest within the loss, 3")
-"""Names of what is made for a loss, one after the other."""
 PRUNING, WINDOW = 32, 512
 """Windows of text that a model is pruned by, and their tokens, by default."""
 SIZE = "BYTES"
@@ -97,28 +93,23 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
     )
     samples = _choose_samples(options, source, task)
     data = [fingerprint_windows(samples.windows)] if samples.windows is not None else []
-    parts = [source.fingerprint, *data, digested_options(options)]
-    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    with resumable(options.output, say):
-        staging = Staging(options.output, job=digest, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)
-        with staging:
-            staging.scratch.mkdir(exist_ok=True)
-            maker = GraphMaker(options, source, task, samples, staging, workload)
-            if limit is not None:
-                maker.unpriced.check_bytes(limit)
-            found: list[MeasuredGraph] = []
-            owners: dict[str, GraphMaker] = {}
-            timed = None if size is None else within_time(maker, found, size)
-            for owner, name, dtype, decide in timed or _candidates(maker, found, limit, loss):
-                found.append(owner.measure(name, dtype, decide, say))
-                owners[name] = owner
-            if size is not None:
-                most = limit_of(size, found)
-                frontier = maker.record(found, best_in_time(found, most), f"within {most / 1e6:.4g} ms")
-            else:
-                frontier = maker.record(found, best_within(found, limit, loss), words_of_target(limit, loss))
-            owner = maker if frontier.best is None else owners[frontier.best.candidate.name]
-            owner.publish(frontier)
+    with open_staging(options, [source.fingerprint, *data], say) as staging:
+        maker = GraphMaker(options, source, task, samples, staging, workload)
+        if limit is not None:
+            maker.unpriced.check_bytes(limit)
+        found: list[MeasuredGraph] = []
+        owners: dict[str, GraphMaker] = {}
+        timed = None if size is None else within_time(maker, found, size)
+        for owner, name, dtype, decide in timed or _candidates(maker, found, limit, loss):
+            found.append(owner.measure(name, dtype, decide, say))
+            owners[name] = owner
+        if size is not None:
+            most = limit_of(size, found)
+            frontier = maker.record(found, best_in_time(found, most), f"within {most / 1e6:.4g} ms")
+        else:
+            frontier = maker.record(found, best_within(found, limit, loss), words_of_target(limit, loss))
+        owner = maker if frontier.best is None else owners[frontier.best.candidate.name]
+        owner.publish(frontier)
     return frontier
 
 
@@ -177,7 +168,7 @@ def _candidates(
         yield maker, "by budget, GPTQ", "int4", lambda: maker.fitted.within_bytes(limit)
         return
     assert loss is not None
-    for name, asked in ask_for_losses(loss, found, SMALLEST):
+    for name, asked in ask_for_losses(loss, found):
         yield maker, name, "int4", partial(maker.fitted.within_loss, asked)
 
 

@@ -1,7 +1,7 @@
 """The result of `frontier`: its record, a sentence that says what to do, a picture, and commands that make the file."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ CLOSE = 1.15
 """For a loss, what is made is chosen again if it loses less than allowed by more than this factor, or too much."""
 USUAL_LOSS = 0.05
 """Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
+SMALLEST = ("smallest within the loss", "smallest within the loss, chosen again", "smallest within the loss, a third")
+"""Names of what is made for a loss, one after the other."""
 R = TypeVar("R", MeasuredFile, MeasuredGraph)
 
 
@@ -45,7 +47,7 @@ def best_within(found: Sequence[R], limit: int | None, loss: float | None) -> R 
     return min(within, key=lambda each: each.score.bytes, default=None)
 
 
-def ask_for_losses(loss: float, found: Sequence[Result], names: Iterable[str]) -> Iterator[tuple[str, float]]:
+def ask_for_losses(loss: float, found: Sequence[Result]) -> Iterator[tuple[str, float]]:
     """Yield names, each with the loss to ask a budget for, until what is made keeps closely to `loss`.
 
     Predictions of all weights at once are off by much the same factor: the next loss is corrected by it.
@@ -54,7 +56,7 @@ def ask_for_losses(loss: float, found: Sequence[Result], names: Iterable[str]) -
         found: what was measured; the caller adds what it makes for each name.
     """
     asked = loss
-    for name in names:
+    for name in SMALLEST:
         yield name, asked
         measured = found[-1].score.kl
         if loss / CLOSE <= measured <= loss:

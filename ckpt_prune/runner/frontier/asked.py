@@ -1,0 +1,103 @@
+"""What `frontier` is asked for: a size or a loss, samples of text, and the folder in which candidates are made."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ckpt_prune.checkpoint.staging import Staging, check_output
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.measure.samples.mixing import mix_evenly
+from ckpt_prune.measure.samples.samples import Samples
+from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer, mix_windows, read_text, tokenise_text
+from ckpt_prune.model.cost import cost_of
+from ckpt_prune.model.model import Model
+from ckpt_prune.options.commands import FrontierOptions
+from ckpt_prune.options.option import digested_options
+from ckpt_prune.recipe.sizes import parse_size
+from ckpt_prune.runner.frontier.record import FRONTIER, USUAL_LOSS
+from ckpt_prune.runner.resuming import resumable
+
+SAMPLES, WINDOW, HELD_OUT = 32, 512, 16
+"""Windows that the model is measured on, and their tokens, by default, and windows that candidates are."""
+
+
+def read_target(options: FrontierOptions, model: Model) -> tuple[int | None, float | None]:
+    """Return the bytes that are asked for, or the nats a token that may be lost."""
+    if options.target_bytes is None:
+        return None, math.log1p(USUAL_LOSS if options.max_loss is None else float(options.max_loss))
+    dense = cost_of(model).bytes
+    return parse_size("bytes", options.target_bytes).of(dense), None
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a model is measured on, and what its candidates are.
+
+    Attributes:
+        options: with the length of windows.
+        samples: of the text that is fitted to.
+        held_out: windows of the others, int64 (windows, tokens).
+        names: of the text of each window, if there are several.
+    """
+
+    options: FrontierOptions
+    samples: Samples
+    held_out: Tensor
+    names: list[str]
+
+    @property
+    def words(self) -> str:
+        windows, length = self.held_out.shape
+        return f"{windows} windows of {length} tokens of {', '.join(path.name for path in self.options.held_out)}"
+
+
+def read_texts(options: FrontierOptions, model: Model, say: Notices) -> Texts:
+    """Refuse a place that cannot be written, and read both texts."""
+    check_output(
+        model.checkpoint.path, options.output, resume=options.resume, overwrite=options.overwrite,
+        inputs=options.text, kind=FRONTIER,
+    )  # fmt: skip
+    options = options.model_copy(update={"window": options.window or min(WINDOW, model.tokens)})
+    samples = choose_samples(model, options, trust=options.trust_remote_code, most=SAMPLES, say=say)
+    return Texts(options, samples, *read_held_out(options, model))
+
+
+def read_held_out(options: FrontierOptions, model: Model) -> tuple[Tensor, list[str]]:
+    """Return windows of the texts that are held out, and the name of each window's, if there are several."""
+    tokenizer = load_tokenizer(model.checkpoint.whole)
+    streams = [tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos) for text in options.held_out]
+    window = options.window or WINDOW
+    samples = options.held_out_samples or HELD_OUT
+    windows, counts = mix_windows(streams, samples=samples, window=window, seed=options.seed, choose="first")
+    if len(counts) < 2:
+        return windows, []
+    short = [path.name for path in options.held_out]
+    names = short if len(set(short)) == len(short) else [str(path) for path in options.held_out]
+    each = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    return windows, [each[place] for place in mix_evenly(counts).tolist()]
+
+
+def parts_of(model: Model, texts: Texts) -> list[str]:
+    """Return fingerprints of what a search depends on, besides its options."""
+    return [model.checkpoint.fingerprint, texts.samples.fingerprint, fingerprint_windows(texts.held_out)]
+
+
+@contextmanager
+def open_staging(options: FrontierOptions, parts: Sequence[str], say: Notices) -> Iterator[Staging]:
+    """Enter the folder in which candidates are made; what is done there is kept for `--resume`.
+
+    Args:
+        parts: fingerprints of what the search depends on, besides the options.
+    """
+    digest = hashlib.sha256(json.dumps([*parts, digested_options(options)]).encode()).hexdigest()
+    with resumable(options.output, say):
+        staging = Staging(options.output, job=digest, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)
+        with staging:
+            staging.scratch.mkdir(exist_ok=True)
+            yield staging

@@ -1,0 +1,189 @@
+"""`frontier --for vllm`: in how many bits each weight of a checkpoint, for this size or loss?
+
+1. The model is measured once, and what each way to store each weight loses is predicted from that.
+2. One budget says how each weight is stored. int4 and int8 everywhere stand beside it.
+3. Each checkpoint is made as `quantize` makes it, run in PyTorch and held against the model on other text. What is done
+   stands in a journal, so that an interrupted run goes on.
+4. The best one within the target is kept, with a picture and the command that makes it.
+"""
+
+import math
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.checkpoint.model_folder import model_name
+from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.evaluation.perplexity import LanguageModel, compare
+from ckpt_prune.evaluation.streamed import StreamedModel
+from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.job.job import Job, LiveSamples
+from ckpt_prune.model.containers.opening import open_fitted
+from ckpt_prune.options.commands import FrontierOptions, QuantizeOptions
+from ckpt_prune.options.data import words_of_windows
+from ckpt_prune.options.option import words_of_options
+from ckpt_prune.runner.frontier.asked import Texts, open_staging, parts_of, read_target, read_texts
+from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured, MeasuredGraph
+from ckpt_prune.runner.frontier.record import (
+    USABLE,
+    Frontier,
+    ask_for_losses,
+    best_within,
+    words_of_target,
+    write_pages,
+)
+from ckpt_prune.runner.run_job import run_job
+from ckpt_prune.runner.scheme_budgets import SchemeBudgets, check_reach, check_storable, recipe_of
+from ckpt_prune.stages.quantize.choosing import SchemeBudget, SchemeChoice
+
+DATA = ("choose", "bos", "compute_dtype", "device")
+"""Options of the samples, beside their number and length, that `quantize` has, too."""
+Choose = Callable[[], SchemeChoice]
+
+
+def explore_checkpoints(options: FrontierOptions) -> Frontier:
+    """Find the checkpoint that is as small as is asked for and loses least (`ckpt_prune.frontier`)."""
+    say = Notices()
+    model = open_fitted(options.model)
+    check_storable(model)
+    limit, loss = read_target(options, model)
+    if limit is not None:
+        check_reach(limit, model)
+    texts = read_texts(options, model, say)
+    with open_staging(texts.options, parts_of(model, texts), say) as staging:
+        budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal)
+        maker = CheckpointMaker(texts, budgets, staging)
+        found: list[MeasuredGraph] = []
+        for name, choose in _candidates(budgets.schemes, found, limit, loss):
+            found.append(maker.measure(name, choose, say))
+        frontier = maker.record(found, limit, loss)
+        maker.publish(frontier)
+    return frontier
+
+
+def _candidates(
+    budget: SchemeBudget, found: list[MeasuredGraph], limit: int | None, loss: float | None
+) -> Iterator[tuple[str, Choose]]:
+    """Yield what is to be measured next, by what was measured so far."""
+    yield "int4 everywhere, GPTQ", partial(budget.everywhere, "int4")
+    yield "int8 everywhere, GPTQ", partial(budget.everywhere, "int8")
+    if limit is not None:
+        yield "by budget, GPTQ", partial(budget.at_bytes, limit)
+        return
+    assert loss is not None
+    for name, asked in ask_for_losses(loss, found):
+        yield name, partial(budget.at_loss, asked)
+
+
+@dataclass
+class CheckpointMaker:
+    """Makes checkpoints of one model in a staging folder, and measures them.
+
+    Attributes:
+        dense: perplexity of the model, once something is measured.
+    """
+
+    texts: Texts
+    budgets: SchemeBudgets
+    staging: Staging
+    dense: float | None = field(default=None, init=False)
+
+    def _place(self, name: str) -> Path:
+        return self.staging.scratch / name.replace(" ", "-").replace(",", "")
+
+    def measure(self, name: str, choose: Choose, say: Notices) -> MeasuredGraph:
+        """Make a checkpoint and measure it, unless an earlier run has."""
+        place, journal = self._place(name), self.staging.journal
+        if name in journal.notes and place.is_dir():
+            self.dense = journal.notes[name]["dense"]
+            return Measured.read(GraphCandidate, journal.notes[name]["found"])
+        say(f"making and measuring: {name}")
+        choice = choose()
+        if not place.is_dir():
+            self._make(choice, place, say)
+        mixed = len(choice.counts) > 1
+        candidate = GraphCandidate(
+            name, "int4" if mixed else choice.usual.format, choice.kl, "gptq", choice.counts, mixed
+        )
+        score = self._score(place)
+        found = Measured(replace(candidate, commands=(self._command(candidate, score.bytes),)), score)
+        journal.record(name, note={"found": found.note(), "dense": self.dense})
+        say(found.line(self.dense or 0))
+        return found
+
+    def _make(self, choice: SchemeChoice, place: Path, say: Notices) -> None:
+        budgets, options = self.budgets, self.texts.options
+        source = ", ".join(map(str, options.text))
+        live = LiveSamples(budgets.samples, 1, budgets.compute_dtype, seed=options.seed, source=source)
+        job = Job(budgets.model, recipe_of(budgets.model, choice), live=live, device=budgets.device)
+        run_job(job, place, resume=place.with_name(f"{place.name}.partial").exists(), announce=say)
+
+    @cached_property
+    def _reference(self) -> LanguageModel:
+        return self._open(self.budgets.model.checkpoint.whole)
+
+    def _open(self, folder: Path) -> LanguageModel:
+        """Return a model in float32, to be run block by block if it can be."""
+        streamed = StreamedModel.open(folder, self.budgets.device, torch.float32)
+        return streamed or load_model(folder, device=str(self.budgets.device), dtype=torch.float32, unpack=True)
+
+    def _score(self, place: Path) -> FileScore:
+        """Run a checkpoint, and compare it with the model."""
+        both = compare(self._open(place), self._reference, self.texts.held_out)
+        self.dense = both.reference_score.perplexity
+        size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+        score = FileScore(size, both.kl, both.score.perplexity, (), top1=both.top1_agreement)
+        if both.spread is None:
+            return score
+        windows, of_texts = both.spread.divergences.view(len(self.texts.held_out), -1).mean(1), dict[str, list[float]]()
+        for name, kl in zip(self.texts.names, windows.tolist(), strict=False):  # there are none for one text
+            of_texts.setdefault(name, []).append(kl)
+        means = {name: sum(own) / len(own) for name, own in of_texts.items()}
+        quantiles: dict[str, Any] = both.spread.data()
+        return replace(score, kl_of=means, **quantiles)
+
+    def _command(self, candidate: GraphCandidate, size: int) -> str:
+        options, samples = self.texts.options, self.budgets.samples
+        words = ["ckpt-prune", "quantize", str(options.model), "--format", candidate.dtype]
+        words += ["--target-bytes", options.target_bytes or str(size)] if candidate.by_budget else []
+        words += words_of_windows(options.text, len(samples), samples.tokens, options.seed)
+        words += words_of_options(options, [name for name in DATA if name in QuantizeOptions.model_fields])
+        return shlex.join([*words, "--evaluate-samples", "0", "-o", "quantized"])
+
+    def record(self, found: list[MeasuredGraph], limit: int | None, loss: float | None) -> Frontier:
+        """Return the record of what was found."""
+        best, reach = best_within(found, limit, loss), None
+        with suppress(BudgetError):
+            reach = self.budgets.schemes.at_loss(math.log(USABLE)).bytes
+        return Frontier(
+            folder=self.texts.options.output,
+            model=model_name(self.budgets.model.checkpoint.path),
+            dense=self.dense,
+            found=found,
+            best=best,
+            asked=words_of_target(limit, loss),
+            beyond_use="",
+            reach=reach,
+            commands=() if best is None else best.candidate.commands,
+            data_words=self.texts.words,
+            runtime="PyTorch",
+        )
+
+    def publish(self, frontier: Frontier) -> None:
+        """Write the record and the best checkpoint, and put the folder in place."""
+        folder, files = self.staging.path, list[str]()
+        if frontier.best is not None:
+            for path in sorted(self._place(frontier.best.candidate.name).iterdir()):
+                path.rename(folder / path.name)
+                files.append(path.name)
+        write_pages(frontier, folder, files)
+        self.staging.publish()
