@@ -136,8 +136,8 @@ def _whole(shapes: TensorSpecs, weight: str) -> tuple[torch.dtype, tuple[int, ..
 def _applications(model: Model, name: str, dimensions: int) -> int:
     """Return how often a tensor is multiplied by in one forward pass."""
     family, module = model.family, name.rpartition(".")[0]
-    if module in family.applied:
-        return int(family.applied[module] * model.tokens) if dimensions > 1 else 0
+    if module in family.multiplied_per_token:
+        return int(family.multiplied_per_token[module] * model.tokens) if dimensions > 1 else 0
     stride = next((own for path, own in family.strides.items() if name.startswith(path)), None)
     if stride is not None and module not in family.pooled:
         return positions(image_size(family, model.config), stride) if dimensions > 1 else 0

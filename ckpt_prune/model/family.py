@@ -87,7 +87,7 @@ class Family(StrictModel):
     block: str
     embedding: str | None = None
     cost_image_size: tuple[int, int] | None = None
-    applied: dict[str, float] = Field(default_factory=dict)
+    multiplied_per_token: dict[str, float] = Field(default_factory=dict)
     lookups: list[str]
     dimensions: dict[str, list[str]]
     attention: Attention
@@ -103,7 +103,7 @@ class Family(StrictModel):
     bias_slots: dict[str, str | bool] = Field(default_factory=dict)
     heads_divide_hidden: bool = False
     multiples: dict[str, Multiple] = Field(default_factory=dict)
-    shares: dict[str, int] = Field(default_factory=dict)
+    times_in_config: dict[str, int] = Field(default_factory=dict)
     width_switches: dict[str, bool] = Field(default_factory=dict)
     positions_behind: str | None = None
     passes_on: bool = False
@@ -355,7 +355,7 @@ class Family(StrictModel):
         for key in self.dimensions[name]:
             value = self.read_key(config, key)
             if value is not None:
-                return int(value) // self.shares.get(name, 1)
+                return int(value) // self.times_in_config.get(name, 1)
         if name in self.derived:
             return product(self.derived[name], lambda factor: self.dimension(config, factor))
         if name == "head_dim":

@@ -75,7 +75,7 @@ class Experts(StrictModel):
     down: str
     module: str
     stacked: bool = False
-    bare: bool = False
+    no_suffix: bool = False
     transposed: bool = False
     biased: bool = False
     chosen: str
@@ -107,7 +107,7 @@ class Experts(StrictModel):
         if not self.stacked:
             return {}
         names = {module.replace(".{expert}", ""): module for module in self.roles}
-        kind = "" if self.bare else ".weight"
+        kind = "" if self.no_suffix else ".weight"
         stacks: dict[str, tuple[str, ...]] = {f"{name}{kind}": (f"{path}.weight",) for name, path in names.items()}
         kinds = {module: SHIFT if module == self.down else "bias" for module in self.roles}
         return stacks | {f"{name}_bias": (f"{path}.{kinds[path]}",) for name, path in names.items() if self.biased}
@@ -120,7 +120,7 @@ class Experts(StrictModel):
     @property
     def held(self) -> dict[str, tuple[str, ...]]:
         """Tensor of a block that a model in memory has for all experts → those of one, in order of their rows."""
-        if self.bare:
+        if self.no_suffix:
             return {}  # the same as in files
         gates = tuple(f"{module}.weight" for module in dict.fromkeys((self.gate, self.up)))
         return {f"{self.module}.gate_up_proj": gates, f"{self.module}.down_proj": (f"{self.down}.weight",)}

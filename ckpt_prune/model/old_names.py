@@ -5,6 +5,9 @@ from typing import Any
 from ckpt_prune.common.errors import UserError
 
 _NOW = {
+    "applied": "multiplied_per_token",
+    "shares": "times_in_config",
+    "bare": "no_suffix",
     "uneven": "config_if_blocks_differ",
     "relabel": "config_as_stand_in",
     "usual": "cost_image_size",
@@ -19,16 +22,8 @@ _NOW = {
     "times": "repeats",
     "run": "repeated_units",
 }
-_NAMES_OF_OTHERS = (
-    "architectures",
-    "attributes",
-    "bias_slots",
-    "config",
-    "derived",
-    "dimensions",
-    "multiples",
-    "reads",
-)
+_NAMES_OF_OTHERS: tuple[str, ...] = ("architectures", "attributes", "bias_slots", "config", "derived", "dimensions")
+_NAMES_OF_OTHERS += ("multiples", "multiplied_per_token", "reads", "times_in_config")
 """Keys that hold names of modules, classes, config keys or dimensions."""
 
 

@@ -62,7 +62,7 @@ class Describer:
         self.dimensions: dict[str, list[str]] = {}
         self.sizes: dict[str, int] = {}
         self.derived: dict[str, list[str | int]] = {}
-        self.shares: dict[str, int] = {}
+        self.times_in_config: dict[str, int] = {}
         self.multiples: dict[str, dict[str, Any]] = {}
         self.whole: dict[str, str] = {}
         self.spaces: dict[str, dict[str, Any]] = {}
@@ -183,7 +183,7 @@ class Describer:
             "lookups": [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)],
             "dimensions": self.dimensions,
             "derived": self.derived,
-            "shares": self.shares,
+            "times_in_config": self.times_in_config,
             "multiples": self.multiples,
             "attention": attention,
             "transposed": self._transposed(),
@@ -546,7 +546,7 @@ class Describer:
         if multiple is not None:
             self.multiples[units] = multiple
         elif key is not None and self.twin.config[key] == 2 * count:
-            self.shares[units] = 2
+            self.times_in_config[units] = 2
         elif key is None:
             fixed = f"the {name} of {{model_type}} is always {count // hidden} times as wide as the hidden size"
             self.derived[units] = [count // hidden, "hidden"]
@@ -567,7 +567,7 @@ class Describer:
             "rows": rows,
             "columns": ends[0],
             **({"tables": tables} if tables else {}),
-            "config": {key or "intermediate_size": [2] if units in self.shares else []},
+            "config": {key or "intermediate_size": [2] if units in self.times_in_config else []},
             **({"fixed": fixed} if fixed else {}),
             **self._effect(run, trace),
         }

@@ -24,7 +24,7 @@ class FoundExperts:
         router: linear module on disk that chooses among them.
         tables: tensors of one number for each expert.
         stacked: files hold each linear module of all experts in one tensor.
-        bare: that tensor has the module's name.
+        no_suffix: that tensor has the module's name.
         transposed: the weights of one are (inputs, outputs).
         biased: linear modules have biases.
         columns: of an expert.
@@ -39,7 +39,7 @@ class FoundExperts:
     router: str
     tables: tuple[str, ...]
     stacked: bool
-    bare: bool
+    no_suffix: bool
     transposed: bool
     biased: bool
     columns: int
@@ -50,7 +50,7 @@ class FoundExperts:
     @property
     def flags(self) -> dict[str, bool]:
         """Keys of a description that are true."""
-        return {key: True for key in ("stacked", "bare", "transposed", "biased") if getattr(self, key)}
+        return {key: True for key in ("stacked", "no_suffix", "transposed", "biased") if getattr(self, key)}
 
 
 def chooses_others(run: BlockRun, path: str, count: int) -> bool:
@@ -104,10 +104,10 @@ def find_experts(block: nn.Module, path: str, names: Names, prefix: str, place: 
         full = f"{place}.{path}.{parameter}"
         disk[parameter] = [each.removeprefix(prefix) for each in names.shapes if full in names.parameters(each)]
     stacked = all(len(each) == 1 for each in disk.values())
-    bare = stacked and not disk[first][0].endswith(".weight")
+    no_suffix = stacked and not disk[first][0].endswith(".weight")
     if stacked:
         modules = [f"{disk[each][0].removesuffix('.weight')}.{{expert}}" for each in (first, first, last)]
-        if biases and (not bare or any(disk[f"{each}_bias"] != [f"{disk[each][0]}_bias"] for each in weights)):
+        if biases and (not no_suffix or any(disk[f"{each}_bias"] != [f"{disk[each][0]}_bias"] for each in weights)):
             return "its files hold biases of experts in a way that is not described"
     else:
         gates, downs = (_generic(disk[each]) for each in (first, last))
@@ -132,7 +132,7 @@ def find_experts(block: nn.Module, path: str, names: Names, prefix: str, place: 
         weight.removesuffix(".weight"),
         tuple(tables),
         stacked=stacked,
-        bare=bare,
+        no_suffix=no_suffix,
         transposed=transposed,
         biased=bool(biases),
         columns=weights[last].shape[1 if transposed else 2],

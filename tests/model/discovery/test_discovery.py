@@ -69,7 +69,7 @@ def test_interleaved_experts_with_biases_beside_heads_with_sinks():
     assert found["spaces"]["queries"] == {"tables": ["self_attn.sinks"]}
     gate, down = "mlp.experts.gate_up_proj.{expert}", "mlp.experts.down_proj.{expert}"
     assert found["spaces"]["mlp"] == {"rows": [{"module": gate, "lines_per_unit": [2]}]}
-    keys = ("gate", "up", "down", "stacked", "bare", "transposed", "biased")
+    keys = ("gate", "up", "down", "stacked", "no_suffix", "transposed", "biased")
     assert [found["experts"][key] for key in keys] == [gate, gate, down, True, True, True, True]
 
 
