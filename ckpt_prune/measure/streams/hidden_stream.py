@@ -353,6 +353,10 @@ class HiddenStream:
         for _, rows in self.run_order():
             leaving[rows] = self.run(block, index, entering[rows], rows).cpu()
 
+    def reads_results(self, index: int) -> bool:
+        """Return whether a block is passed what the one before it returned beside hidden states."""
+        return isinstance(self._handed, HandedArguments) and self._handed.is_carried_to(index)
+
     def readout(self) -> Readout:
         """Return what makes the model's outputs of hidden states after the last block."""
         return Readout(self.factory, self._tensors, self._read)

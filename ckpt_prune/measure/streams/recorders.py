@@ -303,6 +303,10 @@ class HandedArguments:
             self._carried[block, place][rows] = values.detach().cpu()
         return results[0]
 
+    def is_carried_to(self, block: int) -> bool:
+        """Return whether a block is passed results of the one before it."""
+        return any(isinstance(leaf, Carried) for each in self._of_size.values() for leaf in _leaves(each[block]))
+
     def _of_last(self, block: int, leaf: Any, rows: Rows, device: torch.device) -> Any:
         kept = self._carried[block - 1, leaf.place] if isinstance(leaf, Carried) else leaf
         return kept[rows].to(device) if isinstance(leaf, Carried) and isinstance(kept, Tensor) else kept
