@@ -154,7 +154,8 @@ class HiddenStream:
             with suppress(_LastBlockReachedError), refuse_data():
                 recorders.run(partial(model, **inputs))
             self._handed.keep(rows, recorders.handed)
-            self._axis = sample_axis(recorders.entering.shape, self.samples.tokens)
+            is_known = family.stage is not None  # there the tokens of a sample are near their number alone
+            self._axis = 0 if is_known else sample_axis(recorders.entering.shape, self.samples.tokens)
             entering = self._by_sample(recorders.entering, rows.stop - rows.start)
             if position == 0:
                 self.states = allocate((len(self.samples), *entering.shape[1:]), entering.dtype)

@@ -253,7 +253,10 @@ class Describer:
         """Return first part of names → side in pixels of what a row stands for: of blocks of stages, and the rest."""
         count, own = count_stages(self.usual), self.prefix.partition("{block}")[0]
         stages = dict(find_stage(self.twin, number, count) for number in range(count))
-        found = {own.replace(self.layers, layers): runs[-1].places[1] for layers, runs in stages.items()}
+        parameter, _ = next(self.runs[0].block.named_parameters())
+        inside = f"0.{self.names.saved_as(f'{self.layers}.0.{parameter}').removeprefix(f'{own}0.')}"
+        names = {layers: self.names.saved_as(f"{layers}.0.{parameter}").removesuffix(inside) for layers in stages}
+        found = {names[layers]: runs[-1].places[1] for layers, runs in stages.items()}
         others = {self.names.saved_as(f"{path}.weight"): seen for path, seen in rows.items()}
         found |= {name: seen for name, seen in others.items() if not name.startswith(tuple(found))}
         return {name: (IMAGE**2 / seen) ** 0.5 for name, seen in found.items()}

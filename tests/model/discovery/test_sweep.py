@@ -48,7 +48,7 @@ def test_thirty_types(model_type):
     "model_type",
     [
         *("gpt_neo", "moshi", "lara_mini", "olmo_hybrid", "bloom", "lfm2_moe", "pegasus", "openai-gpt", "rwkv", "zaya"),
-        *("deepseek_v4", "git", "prophetnet"),
+        *("deepseek_v4", "git", "prophetnet", "glm_moe_dsa"),
     ],
 )
 def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
@@ -56,7 +56,8 @@ def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
     that differ in rows, and three tensors that make one; a width that no config key states; a class without defaults
     for what published configs state; one that copies its config, and says in the copy how attention is made; blocks
     that their class cannot build of a config, have no heads, or hand on what their routers have seen; a table of whole
-    numbers; a tower beside them that does not run; an embedding under two names.
+    numbers; a tower beside them that does not run; an embedding under two names; a block in the middle that reads what
+    the one before it chose, and is timed for the estimate.
     """
     found = try_type(model_type, CLASSES[model_type])
     assert found["pruned"], found["why"]
