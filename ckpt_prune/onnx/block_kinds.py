@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache
 
+from ckpt_prune.onnx.tasks import PRESENT
+
 _OWN_PLACE = {"layer_idx", "layer_id", "layer_index", "layer_number"}
 """Attributes that say where a block stands, and nothing of what it computes."""
 _WIDTHS = {"in_features", "out_features", "intermediate_size"}
@@ -113,7 +115,9 @@ class _Recorder(TorchFunctionMode):
 
     def check_returned(self, output: Any) -> None:
         """Refuse a model that returns what a block computes, other than its cache and the end of the chain."""
-        values = output.values() if isinstance(output, Mapping) else [output]
+        values = [output]
+        if isinstance(output, Mapping):  # a decoder behind an encoder returns its cache by names
+            values = [value for name, value in output.items() if not name.startswith(PRESENT)]
         for leaf in tree_leaves([value for value in values if not isinstance(value, Cache)]):
             if isinstance(leaf, Tensor):
                 self._label(leaf)

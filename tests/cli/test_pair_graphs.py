@@ -56,13 +56,16 @@ def generate(folder: Path, feed: Feed, start: int) -> np.ndarray[Any, Any]:
 
 
 def check_tokens(folder: Path, model: Any) -> None:
-    """Both write the tokens that the stock class does."""
+    """Both write the tokens that the stock class does, which reads all of them at every step.
+
+    Its own cache has too few layers for a T5 whose decoder is deeper than its encoder.
+    """
     feed, start = draw_sources(model), model.config.decoder_start_token_id
     inputs = {name: torch.from_numpy(value) for name, value in feed.items()}
     settings = {"eos_token_id": None, "forced_eos_token_id": None, "forced_bos_token_id": None, "num_beams": 1}
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
-    expected = GenerationMixin.generate(model, **inputs, max_new_tokens=STEPS, do_sample=False)
+    expected = GenerationMixin.generate(model, **inputs, max_new_tokens=STEPS, do_sample=False, use_cache=False)
     assert generate(folder, feed, start).tolist() == expected.tolist()
 
 

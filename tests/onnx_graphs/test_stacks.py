@@ -7,7 +7,10 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from ckpt_prune.onnx.block_kinds import NotAlikeError, find_block_kinds
 from ckpt_prune.onnx.stacks import KINDS, DecoderStep
+from ckpt_prune.onnx.tasks import GraphTask
+from ckpt_prune.onnx.tracing import make_example
 from tests.seq2seq import write_model
 
 TARGETS = torch.tensor([[2, 9, 40, 17, 63, 5, 8], [2, 11, 12, 13, 14, 15, 16]])
@@ -37,6 +40,22 @@ def test_a_target_in_pieces(model_type: str, tmp_path: Path) -> None:
         )
     assert list(outputs) == [f"present.{layer}.{kind}" for layer in range(3) for kind in KINDS]
     torch.testing.assert_close(torch.cat(pieces, 1), expected.logits)
+
+
+def test_blocks_of_a_decoder_are_of_one_kind(tmp_path: Path) -> None:
+    """So two of them are traced. T5's hand on relative positions beside their states, and are no such chain."""
+    task = GraphTask("text2text-generation", "pairs", cached=True, stack="decoder")
+
+    def find(model_type: str) -> list[int]:
+        step = DecoderStep(write_model(tmp_path / model_type, model_type))
+        inputs = make_example(step, task).inputs
+        kept = inputs["past_key_values"]
+        with step.alone():
+            return list(find_block_kinds(step, inputs, [tuple(kept[at : at + 4]) for at in (0, 4, 8)]).kinds)
+
+    assert find("bart") == find("whisper") == [0, 0, 0]
+    with pytest.raises(NotAlikeError):
+        find("t5")
 
 
 def test_the_encoder_is_away_while_a_decoder_is_traced(tmp_path: Path) -> None:
