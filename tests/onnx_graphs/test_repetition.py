@@ -111,6 +111,15 @@ def test_decoders(name, tmp_path):
     assert_reads_in_chunks(graph, model, Text.random(2, 20), (7, 1, 6, 1, 5), EXACT)
 
 
+def test_what_leaves_the_last_block_of_an_uneven_encoder_keeps_its_shape(tmp_path):
+    model = build("BertModel", "bert", 3)
+    for index, block in enumerate(model.encoder.layer):
+        block.intermediate.dense, block.output.dense = nn.Linear(16, 22 - index), nn.Linear(22 - index, 16)
+    graph, traced = trace(model, FEATURES, tmp_path)
+    assert traced == [0, 1]
+    assert_reads(graph, model, Text.random(3, 14), EXACT)
+
+
 def test_the_graph_is_that_of_a_full_trace(tmp_path, monkeypatch):
     model = build("ViTForImageClassification", "vit", 3)
     repeated = trace_model(model, CLASSES, opset=None, fusions=None, log=tmp_path / "log")
