@@ -12,6 +12,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules as known
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ckpt_prune.checkpoint.json_files import read_json_object
@@ -87,6 +88,14 @@ class Embedder:
         except (KeyError, TypeError, ValueError) as error:  # of modules in an order in which they do not fit
             raise UserError(f"{self._folder}: its modules cannot be run: {one_line(error)}") from error
         return torch.cat(embeddings), self._reader.tokens
+
+    @torch.no_grad()
+    def pool(self, states: Tensor) -> Tensor:
+        """Return the vectors (B, d) of texts without padding, all of length one, of their hidden states (B, T, d)."""
+        features: dict[str, Any] = {"token_embeddings": states, "attention_mask": torch.ones(states.shape[:2])}
+        for module in list(self._model)[1:]:
+            features = module(features)
+        return functional.normalize(features["sentence_embedding"], dim=-1)
 
 
 class _LoadedTransformer(known.InputModule):

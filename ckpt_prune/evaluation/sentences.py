@@ -20,7 +20,7 @@ from ckpt_prune.evaluation.metrics import rank_correlation
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.embedder import Embedder
 
-_TEXT_TOKENS = 48
+TEXT_TOKENS = 48
 """Of a text that is cut out of a window, at most."""
 
 
@@ -90,7 +90,7 @@ def compare_sentences(model: "Embedder", reference: "Embedder", texts: Sequence[
 
 def cut_texts(windows: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return short texts for windows of a long one, int64 (N, T): two or more of each, as long as sentences are."""
-    length = min(_TEXT_TOKENS, max(1, windows.shape[1] // 2))
+    length = min(TEXT_TOKENS, max(1, windows.shape[1] // 2))
     pieces = [piece.tolist() for window in windows for piece in window.split(length)]
     texts = [str(tokenizer.decode(piece, skip_special_tokens=True)).strip() for piece in pieces]
     return [text for text in texts if text]

@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from ckpt_prune.checkpoint.disk_space import check_free_space
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.folder_kinds import EXPORT_KIND
 from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
 from ckpt_prune.checkpoint.side_files import carried_files, name_left_out, side_files_of, top_names
 from ckpt_prune.checkpoint.staging import Staging, disk_failures
 from ckpt_prune.common.errors import UserError
@@ -25,9 +27,11 @@ from ckpt_prune.common.filenames import EXPORT_ERROR, GENAI, GRAPH_RECORD, VALID
 from ckpt_prune.common.graph_types import ROUNDED_TYPES, GraphStack, GraphType, all_graph_files, name_graph
 from ckpt_prune.common.memory import return_freed_memory
 from ckpt_prune.common.progress import Notices, meter
+from ckpt_prune.evaluation.sentences import open_embedder
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.report import Loss
 from ckpt_prune.measure.samples.image_files import ImageSplit
+from ckpt_prune.measure.samples.text import load_tokenizer
 from ckpt_prune.model.containers.remote import MLX_KEY
 from ckpt_prune.model.skeleton import RefusedConfigError, parse_config
 from ckpt_prune.modeling_pruned import WEIGHTS_KEY
@@ -187,7 +191,7 @@ class GraphWriter:
                 for stack, graph in graphs.items():
                     measuring = None
                     if rounded and samples is not None and stack is None:
-                        measuring = measure_for(model, graph, self.task, samples)
+                        measuring = measure_for(model, graph, self.task, samples, self.source.whole)
                     for dtype in rounded:
                         check_block_size(graph, settings)
                         if dtype == "q4f16" and ("int4", stack) in decisions:  # they differ in what is computed in
@@ -290,13 +294,18 @@ def _tracing_type(dtype: GraphType) -> torch.dtype:
     return torch.float16 if dtype in ("fp16", "q4f16") else torch.float32
 
 
-def measure_for(model: PreTrainedModel, graph: onnx_ir.Model, task: GraphTask, samples: ProofSamples) -> Measuring:
-    """Return what rounding of a model's graph is measured on."""
-    size = (0, 0, 0)
+def measure_for(
+    model: PreTrainedModel, graph: onnx_ir.Model, task: GraphTask, samples: ProofSamples, folder: Path
+) -> Measuring:
+    """Return what rounding of a model's graph is measured on; `folder` is the model's."""
+    size, pool = (0, 0, 0), None
     if task.modality == "image":
         size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
+    if task.name == "feature-extraction" and find_sentence_use(folder) == "sentence-similarity":
+        with suppress(UserError):  # of all hidden states then
+            pool = open_embedder(model, folder, load_tokenizer(folder)).pool
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
-    return make_measuring(graph, task, samples, vocabulary, size)
+    return make_measuring(graph, task, samples, vocabulary, size, pool)
 
 
 def save_graph(graph: onnx_ir.Model, place: Path, embedded: int) -> None:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.checkpoint.sentence_modules import find_sentence_use
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.datasets import standard_library
 from ckpt_prune.evaluation.image_classes import class_names
+from ckpt_prune.evaluation.sentences import TEXT_TOKENS
 from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.measure.samples.image_files import ImageSplit, choose_images, find_all_images, take_images
 from ckpt_prune.measure.samples.image_processor import load_processor
@@ -43,7 +45,10 @@ PAIRS = 64
 FEW_WINDOWS = 1
 """Enough for a graph that is held to a tolerance: its perplexity is compared, not estimated."""
 ROUNDING_SAMPLES = 32
-"""Windows, or images, that rounding is measured on."""
+"""Windows, or images, that rounding is fitted to."""
+CHECKED = {"text": 8, "image": 128}
+"""Others that sets of weights are measured on. An image is one prediction, and a few lose most: what is predicted of
+ViT-Tiny by 16 is off by a factor of up to four, on either side."""
 PER_TOKEN = 16
 """Characters of the standard library's text that are read for each token: enough with any tokenizer."""
 
@@ -137,7 +142,7 @@ def _choose_text(
         raise UserError(f"--window {window} is longer than the model's context of {context} tokens: give at most that")
     what = ", ".join(path.name for path in options.text)
     generates = task.name == "text-generation"
-    limit = count + ROUNDING_SAMPLES if rounded else count
+    limit = count + ROUNDING_SAMPLES + CHECKED["text"] if rounded else count
     try:
         tokenizer = load()
         if options.text:
@@ -152,15 +157,24 @@ def _choose_text(
         bos: Bos = "auto" if generates else "never"
         streams = [tokenise_text(tokenizer, text, bos=bos) for text in texts]
         windows, _ = mix_windows(streams, samples=limit, window=window, seed=0, choose="first", frame=frame)
-        windows = add_frame(windows, tokenizer) if frame else windows
-        check_vocabulary(windows, config)
         windows, others = windows[:count], windows[count:]
+        if task.name == "feature-extraction" and find_sentence_use(folder) == "sentence-similarity":
+            others = _cut_sentences(others if len(others) else windows)
+        windows, others = ((add_frame(each, tokenizer) if frame else each) for each in (windows, others))
+        for each in (windows, others):
+            check_vocabulary(each, config)
     except UserError as error:
         if options.text:
             raise
         return _use_noise(options, f"random tokens ({error})")
     description = _describe(options, what, options.text, len(windows), window)
     return ProofSamples(windows=windows, for_rounding=others if len(others) else windows, description=description)
+
+
+def _cut_sentences(windows: Tensor) -> Tensor:
+    """Cut windows, int64 (N, T), into texts as short as embeddings are compared of (`evaluation.sentences`)."""
+    length = min(TEXT_TOKENS, windows.shape[1])
+    return windows[:, : windows.shape[1] // length * length].reshape(-1, length)
 
 
 def _read_python_sources(characters: int) -> tuple[str, str]:
@@ -189,7 +203,8 @@ def _choose_images(
     classes = class_names(read_config(folder)) if task.name == "image-classification" else None
     files = find_all_images(options.images, labels=options.labels, split=split, id2label=classes)
     count = options.samples or min(IMAGES, len(files.paths))
-    total = max(count, min(count + ROUNDING_SAMPLES, len(files.paths))) if rounded else count
+    more = ROUNDING_SAMPLES + CHECKED["image"] if rounded else 0
+    total = max(count, min(count + more, len(files.paths)))
     chosen = choose_images(files, samples=total, seed=options.seed, choose="random")
     processor = load_processor(folder, trust_remote_code=trust)
 

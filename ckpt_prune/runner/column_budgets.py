@@ -53,23 +53,11 @@ class ColumnBudgets:
 
     @property
     def losses(self) -> ColumnLosses:
-        """What each of `widths` loses in each block, as in `PredictedColumns`; none where there are no others."""
-        widths = self.widths()
+        """What each of `column_widths` loses in each block, as in `PredictedColumns`; none if none may go."""
+        widths = column_widths(self.model)
         if len(widths) < 2:
             return {}
         return {block: {width: own[width] for width in widths} for block, own in self._predicted.losses.items()}
-
-    def widths(self) -> list[int]:
-        """Return the columns that an MLP may keep, all of them at last: multiples that leave finer types their rows.
-
-        There are none where MLPs differ.
-        """
-        counts = set(self.model.unit_counts(SPACE))
-        if len(counts) != 1 or len(self.model.blocks_with(SPACE)) < self.model.blocks:
-            return []
-        units = counts.pop()
-        multiple = _multiple_of(units)
-        return [*range(-(-(units // MOST_COLUMNS + 1) // multiple) * multiple, units, multiple), units]
 
     @cached_property
     def _predicted(self) -> PredictedColumns:
@@ -89,11 +77,24 @@ class ColumnBudgets:
                     ),
                     **how,
                 )
-            found = predict_columns(model, Statistics(place), _multiple_of(self.widths()[-1]), self.device)
+            found = predict_columns(model, Statistics(place), _multiple_of(column_widths(self.model)[-1]), self.device)
             self.journal.record(_COLUMNS, note=asdict(found))
         note = notes[_COLUMNS]
         losses = {int(block): {int(kept): lost for kept, lost in own.items()} for block, own in note["losses"].items()}
         return PredictedColumns(note["score"], losses)
+
+
+def column_widths(model: Model) -> list[int]:
+    """Return the columns that an MLP may keep, all of them at last: multiples that leave finer types their rows.
+
+    There are none where MLPs differ.
+    """
+    counts = set(model.unit_counts(SPACE))
+    if len(counts) != 1 or len(model.blocks_with(SPACE)) < model.blocks:
+        return []
+    units = counts.pop()
+    multiple = _multiple_of(units)
+    return [*range(-(-(units // MOST_COLUMNS + 1) // multiple) * multiple, units, multiple), units]
 
 
 def recipe_of(

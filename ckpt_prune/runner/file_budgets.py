@@ -22,7 +22,7 @@ from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.losses import TypeLosses, predict_type_losses, types_for
 from ckpt_prune.gguf.types import OUTER
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.runner.column_budgets import MOST_COLUMNS, ColumnBudgets
+from ckpt_prune.runner.column_budgets import MOST_COLUMNS, ColumnBudgets, column_widths
 from ckpt_prune.runner.rounding_trials import RoundingTrials
 from ckpt_prune.runner.vocabularies import (
     SHARES,
@@ -149,7 +149,7 @@ class FileBudgets(RoundingTrials):
         add(self.fitted)
         if least() > CUT_FROM:
             add_with_fewer_tokens(self.fitted)
-        if least() > PRUNE_FROM and len(self.columns.widths()) > 1:
+        if least() > PRUNE_FROM and len(column_widths(self.model)) > 1:
             add(self.joint)
             add_with_fewer_tokens(self.joint)
         if not found:

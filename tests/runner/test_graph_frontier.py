@@ -1,6 +1,7 @@
 """`frontier --for onnxruntime`, as people call it: what it finds, how it goes on, and what it refuses."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -40,12 +41,32 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
     assert {each["name"] for each in found["candidates"]} > {"int4 everywhere", "int8 everywhere"}
     assert (found["measured_in"], found["loss"]) == ("onnxruntime", "KL")
     assert found["sentence"] in sized
+    assert "keep all weights" in sized
+    assert all(each["pruned"] is None for each in found["candidates"])
     assert "measured in onnxruntime on " in sized
     assert {"config.json", "tokenizer.json", "frontier.svg"} <= {path.name for path in (place / "sized").iterdir()}
     monkeypatch.chdir(place)
     code, output = run(*shlex.split(found["commands"][0])[1:], "--no-validate")
     assert code == 0, output
     assert (place / "onnx" / "model_q4.onnx").read_bytes() == file.read_bytes()
+
+
+def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph(place, monkeypatch):
+    """All weights in 4 bits have 215 KB; 300 KB, above, keep all columns."""
+    code, output = run(*command(place, "narrow", "--target-bytes", "210KB"))
+    assert code == 0, output
+    found = read(place, "narrow")
+    (best,) = [each for each in found["candidates"] if each["bytes"] <= 210_000]
+    assert best["name"] == found["recommended"] == "columns and bits by budget, GPTQ"
+    assert 32 <= min(best["pruned"]["mlp"]) < 96
+    assert "drop columns of MLPs" in found["sentence"]
+    lost = float(re.search(r"pruned, a loss of ([\d.]+)", output)[1])
+    assert lost < best["predicted_kl"] < 2 * lost
+    monkeypatch.chdir(place / "narrow")
+    for command_line in found["commands"]:
+        code, output = run(*shlex.split(command_line)[1:], *(["--no-validate"] if " export " in command_line else []))
+        assert code == 0, output
+    assert Path("onnx/model_q4.onnx").read_bytes() == Path("model_q4.onnx").read_bytes()
 
 
 def test_what_it_finds_is_what_evaluate_measures(place, sized):
@@ -96,7 +117,7 @@ def test_the_smallest_graph_within_a_loss(place):
 def test_a_size_out_of_reach_is_refused_before_anything_is_made(place):
     code, output = run(*command(place, "small", "--target-bytes", "200"))
     assert code == 2
-    assert "MB are out of reach: 4 bits for each of the weights of model take" in output
+    assert "MB are out of reach: 4 bits for each of the weights that model may keep take" in output
     code, output = run(*command(place, "small", "--target-bytes", "200KB"))
     assert code == 2, output
     assert "with all weights in blocks of 4 bits it has" in output

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from ckpt_prune.budget.choices import BudgetError, Choices, save, spend
+from ckpt_prune.budget.columns import ColumnLosses, list_sites, read_choices
 
 Harm = Callable[[Collection[str]], float]
 """Returns the loss of the outputs if these weights are in few bits."""
@@ -59,6 +61,21 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class ColumnChoice:
+    """Columns that the MLPs of a model keep, chosen with the forms of its weights.
+
+    Attributes:
+        columns: of each block's MLP, in order; empty if all keep all.
+        predicted: what the outputs are predicted to lose.
+        by_pruning: part of it that fewer columns add.
+    """
+
+    columns: tuple[int, ...]
+    predicted: float
+    by_pruning: float
+
+
+@dataclass(frozen=True)
 class Prices:
     """The loss of each weight alone in its first form, as in `Choice`."""
 
@@ -80,6 +97,39 @@ class Prices:
     def at_loss(self, limit: float) -> Choice:
         """Return what costs least and is predicted to lose at most so much; BudgetError if nothing does."""
         return self._choose(save(sites := self._sites, limit), sites)
+
+    def at_cost_with_columns(
+        self,
+        limit: float,
+        mlps: Mapping[int, Sequence[str]],
+        columns: ColumnLosses,
+        rounding: float = 1.0,
+        pruning: float = 1.0,
+    ) -> ColumnChoice:
+        """Return the columns of what loses least in so many bytes, with forms to match; BudgetError if nothing fits.
+
+        A matrix of an MLP that keeps a share of its columns takes that share of its bytes, and rounding it adds that
+        share of what it adds to the whole matrix.
+
+        Args:
+            mlps: block → names of the weights of its MLP.
+            columns: of blocks whose MLPs may keep fewer than they have, the full number among them.
+            rounding, pruning: what the outputs lose for each unit of the loss of weights, and of columns.
+        """
+
+        def forms_of(name: str, share: Fraction) -> list[tuple[int, float, float]]:
+            part = float(share)
+            price = rounding * part * self.alone[name]
+            return [(at, part * form.cost, price * form.share) for at, form in enumerate(self.forms[name])]
+
+        units = {block: max(by_width) for block, by_width in columns.items()}
+        losses = {block: {kept: pruning * lost for kept, lost in own.items()} for block, own in columns.items()}
+        sites = list_sites(self.forms, mlps, losses, units, forms_of)
+        at = spend(sites, limit)
+        _, widths = read_choices(sites, at)
+        kept = tuple(widths[block] for block in columns) if widths != units else ()
+        predicted = sum(float(site.errors[index]) for site, index in zip(sites, at, strict=True))
+        return ColumnChoice(kept, predicted, sum(losses[block][width] for block, width in widths.items()))
 
     def _choose(self, at: Sequence[int], sites: Sequence[Choices]) -> Choice:
         taken = {name: site.labels[index] for name, site, index in zip(self.forms, sites, at, strict=True)}

@@ -1,18 +1,21 @@
 """How each weight of a graph is stored: in few bits, unless that costs the outputs too much."""
 
+import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir
 import torch
 from torch import Tensor
 
+from ckpt_prune.budget.columns import ColumnLosses
 from ckpt_prune.common import progress
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import format_duration, plural
@@ -32,6 +35,7 @@ from ckpt_prune.onnx.quantization.blocks import (
 )
 from ckpt_prune.onnx.quantization.choosing import (
     Choice,
+    ColumnChoice,
     Form,
     Prices,
     choose_weights,
@@ -39,7 +43,7 @@ from ckpt_prune.onnx.quantization.choosing import (
     price_weights,
 )
 from ckpt_prune.onnx.quantization.int8 import quantize_to_int8, round_to_int8
-from ckpt_prune.onnx.quantization.measuring import Feed, Probe, measure_grams
+from ckpt_prune.onnx.quantization.measuring import Feed, Pool, Probe, measure_grams
 from ckpt_prune.onnx.quantization.weights import (
     DOMAIN,
     GraphWeight,
@@ -49,7 +53,7 @@ from ckpt_prune.onnx.quantization.weights import (
     store_untransposed,
 )
 from ckpt_prune.onnx.records import KeptWeight, Quantization, describe_ports
-from ckpt_prune.onnx.samples import ProofSamples
+from ckpt_prune.onnx.samples import CHECKED, ROUNDING_SAMPLES, ProofSamples
 from ckpt_prune.onnx.session import Provider, complete_inputs
 from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
 from ckpt_prune.onnx.writing import count_written_bytes
@@ -62,11 +66,11 @@ MARGIN = {"blocks": 0.8, "dynamic": 0.6, "static": 0.8}
 batch shares one range, and the proof has larger batches: SmolLM2 loses 1.5 times as much there."""
 LONG = 30.0
 """A search that takes more seconds than this is announced."""
-HARM_WINDOWS, HARM_TOKENS, HARM_IMAGES = 4, 64, 16
+HARM_WINDOWS, HARM_TOKENS, HARM_TEXTS, HARM_IMAGES = 4, 64, 16, 16
 """The data on which the graph runs once for each weight: more would hardly change which weights do harm."""
-CHECKED_WINDOWS, CHECKED_TOKENS = 8, 256
-"""The data on which sets of weights are measured. On the smaller data of single weights one set lost 0.076 nats, and
-0.100 on the proof's text (SmolLM2-135M)."""
+CHECKED_TOKENS = 256
+"""Of each window that sets of weights are measured on. On the smaller data of single weights one set lost 0.076 nats,
+and 0.100 on the proof's text (SmolLM2-135M)."""
 BLOCK = 32
 """Weights that share a scale by default."""
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -188,10 +192,17 @@ class Measuring:
     """The data on which sets of weights are measured, in words for the record."""
     checked: Sequence[Feed] = ()
     """Longer ones, others: sets of weights are measured on them; none: on the short ones too."""
+    pool: Pool | None = None
+    """Makes the vectors of texts of the outputs, if it is these that count."""
 
 
 def make_measuring(
-    model: onnx_ir.Model, task: GraphTask, samples: ProofSamples, vocabulary: int, size: tuple[int, int, int]
+    model: onnx_ir.Model,
+    task: GraphTask,
+    samples: ProofSamples,
+    vocabulary: int,
+    size: tuple[int, int, int],
+    pool: Pool | None = None,
 ) -> Measuring:
     """Return the data to measure harm on: the samples' own text or images, or noise if there are none.
 
@@ -199,31 +210,48 @@ def make_measuring(
         samples: see `ProofSamples.for_rounding`.
         vocabulary: of a model of text.
         size: (C, H, W) of a model of images.
+        pool: makes the vectors of texts, if it is these that count.
     """
     own_data = samples.for_rounding
     source = str((samples.description or {}).get("what", "noise"))
     if isinstance(own_data, Tensor) or (own_data is None and task.modality == "text"):
         windows = make_noise_windows(vocabulary, HARM_TOKENS, samples.seed) if own_data is None else own_data
-        others = windows[HARM_WINDOWS:] if len(windows) > HARM_WINDOWS else windows
-        long = others[:CHECKED_WINDOWS, :CHECKED_TOKENS]
-        feeds: Sequence[Feed] = [_feed_text(model, windows[:HARM_WINDOWS, :HARM_TOKENS])]
-        calibration: Sequence[Feed] = [_feed_text(model, window[None]) for window in windows]
-        checked: Sequence[Feed] = [_feed_text(model, window[None]) for window in long]
+        fitted, others = _hold_out(windows, CHECKED["text"])
+        few, rows = (HARM_WINDOWS, 1) if pool is None else (HARM_TEXTS, HARM_TEXTS)
+        long = others[:, :CHECKED_TOKENS]
+        feeds: Sequence[Feed] = [_feed_text(model, windows[:few, :HARM_TOKENS])]
+        checked, calibration = (
+            list[Feed](_feed_text(model, some) for some in torch.split(part, rows)) for part in (long, fitted)
+        )
         what = f"{source}: {plural(len(long), 'window')} of {plural(long.shape[1], 'token')}"
     else:
         everything = slice(None)
         pixels = (
             make_noise_pixels(size, samples.seed) if own_data is None else own_data.batch(everything)["pixel_values"]
         )
-        others = pixels[HARM_IMAGES:] if len(pixels) > HARM_IMAGES else pixels
+        fitted, others = _hold_out(pixels, CHECKED["image"])
         feeds = [{"pixel_values": pixels[:HARM_IMAGES].numpy()}]
         checked, calibration = (
-            [{"pixel_values": part.numpy()} for part in torch.split(images, HARM_IMAGES)] for images in (others, pixels)
+            list[Feed]({"pixel_values": some.numpy()} for some in torch.split(part, HARM_IMAGES))
+            for part in (others, fitted)
         )
         what = f"{source}: {plural(len(others), 'image')}"
     outputs = tuple(str(each.name) for each in model.graph.outputs if not str(each.name).startswith(PRESENT))
     logits = tuple(name for name in outputs if name.endswith("logits"))
-    return Measuring(feeds, calibration, logits or outputs, bool(logits), what, checked)
+    if pool is not None:
+        outputs = outputs[:1]  # the hidden states
+    return Measuring(feeds, calibration, logits or outputs, bool(logits), what, checked, pool)
+
+
+def _hold_out(samples: Tensor, checked: int) -> tuple[Tensor, Tensor]:
+    """Return samples to fit to, and others to measure sets of weights on; all for both if there is one.
+
+    Args:
+        checked: of these others, there are so many for every `ROUNDING_SAMPLES` to fit to, if there are enough.
+    """
+    count = len(samples)
+    fitted = max(count * ROUNDING_SAMPLES // (ROUNDING_SAMPLES + checked), min(count // 2, ROUNDING_SAMPLES))
+    return (samples[:fitted], samples[fitted:]) if fitted else (samples, samples)
 
 
 def _feed_text(model: onnx_ir.Model, ids: Tensor) -> Feed:
@@ -276,7 +304,13 @@ class Decider:
     """Decides about the weights of one graph, whose harms are measured once.
 
     Args: as of `decide`.
+
+    Attributes:
+        beside: decides about the graph of another model, whose outputs are held to be right where all weights are
+            measured together; None: this one's own in float32 are.
     """
+
+    beside: "Decider | None" = None
 
     def __init__(self, model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> None:
         self._model, self.scheme, self._measuring, self._scratch = model, scheme, measuring, scratch
@@ -344,20 +378,41 @@ class Decider:
         measuring = self._measuring
         assert measuring is not None
         feeds = [*measuring.feeds, *measuring.checked]
-        inputs = self.scheme.kind != "blocks"
-        return Probe(self._model, feeds, self._scratch, measuring.outputs, classes=measuring.classes, inputs=inputs)
+        how: dict[str, Any] = {"classes": measuring.classes, "pool": measuring.pool}
+        return Probe(self._model, feeds, self._scratch, measuring.outputs, inputs=self.scheme.kind != "blocks", **how)
 
     def _measure(self, labels: Mapping[str, Label], on: slice, *, fitted: bool = True) -> float:
         values = {name: self._to_matrix(name, label, fitted=fitted) for name, label in labels.items()}
         inputs = frozenset(name for name, label in labels.items() if label == "int8")
         return self._probe.measure_harm(values, inputs, on)
 
-    def _together(self, labels: Mapping[str, Label]) -> float:
+    def _together(self, labels: Mapping[str, Label], *, pooled: bool = True) -> float:
         assert self._measuring is not None
         begun = progress.now()
-        harm = self._measure(labels, slice(len(self._measuring.feeds) if self._measuring.checked else 0, None))
+        on = self._checked
+        if self.scheme.kind == "blocks":  # products by blocks round their inputs, too
+            graph = store(self._model, self._decide(Choice(dict(labels))), self._measuring, self._scratch)
+            harm = self._probe.measure_graph(
+                graph, on, beside=None if self.beside is None else self.beside._probe, pooled=pooled
+            )
+        else:
+            harm = self._measure(labels, on)
         self._longest = max(self._longest, progress.now() - begun)
         return harm
+
+    def _measure_stored(self, graph: onnx_ir.Model, on: slice, *, pooled: bool = True) -> float:
+        beside = None if self.beside is None else self.beside._probe
+        return self._probe.measure_graph(graph, on, beside=beside, pooled=pooled)
+
+    @property
+    def _checked(self) -> slice:
+        """The feeds that sets of weights are measured on."""
+        assert self._measuring is not None
+        return slice(len(self._measuring.feeds) if self._measuring.checked else 0, None)
+
+    def in_float(self) -> float:
+        """Measure what the graph in float32 loses beside that of `beside`."""
+        return self._measure_stored(self._model, self._checked)
 
     def _alone(self, few: Collection[str]) -> float:
         assert self._measuring is not None
@@ -428,14 +483,51 @@ class Decider:
                 return self._decide(replace(choice, together=self._together(choice.labels)))
             over += excess
 
-    def check_bytes(self, limit: int) -> int:
-        """Refuse a size that is out of reach; return the bytes of the smallest file that no weight takes."""
+    def with_columns(self, limit: int, mlps: Mapping[int, Sequence[str]], columns: ColumnLosses) -> ColumnChoice:
+        """Choose forms of weights and columns of MLPs that together lose least in a file of so many bytes.
+
+        What forms and columns are predicted to lose is brought to one scale on the graph itself: weights of about this
+        size are stored, by GPTQ if the scheme says so, and measured.
+
+        Args:
+            mlps: block → names of the weights of its MLP (`find_matrices`).
+            columns: what fewer of them lose, all of them among the numbers that may stay; in nats, or as a share of
+                the energy of all hidden states.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
         least, of_weights = self._least
-        if least > limit:
+        budget = limit - (least - of_weights)
+        bits = self.prices.at_cost(max(budget, of_weights))
+        lost = self._together(bits.labels)
+        pooled = 1.0 if self._probe.pools is None else lost / self._together(bits.labels, pooled=False)
+        return self.prices.at_cost_with_columns(budget, mlps, columns, lost / bits.predicted, pooled)
+
+    def find_matrices(self, matrices: Mapping[str, Array]) -> dict[str, str]:
+        """Return for each matrix, float32 and either way round, the name of the weight with its values, if any has."""
+        names = {_digest(weight.to_matrix()): name for name, weight in self._weights.items()}
+        found = {name: names.get(_digest(matrix)) or names.get(_digest(matrix.T)) for name, matrix in matrices.items()}
+        return {name: weight for name, weight in found.items() if weight is not None}
+
+    def reaches(self, limit: int) -> bool:
+        """Return whether a file may have so few bytes."""
+        return self._least[0] <= limit
+
+    def check_bytes(self, limit: int, fewer: Collection[str] = (), share: Fraction = Fraction(1)) -> int:
+        """Refuse a size that is out of reach; return the bytes of the smallest file that no weight takes.
+
+        Args:
+            fewer: weights of which only a share need stay.
+        """
+        least, of_weights = self._least
+        saved = int((1 - share) * sum(min(form.cost for form in self.forms[name]) for name in fewer))
+        if least - saved > limit:
+            pruned = f", and with {share} of the columns of its MLPs {(least - saved) / 1e6:.4g} MB" if fewer else ""
             raise UserError(
                 f"a graph of {limit / 1e6:.4g} MB is out of reach: with all weights in blocks of 4 bits it has "
-                f"{least / 1e6:.4g} MB; ask for more, or prune first: `prune`, or `prune --vocabulary` where the "
-                "embedding is large"
+                f"{least / 1e6:.4g} MB{pruned}; ask for more, or prune first: `prune`, or `prune --vocabulary` where "
+                "the embedding is large"
             )
         return least - of_weights
 
@@ -485,6 +577,10 @@ class Decider:
         if not isinstance(label, BlockRounding):
             return label
         return f"{label.bits}-bit blocks" + ("" if label.block == self.scheme.block else f" of {label.block}")
+
+
+def _digest(matrix: Array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(matrix, np.float32).tobytes()).hexdigest()
 
 
 def _fit(matrix: Array, gram: Tensor, tokens: int, grid: BlockRounding) -> Blocks:

@@ -1,7 +1,7 @@
 """Measurements on a running graph: how much its outputs lose by rounding, and the Grams of its weights' inputs."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,8 @@ from ckpt_prune.onnx.quantization.weights import GraphWeight, copy_with_split_ge
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
+Pool = Callable[[Tensor], Tensor]
+"""Hidden states of texts without padding, (B, T, d) → their vectors, (B, d)."""
 PREFIX = ".ckpt-prune-"
 """Begins the names of temporary folders. They are hidden, so that a folder of graphs does not count them as its
 files."""
@@ -34,10 +36,12 @@ class Probe:
         outputs: names of those that count.
         classes: outputs are logits: harm is KL(as it was ‖ rounded) in nats. Otherwise it is the share of the outputs'
             energy that is lost.
+        pool: makes the vector (B, d) of each text of an output (B, T, d); then the energy of these counts.
         inputs: rounded runs can also round what a weight is multiplied with, to 8 bits for a whole tensor.
 
     Attributes:
         weights: name → those that can be rounded.
+        pools: `pool`.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Probe:
         outputs: Sequence[str],
         *,
         classes: bool,
+        pool: Pool | None = None,
         inputs: bool = False,
         threads: int | None = None,
     ) -> None:
@@ -65,9 +70,10 @@ class Probe:
             weight.value.const_value = None
             weight.value.shape, weight.value.type = onnx_ir.Shape(self._plain[name].shape), _FLOAT
             copy.graph.inputs.append(weight.value)
-        self._feeds, self._outputs, self._classes = feeds, list(outputs), classes
+        self._feeds, self._outputs, self._classes, self.pools = feeds, list(outputs), classes, pool
+        self._scratch, self._threads = scratch, threads
         self._session = _load_session(copy, scratch, threads)
-        self._expected = self._run({}, frozenset(), slice(None))
+        self._expected = self._run(self._session, self._given({}, frozenset()), slice(None))
 
     def measure_harm(
         self, rounded: Mapping[str, Array], inputs: frozenset[str] = frozenset(), on: slice = slice(None)
@@ -80,24 +86,44 @@ class Probe:
             on: which of the feeds.
         """
         values = {name: self.weights[name].turn(matrix) for name, matrix in rounded.items()}
+        return self._compare(self._run(self._session, self._given(values, inputs), on), self._expected[on], self.pools)
+
+    def measure_graph(
+        self, model: onnx_ir.Model, on: slice = slice(None), *, beside: "Probe | None" = None, pooled: bool = True
+    ) -> float:
+        """Measure how much the outputs of a graph as it is stored lose: with inputs rounded as its operators do.
+
+        Args:
+            beside: the probe of another model, on the same feeds, whose outputs are held to be right.
+            pooled: the vectors of texts count, if there is a way to make them.
+        """
+        runs = self._run(_load_session(model, self._scratch, self._threads), {}, on)
+        return self._compare(runs, (beside or self)._expected[on], self.pools if pooled else None)
+
+    def _compare(
+        self, runs: Sequence[Sequence[Tensor]], of_feeds: Sequence[Sequence[Tensor]], pool: Pool | None
+    ) -> float:
         lost = size = 0.0
-        for given, expected in zip(self._run(values, inputs, on), self._expected[on], strict=True):
+        for given, expected in zip(runs, of_feeds, strict=True):
             pairs = list(zip(given, expected, strict=True))
             if self._classes:
                 lost += sum(functional.kl_div(a, b, reduction="sum", log_target=True).item() for a, b in pairs)
                 size += sum(len(b) for b in expected)
             else:
+                pairs = pairs if pool is None else [(pool(a), pool(b)) for a, b in pairs]
                 lost += sum((a - b).double().square().sum().item() for a, b in pairs)
-                size += sum(b.double().square().sum().item() for b in expected)
+                size += sum(b.double().square().sum().item() for _, b in pairs)
         return lost / size if np.isfinite(lost / size) else float("inf")
 
-    def _run(self, values: Mapping[str, Array], inputs: frozenset[str], on: slice) -> list[list[Tensor]]:
-        """Outputs of each feed; of logits their log-probabilities, (positions, classes)."""
+    def _given(self, values: Mapping[str, Array], inputs: frozenset[str]) -> dict[str, Any]:
         flags = {flag: np.array(name in inputs, np.float32) for name, flag in self._flags.items()}
-        weights: dict[str, Any] = {**self._plain, **values, **flags}
+        return {**self._plain, **values, **flags}
+
+    def _run(self, session: Any, given: Mapping[str, Any], on: slice) -> list[list[Tensor]]:
+        """Outputs of each feed; of logits their log-probabilities, (positions, classes)."""
         runs = []
         for feed in self._feeds[on]:
-            outputs = [torch.from_numpy(each).float() for each in self._session.run(self._outputs, {**weights, **feed})]
+            outputs = [torch.from_numpy(each).float() for each in session.run(self._outputs, {**given, **feed})]
             runs.append([each.flatten(0, -2).log_softmax(-1) for each in outputs] if self._classes else outputs)
         return runs
 

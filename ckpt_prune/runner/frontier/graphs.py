@@ -2,15 +2,17 @@
 
 1. The model is traced once, and what each weight loses in few bits is measured on the running graph.
 2. One budget says in which form each weight is stored. int4 and int8 everywhere stand beside it.
-3. Each graph is run in onnxruntime and held against the model on other data. What is done stands in a journal, so that
+3. Where bits alone lose much, or do not reach the size, the same budget says how many columns each MLP keeps. The
+   model is pruned, and measured before its weights are rounded as in 2.
+4. Each graph is run in onnxruntime and held against the model on other data. What is done stands in a journal, so that
    an interrupted run goes on; the graph is traced again.
-4. The best one within the target is kept, with a picture and the command that makes it.
+5. The best one within the target is kept, with a picture and the commands that make it.
 """
 
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from time import perf_counter
 from typing import Any, Self, cast
 
 import torch
+import yaml
 
 from ckpt_prune.benchmarking.latency_table import choose_timed_workload, time_fastest
 from ckpt_prune.benchmarking.runners import GraphTimer
@@ -35,6 +38,8 @@ from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.perplexity import LanguageModel, compare
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.text import fingerprint_windows
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
 from ckpt_prune.model.model import Model
@@ -51,12 +56,15 @@ from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import check_options, words_of_options
+from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
+from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths, recipe_of
 from ckpt_prune.runner.frontier.asked import open_staging
 from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured, MeasuredGraph
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.record import (
     FRONTIER,
+    RECIPE,
     USUAL_LOSS,
     Frontier,
     ask_for_losses,
@@ -66,6 +74,7 @@ from ckpt_prune.runner.frontier.record import (
 )
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
+from ckpt_prune.stages.spaces.effects.column_losses import SPACE
 
 HELD_OUT, HELD_OUT_IMAGES = 16, 4 * IMAGES
 """Windows, or images, that graphs are measured on by default."""
@@ -75,8 +84,23 @@ PRUNING, WINDOW = 32, 512
 """Windows of text that a model is pruned by, and their tokens, by default."""
 SIZE = "BYTES"
 """Stands for the bytes of a graph in its command until they are known."""
-PRICES = "what weights lose"
-"""Entry of the journal."""
+PRICES, COLUMNS = "what weights lose", "columns for the size"
+"""Entries of the journal."""
+PRUNE_FROM = 0.02
+"""Loss of fewer bits alone from which on fewer columns are in question, too."""
+SAMPLING = (
+    "model",
+    "text",
+    "images",
+    "labels",
+    "seed",
+    "choose",
+    "bos",
+    "compute_dtype",
+    "device",
+    "trust_remote_code",
+)
+"""Options of `prune` that are the same here."""
 
 
 def explore_graphs(options: FrontierOptions) -> Frontier:
@@ -95,12 +119,12 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
     data = [fingerprint_windows(samples.windows)] if samples.windows is not None else []
     with open_staging(options, [source.fingerprint, *data], say) as staging:
         maker = GraphMaker(options, source, task, samples, staging, workload)
-        if limit is not None:
-            maker.unpriced.check_bytes(limit)
+        if limit is not None and not maker.unpriced.reaches(limit):
+            maker.check_reach(limit)
         found: list[MeasuredGraph] = []
         owners: dict[str, GraphMaker] = {}
         timed = None if size is None else within_time(maker, found, size)
-        for owner, name, dtype, decide in timed or _candidates(maker, found, limit, loss):
+        for owner, name, dtype, decide in timed or _candidates(maker, found, limit, loss, say):
             found.append(owner.measure(name, dtype, decide, say))
             owners[name] = owner
         if size is not None:
@@ -119,13 +143,24 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
         allowed = allow_harm(USUAL_LOSS if options.max_loss is None else float(options.max_loss), task)
         return None, allowed
     limit = parse_size("bytes", options.target_bytes).of(sum(info.nbytes for info in source.tensors.values()))
-    least = sum(info.numel for info in source.tensors.values()) // 2
+    weights, model = sum(info.numel for info in source.tensors.values()), _model_of(source)
+    if model is not None and (widths := column_widths(model)):
+        weights -= model.blocks * model.unit_weights(SPACE) * (widths[-1] - widths[0])
+    least = weights // 2
     if limit < least:
         raise UserError(
-            f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: 4 bits for each of the weights of {source.name} "
-            f"take {least / 1e6:.4g} MB; ask for more, or prune it first"
+            f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: 4 bits for each of the weights that {source.name} "
+            f"may keep take {least / 1e6:.4g} MB; ask for more, or prune it first"
         )
     return limit, None
+
+
+def _model_of(source: Checkpoint) -> Model | None:
+    """Return the model whose columns may go; None if what it is made of is not known."""
+    try:
+        return Model.of(source)
+    except UserError:
+        return None
 
 
 def _read_time(options: FrontierOptions, source: Checkpoint) -> tuple[Size | None, Workload | None]:
@@ -158,14 +193,18 @@ def _proof_options(options: FrontierOptions) -> dict[str, Any]:
 
 
 def _candidates(
-    maker: "GraphMaker", found: list[MeasuredGraph], limit: int | None, loss: float | None
+    maker: "GraphMaker", found: list[MeasuredGraph], limit: int | None, loss: float | None, say: Notices
 ) -> Iterator[tuple["GraphMaker", str, GraphType, Decide]]:
     """Yield what is to be measured next, by what was measured so far, as `within_time`."""
     yield maker, "int4 everywhere", "int4", maker.int4.as_first
     yield maker, "int8 everywhere", "int8", maker.int8.as_first
     if limit is not None:
-        yield maker, "by budget", "int4", lambda: maker.budget.within_bytes(limit)
-        yield maker, "by budget, GPTQ", "int4", lambda: maker.fitted.within_bytes(limit)
+        if maker.unpriced.reaches(limit):
+            yield maker, "by budget", "int4", lambda: maker.budget.within_bytes(limit)
+            yield maker, "by budget, GPTQ", "int4", lambda: maker.fitted.within_bytes(limit)
+        pruned = maker.with_columns(limit, best_within(found, limit, None), say)
+        if pruned is not None:
+            yield pruned, "columns and bits by budget, GPTQ", "int4", lambda: pruned.fitted.within_bytes(limit)
         return
     assert loss is not None
     for name, asked in ask_for_losses(loss, found):
@@ -202,30 +241,106 @@ class GraphMaker:
         self.workload, self.pruned_by = workload, pruned_by
         self._reference: HeldModel = HeldModel(lambda: self._load(unpack=False)) if dense is None else dense._reference
         self._reference_folder: Path = source.whole if dense is None else dense._reference_folder
-        self.columns = () if dense is None else tuple(Model.of(source).unit_counts("mlp"))
+        self._dense = dense
+        self.columns = () if dense is None else tuple(Model.of(source).unit_counts(SPACE))
 
     def prune(self, share: Fraction) -> Self:
         """Return the maker of the same model, pruned to a share of its time, unless an earlier run has pruned it."""
-        asked, options = f"{float(100 * share):.2f}%", self.options
-        out = self.staging.scratch / f"pruned-{asked.removesuffix('%')}" / "pruned"
-        of = (options.target_latency or "").partition("@")[2]
-        latency = f"{asked}@{of}" if of else asked
-        names = ("text", "images", "labels", "seed", "choose", "bos", "compute_dtype", "device", "trust_remote_code")
-        given: dict[str, Any] = {name: getattr(options, name) for name in names}
-        if options.text:
-            given |= {"samples": options.samples or PRUNING, "window": options.window or WINDOW}
-        elif options.samples:
-            given["samples"] = options.samples
-        given |= {"model": options.model, "target_latency": latency}
+        asked = f"{float(100 * share):.2f}%"
+        of = (self.options.target_latency or "").partition("@")[2]
+        return self._prune(asked.removesuffix("%"), {"target_latency": f"{asked}@{of}" if of else asked})
+
+    def _prune(self, name: str, how: dict[str, Any], place: str | None = None) -> Self:
+        """Prune the model by options of `prune`; `place` stands for a recipe in its command."""
+        out, options = self.staging.scratch / f"pruned-{name}" / "pruned", self.options
+        given: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING} | self._samples_to_prune | how
+        given |= {"evaluate_samples": 0}
         out.parent.mkdir(exist_ok=True)
-        how = {"output": out, "resume": out.with_name(f"{out.name}.partial").exists(), "progress": options.progress}
-        pruning = check_options(PruneOptions, given | how | {"evaluate_samples": 0})
+        run = {"output": out, "resume": out.with_name(f"{out.name}.partial").exists(), "progress": options.progress}
+        pruning = check_options(PruneOptions, given | run)
         if not out.is_dir():
             prune_model(pruning, read_recipe(pruning))
-        words = ["ckpt-prune", "prune", *words_of_options(pruning, given), "-o", "pruned"]
+        told = pruning if place is None else pruning.model_copy(update={"recipe": place})
+        words = ["ckpt-prune", "prune", *words_of_options(told, given), "-o", "pruned"]
         pruned = open_checkpoint(str(out), Opening(True))
         of_all = self.task, self.samples, self.staging, self.workload
         return type(self)(options, pruned, *of_all, dense=self, pruned_by=words)
+
+    @cached_property
+    def _samples_to_prune(self) -> dict[str, Any]:
+        options = self.options
+        if options.text:
+            window = options.window or min(WINDOW, Model.of(self.source).tokens)
+            return {"samples": options.samples or PRUNING, "window": window}
+        return {"samples": options.samples} if options.samples else {}
+
+    # ---- columns ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _columns(self) -> ColumnBudgets:
+        model, options = Model.of(self.source), self.options.model_copy(update=self._samples_to_prune)
+        device = resolve_device(options.device)
+        dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
+        samples = choose_samples(model, options, trust=options.trust_remote_code, say=Notices())
+        folder, journal = self.staging.scratch, self.staging.journal
+        return ColumnBudgets(model, samples, options.seed, folder, journal, device, dtype)
+
+    @cached_property
+    def mlps(self) -> dict[int, list[str]]:
+        """Block → names in the graph of the weights of its MLP; none if fewer columns are not in question."""
+        model = _model_of(self.source)
+        if model is None or len(column_widths(model)) < 2:
+            return {}
+        names = {b: [model.tensor(b, each) for each in model.spaces(b)[SPACE].modules] for b in range(model.blocks)}
+        found = dict[str, str]()
+        for own in names.values():
+            read = model.checkpoint.read(own)
+            found |= self.unpriced.find_matrices({name: read[name].float().numpy() for name in own})
+        if len(found) < sum(map(len, names.values())):  # fused in the checkpoint, and apart in the graph
+            return {}
+        return {block: [found[name] for name in own] for block, own in names.items()}
+
+    def check_reach(self, limit: int) -> None:
+        """Refuse a size below that of 4 bits for each weight and the fewest columns."""
+        widths = column_widths(Model.of(self.source)) if self.mlps else [1]
+        fewer = [name for own in self.mlps.values() for name in own]
+        self.unpriced.check_bytes(limit, fewer, Fraction(widths[0], widths[-1]))
+
+    def with_columns(self, limit: int, best: MeasuredGraph | None, say: Notices) -> Self | None:
+        """Return the maker of the model with fewer columns, if it is predicted to lose less at a size than bits alone.
+
+        It is pruned and measured before anything is rounded: predictions are of second order, and low where many
+        columns go.
+        """
+        if not self.mlps or (best is not None and best.score.kl < PRUNE_FROM):
+            return None
+        journal, held_out = self.staging.journal, self.samples.images
+        if held_out is not None and {*held_out.paths} & {*cast(ImageSamples, self._columns.samples).paths}:
+            say(
+                "columns of MLPs are not in question: a pruned model would be measured on images that it was fitted "
+                "to; give a labels.csv whose column split says calib or eval"
+            )
+            return None
+        if COLUMNS not in journal.notes:
+            choice = self.fitted.with_columns(limit, self.mlps, self._columns.losses)
+            journal.record(COLUMNS, note={**asdict(choice), "score": self._columns.score})
+        note = journal.notes[COLUMNS]
+        columns, predicted, by_pruning = (note[name] for name in ("columns", "predicted", "by_pruning"))
+        if not columns:
+            say("fewer columns of MLPs are predicted to lose more than fewer bits")
+            return None
+        recipe = self.staging.scratch / RECIPE
+        written = recipe_of(self._columns.model, columns, None, note["score"], None)
+        recipe.write_text(yaml.safe_dump(written, sort_keys=False))
+        pruned = self._prune("columns", {"recipe": str(recipe)}, RECIPE)
+        pruned.columns = tuple(columns)
+        lost = pruned.unpriced.in_float()
+        foreseen, alone = predicted - by_pruning + lost, math.inf
+        if best is not None:
+            alone = best.score.kl if best.candidate.kl is None else best.candidate.kl
+        more = "" if foreseen < alone else f", no less than bits alone ({alone:.4f})"
+        say(f"pruned, a loss of {lost:.4f} (predicted {by_pruning:.4f}); with bits {foreseen:.4f} is predicted{more}")
+        return None if more or not pruned.unpriced.reaches(limit) else pruned
 
     def _load(self, *, unpack: bool) -> Any:
         trust = self.options.trust_remote_code or bool(self.columns)
@@ -241,12 +356,14 @@ class GraphMaker:
         model = self._load(unpack=True)
         log = self.staging.scratch / "export-error.log"
         graph = trace_model(remove_head(model, self.task), self.task, opset=None, fusions=None, log=log)
-        return graph, measure_for(model, graph, self.task, self.samples)
+        return graph, measure_for(model, graph, self.task, self.samples, self.source.whole)
 
     def _decider(self, dtype: Any, **changes: Any) -> Decider:
         graph, measuring = self._traced
         scheme = make_scheme(dtype, GraphSettings(dtype=dtype), self.task, ranges=self.samples.images is not None)
-        return Decider(graph, replace(scheme, **changes), measuring, self.staging.scratch)
+        decider = Decider(graph, replace(scheme, **changes), measuring, self.staging.scratch)
+        decider.beside = None if self._dense is None else self._dense.unpriced
+        return decider
 
     @cached_property
     def int4(self) -> Decider:
@@ -265,11 +382,12 @@ class GraphMaker:
     def budget(self) -> Decider:
         """The same, when what weights lose is known: it is measured, unless an earlier run has."""
         decider, journal = self.unpriced, self.staging.journal
-        if PRICES in journal.notes:
-            decider.prices = Prices(decider.forms, **journal.notes[PRICES])
+        entry = f"{PRICES}, pruned" if self.pruned_by else PRICES
+        if entry in journal.notes:
+            decider.prices = Prices(decider.forms, **journal.notes[entry])
         else:
             found = decider.prices
-            journal.record(PRICES, note={"alone": found.alone, "at_once": found.at_once})
+            journal.record(entry, note={"alone": found.alone, "at_once": found.at_once})
         return decider
 
     @cached_property
@@ -391,7 +509,8 @@ class GraphMaker:
     def _commands(self, candidate: GraphCandidate) -> tuple[str, ...]:
         """Return the command lines that make a graph; `SIZE` stands for its bytes."""
         words = ["ckpt-prune", "export", "pruned" if self.pruned_by else str(self.options.model)]
-        words += ["--trust-remote-code"] if self.options.trust_remote_code else []
+        own_code = self.options.trust_remote_code or (self.pruned_by and Model.of(self.source).has_remote_code)
+        words += ["--trust-remote-code"] if own_code else []
         words += ["--dtype", candidate.dtype]
         if candidate.by_budget:
             words += ["--target-bytes", self.options.target_bytes or SIZE]
@@ -423,5 +542,9 @@ class GraphMaker:
             config = make_graph_config(self.source.config, [file] if external.name in files else [])
             (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")
             files += [file, CONFIG]
+            recipe = self.staging.scratch / RECIPE
+            if any(RECIPE in command for command in frontier.commands):
+                recipe.rename(folder / RECIPE)
+                files.append(RECIPE)
         write_pages(frontier, folder, list(dict.fromkeys(files)))
         self.staging.publish()

@@ -1,8 +1,11 @@
 """Weights are taken out by the harm they do for each byte, the most harmful first, and no more than it takes."""
 
+from itertools import product
+
 import pytest
 
-from ckpt_prune.onnx.quantization.choosing import Form, choose_weights, count_measurements, price_weights
+from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.onnx.quantization.choosing import Form, Prices, choose_weights, count_measurements, price_weights
 
 HARMS = {"a": 0.5, "b": 0.01, "c": 0.2, "d": 0.02}
 SAVED = {"a": 100, "b": 100, "c": 10, "d": 100}
@@ -122,3 +125,33 @@ def test_so_many_sets_are_measured():
     assert [count_measurements(count) for count in (0, 1, 8, 64, 211)] == [(0, 2), (1, 2), (8, 5), (64, 8), (64, 10)]
     _, measured = search(64)
     assert len(measured) <= 64
+
+
+@pytest.mark.parametrize(("limit", "prunes"), [(560, False), (250, True), (150, True)])
+def test_columns_and_forms_are_one_choice(limit, prunes):
+    """The best of all combinations of two widths and of forms of three weights, by their sums."""
+    names, mlps = ["out", "up", "down"], {3: ["up", "down"]}
+    prices = Prices(
+        {name: [Form("few", 100), Form("more", 200, 0.2), Form("float", 400, 0.0)] for name in names},
+        {"out": 0.4, "up": 0.2, "down": 0.3},
+        dict.fromkeys(names, 1),
+    )
+    columns, rounding, pruning = {3: {20: 0.6, 40: 0.15, 80: 0.0}}, 0.5, 2.0
+    sums = []
+    for width, dropped in columns[3].items():
+        for taken in product(range(3), repeat=3):
+            parts = [1.0 if name == "out" else width / 80 for name in names]
+            used = [
+                (part, prices.alone[name], prices.forms[name][at])
+                for name, part, at in zip(names, parts, taken, strict=True)
+            ]
+            cost = sum(part * form.cost for part, _, form in used)
+            lost = pruning * dropped + rounding * sum(part * alone * form.share for part, alone, form in used)
+            sums += [(lost, width, pruning * dropped)] if cost <= limit else []
+    least, width, dropped = min(sums)
+    choice = prices.at_cost_with_columns(limit, mlps, columns, rounding, pruning)
+    assert (choice.predicted, choice.by_pruning) == pytest.approx((least, dropped))
+    assert choice.columns == ((width,) if prunes else ())
+    assert prunes == (width < 80)
+    with pytest.raises(BudgetError):
+        prices.at_cost_with_columns(100, mlps, columns)

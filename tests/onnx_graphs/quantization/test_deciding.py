@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ckpt_prune.common import progress
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import format_duration
-from ckpt_prune.onnx.quantization.deciding import Measuring, Scheme, decide, store
+from ckpt_prune.onnx.quantization.deciding import Decider, Measuring, Scheme, decide, store
 from ckpt_prune.onnx.quantization.measuring import Probe, measure_grams
 from ckpt_prune.onnx.quantization.weights import copy_with_split_gemms, find_weights
 from ckpt_prune.onnx.writing import count_written_bytes, write_graph
@@ -192,16 +192,18 @@ def test_sets_are_measured_on_more_than_single_weights_are(tmp_path):
 def test_a_long_search_is_announced_by_what_a_run_took(tmp_path, monkeypatch, capsys):
     free = decide(MODEL, scheme(), MEASURING, tmp_path).record.loss
     clock = [0.0]
-    measure = Probe.measure_harm
+    run = Probe._run
 
     def take_ten_seconds(*arguments):
         clock[0] += 10
-        return measure(*arguments)
+        return run(*arguments)
 
+    decider = Decider(MODEL, scheme(allowed=free / 3), MEASURING, tmp_path)
+    assert decider._probe  # the graph as it is runs once
     monkeypatch.setattr(progress, "now", lambda: clock[0])
-    monkeypatch.setattr(Probe, "measure_harm", take_ten_seconds)
+    monkeypatch.setattr(Probe, "_run", take_ten_seconds)
     capsys.readouterr()
-    decide(MODEL, scheme(allowed=free / 3), MEASURING, tmp_path)
+    decider.within_loss()
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "runs of the graph" in line]
     runs, told = re.search(r"at most (\d+) runs of the graph: about (.*)$", line).groups()
     assert told == format_duration(10 * int(runs))
