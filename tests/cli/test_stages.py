@@ -81,6 +81,8 @@ def test_a_stage_that_shares_its_width_does_not_go_alone_and_keeps_its_blocks():
     assert "drops whole blocks, and --part stage1" in depth.stderr
     found = run("prune", "swin", "--recipe", "best-uniform", *data, "-o", "alone")
     assert "finds a width for each stack of blocks, and mlp_ratio of swin states one for all" in found.stderr
+    width = run("prune", "segformer", "--recipe", "magnitude", "--ratio", "0.3", "-o", "alone")
+    assert "segformer knows only mlp widths of 16, 32, 48, not 44. Say --container padded" in width.stderr
     assert not Path("alone").exists()
 
 

@@ -136,6 +136,7 @@ def choose_container(
                 reason = rules[refused[0]] if refused and candidate is family else reason
             if not slotless_ok:
                 reasons.append(reason)
+    own_code &= model.checkpoint.within is None  # a part has none
     raise NothingFitsError(reasons, _advice(output, refused, remote=remote, own_code=own_code))
 
 
