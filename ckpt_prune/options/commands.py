@@ -489,7 +489,8 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     """Folder to write: the file (model.gguf, or a graph with what it is loaded by), the commands that make it
     (make.sh), the picture (frontier.html and frontier.svg), and all figures (frontier.json)."""
     runs_on: Literal["llama.cpp", "onnxruntime", "vllm"] = option(default="llama.cpp", flags=("--for",), group=SIZE)
-    """The runtime that the file is for, and is measured in; checkpoints for vllm are measured in PyTorch."""
+    """The runtime that the file is for, and is measured in. Checkpoints for vllm are measured in PyTorch; those with
+    weights of 8 bits need a GPU there."""
     target_bytes: str | None = option(default=None, metavar="SIZE", group=SIZE)
     """Bytes of the file to come down to: 75MB, or 30% of the tensors of MODEL."""
     target_latency: str | None = option(default=None, metavar="TIME", group=SIZE)
