@@ -103,24 +103,26 @@ class Prices:
         limit: float,
         mlps: Mapping[int, Sequence[str]],
         columns: ColumnLosses,
+        costs: Callable[[str, Fraction], Sequence[float]],
         rounding: float = 1.0,
         pruning: float = 1.0,
     ) -> ColumnChoice:
         """Return the columns of what loses least in so many bytes, with forms to match; BudgetError if nothing fits.
 
-        A matrix of an MLP that keeps a share of its columns takes that share of its bytes, and rounding it adds that
-        share of what it adds to the whole matrix.
+        Rounding a matrix of an MLP that keeps a share of its columns adds that share of what it adds to the whole one.
 
         Args:
             mlps: block → names of the weights of its MLP.
             columns: of blocks whose MLPs may keep fewer than they have, the full number among them.
+            costs: of each form of a weight of which a share stays.
             rounding, pruning: what the outputs lose for each unit of the loss of weights, and of columns.
         """
 
         def forms_of(name: str, share: Fraction) -> list[tuple[int, float, float]]:
             part = float(share)
             price = rounding * part * self.alone[name]
-            return [(at, part * form.cost, price * form.share) for at, form in enumerate(self.forms[name])]
+            pairs = zip(self.forms[name], costs(name, share), strict=True)
+            return [(at, cost, price * form.share) for at, (form, cost) in enumerate(pairs)]
 
         units = {block: max(by_width) for block, by_width in columns.items()}
         losses = {block: {kept: pruning * lost for kept, lost in own.items()} for block, own in columns.items()}

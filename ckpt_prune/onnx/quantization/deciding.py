@@ -502,7 +502,31 @@ class Decider:
         bits = self.prices.at_cost(max(budget, of_weights))
         lost = self._together(bits.labels)
         pooled = 1.0 if self._probe.pools is None else lost / self._together(bits.labels, pooled=False)
-        return self.prices.at_cost_with_columns(budget, mlps, columns, lost / bits.predicted, pooled)
+        units = max(max(by_width) for by_width in columns.values())
+        return self.prices.at_cost_with_columns(
+            budget,
+            mlps,
+            columns,
+            lambda name, share: self._count_narrow(name, share, units),
+            lost / bits.predicted,
+            pooled,
+        )
+
+    def _count_narrow(self, name: str, share: Fraction, units: int) -> list[int]:
+        """Return the bytes of each form of a weight that keeps a share of the columns of an MLP of so many.
+
+        Blocks run along the inputs, and a last one is padded.
+        """
+        (rows, columns), size = self._weights[name].shape, self._weights[name].dtype.itemsize
+        if rows == units:
+            rows = int(rows * share)
+        elif columns == units:
+            columns = int(columns * share)
+        grids = (form.label for form in self.forms[name])
+        return [
+            count_block_bytes(rows, columns, grid, size) if isinstance(grid, BlockRounding) else rows * columns * size
+            for grid in grids
+        ]
 
     def find_matrices(self, matrices: Mapping[str, Array]) -> dict[str, str]:
         """Return for each matrix, float32 and either way round, the name of the weight with its values, if any has."""
@@ -514,14 +538,19 @@ class Decider:
         """Return whether a file may have so few bytes."""
         return self._least[0] <= limit
 
-    def check_bytes(self, limit: int, fewer: Collection[str] = (), share: Fraction = Fraction(1)) -> int:
+    def check_bytes(self, limit: int, fewer: Collection[str] = (), widths: Sequence[int] = (1, 1)) -> int:
         """Refuse a size that is out of reach; return the bytes of the smallest file that no weight takes.
 
         Args:
-            fewer: weights of which only a share need stay.
+            fewer: weights of MLPs.
+            widths: columns of these that must stay at least, and all of them.
         """
         least, of_weights = self._least
-        saved = int((1 - share) * sum(min(form.cost for form in self.forms[name]) for name in fewer))
+        share = Fraction(widths[0], widths[-1])
+        saved = sum(
+            min(form.cost for form in self.forms[name]) - min(self._count_narrow(name, share, widths[-1]))
+            for name in fewer
+        )
         if least - saved > limit:
             pruned = f", and with {share} of the columns of its MLPs {(least - saved) / 1e6:.4g} MB" if fewer else ""
             raise UserError(

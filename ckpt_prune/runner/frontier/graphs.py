@@ -303,8 +303,7 @@ class GraphMaker:
     def check_reach(self, limit: int) -> None:
         """Refuse a size below that of 4 bits for each weight and the fewest columns."""
         widths = column_widths(Model.of(self.source)) if self.mlps else [1]
-        fewer = [name for own in self.mlps.values() for name in own]
-        self.unpriced.check_bytes(limit, fewer, Fraction(widths[0], widths[-1]))
+        self.unpriced.check_bytes(limit, [name for own in self.mlps.values() for name in own], widths)
 
     def with_columns(self, limit: int, best: MeasuredGraph | None, say: Notices) -> Self | None:
         """Return the maker of the model with fewer columns, if it is predicted to lose less at a size than bits alone.
@@ -340,7 +339,7 @@ class GraphMaker:
             alone = best.score.kl if best.candidate.kl is None else best.candidate.kl
         more = "" if foreseen < alone else f", no less than bits alone ({alone:.4f})"
         say(f"pruned, a loss of {lost:.4f} (predicted {by_pruning:.4f}); with bits {foreseen:.4f} is predicted{more}")
-        return None if more or not pruned.unpriced.reaches(limit) else pruned
+        return None if more else pruned
 
     def _load(self, *, unpack: bool) -> Any:
         trust = self.options.trust_remote_code or bool(self.columns)

@@ -149,9 +149,10 @@ def test_columns_and_forms_are_one_choice(limit, prunes):
             lost = pruning * dropped + rounding * sum(part * alone * form.share for part, alone, form in used)
             sums += [(lost, width, pruning * dropped)] if cost <= limit else []
     least, width, dropped = min(sums)
-    choice = prices.at_cost_with_columns(limit, mlps, columns, rounding, pruning)
+    costs = lambda name, share: [float(share) * form.cost for form in prices.forms[name]]  # noqa: E731
+    choice = prices.at_cost_with_columns(limit, mlps, columns, costs, rounding, pruning)
     assert (choice.predicted, choice.by_pruning) == pytest.approx((least, dropped))
     assert choice.columns == ((width,) if prunes else ())
     assert prunes == (width < 80)
     with pytest.raises(BudgetError):
-        prices.at_cost_with_columns(100, mlps, columns)
+        prices.at_cost_with_columns(100, mlps, columns, costs)
