@@ -211,10 +211,10 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
                 else _shrunk_inner(key, value, roles, keeps_lists)
             )
         elif isinstance(value, list):
-            if depth and len(value) == depth:
+            if depth and len(value) in (depth, values.get("encoder_layers")):  # LED's windows are its encoder's
                 if keeps_lists or key not in ("layer_types", "mlp_layer_types", "layers_block_type"):
                     numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
-                    picked = [value[block] for block in blocks]
+                    picked = [value[min(block, len(value) - 1)] for block in blocks]
                     small[key] = [_small_number(key, each, roles) for each in picked] if numbers else picked
             elif key == "eos_token_id":
                 small[key] = 2
