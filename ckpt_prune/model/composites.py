@@ -21,6 +21,7 @@ from ckpt_prune.common.progress import say_once
 from ckpt_prune.model.descriptions import (
     FUNCTION_KEYS,
     OUTSIDE_KEY,
+    count_stages,
     description_keys,
     known_families,
     load_family,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 _OF_STACKS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _STACK = "it is calibrated on pairs of a source and its target, which both stacks read as in training"
-_DEPTHS = ("depths", "depth")
-"""Config keys that list how many blocks each stage of a model of images has."""
 
 
 class Part(StrictModel):
@@ -144,13 +143,6 @@ def is_composite(config: Mapping[str, Any]) -> bool:
     is_described = model_type in known_families() or OUTSIDE_KEY in config
     is_made_of_several = isinstance(config.get("text_config"), Mapping) or count_stages(config) > 0
     return model_type in known_composites() or (not is_described and is_made_of_several)
-
-
-def count_stages(config: Mapping[str, Any]) -> int:
-    """Return how many stages of blocks the config.json of a model of images lists; 0 of any other."""
-    depths: list[int] = next((config[key] for key in _DEPTHS if isinstance(config.get(key), list)), [])
-    is_described = config.get("model_type") in known_families() or "stage" not in config.get(OUTSIDE_KEY, {"stage": 0})
-    return 0 if is_described else len(depths)
 
 
 def has_stacks(config: Mapping[str, Any]) -> bool:

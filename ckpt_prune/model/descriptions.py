@@ -18,6 +18,8 @@ from ckpt_prune.model.spaces import KIND_OF_SPACE
 
 OUTSIDE_KEY = "ckpt_prune_family"
 """Config key of a description from outside the package, as in its file: outputs carry it to whoever opens them."""
+_DEPTHS = ("depths", "depth")
+"""Config keys that list how many blocks each stage of a model of images has."""
 FUNCTION_KEYS = (
     "transposed",
     "spaces",
@@ -209,3 +211,10 @@ def family_for_config(config: dict[str, Any]) -> Family:
 def has_description(config: Mapping[str, Any]) -> bool:
     """Return whether this package or the config has a description of the config's family."""
     return config.get("model_type") in known_families() or config.get(OUTSIDE_KEY) is not None
+
+
+def count_stages(config: Mapping[str, Any]) -> int:
+    """Return how many stages of blocks the config.json of a model of images lists; 0 of any other."""
+    depths: list[int] = next((config[key] for key in _DEPTHS if isinstance(config.get(key), list)), [])
+    is_described = config.get("model_type") in known_families() or "stage" not in config.get(OUTSIDE_KEY, {"stage": 0})
+    return 0 if is_described else len(depths)

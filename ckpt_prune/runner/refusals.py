@@ -14,12 +14,12 @@ from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.measure.statistics.files import STATISTICS, check_statistics
 from ckpt_prune.model.composites import (
     asked_parts,
-    count_stages,
     has_stacks,
     is_composite,
     known_composites,
     load_composite,
 )
+from ckpt_prune.model.descriptions import count_stages
 from ckpt_prune.model.purposes import PURPOSES, refuse_text_of
 from ckpt_prune.model.supported import check_supported, read_local_config
 from ckpt_prune.options.commands import (

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.composites import count_stages
 from ckpt_prune.model.context import patches
+from ckpt_prune.model.descriptions import count_stages
 from ckpt_prune.model.discovery.experts import chooses_others, find_experts, packed_modules
 from ckpt_prune.model.discovery.layouts import find_incidences
 from ckpt_prune.model.discovery.switches import WidthSwitchError, find_switch

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.composites import count_stages
+from ckpt_prune.model.descriptions import count_stages
 from ckpt_prune.model.skeleton import RefusedConfigError, build_skeleton, parse_config
 
 _MAPPINGS = {
