@@ -63,8 +63,8 @@ def read_choices(sites: Sequence[Choices], at: Sequence[int]) -> tuple[dict[str,
     forms: dict[str, Any] = {}
     widths: dict[int, int] = {}
     for choices, index in zip(sites, at, strict=True):
-        block, width, own = choices.labels[index]
-        forms |= own
+        block, width, taken = choices.labels[index]
+        forms |= taken
         if block is not None:
             widths[block] = width
     return forms, widths

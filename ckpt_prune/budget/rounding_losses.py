@@ -91,27 +91,26 @@ def predict_losses(
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a type, by its name, is not rounded by error feedback."""
     return not name.endswith(FED)
 
 
 def left_by_feedback(model: Model, losses: Losses) -> Losses:
     """Return for every weight and type the share of the loss that error feedback leaves, 1 at most.
 
-    A weight that it was tried on keeps its own share. Others take the mean of those in the same place of their blocks,
-    in which each counts alike: a block that loses far more than others would speak for all (SmolLM2-135M, q3_k in down:
-    block 11 loses ten times as much, of which 0.12 is left, where others keep 0.75 and more).
+    A weight that it was tried on keeps its own share. Others take the mean share of weights in the same place of their
+    blocks. All of these count alike, since otherwise a block that loses far more would speak for all (SmolLM2-135M,
+    q3_k in down: block 11 loses ten times as much, of which 0.12 is left, where others keep 0.75 and more).
     """
     places = [[model.family.tensor(block, linear) for block in range(model.blocks)] for linear in model.family.linears]
     shares: Losses = {}
     for names in (*places, [name_of_head(model)]):
-        own = {name: _left_of(losses.get(name, {})) for name in names}
-        tried: dict[str, list[float]] = {}
-        for left in own.values():
-            for kind, share in left.items():
-                tried.setdefault(kind, []).append(share)
-        mean = {kind: sum(found) / len(found) for kind, found in tried.items()}
-        shares |= {name: mean | left for name, left in own.items()}
+        by_weight = {name: _left_of(losses.get(name, {})) for name in names}
+        by_kind: dict[str, list[float]] = {}
+        for of_kinds in by_weight.values():
+            for kind, share in of_kinds.items():
+                by_kind.setdefault(kind, []).append(share)
+        mean = {kind: sum(several) / len(several) for kind, several in by_kind.items()}
+        shares |= {name: mean | of_kinds for name, of_kinds in by_weight.items()}
     return shares
 
 

@@ -58,7 +58,8 @@ class PartOf:
         part: name of the part.
         key: of its config in the config of the whole.
         names: name of a tensor of the part → its name on disk.
-        beside: first parts of the names of other parts' tensors, if one config key states a width of all (T5, swin).
+        other_prefixes: first parts of the names of other parts' tensors, if one config key states a width of all parts
+            (T5, swin).
         goes_on: whether that part is pruned next, in the same call: until then its width is another.
     """
 
@@ -66,7 +67,7 @@ class PartOf:
     part: str
     key: str
     names: Mapping[str, str]
-    beside: tuple[str, ...] = ()
+    other_prefixes: tuple[str, ...] = ()
     goes_on: bool = False
 
     @property

@@ -50,11 +50,11 @@ def attach_groups(
         UserError: weights are packed in another way than `quantize` packs them, or scales do not fit them.
     """
     settings = weight_settings(config[QUANTISATION_KEY])
-    known = [bits for bits in (4, 8) if any(each.get("num_bits") == bits for each in settings)]
+    possible_bits = [bits for bits in (4, 8) if any(each.get("num_bits") == bits for each in settings)]
     ends = (f".{PACKED}", f".{SCALE}", f".{SHAPE}")
     odd = [name for name in tensors if ".weight_" in name and not name.endswith(ends)]
     others = [each for each in settings if each.get("num_bits") not in (4, 8) or each.get("symmetric") is not True]
-    if not known or odd or others:
+    if not possible_bits or odd or others:
         bits = others[0].get("num_bits") if others else None
         why = odd[0] if odd else f"its quantization_config has weights of {bits} bits"
         raise UserError(f"{path} is packed in another way than `ckpt-prune quantize` packs ({why})")
@@ -67,7 +67,7 @@ def attach_groups(
             scale = tensors.get(module + SCALE)
             rows, columns = shapes[module + SHAPE].tolist() if module + SHAPE in shapes else (0, 0)
             # Each weight tells its bits: by its words, and by the config where few columns leave both open.
-            bits = next((each for each in known if info.shape == (rows, -(-columns * each // 32))), 0)
+            bits = next((each for each in possible_bits if info.shape == (rows, -(-columns * each // 32))), 0)
             fits = bits > 0 and columns > 0
             groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 and scale.shape[0] == rows else 0
             if not fits or scale is None or not groups or columns % groups:

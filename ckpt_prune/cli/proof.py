@@ -22,11 +22,11 @@ def exported_lines(exported: Exported) -> list[str]:
     if exported.validation is None:
         lines.append("not compared with PyTorch: `ckpt-prune validate` does it")
     for graphs in what.split_by_type():
-        each, size = graphs.graph, human_bytes(exported.bytes[graphs.dtype])
+        first, size = graphs.graph, human_bytes(exported.bytes[graphs.dtype])
         for graph in graphs.graphs:
             rounding = [] if graph.quantization is None else rounding_lines(graph.quantization)
             lines += rounding if graph.stack is None else [f"{graph.stack}: {line}" for line in rounding]
-        lines.append(f"{what.task}{cache}, {each.dtype}, opset {each.opset}, {size}: written to {exported.path}")
+        lines.append(f"{what.task}{cache}, {first.dtype}, opset {first.opset}, {size}: written to {exported.path}")
     return lines
 
 

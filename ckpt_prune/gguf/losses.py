@@ -117,16 +117,17 @@ def predict_type_losses(
         elements = sum(prod(model.checkpoint.tensors[name].shape) for name in names)
         share = min(1.0, prod(weight.shape) / elements)  # less, if a fused one was split
         kinds = [kind for kind in types_for(weight.shape[-1]) if all(kind.name in by_weight[name] for name in names)]
-        for losses, left in ((found.weighed, {}), (found.fitted, fed)):
+        for losses, shares in ((found.weighed, {}), (found.fitted, fed)):
             losses[file_name] = {
-                kind: share * sum(_lost(by_weight[name], kind, left.get(name, {})) for name in names) for kind in kinds
+                kind: share * sum(_lost(by_weight[name], kind, shares.get(name, {})) for name in names)
+                for kind in kinds
             }
     return found
 
 
-def _lost(by_kind: Mapping[str, float], kind: Kind, left: Mapping[str, float]) -> float:
+def _lost(by_kind: Mapping[str, float], kind: Kind, shares: Mapping[str, float]) -> float:
     of_inputs = by_kind.get(_INPUTS[GGML_QUANT_SIZES[kind][0]], 0.0)
-    return by_kind[kind.name] * left.get(kind.name, 1.0) + of_inputs
+    return by_kind[kind.name] * shares.get(kind.name, 1.0) + of_inputs
 
 
 def round_inputs(inputs: Tensor, size: int) -> Tensor:

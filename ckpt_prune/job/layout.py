@@ -82,11 +82,11 @@ def plan_layout(
     plain = {name: (dtype, shape[::-1] if name in turned else shape) for name, (dtype, shape) in shapes.items()}
     stored = {name: shape for name, (_, shape) in stack_shapes(plain, model.checkpoint.stacks).items()}
     within = model.checkpoint.within
-    other = within.beside if within is not None and within.goes_on else ()
+    other = within.other_prefixes if within is not None and within.goes_on else ()
     if within is not None and not other:
         check_beside(model, container.config)
     if model.checkpoint.by_class:
-        check_shapes(stored, container.names(), "the output", beside=other)
+        check_shapes(stored, container.names(), "the output", other_prefixes=other)
     layout: Layout = {file: {} for file in model.checkpoint.files}
     for name in shapes:
         layout[files[name]][name] = shapes[name]
@@ -94,7 +94,7 @@ def plan_layout(
         outside = {name: info.stored_shape for name, info in within.rest.items()}
         inside = {within.on_disk(name): shape for name, shape in stored.items()}
         names = composite_names(merge_part_config(model.checkpoint, container.config))
-        check_shapes(outside | inside, names, "the output", beside=other)
+        check_shapes(outside | inside, names, "the output", other_prefixes=other)
     return layout
 
 
@@ -102,11 +102,11 @@ def check_beside(model: Model, config: Mapping[str, Any]) -> None:
     """Refuse an output whose other stack of blocks is not as wide as a config key says that both are."""
     within, family = model.checkpoint.within, model.family
     shared = [space for space in family.consumers.values() if family.shares_width(space)]
-    if within is None or not within.beside or not shared:
+    if within is None or not within.other_prefixes or not shared:
         return
     names = stock_names(dict(config), family.architecture)
     for name, info in model.checkpoint.tensors.items():
-        if name.startswith(within.beside) and names.shape(name) not in (None, info.stored_shape):
+        if name.startswith(within.other_prefixes) and names.shape(name) not in (None, info.stored_shape):
             key, others = family.width_key(shared[0]), name.partition(".block")[0]
             raise UserError(
                 f"{key} of {family.model_type} states the width of all stacks of blocks, and the {others} has another "

@@ -257,13 +257,13 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
             disks = [inner] if len(disks) > 1 and stock.is_part(disks[0]) else [stock.saved_as(inner)]
         stored_as |= zip(sorted(disks), sorted(parts), strict=True)
     tensors = {inner: replace(whole.tensors[stored], name=inner) for inner, stored in stored_as.items()}
-    beside: tuple[str, ...] = ()
+    other_prefixes: tuple[str, ...] = ()
     if part.stack is not None:
         family = parse_family(json.dumps(config[OUTSIDE_KEY]))
         widths = _shared_widths(family, tensors, parse_config(config))
-        beside = _prefixes_beside(family, part.stack, tensors) if widths else ()
+        other_prefixes = _other_prefixes(family, part.stack, tensors) if widths else ()
         config |= widths
-    within = PartOf(whole, name, part.config or "", stored_as, beside, goes_on)
+    within = PartOf(whole, name, part.config or "", stored_as, other_prefixes, goes_on)
     return replace(whole, config=config, tensors=tensors, within=within)
 
 
@@ -288,15 +288,15 @@ def _shared_widths(family: "Family", tensors: Mapping[str, Any], config: Any) ->
     return values
 
 
-def _prefixes_beside(family: "Family", stack: str, tensors: Mapping[str, Any]) -> tuple[str, ...]:
+def _other_prefixes(family: "Family", stack: str, tensors: Mapping[str, Any]) -> tuple[str, ...]:
     """Return first parts of the names of other stacks' blocks."""
-    own = family.block.partition("{block}")[0]
+    prefix = family.block.partition("{block}")[0]
     if family.stage is None:
-        return (own.replace(stack, "decoder" if stack == "encoder" else "encoder"),)
-    before, _, after = own.rpartition(f".{family.stage}.")
+        return (prefix.replace(stack, "decoder" if stack == "encoder" else "encoder"),)
+    before, _, after = prefix.rpartition(f".{family.stage}.")
     pattern = re.compile(rf"{re.escape(before)}\.\d+\.{re.escape(after)}")
-    found = {match[0] for name in tensors if (match := pattern.match(name)) is not None}
-    return tuple(sorted(found - {own}))
+    prefixes = {match[0] for name in tensors if (match := pattern.match(name)) is not None}
+    return tuple(sorted(prefixes - {prefix}))
 
 
 def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str, Any]:

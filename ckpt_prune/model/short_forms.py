@@ -33,12 +33,12 @@ def complete_description(stated: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(stated)
     if not all(isinstance(values.get(key, {}), dict) for key in ("dimensions", "attention", "spaces")):
         return values
-    own = {name: _listed(keys) for name, keys in values.get("dimensions", {}).items()}
+    stated_keys = {name: _to_list(keys) for name, keys in values.get("dimensions", {}).items()}
     usual = {"hidden": ["hidden_size"], "layers": ["num_hidden_layers"], "query_heads": ["num_attention_heads"]}
-    usual = {name: own.get(name, keys) for name, keys in usual.items()}
+    usual = {name: stated_keys.get(name, keys) for name, keys in usual.items()}
     usual |= {"kv_heads": usual["query_heads"], "head_dim": ["head_dim"]}
     usual |= {"mlp": ["intermediate_size"]} if "mlp" in values.get("spaces", {}) else {}
-    values["dimensions"] = usual | own
+    values["dimensions"] = usual | stated_keys
     rotary = values.pop("rotary", None)
     values["spaces"] = ({"rotary": rotary} if rotary else {}) | values.get("spaces", {})
     values["spaces"] = {name: _complete_space(name, values) for name in values["spaces"]}
@@ -53,7 +53,7 @@ def complete_description(stated: Mapping[str, Any]) -> dict[str, Any]:
         written += [module for name in _spaces(values) for module in _linears(name, values, "columns")]
         starts = [values["embedding"]] if values.get("embedding") and "projections" not in residual else []
         reads = {
-            norm: [module for each in _listed(fed) for module in _linears(each, values, "rows")]
+            norm: [module for each in _to_list(fed) for module in _linears(each, values, "rows")]
             for norm, fed in residual["reads"].items()
         }
         values["residual"] = {"writes": [*dict.fromkeys(written)], "starts": starts, **residual, "reads": reads}
@@ -69,7 +69,7 @@ def shorten_description(stated: Mapping[str, Any]) -> dict[str, Any]:
             shorter = values | {"spaces": values["spaces"] | {name: fewer}}
             values = shorter if complete_description(shorter)["spaces"] == full else values
     spaces = {
-        name: {key: _alone(own) if key in ("rows", "columns", "tables") else own for key, own in space.items()}
+        name: {key: _alone(value) if key in ("rows", "columns", "tables") else value for key, value in space.items()}
         for name, space in values["spaces"].items()
     }
     return values | {"spaces": spaces}
@@ -101,8 +101,8 @@ def _complete_space(name: str, values: Mapping[str, Any]) -> Any:
     names = [f"grouped {name}"] if is_grouped else []
     names += [f"{name} of experts"] if values.get("experts") else []
     names += [f"{name} in {stated.get('pairs')}"]
-    found = next((each for each in names if each in _standard_spaces()), name)
-    text = json.dumps(_standard_spaces().get(found, {}))
+    standard = next((each for each in names if each in _standard_spaces()), name)
+    text = json.dumps(_standard_spaces().get(standard, {}))
     for role, module in {**values.get("attention", {}), **(values.get("experts") or {}), **keys}.items():
         text = text.replace(f"{{{role}}}", module) if isinstance(module, str) else text
     space: dict[str, Any] = json.loads(text)
@@ -111,7 +111,7 @@ def _complete_space(name: str, values: Mapping[str, Any]) -> Any:
     if "config" not in stated and stated.get("units") in keys and name in KIND_OF_SPACE:
         space["config"] = {keys[stated["units"]]: []}
     for key in space.keys() & {"rows", "columns", "tables"}:
-        every = [{"module": each} if isinstance(each, str) else each for each in _listed(space[key])]
+        every = [{"module": each} if isinstance(each, str) else each for each in _to_list(space[key])]
         space[key] = every if isinstance(space[key], list) else every[0]
     return space | kind
 
@@ -122,11 +122,11 @@ def _linears(named: str, values: Mapping[str, Any], *axes: str) -> list[str]:
     if named == "attention":
         roles = ("query", "key", "value", "output") if "columns" in axes else ("query", "key", "value")
         return [*dict.fromkeys(attention[role] for role in roles if role in attention)]
-    incidences = [each for axis in axes for each in _listed((space or {}).get(axis, []))]
+    incidences = [each for axis in axes for each in _to_list((space or {}).get(axis, []))]
     return [named] if space is None else [each["module"] for each in incidences if isinstance(each, dict)]
 
 
-def _listed(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 

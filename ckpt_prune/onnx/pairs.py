@@ -1,7 +1,7 @@
 """An encoder-decoder as two graphs, and as PyTorch has it: both are called with sources and tokens of their targets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,9 @@ class PairCase:
 
 def make_pair_cases(pairs: PairWindows) -> list[PairCase]:
     """Batches of several sizes, each as long as its longest source and target, in one pass and in pieces."""
-    whole = [make_pair_case(pairs, size) for size in sorted({min(size, len(pairs)) for size in BATCHES})]
-    pieces = [PairCase(each.feed, each.sources, each.targets, cut(each.targets.shape[1], (2, 1))) for each in whole[:2]]
-    return whole + [each for each in pieces if len(each.chunks) > 1]
+    batches = [make_pair_case(pairs, size) for size in sorted({min(size, len(pairs)) for size in BATCHES})]
+    several = [replace(each, chunks=cut(each.targets.shape[1], (2, 1))) for each in batches[:2]]
+    return batches + [each for each in several if len(each.chunks) > 1]
 
 
 def make_pair_case(pairs: PairWindows, size: int) -> PairCase:

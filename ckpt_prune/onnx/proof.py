@@ -239,8 +239,8 @@ def _load(checkpoint: Checkpoint, trust: bool, dtype: torch.dtype, *, unpack: bo
     return load_model(checkpoint.whole, device="cpu", dtype=dtype, trust_remote_code=trust, unpack=unpack)
 
 
-def _refer(held: HeldModel, task: GraphTask, inputs: set[str]) -> GraphReference:
-    return (PairReference if task.modality == "pairs" else GraphReference)(held, task, inputs)
+def _refer(model: HeldModel, task: GraphTask, inputs: set[str]) -> GraphReference:
+    return (PairReference if task.modality == "pairs" else GraphReference)(model, task, inputs)
 
 
 def _load_others(dense: Dense | None, task: GraphTask, trust: bool) -> list[Other]:
@@ -813,18 +813,18 @@ class PairProof(GraphProof):
     def _typical_feed(self) -> dict[str, Tensor]:
         return make_pair_case(self.pairs, _RANGE_SAMPLES).feed
 
-    def _each(self, check: Callable[[Manifest], tuple[bool, str]]) -> tuple[bool, str]:
+    def _check_both(self, check: Callable[[Manifest], tuple[bool, str]]) -> tuple[bool, str]:
         """Return what a check says of both graphs, or of the first that fails it."""
-        said = []
+        details = []
         for graph in self.manifest.split():
             passed, detail = check(graph)
             if not passed:
                 return False, f"{graph.file}: {detail}"
-            said.append(f"{graph.graph.stack}: {detail}")
-        return True, "; ".join(said)
+            details.append(f"{graph.graph.stack}: {detail}")
+        return True, "; ".join(details)
 
     def _check_operators(self) -> tuple[bool, str]:
-        return self._each(lambda graph: check_operators(read_structure(self.folder / graph.file), graph))
+        return self._check_both(lambda graph: check_operators(read_structure(self.folder / graph.file), graph))
 
     def _check_interface(self) -> tuple[bool, str]:
         _, kept = self.reference.run_with_cache(make_pair_case(self.pairs, 1).feed)
@@ -834,7 +834,7 @@ class PairProof(GraphProof):
             outputs, cache = (["logits"], list(kept)) if decodes else (["last_hidden_state"], [])
             return check_interface(read_structure(self.folder / graph.file), graph, outputs, cache)
 
-        return self._each(check)
+        return self._check_both(check)
 
     def _load(self, provider: Provider) -> tuple[bool, str]:
         entries = self.manifest.graphs
@@ -906,8 +906,8 @@ class PairProof(GraphProof):
             return cases
         cases += compare(expected, keep=case.sources)
         for kind, keep in (("decoder", case.targets), ("encoder", case.sources)):
-            own = {name: value for name, value in kept.items() if f".{kind}." in name}
-            cases.append(_find_worst(compare(own, keep=keep), f"{PRESENT}*.{kind}.*"))
+            values = {name: value for name, value in kept.items() if f".{kind}." in name}
+            cases.append(_find_worst(compare(values, keep=keep), f"{PRESENT}*.{kind}.*"))
         return cases
 
     def _check_generation(self) -> tuple[bool, str]:

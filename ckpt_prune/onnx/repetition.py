@@ -290,9 +290,9 @@ class _Repetition:
             present = copies[self._graph.outputs[index]]
             present.shape = self._graph.outputs[index].shape
             self._graph.outputs[output] = present
-        left = copies[template.left]
-        left.shape = template.left.shape  # which no width within the block changes
-        return left
+        leaving = copies[template.left]
+        leaving.shape = template.left.shape  # which no width within the block changes
+        return leaving
 
 
 class _Labels:

@@ -1,4 +1,4 @@
-"""What a model is predicted to lose by fewer columns in its MLPs, and the recipe that drops them: for budgets."""
+"""Predicts for budgets what a model loses by fewer columns in its MLPs, and writes the recipe that drops them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -53,11 +53,12 @@ class ColumnBudgets:
 
     @property
     def losses(self) -> ColumnLosses:
-        """What each of `column_widths` loses in each block, as in `PredictedColumns`; none if none may go."""
+        """Block → each of `column_widths` → predicted loss, as in `PredictedColumns`; empty if none may go."""
         widths = column_widths(self.model)
         if len(widths) < 2:
             return {}
-        return {block: {width: own[width] for width in widths} for block, own in self._predicted.losses.items()}
+        losses = self._predicted.losses
+        return {block: {width: by_width[width] for width in widths} for block, by_width in losses.items()}
 
     @cached_property
     def _predicted(self) -> PredictedColumns:
@@ -77,11 +78,13 @@ class ColumnBudgets:
                     ),
                     **how,
                 )
-            found = predict_columns(model, Statistics(place), _multiple_of(column_widths(self.model)[-1]), self.device)
-            self.journal.record(_COLUMNS, note=asdict(found))
+            multiple = _multiple_of(column_widths(model)[-1])
+            predicted = predict_columns(model, Statistics(place), multiple, self.device)
+            self.journal.record(_COLUMNS, note=asdict(predicted))
         note = notes[_COLUMNS]
-        losses = {int(block): {int(kept): lost for kept, lost in own.items()} for block, own in note["losses"].items()}
-        return PredictedColumns(note["score"], losses)
+        losses = note["losses"].items()
+        by_block = {int(block): {int(kept): lost for kept, lost in by_width.items()} for block, by_width in losses}
+        return PredictedColumns(note["score"], by_block)
 
 
 def column_widths(model: Model) -> list[int]:
@@ -120,5 +123,4 @@ def recipe_of(
 
 
 def _multiple_of(units: int) -> int:
-    """Return what the columns that an MLP of so many keeps are multiples of."""
     return 256 if units % 256 == 0 and units >= 1024 else 32

@@ -52,7 +52,6 @@ def _runtimes(prepared: Prepared) -> set[str]:
 
 
 def _is_checkpoint(prepared: Prepared) -> bool:
-    """Return whether fewer bits are those of a checkpoint by `quantize`."""
     return prepared.job.model.family.causal and bool(_runtimes(prepared) & {"vllm", "transformers"})
 
 

@@ -62,8 +62,8 @@ class FileBudgets(RoundingTrials):
         statistics = Statistics(self.statistics)
         if _LOSSES not in notes:
             importance = importance_of_statistics(statistics, self.model, "q8_0")
-            found = predict_type_losses(self.model, self.few, importance, "q8_0", grams=self.grams(), **self.how)
-            self.journal.record(_LOSSES, note=found.note())
+            predicted = predict_type_losses(self.model, self.few, importance, "q8_0", grams=self.grams(), **self.how)
+            self.journal.record(_LOSSES, note=predicted.note())
         return TypeLosses.read(notes[_LOSSES])
 
     @cached_property
@@ -78,7 +78,7 @@ class FileBudgets(RoundingTrials):
 
     @cached_property
     def joint(self) -> TypeBudget:
-        """The same of types and of columns together; of types alone where MLPs differ or have few columns.
+        """The budget of types and columns together; of types alone where MLPs differ or have few columns.
 
         Fewer columns are predicted when it is asked for first.
         """
@@ -87,7 +87,7 @@ class FileBudgets(RoundingTrials):
 
     @cached_property
     def columns(self) -> ColumnBudgets:
-        """What fewer columns lose."""
+        """The columns that MLPs may keep, and what is predicted to be lost by them."""
         return ColumnBudgets(self.model, self.samples, self.options.seed, self.folder, self.journal, **self.how)
 
     @property

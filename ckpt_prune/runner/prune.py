@@ -101,7 +101,7 @@ class Pruned:
 
     @property
     def all_first(self) -> list["Pruned"]:
-        """What a dry run says of all parts that are pruned before, in order."""
+        """The parts that are pruned before this one, in order, as a dry run foresees them."""
         return [] if self.first is None else [*self.first.all_first, self.first]
 
     @property

@@ -1,7 +1,7 @@
-"""What a budget of bits is told by: how much each input of a model's matrices matters, and what error feedback leaves.
+"""Measurements for a budget of bits: how much each input of a model's matrices matters.
 
-The samples are measured in folds. What types lose is predicted on the first, and error feedback tried by the others, so
-that nothing is predicted on what it was fitted to.
+The samples are measured in folds. What types lose is predicted on the first fold. Error feedback is fitted to the
+others, so that nothing is predicted on what it was fitted to.
 """
 
 from collections.abc import Mapping
@@ -115,20 +115,20 @@ class RoundingTrials:
 
         They are of all folds but the first if there are several. Weights that error feedback is tried on have a Gram.
         """
-        model, found = self.model, dict[str, Moments]()
+        model, by_weight = self.model, dict[str, Moments]()
         readers = {model.moments_name(block, first): modules for first, modules in model.inputs(block).items()}
         for name, folds in Statistics(self.statistics).read_moments(block, readers).items():
             moments = sum_folds(select_input_moments(folds)[1 if self.folds > 1 else 0 :])
-            found |= {model.tensor(block, module): moments for module in readers[name]}
-        return found
+            by_weight |= {model.tensor(block, module): moments for module in readers[name]}
+        return by_weight
 
     def grams(self) -> Mapping[str, Moments]:
         """Return moments of the inputs of all that error feedback is tried on; of none if there is one fold."""
         if not self._tried:
             return {}
-        found = {name: moments for block in self._tried for name, moments in self.moments(block).items()}
+        by_weight = {name: moments for block in self._tried for name, moments in self.moments(block).items()}
         head = load_file(self.folder / _HEAD)
         gram = head["gram"]
         squares = gram.diagonal().double()
         moments = Moments(int(head["count"]), squares, squares, squares, squares, gram)
-        return found | {name_of_head(self.model): moments}
+        return by_weight | {name_of_head(self.model): moments}

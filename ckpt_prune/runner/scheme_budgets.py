@@ -44,7 +44,7 @@ class SchemeBudgets(RoundingTrials):
     def schemes(self) -> SchemeBudget:
         notes = self.journal.notes
         if _LOSSES not in notes:
-            moments = {name: own for block in range(self.model.blocks) for name, own in self.moments(block).items()}
+            moments = dict(pair for block in range(self.model.blocks) for pair in self.moments(block).items())
             self.journal.record(_LOSSES, note=predict_scheme_losses(self.model, self.few, moments, **self.how))
         return SchemeBudget(self.model, notes[_LOSSES])
 

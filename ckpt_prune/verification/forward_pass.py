@@ -88,7 +88,7 @@ def _find_obstacle(model: Model, dtype: torch.dtype) -> str | None:
     checkpoint = model.checkpoint
     if checkpoint.within is not None and not model.family.is_stack:
         return "it is a part of another model"
-    if checkpoint.within is not None and checkpoint.within.beside and (checkpoint.path / REPORT).is_file():
+    if checkpoint.within is not None and checkpoint.within.other_prefixes and (checkpoint.path / REPORT).is_file():
         return "another stack is pruned, and no class has two widths"
     if checkpoint.adapter is not None:
         return "an adapter is merged into it as it is read"

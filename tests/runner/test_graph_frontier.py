@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_prune.evaluation.file_score import FileScore
-from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured
+from ckpt_prune.runner.frontier.candidates import Measured, RoundedCandidate
 from ckpt_prune.runner.frontier.record import Frontier
 from tests.images import write_images, write_vit
 from tests.runner.frontiers import make_command, make_place, read, run
@@ -176,7 +176,7 @@ def test_for_a_time_models_are_pruned_by_what_each_type_lacks(place, monkeypatch
 def test_if_nothing_usable_is_fast_enough_the_fastest_that_is_usable_is_named():
     def graph(name, kl, ms):
         score = FileScore(bytes=1000, kl=kl, perplexity=None, speeds=(1.0,), top1=0.5, ms=ms)
-        return Measured(GraphCandidate(name, "int8", None, "nearest"), score)
+        return Measured(RoundedCandidate(name, "int8", None, "nearest"), score)
 
     found = [
         graph("whole", 0.0, 13.0),

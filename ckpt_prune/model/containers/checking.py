@@ -50,9 +50,9 @@ def check_stock(model: Model, what: str) -> None:
 def check_stored(checkpoint: Checkpoint, names: Names) -> None:
     """Check every tensor's name, shape and dtype against the names of a model."""
     tensors = checkpoint.stored
-    neighbour = () if checkpoint.within is None else checkpoint.within.beside
+    other = () if checkpoint.within is None else checkpoint.within.other_prefixes
     shapes = {name: info.stored_shape for name, info in tensors.items()}
-    check_shapes(shapes, names, f"{checkpoint.path}", beside=neighbour)
+    check_shapes(shapes, names, f"{checkpoint.path}", other_prefixes=other)
     buffers = {name for name, _ in names.model.named_buffers()}  # of any type: DeepSeek V4 looks experts of tokens up
     for name, info in tensors.items():
         is_learned = is_parameter(name) and not {*names.parameters(name)} & buffers
@@ -61,7 +61,7 @@ def check_stored(checkpoint: Checkpoint, names: Names) -> None:
 
 
 def check_shapes(
-    actual: Mapping[str, tuple[int, ...]], names: Names, where: str, *, beside: tuple[str, ...] = ()
+    actual: Mapping[str, tuple[int, ...]], names: Names, where: str, *, other_prefixes: tuple[str, ...] = ()
 ) -> None:
     """Compare names and shapes with those that a config asks for.
 
@@ -69,7 +69,7 @@ def check_shapes(
         actual: name → shape in its file.
         names: of the config's model. Tensors that it ignores may be there.
         where: begins every message.
-        beside: first parts of names of tensors that may have other shapes (`PartOf.beside`).
+        other_prefixes: first parts of names of tensors that may have other shapes (`PartOf.other_prefixes`).
     """
     stored = sorted(name for name in actual if not is_stored_buffer(name))
     expected = {name: names.shape(name) for name in stored}
@@ -82,6 +82,6 @@ def check_shapes(
     if unknown:
         raise UserError(f"{where} has tensor {unknown[0]} ({len(unknown)} such), which config.json has no place for")
     for name, shape in expected.items():
-        is_beside = name.startswith(beside)
-        if shape is not None and tuple(actual[name]) != shape and not is_beside:
+        is_of_other = name.startswith(other_prefixes)
+        if shape is not None and tuple(actual[name]) != shape and not is_of_other:
             raise UserError(f"{where}: {name} has shape {list(actual[name])}, config.json says {list(shape)}")

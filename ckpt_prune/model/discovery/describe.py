@@ -223,11 +223,11 @@ class Describer:
         rows = self._rows_of_images()
         linears = {path for path, each in self.twin.model.named_modules() if is_linear(each)}
         pooled = [path for path in rows if path in linears and rows[path] == 1 and not path.startswith(self.layers)]
-        own: dict[str, Any] = {"auto": self.auto, "pooled": pooled}
-        found: dict[str, Any] = {"architectures": {self.twin.architecture: own}, "modality": "image"}
+        of_class: dict[str, Any] = {"auto": self.auto, "pooled": pooled}
+        stated: dict[str, Any] = {"architectures": {self.twin.architecture: of_class}, "modality": "image"}
         if self.stage is None:
-            return found | {"special_tokens": self.runs[0].places[1] - patches(self.twin.parsed)}
-        return found | {"stage": self.stage, "strides": self._strides(rows)}
+            return stated | {"special_tokens": self.runs[0].places[1] - patches(self.twin.parsed)}
+        return stated | {"stage": self.stage, "strides": self._strides(rows)}
 
     def _rows_of_images(self) -> dict[str, int]:
         """Return linear module or convolution → rows, or places, that it makes of an image."""
@@ -251,15 +251,15 @@ class Describer:
 
     def _strides(self, rows: Mapping[str, int]) -> dict[str, float]:
         """Return first part of names → side in pixels of what a row stands for: of blocks of stages, and the rest."""
-        count, own = count_stages(self.usual), self.prefix.partition("{block}")[0]
+        count, prefix = count_stages(self.usual), self.prefix.partition("{block}")[0]
         stages = dict(find_stage(self.twin, number, count) for number in range(count))
         parameter, _ = next(self.runs[0].block.named_parameters())
-        inside = f"0.{self.names.saved_as(f'{self.layers}.0.{parameter}').removeprefix(f'{own}0.')}"
+        inside = f"0.{self.names.saved_as(f'{self.layers}.0.{parameter}').removeprefix(f'{prefix}0.')}"
         names = {layers: self.names.saved_as(f"{layers}.0.{parameter}").removesuffix(inside) for layers in stages}
-        found = {names[layers]: runs[-1].places[1] for layers, runs in stages.items()}
+        places = {names[layers]: runs[-1].places[1] for layers, runs in stages.items()}
         others = {self.names.saved_as(f"{path}.weight"): seen for path, seen in rows.items()}
-        found |= {name: seen for name, seen in others.items() if not name.startswith(tuple(found))}
-        return {name: (IMAGE**2 / seen) ** 0.5 for name, seen in found.items()}
+        places |= {name: seen for name, seen in others.items() if not name.startswith(tuple(places))}
+        return {name: (IMAGE**2 / seen) ** 0.5 for name, seen in places.items()}
 
     def _stored_path(self, wanted: nn.Module | None) -> str | None:
         """Return a module's path: of several, that under which its weight is saved."""
@@ -582,8 +582,8 @@ class Describer:
             listed = self._is_listed(stated)
             value = stated[self.stage or 0] if listed else stated
             if re.fullmatch(RATIO, key) and value and int(self.sizes["hidden"] * value) == count:
-                found = {"fraction": isinstance(value, float), "listed": listed}
-                return {"key": key} | {flag: True for flag, is_so in found.items() if is_so}
+                flags = {"fraction": isinstance(value, float), "listed": listed}
+                return {"key": key} | {flag: True for flag, is_so in flags.items() if is_so}
         return None
 
     def _derive(self, units: str, key: str, run: BlockRun, trace: Trace) -> None:

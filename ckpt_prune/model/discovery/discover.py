@@ -109,9 +109,9 @@ def _short_chunks(architecture: str, config: Any) -> Iterator[None]:
     functions = [inspect.unwrap(each) for each in vars(module).values() if inspect.isfunction(each)]
     before = {each: each.__defaults__ or () for each in functions if "chunk_size" in signature(each).parameters}
     for function, values in before.items():
-        named = [name for name, each in signature(function).parameters.items() if each.default is not each.empty]
-        own = dict(zip(named, values, strict=False))
-        function.__defaults__ = tuple(CHUNK if name == "chunk_size" else value for name, value in own.items())
+        parameters = [name for name, each in signature(function).parameters.items() if each.default is not each.empty]
+        defaults = dict(zip(parameters, values, strict=False))
+        function.__defaults__ = tuple(CHUNK if name == "chunk_size" else value for name, value in defaults.items())
     try:
         yield
     finally:

@@ -306,11 +306,11 @@ class Decider:
     Args: as of `decide`.
 
     Attributes:
-        beside: decides about the graph of another model, whose outputs are held to be right where all weights are
+        reference: decides about the graph of another model, whose outputs are held to be right where all weights are
             measured together; None: this one's own in float32 are.
     """
 
-    beside: "Decider | None" = None
+    reference: "Decider | None" = None
 
     def __init__(self, model: onnx_ir.Model, scheme: Scheme, measuring: Measuring | None, scratch: Path) -> None:
         self._model, self.scheme, self._measuring, self._scratch = model, scheme, measuring, scratch
@@ -393,7 +393,7 @@ class Decider:
         if self.scheme.kind == "blocks":  # products by blocks round their inputs, too
             graph = store(self._model, self._decide(Choice(dict(labels))), self._measuring, self._scratch)
             harm = self._probe.measure_graph(
-                graph, on, beside=None if self.beside is None else self.beside._probe, pooled=pooled
+                graph, on, reference=None if self.reference is None else self.reference._probe, pooled=pooled
             )
         else:
             harm = self._measure(labels, on)
@@ -401,8 +401,8 @@ class Decider:
         return harm
 
     def _measure_stored(self, graph: onnx_ir.Model, on: slice, *, pooled: bool = True) -> float:
-        beside = None if self.beside is None else self.beside._probe
-        return self._probe.measure_graph(graph, on, beside=beside, pooled=pooled)
+        reference = None if self.reference is None else self.reference._probe
+        return self._probe.measure_graph(graph, on, reference=reference, pooled=pooled)
 
     @property
     def _checked(self) -> slice:
@@ -411,7 +411,7 @@ class Decider:
         return slice(len(self._measuring.feeds) if self._measuring.checked else 0, None)
 
     def in_float(self) -> float:
-        """Measure what the graph in float32 loses beside that of `beside`."""
+        """Measure what the graph in float32 loses beside that of `reference`."""
         return self._measure_stored(self._model, self._checked)
 
     def _alone(self, few: Collection[str]) -> float:
@@ -531,8 +531,8 @@ class Decider:
     def find_matrices(self, matrices: Mapping[str, Array]) -> dict[str, str]:
         """Return for each matrix, float32 and either way round, the name of the weight with its values, if any has."""
         names = {_digest(weight.to_matrix()): name for name, weight in self._weights.items()}
-        found = {name: names.get(_digest(matrix)) or names.get(_digest(matrix.T)) for name, matrix in matrices.items()}
-        return {name: weight for name, weight in found.items() if weight is not None}
+        pairs = [(name, names.get(_digest(each)) or names.get(_digest(each.T))) for name, each in matrices.items()]
+        return {name: weight for name, weight in pairs if weight is not None}
 
     def reaches(self, limit: int) -> bool:
         """Return whether a file may have so few bytes."""

@@ -73,7 +73,7 @@ class Probe:
         self._feeds, self._outputs, self._classes, self.pools = feeds, list(outputs), classes, pool
         self._scratch, self._threads = scratch, threads
         self._session = _load_session(copy, scratch, threads)
-        self._expected = self._run(self._session, self._given({}, frozenset()), slice(None))
+        self._expected = self._run(self._session, self._fill_inputs({}, frozenset()), slice(None))
 
     def measure_harm(
         self, rounded: Mapping[str, Array], inputs: frozenset[str] = frozenset(), on: slice = slice(None)
@@ -86,19 +86,20 @@ class Probe:
             on: which of the feeds.
         """
         values = {name: self.weights[name].turn(matrix) for name, matrix in rounded.items()}
-        return self._compare(self._run(self._session, self._given(values, inputs), on), self._expected[on], self.pools)
+        runs = self._run(self._session, self._fill_inputs(values, inputs), on)
+        return self._compare(runs, self._expected[on], self.pools)
 
     def measure_graph(
-        self, model: onnx_ir.Model, on: slice = slice(None), *, beside: "Probe | None" = None, pooled: bool = True
+        self, model: onnx_ir.Model, on: slice = slice(None), *, reference: "Probe | None" = None, pooled: bool = True
     ) -> float:
         """Measure how much the outputs of a graph as it is stored lose: with inputs rounded as its operators do.
 
         Args:
-            beside: the probe of another model, on the same feeds, whose outputs are held to be right.
+            reference: the probe of another model, on the same feeds, whose outputs are held to be right.
             pooled: the vectors of texts count, if there is a way to make them.
         """
         runs = self._run(_load_session(model, self._scratch, self._threads), {}, on)
-        return self._compare(runs, (beside or self)._expected[on], self.pools if pooled else None)
+        return self._compare(runs, (reference or self)._expected[on], self.pools if pooled else None)
 
     def _compare(
         self, runs: Sequence[Sequence[Tensor]], of_feeds: Sequence[Sequence[Tensor]], pool: Pool | None
@@ -115,7 +116,7 @@ class Probe:
                 size += sum(b.double().square().sum().item() for _, b in pairs)
         return lost / size if np.isfinite(lost / size) else float("inf")
 
-    def _given(self, values: Mapping[str, Array], inputs: frozenset[str]) -> dict[str, Any]:
+    def _fill_inputs(self, values: Mapping[str, Array], inputs: frozenset[str]) -> dict[str, Any]:
         flags = {flag: np.array(name in inputs, np.float32) for name, flag in self._flags.items()}
         return {**self._plain, **values, **flags}
 

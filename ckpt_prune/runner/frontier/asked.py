@@ -1,4 +1,4 @@
-"""What `frontier` is asked for: a size or a loss, samples of text, and the folder in which candidates are made."""
+"""The size or loss that `frontier` is asked for, its samples of text, and the folder in which it makes candidates."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def read_target(options: FrontierOptions, model: Model) -> tuple[int | None, flo
 
 @dataclass(frozen=True)
 class Texts:
-    """What a model is measured on, and what its candidates are.
+    """The texts that a model is measured on, and those that its candidates are.
 
     Attributes:
         options: with the length of windows.
@@ -79,8 +79,8 @@ def read_held_out(options: FrontierOptions, model: Model) -> tuple[Tensor, list[
         return windows, []
     short = [path.name for path in options.held_out]
     names = short if len(set(short)) == len(short) else [str(path) for path in options.held_out]
-    each = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
-    return windows, [each[place] for place in mix_evenly(counts).tolist()]
+    names_of_windows = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    return windows, [names_of_windows[place] for place in mix_evenly(counts).tolist()]
 
 
 def parts_of(model: Model, texts: Texts) -> list[str]:

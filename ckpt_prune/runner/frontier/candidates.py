@@ -1,4 +1,4 @@
-"""Candidates of a frontier: what each file or graph is, and what it is worth."""
+"""Candidates of a frontier: GGUF files, ONNX graphs and checkpoints for vLLM, with their measured losses and sizes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -50,16 +50,16 @@ class FileCandidate:
 
 
 @dataclass(frozen=True)
-class GraphCandidate:
-    """A graph that may be made.
+class RoundedCandidate:
+    """An ONNX graph, or a checkpoint in compressed-tensors, whose weights are rounded.
 
     Attributes:
         name: in words.
-        dtype: of its weights, by which its file is named.
-        kl: what it is predicted to lose, as weights rounded in the float graph do; None if that is not known.
+        dtype: of its weights; `export --dtype` and `quantize --format` take it.
+        kl: what its weights are predicted to lose, run in float once rounded; None if that is not known.
         rounding: of weights in few bits.
-        kinds: how weights are stored → how many are.
-        by_budget: forms of weights are chosen, so that the size must be named to make it again.
+        kinds: way to store a weight → how many are stored so.
+        by_budget: a budget chose how each weight is stored, so that the size must be named to make it again.
         columns: that the MLP of each block keeps, if the model was pruned first; else empty.
         commands: that make it.
     """
@@ -82,11 +82,11 @@ class GraphCandidate:
         return f"{words}, rounded {'by GPTQ' if self.rounding == 'gptq' else 'to the nearest'}"
 
     @classmethod
-    def read(cls, note: Mapping[str, Any]) -> "GraphCandidate":
+    def read(cls, note: Mapping[str, Any]) -> "RoundedCandidate":
         return cls(**dict(note) | {name: tuple(note[name]) for name in ("columns", "commands")})
 
 
-C = TypeVar("C", FileCandidate, GraphCandidate)
+C = TypeVar("C", FileCandidate, RoundedCandidate)
 
 
 @dataclass(frozen=True)
@@ -116,4 +116,4 @@ class Measured(Generic[C]):
 
 
 MeasuredFile = Measured[FileCandidate]
-MeasuredGraph = Measured[GraphCandidate]
+MeasuredRounded = Measured[RoundedCandidate]

@@ -32,7 +32,7 @@ from ckpt_prune.options.commands import FrontierOptions, QuantizeOptions
 from ckpt_prune.options.data import words_of_windows
 from ckpt_prune.options.option import words_of_options
 from ckpt_prune.runner.frontier.asked import Texts, open_staging, parts_of, read_target, read_texts
-from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured, MeasuredGraph
+from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.record import (
     USABLE,
     Frontier,
@@ -62,16 +62,16 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
     with open_staging(texts.options, parts_of(model, texts), say) as staging:
         budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal)
         maker = CheckpointMaker(texts, budgets, staging)
-        found: list[MeasuredGraph] = []
-        for name, choose in _candidates(budgets.schemes, found, limit, loss):
-            found.append(maker.measure(name, choose, say))
-        frontier = maker.record(found, limit, loss)
+        results: list[MeasuredRounded] = []
+        for name, choose in _candidates(budgets.schemes, results, limit, loss):
+            results.append(maker.measure(name, choose, say))
+        frontier = maker.record(results, limit, loss)
         maker.publish(frontier)
     return frontier
 
 
 def _candidates(
-    budget: SchemeBudget, found: list[MeasuredGraph], limit: int | None, loss: float | None
+    budget: SchemeBudget, results: list[MeasuredRounded], limit: int | None, loss: float | None
 ) -> Iterator[tuple[str, Choose]]:
     """Yield what is to be measured next, by what was measured so far."""
     yield "int4 everywhere, GPTQ", partial(budget.everywhere, "int4")
@@ -80,8 +80,8 @@ def _candidates(
         yield "by budget, GPTQ", partial(budget.at_bytes, limit)
         return
     assert loss is not None
-    for name, asked in ask_for_losses(loss, found):
-        yield name, partial(budget.at_loss, asked)
+    for name, allowed in ask_for_losses(loss, results):
+        yield name, partial(budget.at_loss, allowed)
 
 
 @dataclass
@@ -100,25 +100,25 @@ class CheckpointMaker:
     def _place(self, name: str) -> Path:
         return self.staging.scratch / name.replace(" ", "-").replace(",", "")
 
-    def measure(self, name: str, choose: Choose, say: Notices) -> MeasuredGraph:
+    def measure(self, name: str, choose: Choose, say: Notices) -> MeasuredRounded:
         """Make a checkpoint and measure it, unless an earlier run has."""
         place, journal = self._place(name), self.staging.journal
         if name in journal.notes and place.is_dir():
             self.dense = journal.notes[name]["dense"]
-            return Measured.read(GraphCandidate, journal.notes[name]["found"])
+            return Measured.read(RoundedCandidate, journal.notes[name]["found"])
         say(f"making and measuring: {name}")
         choice = choose()
         if not place.is_dir():
             self._make(choice, place, say)
         mixed = len(choice.counts) > 1
-        candidate = GraphCandidate(
+        candidate = RoundedCandidate(
             name, "int4" if mixed else choice.usual.format, choice.kl, "gptq", choice.counts, mixed
         )
         score = self._score(place)
-        found = Measured(replace(candidate, commands=(self._command(candidate, score.bytes),)), score)
-        journal.record(name, note={"found": found.note(), "dense": self.dense})
-        say(found.line(self.dense or 0))
-        return found
+        result = Measured(replace(candidate, commands=(self._command(candidate, score.bytes),)), score)
+        journal.record(name, note={"found": result.note(), "dense": self.dense})
+        say(result.line(self.dense or 0))
+        return result
 
     def _make(self, choice: SchemeChoice, place: Path, say: Notices) -> None:
         budgets, options = self.budgets, self.texts.options
@@ -147,11 +147,11 @@ class CheckpointMaker:
         windows, of_texts = both.spread.divergences.view(len(self.texts.held_out), -1).mean(1), dict[str, list[float]]()
         for name, kl in zip(self.texts.names, windows.tolist(), strict=False):  # there are none for one text
             of_texts.setdefault(name, []).append(kl)
-        means = {name: sum(own) / len(own) for name, own in of_texts.items()}
+        means = {name: sum(several) / len(several) for name, several in of_texts.items()}
         quantiles: dict[str, Any] = both.spread.data()
         return replace(score, kl_of=means, **quantiles)
 
-    def _command(self, candidate: GraphCandidate, size: int) -> str:
+    def _command(self, candidate: RoundedCandidate, size: int) -> str:
         options, samples = self.texts.options, self.budgets.samples
         words = ["ckpt-prune", "quantize", str(options.model), "--format", candidate.dtype]
         words += ["--target-bytes", options.target_bytes or str(size)] if candidate.by_budget else []
@@ -159,16 +159,16 @@ class CheckpointMaker:
         words += words_of_options(options, [name for name in DATA if name in QuantizeOptions.model_fields])
         return shlex.join([*words, "--evaluate-samples", "0", "-o", "quantized"])
 
-    def record(self, found: list[MeasuredGraph], limit: int | None, loss: float | None) -> Frontier:
-        """Return the record of what was found."""
-        best, reach = best_within(found, limit, loss), None
+    def record(self, results: list[MeasuredRounded], limit: int | None, loss: float | None) -> Frontier:
+        """Return the record of what was measured."""
+        best, reach = best_within(results, limit, loss), None
         with suppress(BudgetError):
             reach = self.budgets.schemes.at_loss(math.log(USABLE)).bytes
         return Frontier(
             folder=self.texts.options.output,
             model=model_name(self.budgets.model.checkpoint.path),
             dense=self.dense,
-            found=found,
+            found=results,
             best=best,
             asked=words_of_target(limit, loss),
             beyond_use="",

@@ -12,7 +12,7 @@ from typing import Protocol, Self, TypeVar
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.onnx.quantization.deciding import Decider, Decision
 from ckpt_prune.recipe.sizes import Size
-from ckpt_prune.runner.frontier.candidates import MeasuredGraph
+from ckpt_prune.runner.frontier.candidates import MeasuredRounded
 
 FEWEST = 0.3
 """Share of a graph's time below which it is not pruned: nothing usable is left."""
@@ -41,7 +41,7 @@ class Maker(Protocol):
 M = TypeVar("M", bound=Maker)
 
 
-def within_time(maker: M, found: list[MeasuredGraph], size: Size) -> Iterator[tuple[M, str, GraphType, Decide]]:
+def within_time(maker: M, found: list[MeasuredRounded], size: Size) -> Iterator[tuple[M, str, GraphType, Decide]]:
     """Yield what is to be measured next: whose graph, its name, its type and how its weights are stored."""
     yield maker, "float32", "fp32", lambda: None
     yield maker, "int8 everywhere", "int8", maker.int8.as_first
@@ -69,16 +69,16 @@ def _decide(maker: Maker, dtype: GraphType) -> Decide:
     return maker.int8.as_first if dtype == "int8" else lambda: maker.int4.by_gptq().as_first()
 
 
-def limit_of(size: Size, found: list[MeasuredGraph]) -> int:
+def limit_of(size: Size, found: list[MeasuredRounded]) -> int:
     """Return the nanoseconds of a size; a share is of the dense graph in float32."""
     return size.of(round(_took(found[0])))
 
 
-def best_in_time(found: list[MeasuredGraph], limit: int) -> MeasuredGraph | None:
+def best_in_time(found: list[MeasuredRounded], limit: int) -> MeasuredRounded | None:
     """Return the one within a time that loses least; None if there is none."""
     return min((each for each in found if _took(each) <= limit), key=lambda each: each.score.kl, default=None)
 
 
-def _took(measured: MeasuredGraph) -> float:
+def _took(measured: MeasuredRounded) -> float:
     assert measured.score.ms is not None
     return measured.score.ms * 1e6

@@ -60,7 +60,7 @@ from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths, recipe_of
 from ckpt_prune.runner.frontier.asked import open_staging
-from ckpt_prune.runner.frontier.candidates import GraphCandidate, Measured, MeasuredGraph
+from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.record import (
     FRONTIER,
@@ -121,17 +121,17 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
         maker = GraphMaker(options, source, task, samples, staging, workload)
         if limit is not None and not maker.unpriced.reaches(limit):
             maker.check_reach(limit)
-        found: list[MeasuredGraph] = []
+        results: list[MeasuredRounded] = []
         owners: dict[str, GraphMaker] = {}
-        timed = None if size is None else within_time(maker, found, size)
-        for owner, name, dtype, decide in timed or _candidates(maker, found, limit, loss, say):
-            found.append(owner.measure(name, dtype, decide, say))
+        timed = None if size is None else within_time(maker, results, size)
+        for owner, name, dtype, decide in timed or _candidates(maker, results, limit, loss, say):
+            results.append(owner.measure(name, dtype, decide, say))
             owners[name] = owner
         if size is not None:
-            most = limit_of(size, found)
-            frontier = maker.record(found, best_in_time(found, most), f"within {most / 1e6:.4g} ms")
+            most = limit_of(size, results)
+            frontier = maker.record(results, best_in_time(results, most), f"within {most / 1e6:.4g} ms")
         else:
-            frontier = maker.record(found, best_within(found, limit, loss), words_of_target(limit, loss))
+            frontier = maker.record(results, best_within(results, limit, loss), words_of_target(limit, loss))
         owner = maker if frontier.best is None else owners[frontier.best.candidate.name]
         owner.publish(frontier)
     return frontier
@@ -193,7 +193,7 @@ def _proof_options(options: FrontierOptions) -> dict[str, Any]:
 
 
 def _candidates(
-    maker: "GraphMaker", found: list[MeasuredGraph], limit: int | None, loss: float | None, say: Notices
+    maker: "GraphMaker", results: list[MeasuredRounded], limit: int | None, loss: float | None, say: Notices
 ) -> Iterator[tuple["GraphMaker", str, GraphType, Decide]]:
     """Yield what is to be measured next, by what was measured so far, as `within_time`."""
     yield maker, "int4 everywhere", "int4", maker.int4.as_first
@@ -202,16 +202,16 @@ def _candidates(
         if maker.unpriced.reaches(limit):
             yield maker, "by budget", "int4", lambda: maker.budget.within_bytes(limit)
             yield maker, "by budget, GPTQ", "int4", lambda: maker.fitted.within_bytes(limit)
-        pruned = maker.with_columns(limit, best_within(found, limit, None), say)
+        pruned = maker.with_columns(limit, best_within(results, limit, None), say)
         if pruned is not None:
             yield pruned, "columns and bits by budget, GPTQ", "int4", lambda: pruned.fitted.within_bytes(limit)
         return
     assert loss is not None
-    for name, asked in ask_for_losses(loss, found):
-        yield maker, name, "int4", partial(maker.fitted.within_loss, asked)
+    for name, allowed in ask_for_losses(loss, results):
+        yield maker, name, "int4", partial(maker.fitted.within_loss, allowed)
 
 
-def _with_size(best: MeasuredGraph) -> list[str]:
+def _with_size(best: MeasuredRounded) -> list[str]:
     return [each.replace(SIZE, str(best.score.bytes)) for each in best.candidate.commands]
 
 
@@ -246,9 +246,9 @@ class GraphMaker:
 
     def prune(self, share: Fraction) -> Self:
         """Return the maker of the same model, pruned to a share of its time, unless an earlier run has pruned it."""
-        asked = f"{float(100 * share):.2f}%"
+        percent = f"{float(100 * share):.2f}%"
         of = (self.options.target_latency or "").partition("@")[2]
-        return self._prune(asked.removesuffix("%"), {"target_latency": f"{asked}@{of}" if of else asked})
+        return self._prune(percent.removesuffix("%"), {"target_latency": f"{percent}@{of}" if of else percent})
 
     def _prune(self, name: str, how: dict[str, Any], place: str | None = None) -> Self:
         """Prune the model by options of `prune`; `place` stands for a recipe in its command."""
@@ -260,8 +260,8 @@ class GraphMaker:
         pruning = check_options(PruneOptions, given | run)
         if not out.is_dir():
             prune_model(pruning, read_recipe(pruning))
-        told = pruning if place is None else pruning.model_copy(update={"recipe": place})
-        words = ["ckpt-prune", "prune", *words_of_options(told, given), "-o", "pruned"]
+        named = pruning if place is None else pruning.model_copy(update={"recipe": place})
+        words = ["ckpt-prune", "prune", *words_of_options(named, given), "-o", "pruned"]
         pruned = open_checkpoint(str(out), Opening(True))
         of_all = self.task, self.samples, self.staging, self.workload
         return type(self)(options, pruned, *of_all, dense=self, pruned_by=words)
@@ -292,20 +292,20 @@ class GraphMaker:
         if model is None or len(column_widths(model)) < 2:
             return {}
         names = {b: [model.tensor(b, each) for each in model.spaces(b)[SPACE].modules] for b in range(model.blocks)}
-        found = dict[str, str]()
-        for own in names.values():
-            read = model.checkpoint.read(own)
-            found |= self.unpriced.find_matrices({name: read[name].float().numpy() for name in own})
-        if len(found) < sum(map(len, names.values())):  # fused in the checkpoint, and apart in the graph
+        in_graph = dict[str, str]()
+        for weights in names.values():
+            read = model.checkpoint.read(weights)
+            in_graph |= self.unpriced.find_matrices({name: read[name].float().numpy() for name in weights})
+        if len(in_graph) < sum(map(len, names.values())):  # fused in the checkpoint, and apart in the graph
             return {}
-        return {block: [found[name] for name in own] for block, own in names.items()}
+        return {block: [in_graph[name] for name in weights] for block, weights in names.items()}
 
     def check_reach(self, limit: int) -> None:
         """Refuse a size below that of 4 bits for each weight and the fewest columns."""
         widths = column_widths(Model.of(self.source)) if self.mlps else [1]
-        self.unpriced.check_bytes(limit, [name for own in self.mlps.values() for name in own], widths)
+        self.unpriced.check_bytes(limit, [name for weights in self.mlps.values() for name in weights], widths)
 
-    def with_columns(self, limit: int, best: MeasuredGraph | None, say: Notices) -> Self | None:
+    def with_columns(self, limit: int, best: MeasuredRounded | None, say: Notices) -> Self | None:
         """Return the maker of the model with fewer columns, if it is predicted to lose less at a size than bits alone.
 
         It is pruned and measured before anything is rounded: predictions are of second order, and low where many
@@ -361,7 +361,7 @@ class GraphMaker:
         graph, measuring = self._traced
         scheme = make_scheme(dtype, GraphSettings(dtype=dtype), self.task, ranges=self.samples.images is not None)
         decider = Decider(graph, replace(scheme, **changes), measuring, self.staging.scratch)
-        decider.beside = None if self._dense is None else self._dense.unpriced
+        decider.reference = None if self._dense is None else self._dense.unpriced
         return decider
 
     @cached_property
@@ -398,13 +398,13 @@ class GraphMaker:
     def _place(self, name: str) -> Path:
         return self.staging.scratch / f"{name.replace(' ', '-').replace(',', '')}.onnx"
 
-    def measure(self, name: str, dtype: GraphType, decide: Decide, say: Notices) -> MeasuredGraph:
+    def measure(self, name: str, dtype: GraphType, decide: Decide, say: Notices) -> MeasuredRounded:
         """Make a graph and measure it, unless an earlier run has."""
         place, journal = self._place(name), self.staging.journal
         if name in journal.notes and place.is_file():
-            found = Measured.read(GraphCandidate, journal.notes[name]["found"])
+            result = Measured.read(RoundedCandidate, journal.notes[name]["found"])
             self.dense = journal.notes[name]["dense"]
-            return found
+            return result
         say(f"making and measuring: {name}")
         decision = decide()
         graph, measuring = self._traced
@@ -412,16 +412,16 @@ class GraphMaker:
             graph = store(graph, decision, measuring, self.staging.scratch)
         save_graph(graph, place, EMBEDDED_BYTES)
         if decision is None:
-            candidate = GraphCandidate(name, dtype, None, "nearest")
+            candidate = RoundedCandidate(name, dtype, None, "nearest")
         else:
             record, by_budget = decision.record, bool(decision.scheme.blocks)
             how = record.loss, record.rounding, record.weights, by_budget
-            candidate = GraphCandidate(name, dtype, *how)
+            candidate = RoundedCandidate(name, dtype, *how)
         candidate = replace(candidate, columns=self.columns, commands=self._commands(candidate))
-        found = Measured(candidate, self._score(place))
-        journal.record(name, note={"found": found.note(), "dense": self.dense})
-        say(f"{name}: {found.score.bytes / 1e6:.2f} MB, {self.record([found], found, '').words_of(found.score)}")
-        return found
+        result = Measured(candidate, self._score(place))
+        journal.record(name, note={"found": result.note(), "dense": self.dense})
+        say(f"{name}: {result.score.bytes / 1e6:.2f} MB, {self.record([result], result, '').words_of(result.score)}")
+        return result
 
     def _score(self, place: Path) -> FileScore:
         """Run a graph in onnxruntime, and compare it with the model."""
@@ -479,7 +479,7 @@ class GraphMaker:
 
     # ---- the result ------------------------------------------------------------------------------------------------
 
-    def record(self, found: list[MeasuredGraph], best: MeasuredGraph | None, asked: str) -> Frontier:
+    def record(self, found: list[MeasuredRounded], best: MeasuredRounded | None, asked: str) -> Frontier:
         """Return the record of what was found."""
         embeds, samples = self.task.name == "feature-extraction", self.samples
         if samples.images is not None:
@@ -505,7 +505,7 @@ class GraphMaker:
             items="tokens" if samples.images is None else "images",
         )
 
-    def _commands(self, candidate: GraphCandidate) -> tuple[str, ...]:
+    def _commands(self, candidate: RoundedCandidate) -> tuple[str, ...]:
         """Return the command lines that make a graph; `SIZE` stands for its bytes."""
         words = ["ckpt-prune", "export", "pruned" if self.pruned_by else str(self.options.model)]
         own_code = self.options.trust_remote_code or (self.pruned_by and Model.of(self.source).has_remote_code)
@@ -526,7 +526,7 @@ class GraphMaker:
         """Write the record and the best graph, with what it is loaded by, and put the folder in place."""
         folder, files = self.staging.path, list[str]()
         if frontier.best is not None:
-            best = cast(MeasuredGraph, frontier.best)
+            best = cast(MeasuredRounded, frontier.best)
             place, file = self._place(best.candidate.name), GRAPH_FILES[best.candidate.dtype]
             external = place.with_name(f"{place.name}{DATA}")
             if external.is_file():  # the graph names it

@@ -10,7 +10,7 @@ from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import write_atomically
 from ckpt_prune.evaluation.file_score import FileScore
-from ckpt_prune.runner.frontier.candidates import MeasuredFile, MeasuredGraph
+from ckpt_prune.runner.frontier.candidates import MeasuredFile, MeasuredRounded
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
@@ -19,7 +19,7 @@ RECORD, FILE, PAGE, CHART, COMMANDS = "frontier.json", "model.gguf", "frontier.h
 RECIPE = "recipe.yaml"
 """The recipe of the file, if columns go."""
 FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
-Result = MeasuredFile | MeasuredGraph
+Result = MeasuredFile | MeasuredRounded
 FEWER_TOKENS = (
     "Of files with fewer tokens, KL is what the text costs more, in nats a token as all tokens write it, and so is the "
     "perplexity. Tokens stay by what --text has: on other kinds of text such files lose more."
@@ -33,9 +33,9 @@ CLOSE = 1.15
 """For a loss, what is made is chosen again if it loses less than allowed by more than this factor, or too much."""
 USUAL_LOSS = 0.05
 """Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
-SMALLEST = ("smallest within the loss", "smallest within the loss, chosen again", "smallest within the loss, a third")
+SMALLEST = ("smallest within the loss", "smallest within the loss, second try", "smallest within the loss, third try")
 """Names of what is made for a loss, one after the other."""
-R = TypeVar("R", MeasuredFile, MeasuredGraph)
+R = TypeVar("R", MeasuredFile, MeasuredRounded)
 
 
 def best_within(found: Sequence[R], limit: int | None, loss: float | None) -> R | None:
@@ -47,21 +47,21 @@ def best_within(found: Sequence[R], limit: int | None, loss: float | None) -> R 
     return min(within, key=lambda each: each.score.bytes, default=None)
 
 
-def ask_for_losses(loss: float, found: Sequence[Result]) -> Iterator[tuple[str, float]]:
+def ask_for_losses(loss: float, results: Sequence[Result]) -> Iterator[tuple[str, float]]:
     """Yield names, each with the loss to ask a budget for, until what is made keeps closely to `loss`.
 
     Predictions of all weights at once are off by much the same factor: the next loss is corrected by it.
 
     Args:
-        found: what was measured; the caller adds what it makes for each name.
+        results: what was measured; the caller adds what it makes for each name.
     """
-    asked = loss
+    allowed = loss
     for name in SMALLEST:
-        yield name, asked
-        measured = found[-1].score.kl
+        yield name, allowed
+        measured = results[-1].score.kl
         if loss / CLOSE <= measured <= loss:
             return
-        asked *= loss / max(measured, 1e-9)
+        allowed *= loss / max(measured, 1e-9)
 
 
 def words_of_target(limit: int | None, loss: float | None) -> str:

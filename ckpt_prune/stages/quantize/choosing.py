@@ -79,15 +79,15 @@ def predict_scheme_losses(model: Model, samples: Samples, moments: Mapping[str, 
                 rounded[scheme.name + FED] = weights_of(codes, scales, scheme).float()
         return rounded
 
-    told = predict_losses(model, samples, round_all, outside=False, **how)
-    left = left_by_feedback(model, told)
+    predicted = predict_losses(model, samples, round_all, outside=False, **how)
+    shares = left_by_feedback(model, predicted)
     return {
         name: {
-            scheme.name: told[name][scheme.name] * left[name].get(scheme.name, 1.0)
+            scheme.name: predicted[name][scheme.name] * shares[name].get(scheme.name, 1.0)
             for scheme in schemes_for(weights[name][1][1])
         }
         for name in weights
-        if name in told
+        if name in predicted
     }
 
 
@@ -114,23 +114,23 @@ class SchemeChoice:
     def usual(self) -> PackingScheme:
         """The scheme of most weights that are rounded."""
         rounded = Counter(name for name in self.names.values() if name != DENSE)
-        scheme = PackingScheme.named(rounded.most_common(1)[0][0]) if rounded else None
+        scheme = PackingScheme.parse(rounded.most_common(1)[0][0]) if rounded else None
         return scheme or SCHEMES[-1]
 
     def types(self, model: Model) -> dict[str, str]:
         """Return expressions that together name each weight once → how it is stored, for the recipe."""
         modules = weights_by_module(self.names, model.family.block, model.family.linears)
         before, after = (re.escape(part) for part in model.family.block.split("{block}"))
-        found: dict[tuple[str, str], list[str]] = {}
+        blocks_of: dict[tuple[str, str], list[str]] = {}
         for module, names in modules.items():
             number = re.compile(rf"{before}(\d+){after}{re.escape(module)}\.weight")
             for name in names:
                 match = number.fullmatch(name)
                 assert match is not None
-                found.setdefault((module, self.names[name]), []).append(match[1])
+                blocks_of.setdefault((module, self.names[name]), []).append(match[1])
         return {
             rf"^{before}({'|'.join(blocks)}){after}{re.escape(module)}\.weight$": way
-            for (module, way), blocks in found.items()
+            for (module, way), blocks in blocks_of.items()
         }
 
 
@@ -152,15 +152,15 @@ class SchemeBudget:
     @cached_property
     def _together(self) -> list[list[str]]:
         """Weights that share a way, since they read one input."""
-        model, left = self.model, dict.fromkeys(self._weights)
+        model, remaining = self.model, dict.fromkeys(self._weights)
         groups = []
         for block in range(model.blocks):
             for modules in model.inputs(block).values():
-                names = [name for module in modules if (name := model.tensor(block, module)) in left]
+                names = [name for module in modules if (name := model.tensor(block, module)) in remaining]
                 for name in names:
-                    del left[name]
+                    del remaining[name]
                 groups += [names] if names else []
-        return [*groups, *([name] for name in left)]
+        return [*groups, *([name] for name in remaining)]
 
     @cached_property
     def _sites(self) -> list[Choices]:
@@ -212,7 +212,7 @@ class SchemeBudget:
 
     def _as(self, ways: Mapping[str, str]) -> SchemeChoice:
         names = {name: ways[name] for name in self._weights}
-        schemes = {name: scheme for name, way in names.items() if (scheme := PackingScheme.named(way)) is not None}
+        schemes = {name: scheme for name, way in names.items() if (scheme := PackingScheme.parse(way)) is not None}
         kl = sum(self.losses[name][way] for name, way in names.items() if way != DENSE)
         return SchemeChoice(names, file_bytes(packed_layout(self.model, schemes)), kl)
 

@@ -49,7 +49,7 @@ class Quantize(StageKeys):
     @classmethod
     def _check_types(cls, types: Mapping[str, str]) -> Mapping[str, str]:
         for pattern, name in types.items():
-            PackingScheme.named(name)
+            PackingScheme.parse(name)
             try:
                 re.compile(pattern)
             except re.error as error:

@@ -85,8 +85,10 @@ def _check_joined(model: Model, schemes: Schemes) -> None:
             names = [model.tensor(block, module) for module in modules]
             ways = {name: schemes[name].name if name in schemes else DENSE for name in names}
             if len(set(ways.values())) > 1:
-                told = ", ".join(f"{name} {way}" for name, way in ways.items())
-                raise UserError(f"quantize.types: vLLM joins weights that read one input, so store them alike ({told})")
+                words = ", ".join(f"{name} {way}" for name, way in ways.items())
+                raise UserError(
+                    f"quantize.types: vLLM joins weights that read one input, so store them alike ({words})"
+                )
 
 
 def _own_code(checkpoint: Checkpoint) -> UserError:

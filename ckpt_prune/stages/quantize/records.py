@@ -38,7 +38,7 @@ class RoundedWeight(FixedRecord):
     @field_validator("stored")
     @classmethod
     def _check_scheme(cls, stored: str | None) -> str | None:
-        if stored is not None and PackingScheme.named(stored) is None:
+        if stored is not None and PackingScheme.parse(stored) is None:
             raise ValueError("a rounded weight is not dense")
         return stored
 
@@ -60,7 +60,7 @@ class QuantizedWeights(FixedRecord):
         return PackingScheme(self.format, self.group_size)
 
     def scheme_of(self, weight: RoundedWeight) -> PackingScheme:
-        return (weight.stored and PackingScheme.named(weight.stored)) or self.scheme
+        return (weight.stored and PackingScheme.parse(weight.stored)) or self.scheme
 
     @property
     def words(self) -> str:

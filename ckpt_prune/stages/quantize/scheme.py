@@ -45,7 +45,7 @@ class PackingScheme:
         return f"{self.format}:{self.group_size or CHANNEL}"
 
     @classmethod
-    def named(cls, name: str) -> "PackingScheme | None":
+    def parse(cls, name: str) -> "PackingScheme | None":
         """Read a name; None for a weight that stays as it is. ValueError for what is none."""
         if name == DENSE:
             return None
@@ -83,15 +83,15 @@ def choose_schemes(
         types: expression → name of a scheme; the first that is found in a weight's name counts.
         columns: weight → its number of columns.
     """
-    patterns = [(re.compile(pattern), PackingScheme.named(name)) for pattern, name in types.items()]
-    found = {name: [scheme for pattern, scheme in patterns if pattern.search(name)] for name in columns}
-    own = {name: fitting[0] for name, fitting in found.items() if fitting}
-    for name, scheme in own.items():
+    patterns = [(re.compile(pattern), PackingScheme.parse(name)) for pattern, name in types.items()]
+    fitting = {name: [scheme for pattern, scheme in patterns if pattern.search(name)] for name in columns}
+    chosen = {name: schemes_of_name[0] for name, schemes_of_name in fitting.items() if schemes_of_name}
+    for name, scheme in chosen.items():
         if scheme is not None and columns[name] % (scheme.group_size or 1):
             raise UserError(f"quantize.types: {scheme.name} does not divide the {columns[name]} columns of {name}")
-    others = {name: width for name, width in columns.items() if name not in own}
+    others = {name: width for name, width in columns.items() if name not in chosen}
     usual = choose_scheme(kind, asked, others, option)
-    schemes = {name: own.get(name, usual) for name in columns}
+    schemes = {name: chosen.get(name, usual) for name in columns}
     return usual, {name: scheme for name, scheme in schemes.items() if scheme is not None}
 
 
