@@ -200,7 +200,7 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
             description = discover(config).description
             why = "; ".join(f"{space}: {reason}" for space, reason in description["found"]["whole"].items())
         except Exception as error:
-            return found | {"why": one_line(error)[:200]}
+            return found | {"why": one_line(error).replace(f"{folder}/", "")[:200]}
         found["spaces"] = list(description["spaces"])
         try:
             prune_and_verify(source, description)
