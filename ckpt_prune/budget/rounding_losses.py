@@ -98,8 +98,8 @@ def left_by_feedback(model: Model, losses: Losses) -> Losses:
     """Return for every weight and type the share of the loss that error feedback leaves, 1 at most.
 
     A weight that it was tried on keeps its own share. Others take the mean share of weights in the same place of their
-    blocks. All of these count alike, since otherwise a block that loses far more would speak for all (SmolLM2-135M,
-    q3_k in down: block 11 loses ten times as much, of which 0.12 is left, where others keep 0.75 and more).
+    blocks. All of these count alike, since otherwise a block that loses far more would speak for all. In q3_k in down
+    of SmolLM2-135M block 11 loses ten times as much. Of that 0.12 is left, where others keep 0.75 and more.
     """
     places = [[model.family.tensor(block, linear) for block in range(model.blocks)] for linear in model.family.linears]
     shares: Losses = {}

@@ -114,7 +114,8 @@ def test_what_cannot_be_done_is_refused_by_name(llava):
         "--part is for models that are made of several, which a llama is not"
     )
     assert read_refusal("prune", "llava", "--part", "audio", "-o", "out") == (
-        "--part: audio is not one of text, vision, encoder, decoder, backbone, all"
+        "--part: audio is not one of text, vision, encoder, decoder, backbone, stage1, stage2, stage3, stage4, "
+        "stage5, all"
     )
     assert read_refusal(*RIDGE, "--container", "remote", "-o", "out") == (
         "--part text: blocks that need remote code have no place in another model: choose a recipe with widths: "

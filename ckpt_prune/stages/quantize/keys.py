@@ -40,9 +40,9 @@ class Quantize(StageKeys):
 
     types: Mapping[str, str] = Field(
         default_factory=dict,
-        description="Expression → how weights are stored whose names it is found in, such as mlp.down_proj: int8:channel or "
-        "o_proj: int4:32; dense for those that stay. The first that is found counts. Weights that read one input must "
-        "be stored alike, since vLLM joins them.",
+        description="Expression → how weights are stored whose names it is found in, such as mlp.down_proj: "
+        "int8:channel or o_proj: int4:32; dense for those that stay. The first that is found counts. Weights that read "
+        "one input must be stored alike, since vLLM joins them.",
     )
 
     @field_validator("types")
