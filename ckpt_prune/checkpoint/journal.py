@@ -26,7 +26,7 @@ class Journal:
 
     Attributes:
         job: digest of everything that the output depends on.
-        parts: name of each part of the job → its digest, to say what differs.
+        parts: name of each part of the job → what it is, or its digest, to say what differs.
         replace: whether the run may replace an existing output.
         resumable: whether another run can continue it.
         layout: digest of the output's files, tensors and shapes; None until they are known.

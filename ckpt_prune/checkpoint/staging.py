@@ -36,7 +36,7 @@ class Staging:
     Args:
         out: folder to make; its parent must exist.
         job: digest of everything that the output depends on.
-        parts: name of each part of the job → its digest; a refusal says which differ.
+        parts: name of each part of the job → what it is, or its digest; a refusal says which differ.
         resume: continue what an equal job left.
         overwrite: replace OUT, and delete what an unfinished run left.
         kind: of folder.

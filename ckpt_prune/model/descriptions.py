@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from ckpt_prune.checkpoint.json_files import parse_json_object, read_json_object
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.similar_names import did_you_mean
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.old_names import with_new_names
 from ckpt_prune.model.short_forms import complete_description, merge_descriptions
-from ckpt_prune.model.spaces import KIND_OF_SPACE
+from ckpt_prune.model.spaces import KIND_OF_SPACE, StrictModel
 
 OUTSIDE_KEY = "ckpt_prune_family"
 """Config key of a description from outside the package, as in its file: outputs carry it to whoever opens them."""
@@ -151,23 +152,33 @@ def parse_family(outside: str, variant: str | None = None) -> Family:
         return _family(values, variant, outside=outside)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{name}.json: {place}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
+        place, message = ".".join(map(str, first["loc"])), f"{first['msg'][0].lower()}{first['msg'][1:]}"
+        if first["type"] == "extra_forbidden":
+            message = f"unknown key; {did_you_mean(str(first['loc'][-1]), _known_keys())}".rstrip("; ")
+        raise UserError(f"{name}.json: {place}: {message}") from error
+
+
+@cache
+def _known_keys() -> list[str]:
+    """Return all keys of descriptions, at any depth."""
+    models: list[type[StrictModel]] = [StrictModel]
+    for model in models:
+        models += model.__subclasses__()
+    return sorted({key for model in models if model.__module__.startswith(__package__) for key in model.model_fields})
 
 
 def read_description(path: str | Path) -> str:
     """Return the JSON of a description in a file, once it is valid and of no family of this package."""
     stated = read_json_object(Path(path))
+    if stated.get("model_type") in known_families():
+        raise UserError(
+            f"--family {path} describes {stated['model_type']}, a family that this version knows: leave --family out, "
+            "or give its model_type another name if the model is another"
+        )
     try:
-        family = parse_family(json.dumps(stated))
+        return parse_family(json.dumps(stated)).outside or ""
     except UserError as error:
         raise UserError(f"--family {path}: {error}") from error
-    if family.model_type in known_families():
-        raise UserError(
-            f"--family {path} describes {family.model_type}, a family that this version knows: leave --family out, or "
-            "give its model_type another name if the model is another"
-        )
-    return family.outside or ""
 
 
 @cache

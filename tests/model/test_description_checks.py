@@ -174,7 +174,7 @@ def test_rows_of_rotary_pairs_are_of_queries_then_of_keys(modules: list[str]) ->
             "new.json extends llama and does not say whether rope, bias_slots, residual, stand_ins are the same: ",
         ),
         (described_as(model_type="new", block=None), "new.json: block: input should be a valid string"),
-        (described_as(model_type="new", blocks="x"), "new.json: blocks: extra inputs are not permitted"),
+        (described_as(model_type="new", blocks="x"), "new.json: blocks: unknown key; did you mean 'block'?"),
     ],
 )
 def test_an_invalid_description_is_refused(description: dict[str, Any], message: str) -> None:

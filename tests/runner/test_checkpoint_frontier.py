@@ -107,6 +107,8 @@ def test_an_interrupted_run_goes_on(place, sized, monkeypatch):
         code, output = run(*command(place, "stopped", "--target-bytes", SIZE))
     assert code != 0
     assert "--resume continues" in output
+    code, output = run(*command(place, "stopped", "--target-bytes", SIZE, "--resume", "--seed", "3"))
+    assert "was begun by a different job (it had another --seed, choice of samples)" in output
     with monkeypatch.context() as patched:
         patched.setattr("ckpt_prune.runner.rounding_trials.measure_statistics", fail)
         patched.setattr("ckpt_prune.runner.scheme_budgets.predict_scheme_losses", fail)

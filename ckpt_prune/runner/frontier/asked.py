@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -83,21 +83,34 @@ def read_held_out(options: FrontierOptions, model: Model) -> tuple[Tensor, list[
     return windows, [names_of_windows[place] for place in mix_evenly(counts).tolist()]
 
 
-def parts_of(model: Model, texts: Texts) -> list[str]:
-    """Return fingerprints of what a search depends on, besides its options."""
-    return [model.checkpoint.fingerprint, texts.samples.fingerprint, fingerprint_windows(texts.held_out)]
+def parts_of(model: Model, texts: Texts) -> dict[str, str]:
+    """Return fingerprints of what a search depends on, besides its options, each under its name."""
+    return {
+        "model": model.checkpoint.fingerprint,
+        "choice of samples": texts.samples.fingerprint,
+        "held-out text": fingerprint_windows(texts.held_out),
+    }
 
 
 @contextmanager
-def open_staging(options: FrontierOptions, parts: Sequence[str], say: Notices) -> Iterator[Staging]:
+def open_staging(options: FrontierOptions, parts: Mapping[str, str], say: Notices) -> Iterator[Staging]:
     """Enter the folder in which candidates are made; what is done there is kept for `--resume`.
 
     Args:
-        parts: fingerprints of what the search depends on, besides the options.
+        parts: fingerprints of what the search depends on, besides the options, each under its name.
     """
-    digest = hashlib.sha256(json.dumps([*parts, digested_options(options)]).encode()).hexdigest()
+    asked = {f"--{name.replace('_', '-')}": json.dumps(value) for name, value in digested_options(options).items()}
+    parts = {**parts, **asked}
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     with resumable(options.output, say):
-        staging = Staging(options.output, job=digest, resume=options.resume, overwrite=options.overwrite, kind=FRONTIER)
+        staging = Staging(
+            options.output,
+            job=digest,
+            parts=parts,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            kind=FRONTIER,
+        )
         with staging:
             staging.scratch.mkdir(exist_ok=True)
             yield staging

@@ -116,8 +116,10 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
         source.path, options.output, resume=options.resume, overwrite=options.overwrite, inputs=read, kind=FRONTIER
     )
     samples = _choose_samples(options, source, task)
-    data = [fingerprint_windows(samples.windows)] if samples.windows is not None else []
-    with open_staging(options, [source.fingerprint, *data], say) as staging:
+    parts = {"model": source.fingerprint}
+    if samples.windows is not None:
+        parts["choice of samples"] = fingerprint_windows(samples.windows)
+    with open_staging(options, parts, say) as staging:
         maker = GraphMaker(options, source, task, samples, staging, workload)
         if limit is not None and not maker.unpriced.reaches(limit):
             maker.check_reach(limit)
