@@ -21,7 +21,7 @@ models: every runtime that has the family takes them. The table is about the oth
 
 
 def _all(runtime: Runtime, what: str = "all") -> str:
-    return f"{what} that generate text" if runtime.generates else what
+    return "all decoders that generate text" if runtime.generates else what
 
 
 def _families(names: tuple[str, ...] | None, every: str = "all") -> str:

@@ -122,7 +122,7 @@ class Runtime:
         changes: that it takes.
         families: that it has; None: all.
         families_of: families of which it takes a change, where these are not all of `families`.
-        generates: it takes models that generate text, and no others.
+        generates: it takes decoders that generate text, and no others: no encoder-decoders.
         rows: option → what the rows of a weight are a multiple of, in the types of that name; "": in all.
         units: option → what the numbers of heads and of columns are a multiple of.
         note: what else to know.
@@ -265,11 +265,11 @@ def refusal(name: str, model_type: str, changes: Set[Change], *, generates: bool
         name: of the runtime.
         model_type: of the output.
         changes: that the output has.
-        generates: True if it is a model that generates text.
+        generates: True if it is a decoder that generates text.
     """
     runtime = RUNTIMES[name]
     if runtime.generates and not generates:
-        return f"{name} runs models that generate text, and this one does not"
+        return f"{name} runs decoders that generate text, and this model is none"
     if runtime.families is not None and model_type not in runtime.families:
         others = ", ".join(other for other, each in RUNTIMES.items() if each.families is None and each.tried)
         return f"this tool writes no {model_type} for {name}: take {others}"
@@ -343,7 +343,7 @@ def places(
 
     Args:
         masked: it has the zeros of a mask.
-        generates: it is a model that generates text.
+        generates: it is a decoder that generates text.
         auto_class: that loads it.
         exported: see `types_exported`.
     """

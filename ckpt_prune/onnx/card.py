@@ -16,9 +16,8 @@ from ckpt_prune.common.filenames import GENAI, GRAPH_RECORD, VALIDATION
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.safe_text import as_code, as_markdown
 from ckpt_prune.evaluation.quality import lines_of
-from ckpt_prune.job.report import Loss
 from ckpt_prune.model.context import context_length
-from ckpt_prune.onnx.records import GraphEntry, Manifest, Port
+from ckpt_prune.onnx.records import GraphEntry, Manifest, Port, Validation
 from ckpt_prune.onnx.stacks import BRANCH
 from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
 
@@ -40,13 +39,13 @@ def make_card(
     folder: Path,
     proved: bool = True,
     genai: dict[str, Any] | str = "",
-    losses: Sequence[Loss] = (),
+    validations: Sequence[Validation] = (),
 ) -> str:
     """README.md of an exported folder.
 
     Args:
         folder: with the modules of an embedder.
-        losses: what each graph loses beside its model, and beside a dense one.
+        validations: of the graphs of each type, for what they lose beside their model, and beside a dense one.
         proved: whether there is a validation.json.
         genai: what is in genai_config.json, or why there is none.
     """
@@ -73,7 +72,10 @@ def make_card(
         f"({as_markdown(str(config.get('model_type')))}): {manifest.task}{fused}.",
         f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
     ]
-    lines += [as_markdown(f"{line[0].upper()}{line[1:]}.") for loss in losses for line in lines_of(loss)]
+    for each in validations:
+        measured = [line for loss in each.losses() for line in lines_of(loss)]
+        of = f"{each.dtype}: " if len(validations) > 1 else ""
+        lines += [as_markdown(f"{of}{line}." if of else f"{line[0].upper()}{line[1:]}.") for line in measured]
     if find_sentence_use(folder) == "sentence-similarity":
         lines.append(f"`embedding` is what `{MODULES}` makes of one text. Of texts in a batch, padding does not count.")
     limit = None if manifest.modality == "image" else context_length(SimpleNamespace(**config))
@@ -113,24 +115,32 @@ def _describe_weights(graph: GraphEntry) -> str:
 
 
 def _group_ports(ports: list[Port]) -> list[tuple[str, str, str]]:
-    """Name, type and shape; keys and values of layers that follow each other and are alike in one row."""
+    """Name, type and shape; keys and values of layers that follow each other and are alike in one row.
+
+    Those that a decoder has of its encoder are in rows of their own, behind those of itself.
+    """
+    kinds = [_split_name(port.name)[::2] for port in ports]
+    ordered = sorted(zip(kinds, ports, strict=True), key=lambda each: kinds.index(each[0]))
     rows: list[tuple[str, str, str]] = []
-    for alike, run in itertools.groupby(ports, key=lambda port: (_split_layer(port.name)[0], port.type, port.shape)):
-        names = [port.name for port in run]
-        first, last = _split_layer(names[0])[1], _split_layer(names[-1])[1]
+    for alike, run in itertools.groupby(ordered, lambda each: (each[0], each[1].type, each[1].shape)):
+        names = [port.name for _, port in run]
+        (prefix, first, stack), (_, last, _) = _split_name(names[0]), _split_name(names[-1])
         name = f"`{names[0]}`"
-        if first is not None and last is not None and len(names) > 1:
+        if first is not None and len(names) > 1:
             ends = sorted({each.rpartition(".")[2] for each in names})
-            layers = str(first) if first == last else f"{first}…{last}"
-            name = f"`{alike[0]}{layers}.{'` and `.'.join(ends)}`"
+            layers = first if first == last else f"{first}…{last}"
+            name = f"`{prefix}{layers}{stack}.{'` and `.'.join(ends)}`"
         rows.append((name, alike[1], " × ".join(map(str, alike[2]))))
     return rows
 
 
-def _split_layer(name: str) -> tuple[str, int | None]:
-    """Return the prefix and the layer of keys or values; another name as it is."""
+def _split_name(name: str) -> tuple[str, str | None, str]:
+    """Return prefix, layer and stack of keys or values: "present.", "0", ".decoder" or ""; another name as it is."""
     prefix = next((prefix for prefix in (PAST, PRESENT) if name.startswith(prefix)), None)
-    return (name, None) if prefix is None else (prefix, int(name.removeprefix(prefix).split(".")[0]))
+    if prefix is None:
+        return name, None, ""
+    layer, *stack = name.removeprefix(prefix).split(".")[:-1]
+    return prefix, layer, "".join(f".{each}" for each in stack)
 
 
 _POOLING = {
@@ -332,6 +342,8 @@ def make_genai_config(
         config: transformers' config object of the text model.
         generation: transformers' generation config, or None.
     """
+    if task.modality == "pairs":
+        return "encoder-decoders do not run in genai"
     if task.name != "text-generation" or not task.cached:
         return "onnxruntime-genai runs graphs that generate text with a cache"
     graph = min(graphs, key=lambda each: PREFERRED.index(each.dtype))

@@ -51,6 +51,7 @@ from ckpt_prune.onnx.records import (
     GraphEntry,
     GraphSource,
     Manifest,
+    Validation,
     Validations,
     describe_ports,
     hash_tensors,
@@ -261,9 +262,9 @@ class GraphWriter:
         self.write_card(folder, manifest)
         return manifest
 
-    def write_card(self, folder: Path, manifest: Manifest, losses: Sequence[Loss] = ()) -> None:
+    def write_card(self, folder: Path, manifest: Manifest, validations: Sequence[Validation] = ()) -> None:
         """Write README.md, once more when it is known what the graphs lose."""
-        (folder / "README.md").write_text(self._describe(manifest, losses=losses), encoding="utf-8")
+        (folder / "README.md").write_text(self._describe(manifest, validations=validations), encoding="utf-8")
 
 
 def make_graph_config(config: dict[str, Any], external: Sequence[str]) -> dict[str, Any]:
@@ -431,8 +432,7 @@ class ProvenGraphs:
                 trust=self.trust,
             )
             validation.write(folder)
-            losses = [loss for graph in validation.graphs for loss in graph.losses()]
-            writer.write_card(folder, read_manifest(folder), losses)
+            writer.write_card(folder, read_manifest(folder), validation.graphs)
             validations.append(validation)
             return validation.passed
 

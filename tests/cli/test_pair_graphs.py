@@ -100,7 +100,10 @@ def test_one_type_in_all_commands() -> None:
     assert {case["output"] for case in cases} == {
         *("logits", "last_hidden_state", "present.*.decoder.*", "present.*.encoder.*")
     }
-    code = Path("bart/onnx/README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    card = Path("bart/onnx/README.md").read_text()
+    assert re.findall(r"^(\w+): beside bart, on ", card, re.MULTILINE) == ["fp32", "int4"]
+    assert "There is no `genai_config.json`: encoder-decoders do not run in genai.\n" in card
+    code = card.partition("```python\n")[2].partition("```")[0]
     scope: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir("bart/onnx")
@@ -119,6 +122,9 @@ def test_other_types(model_type: str) -> None:
     write_sounds(Path())
     ok("export", "model", "-o", "graphs", "--data", "sounds.jsonl" if model_type == "whisper" else "pairs.jsonl")
     assert "FAILED" not in ok("verify", "graphs", "--against", "model")
+    cached = re.findall(r"^\| \w+ \| `([\w.…]+)` and `.value` ", Path("graphs/README.md").read_text(), re.MULTILINE)
+    layers = [f"{prefix}.0…2." for prefix in ("past_key_values", "present")]
+    assert cached == [f"{each}{stack}.key" for each in layers for stack in ("decoder", "encoder")]
     auto = AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM
     check_tokens(Path("graphs"), auto.from_pretrained("model").eval())
 
