@@ -123,8 +123,8 @@ class VocabularyChoice:
     # ---- what stays ------------------------------------------------------------------------------------------
 
     @cached_property
-    def forced(self) -> set[int]:
-        """Rows that stay in any case: bytes and characters, added tokens, and what configs name."""
+    def _named(self) -> set[int]:
+        """Rows that configs name, and those of tokens whose numbers must not change."""
         checkpoint = self.model.checkpoint
         configs = [checkpoint.config]
         if checkpoint.within is not None:  # with keys that its config.json leaves to its class
@@ -132,9 +132,17 @@ class VocabularyChoice:
         named = named_tokens(self.pieces, configs, self._files, self.rows)
         # Positions of some encoders are counted from the number of the padding token, which must not move.
         padding = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
-        low = range(padding + 1) if 0 < padding < 8 else range(0)
-        spare = {index for token, index in self.pieces.added.items() if _SPARE.fullmatch(token)} - {*named, *low}
-        return self._inside(self.pieces.close({*named, *low}) - spare)
+        return {*named, *(range(padding + 1) if 0 < padding < 8 else ())}
+
+    @cached_property
+    def forced(self) -> set[int]:
+        """Rows that stay in any case: bytes and characters, added tokens, and what configs name."""
+        return self._close(self._named)
+
+    def _close(self, ids: set[int]) -> set[int]:
+        """Return rows with those that must stay beside them, but not with added tokens that wait for a use."""
+        spare = {index for token, index in self.pieces.added.items() if _SPARE.fullmatch(token)} - self._named
+        return self._inside(ids | (self.pieces.close(ids) - spare))
 
     def _inside(self, ids: set[int]) -> set[int]:
         return {index for index in ids if index < self.rows}
@@ -193,7 +201,7 @@ class VocabularyChoice:
             others += [row for row in range(self.rows) if row not in self.all_tokens]
             closed = kept
             for index in others:
-                more = self._inside(self.pieces.close({index})) - closed
+                more = self._close({index}) - closed
                 if len(closed) + len(more) <= len(kept) + missing:
                     closed = closed | more
             kept = closed
@@ -307,7 +315,7 @@ class VocabularyChoice:
         kept = set(rows)
         if self._limit is not None:
             raise UserError("vocabulary.kept says which tokens stay: a size beside it says nothing")
-        if rows[-1] >= self.rows or not self.forced <= kept or self._inside(self.pieces.close(kept)) != kept:
+        if rows[-1] >= self.rows or not self.forced <= kept or self._close(kept) != kept:
             raise UserError(
                 "vocabulary.kept names rows of another model: some are no tokens here, or lack tokens that must stay"
             )

@@ -123,6 +123,18 @@ def test_rows_that_a_recipe_names_stay_and_nothing_is_counted_for_them(place, tm
         assert "Error: vocabulary.kept names rows of another model" in done.output
 
 
+def test_rows_that_a_recipe_names_may_lack_tokens_that_wait_for_a_use(place, tmp_path):
+    dense, first, second = tmp_path / "spare", tmp_path / "first", tmp_path / "second"
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([f"<unused{number}>" for number in range(8)])
+    save_llama(dense, tokenizer)
+    ok("prune", str(dense), "--vocabulary", "384", *TEXT, "-o", str(first))
+    assert not any("unused" in token for token in AutoTokenizer.from_pretrained(first).get_vocab())
+    named = ("--recipe", "vocabulary", "--set", f"vocabulary.kept={record_of(first).kept}")
+    ok("prune", str(dense), *named, "-o", str(second))
+    assert record_of(second).kept == record_of(first).kept
+
+
 def test_scripts_go_first_and_the_rest_of_a_multiple_is_filled(place, tmp_path):
     out = tmp_path / "out"
     ok("prune", "dense", "--vocabulary", "latin", "--set", "vocabulary.multiple_of=16", "-o", str(out))
