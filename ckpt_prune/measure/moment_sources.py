@@ -203,7 +203,7 @@ class DriftMoments(SequentialMoments):
         """Let the outputs of the pruned and of the dense block become the inputs of the next ones."""
         if self._are_alike and self._ends is not None and not self._passed and self._is_whole(block, tensors):
             self._go_to_end(block)
-            self.stream.states.copy_(self.dense.states)
+            self.stream.enter(self.dense.states)
         else:
             self._are_alike = False
             super().advance(block, tensors)
@@ -231,5 +231,5 @@ class DriftMoments(SequentialMoments):
         if self._ends is None:
             self.dense.advance(block, self._read_block(block))
         else:
-            self.dense.states.copy_(self._ends.read(block))
+            self.dense.enter(self._ends.read(block))
         self._passed = True

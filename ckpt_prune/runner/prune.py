@@ -37,7 +37,6 @@ from ckpt_prune.runner.runtimes import check_stored, fit_to_runtimes
 from ckpt_prune.runner.whole_size import whole_sizes
 from ckpt_prune.stages.folders import stages_of
 from ckpt_prune.stages.report import Report, find_report
-from ckpt_prune.verification.dense_source import find_dense_source
 
 if TYPE_CHECKING:
     from ckpt_prune.evaluation.results import Result
@@ -169,6 +168,8 @@ def find_dense_of_stack(options: PruneOptions) -> str | None:
     report = find_report(Path(options.model)) if options.part in ("encoder", "decoder") else None
     if report is None or report.part in (None, options.part):
         return None
+    from ckpt_prune.verification.dense_source import find_dense_source
+
     source = find_dense_source(Path(options.model))
     return None if source is None or source.folder is None else str(source.folder)
 

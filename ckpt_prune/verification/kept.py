@@ -2,7 +2,6 @@
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.check import Finding
-from ckpt_prune.model.descriptions import family_for_config
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.stages.folders import find_functions
@@ -41,17 +40,21 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Fin
 
     The last stage that has something to say of it says it. None if nothing can be compared.
     """
-    passed, detail = _check_blocks(match_checkpoint(checkpoint)[0], dense, report)
-    # Outside a stack are the others, which may be pruned: `other parts` compares what is left.
-    if passed is False or moves_stream(report) or family_for_config(checkpoint.config).is_stack:
+    checkpoint, family = match_checkpoint(checkpoint)
+    outside = set[str]()
+    if family.is_stack:  # there are the others, which may be pruned: `other parts` compares what is left
+        blocks = family.block.partition("{block}")[0]
+        outside = {name for name in checkpoint.tensors if not name.startswith(blocks)}
+    passed, detail = _check_blocks(checkpoint, dense, report, outside)
+    if passed is False or moves_stream(report) or family.is_stack:
         return passed, detail
     head_passed, head_detail = check_head(checkpoint, dense, report)
     return (passed, detail) if head_passed is not False else (False, head_detail)
 
 
-def _check_blocks(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Finding:
-    # A stage knows its own changes; those of all others are passed to it.
-    changed = {of.__module__: of(checkpoint, report) for of in find_functions("rewritten", "verify")}
+def _check_blocks(checkpoint: Checkpoint, dense: Checkpoint, report: Report, outside: set[str]) -> Finding:
+    # A stage knows its own changes; those of all others, and of other stacks, are passed to it.
+    changed = {"": outside} | {of.__module__: of(checkpoint, report) for of in find_functions("rewritten", "verify")}
     for check in reversed(list(find_functions("check_kept", "verify"))):
         others = set().union(*(names for stage, names in changed.items() if stage != check.__module__))
         found: Finding | None = check(checkpoint, dense, report, others)

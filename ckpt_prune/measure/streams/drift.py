@@ -76,6 +76,7 @@ def observe_drift(
     ours.whole = any(key not in factory.family.spaces for key in gram)
     if theirs is not None:
         theirs.whole = later is not None
+    leaving = dense.states
     drifts = {space: [ours.no_drift(space) for _ in range(pruned.folds)] for space in spaces}
     with pruned.replay(ours.block, index, tensors):
         for position, (fold, rows) in enumerate(pruned.run_order()):
@@ -98,7 +99,9 @@ def observe_drift(
                         delta, inputs = delta[counted.flatten()], inputs[counted]
                     folds[fold] = folds[fold].accumulate(delta, inputs)
             if theirs is not None and passed:
-                dense.states[rows] = theirs.left.cpu()
+                leaving = dense.room_behind(leaving, theirs.left)
+                leaving[rows] = theirs.left.cpu()
+    dense.states = leaving
     moments: dict[Key, SpaceMoments] = {key: observer.finish() for key, observer in observers.items()}
     for space, folds in drifts.items():
         pairs = zip(select_input_moments(moments[space]), folds, strict=True)

@@ -29,7 +29,7 @@ from ckpt_prune.measure.streams.experts import SplitExperts, saw_too_few
 from ckpt_prune.measure.streams.observers import OBSERVERS, Observer, watch_inputs
 from ckpt_prune.measure.streams.outside import ReadTensors, Whole, load_outside, make_recorders
 from ckpt_prune.measure.streams.readout import Readout
-from ckpt_prune.measure.streams.recorders import Handed, HandedAlone, HandedArguments, Rows, sample_axis
+from ckpt_prune.measure.streams.recorders import Handed, HandedAlone, HandedArguments, Rows, results_of, sample_axis
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import ALONE, Group
@@ -105,7 +105,7 @@ class HiddenStream:
         self.factory, self.folds, self.group = factory, folds, group
         share = group.share(len(samples))
         self.samples = samples if group.size == 1 else SampleRange(samples, share.start, share.stop)
-        self._count = len(samples)
+        self._count, self._allocate = len(samples), allocate
         self._tensors, self._read = list(tensors), read
         # An accelerator computes faster than its results are fetched.
         stays = getattr(allocate, "has_room", lambda _: True) if factory.device.type == "cpu" else lambda _: False
@@ -122,11 +122,11 @@ class HiddenStream:
         self._handed: HandedArguments | HandedAlone = HandedArguments(len(self.samples), allocate, factory.name)
         if alone:
             self._handed = HandedAlone(allocate, factory.name)
-        self._enter(set() if alone else set(sizes), allocate)
+        self._enter(set() if alone else set(sizes))
 
     # no_grad and not inference_mode throughout: what is recorded here also goes through blocks that are being trained.
     @torch.no_grad()
-    def _enter(self, sizes: set[int], allocate: Allocate) -> None:
+    def _enter(self, sizes: set[int]) -> None:
         """Run what comes before the blocks, and record what blocks are passed."""
         family, factory = self.factory.family, self.factory
         alone = isinstance(self._handed, HandedAlone)
@@ -137,7 +137,8 @@ class HiddenStream:
         else:
             head, ties = f"{family.head}.weight", factory.names.ties
             model = load_outside(factory, self._tensors, self._read, {head} - ties.keys() - set(ties.values()))
-            recorders = make_recorders(factory, model, beside=self._first_results() if family.passes_on else None)
+            is_needed = family.passes_on or family.stage is not None
+            recorders = make_recorders(factory, model, first=self._first_results() if is_needed else None)
 
         def stop(_: Tensor) -> Tensor:
             raise _LastBlockReachedError
@@ -158,15 +159,15 @@ class HiddenStream:
             self._axis = 0 if is_known else sample_axis(recorders.entering.shape, self.samples.tokens)
             entering = self._by_sample(recorders.entering, rows.stop - rows.start)
             if position == 0:
-                self.states = allocate((len(self.samples), *entering.shape[1:]), entering.dtype)
+                self.states = self._allocate((len(self.samples), *entering.shape[1:]), entering.dtype)
             if position < len(batches):
                 self.states[rows] = entering.cpu()
 
     def _first_results(self) -> Callable[[Tensor, Handed], tuple[Any, ...]]:
-        """Return what computes all that the first block returns beside hidden states."""
+        """Return what computes all that the first block returns, hidden states first."""
         prefix = self.factory.family.block.format(block=0)
         block = self.factory.build_block(0, self._read([name for name in self._tensors if name.startswith(prefix)]))
-        return lambda states, handed: tuple(block(states, *handed.arguments, **handed.options)[1:])
+        return lambda states, handed: results_of(block(states, *handed.arguments, **handed.options))
 
     def _by_sample(self, states: Tensor, count: int) -> Tensor:
         """Return states of `count` samples with these along the first axis."""
@@ -213,7 +214,7 @@ class HiddenStream:
         if experts is not None:
             moments = self.complete_experts(block, index, experts, moments, gram)
             if advance:
-                self.pass_through(block, index, self.states, self.states)
+                self.states = self.pass_through(block, index, self.states, self.states)
         return moments
 
     def _observe(
@@ -228,6 +229,7 @@ class HiddenStream:
         """Measure a block that was built of `tensors`; without them it runs from its start to its end."""
         observers = {key: self.watch(block, index, key, with_gram) for key, with_gram in gram.items()}
         waiting: set[Observer] = set()
+        leaving = self.states
 
         def see(observer: Observer) -> None:
             waiting.discard(observer)
@@ -250,7 +252,9 @@ class HiddenStream:
                 with suppress(AllSeenError):
                     output = self.run(block, index, self.states[rows], rows)
                     if advance:
-                        self.states[rows] = output.cpu()
+                        leaving = self.room_behind(leaving, output)
+                        leaving[rows] = output.cpu()
+        self.states = leaving
         return pool_moments(self.group, {key: observer.finish() for key, observer in observers.items()})
 
     def learn_structure(self, block: nn.Module, index: int, tensors: Mapping[str, Tensor]) -> Structure:
@@ -343,16 +347,35 @@ class HiddenStream:
         """Let the block's output, with these tensors, become the next block's input."""
         block = self.factory.build_block(index, tensors)
         with self.replay(block, index, tensors, keep=False):
-            self.pass_through(block, index, self.states, self.states)
+            self.states = self.pass_through(block, index, self.states, self.states)
 
     @torch.no_grad()
-    def pass_through(self, block: nn.Module, index: int, entering: Tensor, leaving: Tensor) -> None:
-        """Let states (N, T, hidden) of this process's samples go through a block.
+    def pass_through(self, block: nn.Module, index: int, entering: Tensor, leaving: Tensor) -> Tensor:
+        """Let states (N, T, hidden) of this process's samples go through a block, and return its output.
 
-        `leaving` takes the block's output; it may be `entering`.
+        `leaving` takes the output if that has its shape; it may be `entering`.
         """
         for _, rows in self.run_order():
-            leaving[rows] = self.run(block, index, entering[rows], rows).cpu()
+            output = self.run(block, index, entering[rows], rows)
+            leaving = self.room_behind(leaving, output)
+            leaving[rows] = output.cpu()
+        return leaving
+
+    def enter(self, states: Tensor) -> None:
+        """Let states (N, T, hidden), which are copied, be the input of the next block."""
+        self.states = self.room_behind(self.states, states).copy_(states)
+
+    def room_behind(self, states: Tensor, output: Tensor) -> Tensor:
+        """Return the tensor for what leaves a block: these states, or another if the block changes their shape.
+
+        The first block of a stage may make fewer and wider rows of its input (Hiera).
+
+        Args:
+            states: of all samples of this process.
+            output: the block's, of some of them.
+        """
+        shape = (len(states), *output.shape[1:])
+        return states if states.shape == shape else self._allocate(shape, states.dtype)
 
     def reads_results(self, index: int) -> bool:
         """Return whether a block is passed what the one before it returned beside hidden states."""

@@ -54,8 +54,9 @@ class Recorders:
         name: of the model, for messages.
         adds: whether the model may add to hidden states between blocks. Recorders then return zeros, so that what the
             next one is passed is what was added, to the bit.
-        beside: computes what the first block returns beside hidden states, of these and its arguments, where the model
-            passes it on to all others (T5's relative positions). None if it does not.
+        first: computes what the first block returns, of hidden states and its arguments, where the others are passed
+            more than recorders know: what it returns beside hidden states (T5's relative positions), or hidden states
+            of another shape (Hiera's stages). None elsewhere.
 
     Attributes:
         results: how many things the model takes a block to return (`RESULTS`); None before a model has run.
@@ -71,14 +72,14 @@ class Recorders:
         name: str,
         *,
         adds: bool = False,
-        beside: Callable[[Tensor, Handed], tuple[Any, ...]] | None = None,
+        first: Callable[[Tensor, Handed], tuple[Any, ...]] | None = None,
     ) -> None:
         self.results: int | None = None
         self.handed: list[Handed] = []
         self.leave: Callable[[Tensor], Tensor] = lambda states: states
         self._name, self._count, self._states, self._adds = name, len(layers), torch.empty(0), adds
         self._outside, self._base, self._carries = list(outside), 0.0, True
-        self._beside, self._others = beside, tuple[Any, ...]()
+        self._first, self._others = first, list[Any]()
         self._changed = (
             f"blocks of {name} cannot run one by one: something changes the hidden states between them, or they return "
             "more than the model names"
@@ -99,7 +100,7 @@ class Recorders:
                 self._check_sums(call)
             return result
         finally:
-            self._states, self._others = torch.empty(0), ()
+            self._states, self._others = torch.empty(0), []
 
     def _call(self, call: Callable[[], Any]) -> Any:
         self.handed.clear()
@@ -154,7 +155,8 @@ class Recorders:
             )
         if index == 0:
             self.entering = states
-            self._others = () if self._beside is None else self._beside(states, handed)
+            if self._first is not None:
+                states, *self._others = self._first(states, handed)
         elif states is not self._states:
             if not self._adds or states.shape != self._states.shape:
                 raise _OtherResultsError
@@ -331,6 +333,11 @@ def _run(module: nn.Module, block: int, handed: Handed, states: Tensor, name: st
     finally:
         for mapping in shared:
             mapping.clear()
+    return results_of(output)
+
+
+def results_of(output: Any) -> tuple[Any, ...]:
+    """Return what a block returns as a tuple, hidden states first."""
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 

@@ -129,8 +129,6 @@ def find_stage(twin: Twin, number: int, count: int) -> tuple[str, list[BlockRun]
         raise UserError(f"{twin.architecture} does not run the blocks of a stage once each, one after the other")
     if any(run.states.dim() != 3 for run in runs):
         raise UserError(f"blocks of {twin.architecture} read maps of channels, where others read rows of tokens")
-    if len({run.states.shape for run in runs}) > 1:
-        raise UserError(f"the first block of a stage of {twin.architecture} passes on rows of another width or number")
     return layers, runs
 
 

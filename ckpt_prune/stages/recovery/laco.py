@@ -128,10 +128,12 @@ class Recoverer:
     def follow(self, index: int, pruned: Mapping[str, Tensor]) -> None:
         """Move the models with fewer blocks recovered through a block as it was pruned; `advance` comes next."""
         as_pruned = self.pruned.factory.build_block(index, pruned)
-        for states in self._branches.values():
+        for blocks, states in self._branches.items():
             for start in range(0, len(states), self._part):
-                part = states[start : start + self._part]
-                part.copy_(self._run(as_pruned, index, part, self._own_measured[start : start + self._part]))
+                part = slice(start, start + self._part)
+                output = self._run(as_pruned, index, states[part], self._own_measured[part])
+                self._branches[blocks] = self.pruned.room_behind(self._branches[blocks], output)
+                self._branches[blocks][part] = output
 
     def advance(self, index: int, written: Mapping[str, Tensor]) -> None:
         """Move the pruned model through a block as it was written, and the dense one through the next."""
@@ -162,8 +164,7 @@ class Recoverer:
         if self.settings.teacher == "dense":
             return self.dense.states
         block = self.dense.factory.build_block(index, self.read_dense(index))
-        self.dense.pass_through(block, index, self.pruned.states, self._dense_output)
-        return self._dense_output
+        return self.dense.pass_through(block, index, self.pruned.states, self._dense_output)
 
     @cached_property
     def _dense_output(self) -> Tensor:
