@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @takes(ValidateOptions)
 def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
-    """Prove that the graph in DIR computes in onnxruntime what MODEL computes in PyTorch.
+    """Prove that the graphs in DIR compute in onnxruntime what MODEL computes in PyTorch.
+
+    DIR is a folder that `export` wrote. A graph in it, such as OUT/onnx/model.onnx, stands for the folder: all its
+    graphs are compared.
 
     Checks the files' digests, runs onnx.checker, and compares inputs and outputs with the model's. Then both run on the
     same text or images: in several batch sizes and lengths, with padding, and, if the graph has a cache, in chunks and
@@ -30,7 +33,8 @@ def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
     A GGUF file is compared in llama.cpp: tokens of texts, KL divergence, top-1 and perplexity. --runtime does the same
     in other runtimes, if they are installed, with a checkpoint or an exported folder.
     """
-    name = options.folder
+    name = _folder_of(options.folder)
+    options = options.model_copy(update={"folder": name})
     if name.endswith(".gguf") and Path(name).is_file():
         return _validate_gguf(options)
     if options.runtime == "llama.cpp":
@@ -71,6 +75,12 @@ def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
         return validations
 
 
+def _folder_of(name: str) -> str:
+    """Return the folder of a graph, and other names as they are."""
+    path = Path(name)
+    return str(path.parent) if path.suffix == ".onnx" and path.is_file() else name
+
+
 def _validate_gguf(options: ValidateOptions) -> "RuntimeProof":
     from ckpt_prune.gguf import require_gguf
 
@@ -109,7 +119,7 @@ def _warn_of_other_data(place: Path, options: ValidateOptions) -> None:
     """Say that a folder was last compared on data that is not given now."""
     from ckpt_prune.onnx.records import read_validation
 
-    if options.text or options.images:
+    if options.text or options.images or options.data:
         return
     try:
         last = read_validation(place).graphs[0].data

@@ -9,6 +9,7 @@ from ckpt_prune.checkpoint.hub_files import hub_failures
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.quantised import refuse_by_config, refuse_gguf
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.graph_types import STACK_FILES
 from ckpt_prune.common.similar_names import similar_siblings
 
 # Weights, configurations, tokenizers, model card. Besides chat templates only sentence-transformers' modules have files
@@ -139,15 +140,32 @@ def find_graph(name: str) -> Path | None:
     Args:
         name: a graph, which stands next to config.json and tokenizer or image processor; or a folder with one graph and
             no checkpoint.
+
+    Raises:
+        UserError: there are several graphs, or they are of the two stacks of an encoder-decoder.
     """
     path = Path(name)
     if path.suffix == _GRAPH_SUFFIX and not path.is_dir():
         if not path.is_file():
             raise UserError(f"{name}: there is no such graph")
+        _refuse_stacks(name, [path])
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     graphs = sorted(path.glob(f"*{_GRAPH_SUFFIX}"))
+    _refuse_stacks(name, graphs)
     if len(graphs) > 1:
         raise UserError(f"{name} holds {len(graphs)} graphs: give one of them, such as {graphs[0]}")
     return graphs[0] if graphs else None
+
+
+def _refuse_stacks(name: str, graphs: list[Path]) -> None:
+    """Refuse graphs of an encoder-decoder: its decoder's computes nothing without what its encoder's returns."""
+    files = {file for of_stack in STACK_FILES.values() for file in of_stack.values()}
+    for graph in graphs:
+        if graph.name in files:
+            what = "is the graph of one stack" if graph == Path(name) else "holds graphs of both stacks"
+            raise UserError(
+                f"{name} {what} of an encoder-decoder, which run together: `ckpt-prune validate {graph.parent} "
+                "--against MODEL --data FILE` compares them with the model that they were exported from"
+            )

@@ -12,12 +12,14 @@ class DenseSource:
         name: as a report has it, without folders.
         folder: None if it was not found, or reads text by other tokens.
         verdict: what the report of the pruned model says of it beside this one; None if it says nothing.
+        data: that this was measured on, in words.
         other_tokens: whether it reads text by other tokens, so that nothing is compared with it token by token.
     """
 
     name: str
     folder: Path | None
     verdict: str | None = None
+    data: str = ""
     other_tokens: bool = False
 
     @property
@@ -28,7 +30,10 @@ class DenseSource:
                 f"not compared with the dense model: {self.name} has another tokenizer; `evaluate --against` compares "
                 "them in bits per byte"
             )
-        earlier = "" if self.verdict is None else f". When the model was made, {self.verdict}"
+        earlier = ""
+        if self.verdict is not None:
+            on = f" on {self.data}" if self.data else ""
+            earlier = f". Before this export, as a checkpoint, it was measured{on}: {self.verdict}"
         return (
             f"not compared with the dense model: {self.name} lies neither beside the model, nor here, nor in the Hub's "
             f"cache; `export --dense MODEL` names it{earlier}"

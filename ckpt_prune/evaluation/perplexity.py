@@ -13,6 +13,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.batches import check_same_vocabulary, check_windows, iterate_rows
 from ckpt_prune.evaluation.display import Columns, Figures
 from ckpt_prune.evaluation.streamed import StreamedModel, Strip
+from ckpt_prune.measure.samples.pairs import PairWindows
 from ckpt_prune.measure.samples.samples import ScoredWindows, move_batch
 
 if TYPE_CHECKING:
@@ -51,6 +52,19 @@ class PerplexityScore(Figures):
         data = super().data()
         if not math.isfinite(self.perplexity):  # JSON has no infinity
             data["perplexity"] = None
+        return data
+
+
+@dataclass(frozen=True)
+class PairScore(PerplexityScore):
+    """Perplexity of an encoder-decoder on the targets of pairs; each pair is as long as it is."""
+
+    columns = (("perplexity", "perplexity", ".3f"), ("pairs", "windows", ","), ("tokens", "tokens", ","))
+    hidden = ("window",)
+
+    def data(self) -> dict[str, Any]:
+        data = super().data()
+        data["pairs"] = data.pop("windows")
         return data
 
 
@@ -241,4 +255,5 @@ def _score(sums: PredictionSums, place: int, windows: Tensor | ScoredWindows) ->
     """Return the score of one of the models that were added up."""
     ids = windows if isinstance(windows, Tensor) else windows.windows
     count, window = ids.shape
-    return PerplexityScore(*sums.perplexity(place), sums.tokens, window, count)
+    kind = PairScore if isinstance(windows, PairWindows) else PerplexityScore
+    return kind(*sums.perplexity(place), sums.tokens, window, count)

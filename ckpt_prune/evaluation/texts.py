@@ -33,7 +33,7 @@ from ckpt_prune.evaluation.sentences import compare_sentences, cut_texts, open_e
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import auto_class, config_of, purpose_of_folder, read_config
 from ckpt_prune.measure.samples.image_text import Reader, pack_windows
-from ckpt_prune.measure.samples.pairs import PairReader, choose_pairs
+from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs
 from ckpt_prune.measure.samples.samples import ScoredWindows, TokenWindows
 from ckpt_prune.measure.samples.text import (
     add_frame,
@@ -124,9 +124,10 @@ def measure_rows(pair: Pair, options: EvaluationOptions, given: ScoredWindows | 
     if given is None:
         given = (_read_talks if purpose == "image-text-to-text" else _read_pairs)(pair, options)
     models = [pair.load(), *([] if pair.reference is None else [pair.load_reference()])]
+    on = given.origin if isinstance(given, PairWindows) else None
     if len(models) == 1:
-        return ScoredResult(pair.name, perplexity(models[0], given))
-    return _pair_scores(pair, compare(models[0], models[1], given))
+        return ScoredResult(pair.name, perplexity(models[0], given), on=on)
+    return replace(_pair_scores(pair, compare(models[0], models[1], given)), on=on)
 
 
 def _read_talks(pair: Pair, options: EvaluationOptions) -> ScoredWindows:

@@ -680,7 +680,8 @@ class ValidateOptions(DenseOptions, ProofOptions, ProviderOptions, SpreadOptions
 
     group = MEASURE
     folder: Folder = option(kw_only=False, metavar="DIR")
-    """Folder that `ckpt-prune export` wrote, a GGUF file, or with --runtime mlx, vllm or transformers a checkpoint."""
+    """Folder that `ckpt-prune export` wrote, or a graph in it, which stands for all of them; a GGUF file; or with
+    --runtime mlx, vllm or transformers a checkpoint."""
     runtime: RuntimeName | None = option(default=None)
     """What runs DIR. transformers, vllm and mlx run a checkpoint; genai, openvino and transformers.js a folder that
     `export` wrote, or the checkpoint that it lies in. All but onnxruntime are compared on text alone: KL divergence,

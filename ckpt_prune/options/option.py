@@ -199,7 +199,9 @@ def check_options(kind: type[T], given: Mapping[str, Any]) -> T:
         explained = explain_value(first)
         if explained is not None:
             raise UserError(f"{flag}: {explained}") from error
-        raise UserError(f"{flag} {first['input']}: {message_of(first)}") from error
+        refusal = first.get("ctx", {}).get("error")
+        value = refusal.path if isinstance(refusal, _BadPathError) else first["input"]
+        raise UserError(f"{flag} {value}: {message_of(first)}") from error
 
 
 def flags_of(name: str, field: FieldInfo) -> tuple[str, ...]:
@@ -297,12 +299,22 @@ def _check_exists(path: Path | None) -> Path | None:
     return path
 
 
+class _BadPathError(ValueError):
+    """One of several files or folders that an option was given is refused."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(why)
+        self.path = path
+
+
 def _check_all_exist(paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    for path in paths:
-        _check_exists(path)
-    twice = [path for at, path in enumerate(paths) if path in paths[:at]]
-    if twice:
-        raise ValueError(f"{twice[0]} is named twice")
+    for at, path in enumerate(paths):
+        try:
+            _check_exists(path)
+        except ValueError as error:
+            raise _BadPathError(path, str(error)) from error
+        if path in paths[:at]:
+            raise _BadPathError(path, "it is named twice")
     return paths
 
 

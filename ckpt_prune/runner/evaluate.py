@@ -118,7 +118,8 @@ def _note_loss(options: EvaluateOptions, result: Result) -> None:
         return
     # Names without folders: a card is shown to others.
     read = [Path(place).name for place in (*options.text, options.data, options.images) if place is not None]
-    loss = loss.model_copy(update={"data": ", ".join([*read, loss.data])})
+    named = [name for name in read if not loss.data.endswith(f" of {name}")]
+    loss = loss.model_copy(update={"data": ", ".join([*named, loss.data])})
     try:
         earlier = note_loss(out, loss)
         if earlier is not None and earlier.data != loss.data:

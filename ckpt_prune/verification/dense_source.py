@@ -27,7 +27,9 @@ def find_dense_source(folder: Path) -> DenseSource | None:
     place = next(dense, None)
     if place is not None and has_other_tokenizer(folder, place):
         return DenseSource(name, None, other_tokens=True)
-    return DenseSource(name, place, None if report.loss is None else report.loss.verdict)
+    if report.loss is None:
+        return DenseSource(name, place)
+    return DenseSource(name, place, report.loss.verdict, report.loss.data)
 
 
 def is_source(folder: Path, model: Path) -> bool:

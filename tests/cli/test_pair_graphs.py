@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, GenerationMixin, PreTrainedModel
 
-from tests.cli.running import ok, read_json, run
+from tests.cli.running import ok, read_json, read_refusal, run
 from tests.seq2seq import write_model, write_pairs, write_sounds
 
 STEPS = 8
@@ -95,6 +95,8 @@ def test_one_type_in_all_commands() -> None:
     ]
     checked = ok("verify", "bart/onnx", "--against", "bart")
     assert checked.count("compared with PyTorch on ") == 4
+    validated = run("validate", "bart/onnx", "--data", "pairs.jsonl")
+    assert (validated.exit_code, validated.stderr) == (0, "")  # nothing of other data than last time
     ok("validate", "bart/onnx")  # on noise
     cases = read_json("bart/onnx/validation.json")["graphs"][0]["cases"]
     assert {case["output"] for case in cases} == {
@@ -109,6 +111,16 @@ def test_one_type_in_all_commands() -> None:
         patch.chdir("bart/onnx")
         exec(code, scope)
     assert scope["target"].shape == (1, 21)
+    together = (
+        "of an encoder-decoder, which run together: `ckpt-prune validate bart/onnx --against MODEL --data FILE` "
+        "compares them with the model that they were exported from"
+    )
+    for name, what in (
+        ("bart/onnx", "holds graphs of both stacks"),
+        ("bart/onnx/encoder_model_q4.onnx", "is the graph of one stack"),
+    ):
+        refused = read_refusal("evaluate", name, "--against", "bart", "--data", "pairs.jsonl")
+        assert refused == f"{name} {what} {together}"
     shutil.copy("bart/onnx/decoder_model_merged_q4.onnx", "bart/onnx/decoder_model_merged.onnx")
     assert re.search(r"^decoder_model_merged.onnx: files +FAILED", run("verify", "bart/onnx").stdout, re.MULTILINE)
     failed = run("validate", "bart/onnx", "--data", "pairs.jsonl")

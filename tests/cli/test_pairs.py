@@ -223,7 +223,15 @@ def test_measured_once_and_evaluated() -> None:
     for name, tensor in ours.items():  # the same sums over other folds, in float32
         torch.testing.assert_close(tensor, live[name], rtol=1e-4, atol=1e-5)
     result = json.loads(ok("evaluate", "out", "--against", "bart", "--data", "pairs.jsonl", "--json"))
-    assert (result["windows"], result["kl"] > 0) == (40, True)
+    assert (result["pairs"], result["kl"] > 0, "window" in result) == (40, True, False)
+    shown = ok("evaluate", "out", "--against", "bart", "--data", "pairs.jsonl", "--samples", "20")
+    assert "before: bart, after: out; 20 pairs of pairs.jsonl\n" in shown
+    assert re.search(r"\b20 pairs of pairs.jsonl\b", Path("out/README.md").read_text())
+    assert read_json("out/ckpt_prune.json")["loss"]["data"] == "20 pairs of pairs.jsonl"
+    assert "window" not in shown
+    alone = ok("evaluate", "bart", "--data", "pairs.jsonl")
+    assert re.fullmatch(r"model +perplexity +pairs +tokens", alone.splitlines()[0])
+    assert "measured on 40 pairs of pairs.jsonl\n" in alone
     alone = json.loads(ok("evaluate", "bart", "--data", "pairs.jsonl", "--json"))
     assert alone["nll"] == pytest.approx(result["against"]["nll"])
 

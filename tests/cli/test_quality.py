@@ -12,6 +12,7 @@ from ckpt_prune.evaluation.sentences import open_embedder
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.measure.samples.text import load_tokenizer, mix_windows, tokenise_text
 from ckpt_prune.runner import fewer_bits
+from ckpt_prune.verification.dense_source import find_dense_source
 from tests.cli.running import TEXT, ok, read_json, read_refusal, run
 from tests.images import write_images, write_vit
 from tests.sentence_folders import make_sentences
@@ -58,6 +59,17 @@ def test_a_pruned_model_is_measured_on_windows_that_it_was_not_calibrated_on(pla
     # What was measured is measured once.
     ok(*PRUNE, "-o", "out", "--resume")
     assert len(read) == 1
+
+
+def test_without_the_dense_model_an_export_says_what_the_checkpoint_lost_and_on_what(place):
+    ok(*PRUNE, "-o", "out")
+    Path("dense").rename("moved")
+    dense = find_dense_source(Path("out"))
+    assert dense is not None
+    assert dense.lacking.endswith(
+        "`export --dense MODEL` names it. Before this export, as a checkpoint, it was measured on 2 windows of 16 "
+        f"tokens of calib.txt that it was not calibrated on: {read_json('out/ckpt_prune.json')['loss']['verdict']}"
+    )
 
 
 def test_a_text_without_other_windows_is_said_to_be_seen(place, read):

@@ -228,5 +228,18 @@ def test_a_graph_knows_the_model_that_it_lies_in_or_beside(place: Path) -> None:
     assert "neither lies in nor beside deit-teacher" in read_refusal("validate", "deit-teacher/onnx")
 
 
+def test_a_graph_stands_for_its_folder(place: Path) -> None:
+    Path("alone").mkdir()
+    shutil.copy("decoder-onnx/model.onnx", "alone/model.onnx")
+    by_folder, by_graph = (
+        ok("validate", name, "--against", "decoder", "--text", "text.txt")
+        for name in ("decoder-onnx", "decoder-onnx/model.onnx")
+    )
+    assert by_graph == by_folder
+    assert read_refusal("validate", "alone/model.onnx", "--against", "decoder") == (
+        "alone has no ckpt_prune_onnx.json: it was not written by `ckpt-prune export`"
+    )
+
+
 def last_line(*args: str) -> str:
     return ok("validate", *args).splitlines()[-1]

@@ -104,7 +104,9 @@ def test_images_of_two_folders(here):
     output = ok("prune", "vit", "--recipe", "corp", *both, "-o", "live")
     assert weights("cached") == weights("live") != weights("pruned")
     assert "8 images of images, more that it was not calibrated on" in output
-    assert "is named twice" in read_refusal("calibrate", "vit", *both, "--images", "more", "-o", "out")
+    assert (
+        read_refusal("calibrate", "vit", *both, "--images", "more", "-o", "out") == "--images more: it is named twice"
+    )
 
 
 def weights(folder: str) -> bytes:
