@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.budget.choices import BudgetError, Choices, save, spend
 from ckpt_prune.budget.columns import ColumnLosses, list_sites, read_choices
+from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.file_plan import FilePlan, FilePlanner
 from ckpt_prune.gguf.mixtures import MIXTURES
@@ -60,7 +61,7 @@ class TypeChoice:
             by_matrix.setdefault(matrix, Counter())[kind] += blocks
         shown: dict[str, str | None] = {"embedding": self.others.embedding, "head": self.others.output}
         for matrix, kinds in by_matrix.items():
-            shown[matrix] = ", ".join(f"{kind} in {count}" for kind, count in kinds.most_common())
+            shown[matrix] = ", ".join(f"{kind} in {plural(count, 'block')}" for kind, count in kinds.most_common())
         if self.columns:
             least, most = min(self.columns.values()), max(self.columns.values())
             shown["columns of MLPs"] = f"{most}" if least == most else f"{least} to {most}"

@@ -40,6 +40,7 @@ def make_card(
     proved: bool = True,
     genai: dict[str, Any] | str = "",
     validations: Sequence[Validation] = (),
+    found: Sequence[str] = (),
 ) -> str:
     """README.md of an exported folder.
 
@@ -48,12 +49,13 @@ def make_card(
         validations: of the graphs of each type, for what they lose beside their model, and beside a dense one.
         proved: whether there is a validation.json.
         genai: what is in genai_config.json, or why there is none.
+        found: sentences of a search that made and measured the graph.
     """
-    compared = (
-        f"What came out when it was compared with PyTorch is in `{VALIDATION}`"
-        if proved
-        else "It was not compared with PyTorch; `ckpt-prune validate` does it"
-    )
+    compared = "It was not compared with PyTorch; `ckpt-prune validate` does it"
+    if proved:
+        compared = f"What came out when it was compared with PyTorch is in `{VALIDATION}`"
+    elif found:
+        compared = "`ckpt-prune validate` compares it with PyTorch, with padding and in pieces through a cache, too"
     fused = "" if manifest.optimize == "none" else f", fused for onnxruntime's {manifest.optimize.upper()} provider"
     lines = [
         "---",
@@ -71,6 +73,7 @@ def make_card(
         f"Exported by ckpt_prune {manifest.versions['ckpt_prune']} from {as_code(manifest.source.name)} "
         f"({as_markdown(str(config.get('model_type')))}): {manifest.task}{fused}.",
         f"{compared}. What it was made from is in `{GRAPH_RECORD}`.",
+        *found,
     ]
     for each in validations:
         measured = [line for loss in each.losses() for line in lines_of(loss)]

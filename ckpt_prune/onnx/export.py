@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import onnx_ir
 import torch
@@ -206,16 +206,22 @@ class GraphWriter:
                         decision = decisions.get((dtype, stack))
                         stored = graph if decision is None else store(graph, decision, measuring, folder)
                         with disk_failures(folder):
-                            entries[dtype].append(_save(stored, folder, dtype, stack, embedded, decision))
+                            entry = save_entry(stored, folder, dtype, decision, stack=stack, embedded=embedded)
+                            entries[dtype].append(entry)
                 _free(graphs.values(), model)
                 del graph, graphs, model
             with disk_failures(folder):
                 written = [entry for dtype in settings.graph_types for entry in entries[dtype]]
-                manifest = self._fill(folder, written, config, generation, prove is not None)
-            proved = prove is None or prove(folder)
+                proved, optimize = prove is not None, self._settings.optimize
+                manifest, describe = complete_folder(
+                    folder, self.source, self.task, written, config, generation, optimize=optimize
+                )
+                self._describe = partial(describe, proved=proved)
+                self.write_card(folder, manifest)
+            passed = prove is None or prove(folder)
             # The proof reads the source again: if it changed, the proof says nothing of the graph.
             self.source.check_unchanged()
-            if not proved:
+            if not passed:
                 return None
             self._staging.publish()
         return manifest
@@ -227,44 +233,58 @@ class GraphWriter:
         log.unlink(missing_ok=True)  # of an earlier attempt
         return graph
 
-    def _fill(
-        self, folder: Path, graphs: list[GraphEntry], text_config: Any, generation: Any, proved: bool
-    ) -> Manifest:
-        """Write all but the graphs."""
-        source, task = self.source, self.task
-        for name, path in carried_files(source).items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(path.read_bytes())
-        carried_files(source)  # raises if one changed while it was copied
-        config = make_graph_config(
-            source.config, [graph.file for graph in graphs if (folder / (graph.file + DATA)).is_file()]
-        )
-        (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")
-        generates = task.name == "text-generation" or task.modality == "pairs"
-        if generates and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
-            generation.save_pretrained(folder)
-        genai = make_genai_config(graphs, task, text_config, generation)
-        if isinstance(genai, dict):
-            (folder / GENAI).write_text(pretty_json(genai), encoding="utf-8")
-        names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        self._describe = partial(make_card, config=config, folder=folder, proved=proved, genai=genai)
-        manifest = Manifest(
-            versions=runtime_versions(),
-            source=GraphSource(name=source.name, fingerprint=source.fingerprint),
-            task=task.name,
-            modality=task.modality,
-            cached=task.cached,
-            optimize=self._settings.optimize,
-            files=sha256_files(folder, sorted(name for name in names if not name.startswith("."))),
-            graphs=graphs,
-        )
-        (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
-        self.write_card(folder, manifest)
-        return manifest
-
     def write_card(self, folder: Path, manifest: Manifest, validations: Sequence[Validation] = ()) -> None:
         """Write README.md, once more when it is known what the graphs lose."""
         (folder / "README.md").write_text(self._describe(manifest, validations=validations), encoding="utf-8")
+
+
+def complete_folder(
+    folder: Path,
+    source: Checkpoint,
+    task: GraphTask,
+    graphs: list[GraphEntry],
+    text_config: Any,
+    generation: Any,
+    *,
+    optimize: Literal["cpu", "cuda", "none"] = "none",
+) -> tuple[Manifest, Callable[..., str]]:
+    """Write all but the card into a folder that holds a checkpoint's graphs.
+
+    Args:
+        text_config: transformers' config object of the text model.
+        generation: transformers' generation config, or None.
+
+    Returns:
+        The folder's record, and `make_card` of this folder, to be called with the record and what was measured.
+    """
+    carried = carried_files(source)
+    for name, path in carried.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(path.read_bytes())
+    carried_files(source)  # raises if one changed while it was copied
+    external = [graph.file for graph in graphs if (folder / (graph.file + DATA)).is_file()]
+    config = make_graph_config(source.config, external)
+    (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")
+    generates = task.name == "text-generation" or task.modality == "pairs"
+    if generates and generation and not (folder / GENERATION_CONFIG_NAME).is_file():
+        generation.save_pretrained(folder)
+    genai = make_genai_config(graphs, task, text_config, generation)
+    if isinstance(genai, dict):
+        (folder / GENAI).write_text(pretty_json(genai), encoding="utf-8")
+    written = {*carried, CONFIG, GENERATION_CONFIG_NAME, GENAI, *(graph.file for graph in graphs)}
+    written |= {f"{name}{DATA}" for name in external}
+    manifest = Manifest(
+        versions=runtime_versions(),
+        source=GraphSource(name=source.name, fingerprint=source.fingerprint),
+        task=task.name,
+        modality=task.modality,
+        cached=task.cached,
+        optimize=optimize,
+        files=sha256_files(folder, sorted(name for name in written if (folder / name).is_file())),
+        graphs=graphs,
+    )
+    (folder / GRAPH_RECORD).write_text(json.dumps(manifest.model_dump(), indent=2) + "\n", encoding="utf-8")
+    return manifest, partial(make_card, config=config, folder=folder, genai=genai)
 
 
 def make_graph_config(config: dict[str, Any], external: Sequence[str]) -> dict[str, Any]:
@@ -309,7 +329,7 @@ def measure_for(
     return make_measuring(graph, task, samples, vocabulary, size, pool)
 
 
-def save_graph(graph: onnx_ir.Model, place: Path, embedded: int) -> None:
+def _save_graph(graph: onnx_ir.Model, place: Path, embedded: int) -> None:
     """Write a graph, its weights in a file beside it if they have more than so many bytes."""
     weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
     if weights > embedded:
@@ -318,16 +338,22 @@ def save_graph(graph: onnx_ir.Model, place: Path, embedded: int) -> None:
         write_graph(graph, place)
 
 
-def _save(
+def save_entry(
     graph: onnx_ir.Model,
     folder: Path,
     dtype: GraphType,
-    stack: GraphStack | None,
-    embedded: int,
     decision: Decision | None,
+    *,
+    stack: GraphStack | None = None,
+    embedded: int = EMBEDDED_BYTES,
 ) -> GraphEntry:
+    """Write a graph whose weights are stored as was decided, and return its entry in the folder's record.
+
+    Args:
+        embedded: weights above so many bytes go to a file of their own.
+    """
     file = name_graph(dtype, stack)
-    save_graph(graph, folder / file, embedded)
+    _save_graph(graph, folder / file, embedded)
     return GraphEntry(
         file=file,
         dtype=dtype,

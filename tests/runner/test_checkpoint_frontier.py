@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import shlex
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,10 +50,16 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_checkpoint(place, size
     assert (found["measured_in"], found["loss"]) == ("PyTorch", "KL")
     assert found["sentence"] in sized
     assert {"config.json", "tokenizer.json", "frontier.svg"} <= {path.name for path in (place / "sized").iterdir()}
-    monkeypatch.chdir(place)
+    counts = re.search(
+        r"of the 14 weights of linear layers in the blocks \(embedding and head stay as they are\) store (.*), rounded",
+        found["sentence"],
+    )
+    assert counts
+    assert re.search(r"\d+ in int4 \(one scale per (row|group of \d+ columns)\)", counts[1])
+    monkeypatch.chdir(place / "sized")
     code, output = run(*shlex.split(found["commands"][0])[1:])
     assert code == 0, output
-    assert (place / "quantized" / "model.safetensors").read_bytes() == file.read_bytes()
+    assert Path("made/model.safetensors").read_bytes() == file.read_bytes()
 
 
 def test_each_joined_weight_has_a_group_that_names_it(place, sized):

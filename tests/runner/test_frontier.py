@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
-from ckpt_prune.runner.frontier.asked import read_held_out
+from ckpt_prune.runner.frontier.asked import as_named_in, read_held_out
 from tests.gguf_files.tiny import TEXT
 from tests.runner.frontiers import make_command, make_place, read, run
 
@@ -41,25 +42,39 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
     assert best["pareto"]
     assert found["sentence"] in output
     headings = next(line for line in output.splitlines() if line.startswith("file "))
-    assert all(f"  {name}  " in headings for name in ("KL predicted", "KL median", "KL 90%", "tokens read/s"))
+    names = ("KL measured", "KL predicted", "KL median", "KL 90%", "tokens read/s")
+    assert all(f"  {name}  " in headings for name in names)
     (legend,) = [line for line in output.splitlines() if line.startswith("measured in ")]
     assert legend == (
         "measured in llama.cpp on 2 windows of 48 tokens of held_out.txt; * marks what nothing beats in size and KL; "
-        "KL: how far the predictions are from MODEL's, the mean in nats; predicted: before the file was made, of the "
-        "data that it was made by; "
-        "median, 90%: half, and 90% of the tokens, lose no more; top-1: share of the tokens for which both put the "
-        "same first"
+        "MB: as written; KL: how far the predictions are from MODEL's, the mean in nats; predicted: before the file "
+        "was made, of the data that it was made by; median, 90%: half, and 90% of the tokens, lose no more; top-1: "
+        "share of the tokens for which both put the same first"
     )
     assert "5 steps: predictions of MODEL; importance of inputs; " in output
     assert (place / "sized" / "frontier.svg").read_text().startswith("<svg xmlns=")
     assert found["recommended"] in (place / "sized" / "frontier.html").read_text()
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(place / "sized")
+    script = (place / "sized" / "make.sh").read_text().splitlines()
+    assert script[-len(found["commands"]) :] == found["commands"]
+    assert script[3] == 'cd "$(dirname "$0")"'
     for line in found["commands"]:
         words = shlex.split(line)[1:]
         unproven = {"export": ["--no-validate"], "quantize": ["--evaluate-samples", "0"]}
         code, output = run(*words, *unproven.get(words[0], []))
         assert code == 0, output
-    assert (place / "model.gguf").read_bytes() == file.read_bytes()
+    assert (place / "sized" / "made.gguf").read_bytes() == file.read_bytes()
+
+
+def test_commands_name_what_they_read_as_it_is_called_in_their_folder(place, monkeypatch):
+    monkeypatch.chdir(place)
+    (place / "other.txt").write_text(TEXT)
+    given = {"text": ("text.txt", str(place / "other.txt")), "held_out": "held_out.txt", "output": "deep/out"}
+    (place / "deep").mkdir()
+    options = check_options(FrontierOptions, given | {"model": "model"})
+    named = as_named_in(options.output, options)
+    assert (named.model, named.text) == ("../../model", (Path("../../text.txt"), place / "other.txt"))
+    assert as_named_in(options.output, options.model_copy(update={"model": "ada/model"})).model == "ada/model"
 
 
 def test_an_interrupted_run_goes_on(place, monkeypatch):

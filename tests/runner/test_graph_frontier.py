@@ -41,14 +41,43 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
     assert {each["name"] for each in found["candidates"]} > {"int4 everywhere", "int8 everywhere"}
     assert (found["measured_in"], found["loss"]) == ("onnxruntime", "KL")
     assert found["sentence"] in sized
-    assert "keep all weights" in sized
+    assert re.search(
+        r": keep all weights, and of the 16 weight matrices of products and embeddings store "
+        r"(\d+ in \d-bit blocks of \d+, )+rounded (by GPTQ|to the nearest): 0\.30 MB, KL ",
+        found["sentence"],
+    )
+    assert all(f"  KL {what}  " in sized for what in ("measured", "predicted"))
+    assert "; MB: as written; KL: how far " in sized
     assert all(each["pruned"] is None for each in found["candidates"])
     assert "measured in onnxruntime on " in sized
-    assert {"config.json", "tokenizer.json", "frontier.svg"} <= {path.name for path in (place / "sized").iterdir()}
-    monkeypatch.chdir(place)
-    code, output = run(*shlex.split(found["commands"][0])[1:], "--no-validate")
+    monkeypatch.chdir(place / "sized")
+    (line,) = [line for line in Path("make.sh").read_text().splitlines() if line.startswith("ckpt-prune ")]
+    assert line == found["commands"][0]
+    code, output = run(*shlex.split(line)[1:], "--no-validate")
     assert code == 0, output
-    assert (place / "onnx" / "model_q4.onnx").read_bytes() == file.read_bytes()
+    assert Path("made/model_q4.onnx").read_bytes() == file.read_bytes()
+    own = {"frontier.html", "frontier.json", "frontier.svg", "make.sh", "made"}
+    assert {path.name for path in Path().iterdir()} - own == {path.name for path in Path("made").iterdir()}
+    for name in ("config.json", "genai_config.json", "generation_config.json"):
+        assert Path(name).read_bytes() == Path("made", name).read_bytes()
+    ours, theirs = (json.loads(Path(folder, "ckpt_prune_onnx.json").read_text()) for folder in (".", "made"))
+    for record in (ours, theirs):
+        del record["graphs"][0]["quantization"]["allowed"]  # the command allows any loss
+    assert ours == theirs
+
+
+def test_what_it_finds_is_a_folder_as_export_writes_it(place, sized):
+    card = (place / "sized" / "README.md").read_text()
+    assert "\n`ckpt-prune frontier` found for model, within 0.3 MB: keep all weights, " in card
+    assert (
+        "\nIt was measured in onnxruntime on 2 windows of 32 tokens of held_out.txt. `make.sh` makes it again. " in card
+    )
+    assert "onnxruntime-genai generates with `model_q4.onnx` (`genai_config.json`)." in card
+    code, output = run("verify", place / "sized", "--against", place / "model")
+    assert code == 0, output
+    text = ["--text", place / "held_out.txt", "--samples", 2, "--window", 32]
+    code, output = run("validate", place / "sized", *text, "--max-loss", "99%")  # it lies beside its model
+    assert code == 0, output
 
 
 def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph(place, monkeypatch):
@@ -66,7 +95,10 @@ def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph
     for command_line in found["commands"]:
         code, output = run(*shlex.split(command_line)[1:], *(["--no-validate"] if " export " in command_line else []))
         assert code == 0, output
-    assert Path("onnx/model_q4.onnx").read_bytes() == Path("model_q4.onnx").read_bytes()
+    assert Path("made/model_q4.onnx").read_bytes() == Path("model_q4.onnx").read_bytes()
+    assert "; `pruned` is a smaller model, which it makes of model first." in Path("README.md").read_text()
+    code, output = run("verify", ".", "--against", "pruned")
+    assert code == 0, output
 
 
 def test_what_it_finds_is_what_evaluate_measures(place, sized):

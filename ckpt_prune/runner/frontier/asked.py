@@ -3,9 +3,12 @@
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -18,13 +21,16 @@ from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer,
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
-from ckpt_prune.options.option import digested_options
+from ckpt_prune.options.option import Options, digested_options
 from ckpt_prune.recipe.sizes import parse_size
 from ckpt_prune.runner.frontier.record import FRONTIER, USUAL_LOSS
 from ckpt_prune.runner.resuming import resumable
 
 SAMPLES, WINDOW, HELD_OUT = 32, 512, 16
 """Windows that the model is measured on, and their tokens, by default, and windows that candidates are."""
+INPUTS = ("model", "text", "images", "labels")
+"""Options that name what is read, and that commands which make a candidate have, too."""
+Read = TypeVar("Read", bound=Options)
 
 
 def read_target(options: FrontierOptions, model: Model) -> tuple[int | None, float | None]:
@@ -114,3 +120,20 @@ def open_staging(options: FrontierOptions, parts: Mapping[str, str], say: Notice
         with staging:
             staging.scratch.mkdir(exist_ok=True)
             yield staging
+
+
+def as_named_in(folder: Path, options: Read) -> Read:
+    """Return options with their inputs as they are called in a folder, where commands with them are run later.
+
+    Names of the Hub and absolute paths stay as they are.
+    """
+
+    def rename(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(rename, value))
+        if value is None or Path(value).is_absolute() or not Path(value).exists():
+            return value
+        return type(value)(os.path.relpath(value, folder.resolve()))
+
+    inputs = [name for name in INPUTS if name in type(options).model_fields]
+    return options.model_copy(update={name: rename(getattr(options, name)) for name in inputs})

@@ -6,6 +6,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ckpt_prune.common.graph_types import GgufType, GraphType, OtherTypes
 from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.stages.quantize.scheme import DENSE, PackingScheme
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class FileCandidate:
         return {"file": self.chosen} | {name: each for name, each in asdict(self.others).items() if each}
 
     @property
+    def advice(self) -> str:
+        """Which types to take, in words."""
+        if self.others.options:
+            return f"take llama.cpp's types: {self.types}"
+        return f"take {self.types or self.chosen}"
+
+    @property
     def prunes(self) -> bool:
         return bool(self.columns) or self.rows is not None
 
@@ -59,6 +67,7 @@ class RoundedCandidate:
         kl: what its weights are predicted to lose, run in float once rounded; None if that is not known.
         rounding: of weights in few bits.
         kinds: way to store a weight → how many are stored so.
+        counted: which weights `kinds` counts, in words.
         by_budget: a budget chose how each weight is stored, so that the size must be named to make it again.
         columns: that the MLP of each block keeps, if the model was pruned first; else empty.
         commands: that make it.
@@ -69,21 +78,36 @@ class RoundedCandidate:
     kl: float | None
     rounding: Literal["nearest", "gptq"]
     kinds: dict[str, int] = field(default_factory=dict)
+    counted: str = ""
     by_budget: bool = False
     columns: tuple[int, ...] = ()
     commands: tuple[str, ...] = ()
     rows: None = None
 
     @property
-    def types(self) -> str:
+    def advice(self) -> str:
+        """How to store the weights, in words."""
         if self.dtype == "fp32":
-            return "float32"
-        words = ", ".join(f"{count} in {kind}" for kind, count in self.kinds.items())
-        return f"{words}, rounded {'by GPTQ' if self.rounding == 'gptq' else 'to the nearest'}"
+            return "store them in float32"
+        most_first = sorted(self.kinds.items(), key=lambda kind: -kind[1])
+        words = [f"{count} {_words_of_kind(kind)}" for kind, count in most_first]
+        how = "by GPTQ" if self.rounding == "gptq" else "to the nearest"
+        return f"of the {sum(self.kinds.values())} {self.counted} store {', '.join(words)}, rounded {how}"
 
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> "RoundedCandidate":
         return cls(**dict(note) | {name: tuple(note[name]) for name in ("columns", "commands")})
+
+
+def _words_of_kind(kind: str) -> str:
+    """Return words for a way to store a weight, which a graph or a checkpoint calls `kind`."""
+    if kind == DENSE:
+        return "as they are"
+    scheme = PackingScheme.parse(kind) if ":" in kind else None
+    if scheme is None:
+        return f"in {kind}"
+    kind, _, shared = scheme.words.partition(", ")
+    return f"in {kind} ({shared})"
 
 
 C = TypeVar("C", FileCandidate, RoundedCandidate)

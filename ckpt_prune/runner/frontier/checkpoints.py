@@ -31,9 +31,10 @@ from ckpt_prune.model.containers.opening import open_fitted
 from ckpt_prune.options.commands import FrontierOptions, QuantizeOptions
 from ckpt_prune.options.data import words_of_windows
 from ckpt_prune.options.option import words_of_options
-from ckpt_prune.runner.frontier.asked import Texts, open_staging, parts_of, read_target, read_texts
+from ckpt_prune.runner.frontier.asked import Texts, as_named_in, open_staging, parts_of, read_target, read_texts
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.record import (
+    MADE,
     USABLE,
     Frontier,
     ask_for_losses,
@@ -47,6 +48,8 @@ from ckpt_prune.stages.quantize.choosing import SchemeBudget, SchemeChoice
 
 DATA = ("choose", "bos", "compute_dtype", "device")
 """Options of the samples, beside their number and length, that `quantize` has, too."""
+COUNTED = "weights of linear layers in the blocks (embedding and head stay as they are)"
+"""Weights that `quantize` rounds."""
 Choose = Callable[[], SchemeChoice]
 
 
@@ -111,9 +114,8 @@ class CheckpointMaker:
         if not place.is_dir():
             self._make(choice, place, say)
         mixed = len(choice.counts) > 1
-        candidate = RoundedCandidate(
-            name, "int4" if mixed else choice.usual.format, choice.kl, "gptq", choice.counts, mixed
-        )
+        dtype = "int4" if mixed else choice.usual.format
+        candidate = RoundedCandidate(name, dtype, choice.kl, "gptq", choice.counts, COUNTED, mixed)
         score = self._score(place)
         result = Measured(replace(candidate, commands=(self._command(candidate, score.bytes),)), score)
         journal.record(name, note={"found": result.note(), "dense": self.dense})
@@ -152,12 +154,12 @@ class CheckpointMaker:
         return replace(score, kl_of=means, **quantiles)
 
     def _command(self, candidate: RoundedCandidate, size: int) -> str:
-        options, samples = self.texts.options, self.budgets.samples
+        options, samples = as_named_in(self.texts.options.output, self.texts.options), self.budgets.samples
         words = ["ckpt-prune", "quantize", str(options.model), "--format", candidate.dtype]
         words += ["--target-bytes", options.target_bytes or str(size)] if candidate.by_budget else []
         words += words_of_windows(options.text, len(samples), samples.tokens, options.seed)
         words += words_of_options(options, [name for name in DATA if name in QuantizeOptions.model_fields])
-        return shlex.join([*words, "--evaluate-samples", "0", "-o", "quantized"])
+        return shlex.join([*words, "--evaluate-samples", "0", "-o", MADE])
 
     def record(self, results: list[MeasuredRounded], limit: int | None, loss: float | None) -> Frontier:
         """Return the record of what was measured."""

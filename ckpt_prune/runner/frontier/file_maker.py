@@ -29,8 +29,9 @@ from ckpt_prune.options.data import ProofOptions, words_of_windows
 from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.runner.column_budgets import recipe_of
 from ckpt_prune.runner.file_budgets import FileBudgets, export_of
+from ckpt_prune.runner.frontier.asked import as_named_in
 from ckpt_prune.runner.frontier.candidates import FileCandidate, Measured, MeasuredFile
-from ckpt_prune.runner.frontier.record import FILE, RECIPE, Frontier, write_pages
+from ckpt_prune.runner.frontier.record import FILE, MADE, RECIPE, Frontier, write_pages
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.vocabularies import parts_of_tokens
@@ -42,6 +43,7 @@ MIXTURES: tuple[GgufType, ...] = (
 """llama.cpp's own mixtures that are in question."""
 DATA = ("choose", "bos", "compute_dtype")
 """Options of the samples, beside their number and length, that other commands have, too."""
+MADE_FILE = f"{MADE}.gguf"
 PRUNED = "pruned"
 """Folder of a model with fewer columns."""
 
@@ -194,7 +196,8 @@ class Maker:
 
 
 def commands_of(options: FrontierOptions, candidate: FileCandidate, maker: Maker) -> list[str]:
-    """Return the commands that make a candidate without this one."""
+    """Return the commands that make a candidate again, in the folder of the search."""
+    options = as_named_in(options.output, options)
     data = words_of_windows(options.text, len(maker.samples), maker.samples.tokens, options.seed)
     trust = ["--trust-remote-code"] if options.trust_remote_code else []
     data += words_of_options(options, DATA)
@@ -202,12 +205,12 @@ def commands_of(options: FrontierOptions, candidate: FileCandidate, maker: Maker
     if candidate.prunes:  # the recipe says all
         found = [["prune", model, *trust, "--recipe", RECIPE, *data, "--evaluate-samples", "0", "-o", PRUNED]]
     elif candidate.feedback:
-        found = [["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", FILE]]
+        found = [["quantize", model, "--format", "gguf", "--type", candidate.chosen, *types, *data, "-o", MADE_FILE]]
     else:
         export = ["export", model, *trust, "--format", "gguf", "--dtype", candidate.chosen, *types]
         found = [
             ["calibrate", model, *trust, *data, "--collect", "moments,linears", "-o", "statistics"],
-            [*export, "--statistics", "statistics", "-o", FILE],
+            [*export, "--statistics", "statistics", "-o", MADE_FILE],
         ]
     return [shlex.join(["ckpt-prune", *words]) for words in found]
 
@@ -247,5 +250,5 @@ def write_frontier(frontier: Frontier, folder: Path, maker: Maker, best: Measure
         if candidate.prunes:
             files.append(RECIPE)
             write_atomically(folder / RECIPE, yaml.safe_dump(maker.recipe(candidate, export=True), sort_keys=False))
-            lines.append(f"mv {PRUNED}/{GGUF_FILES[candidate.chosen]} {FILE}")
+            lines.append(f"mv {PRUNED}/{GGUF_FILES[candidate.chosen]} {MADE_FILE}")
     write_pages(frontier, folder, files, lines)

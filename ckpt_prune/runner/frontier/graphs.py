@@ -21,32 +21,35 @@ from typing import Any, Self, cast
 
 import torch
 import yaml
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ckpt_prune.benchmarking.latency_table import choose_timed_workload, time_fastest
 from ckpt_prune.benchmarking.runners import GraphTimer
 from ckpt_prune.benchmarking.workload import Workload
-from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
-from ckpt_prune.checkpoint.json_files import pretty_json
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.model_folder import model_name
-from ckpt_prune.checkpoint.side_files import carried_files
 from ckpt_prune.checkpoint.staging import Staging, check_output
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.common.safe_text import as_markdown
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.perplexity import LanguageModel, compare
 from ckpt_prune.evaluation.streamed import StreamedModel
-from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.evaluation.whole_model import config_of, load_model
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.text import fingerprint_windows
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
 from ckpt_prune.model.model import Model
-from ckpt_prune.onnx.export import EMBEDDED_BYTES, count_graph_bytes, make_graph_config, measure_for, save_graph
+from ckpt_prune.onnx.export import complete_folder, count_graph_bytes, measure_for, save_entry
 from ckpt_prune.onnx.metrics import Allowance, measure_image_metric, measure_text_metric
 from ckpt_prune.onnx.quantization.choosing import Prices
 from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, allow_harm, make_scheme, store
+from ckpt_prune.onnx.records import GraphEntry
 from ckpt_prune.onnx.reference import GraphReference, HeldModel
 from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA, OnnxModel, complete_inputs
@@ -59,11 +62,14 @@ from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths, recipe_of
-from ckpt_prune.runner.frontier.asked import open_staging
+from ckpt_prune.runner.frontier.asked import as_named_in, open_staging
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.record import (
+    COMMANDS,
     FRONTIER,
+    MADE,
+    PAGE,
     RECIPE,
     USUAL_LOSS,
     Frontier,
@@ -82,6 +88,8 @@ BATCH = 8
 """Images that are timed."""
 PRUNING, WINDOW = 32, 512
 """Windows of text that a model is pruned by, and their tokens, by default."""
+COUNTED = "weight matrices of products and embeddings"
+"""Weights of a graph that are stored in few bits."""
 SIZE = "BYTES"
 """Stands for the bytes of a graph in its command until they are known."""
 PRICES, COLUMNS = "what weights lose", "columns for the size"
@@ -262,7 +270,8 @@ class GraphMaker:
         pruning = check_options(PruneOptions, given | run)
         if not out.is_dir():
             prune_model(pruning, read_recipe(pruning))
-        named = pruning if place is None else pruning.model_copy(update={"recipe": place})
+        named = as_named_in(options.output, pruning)
+        named = named if place is None else named.model_copy(update={"recipe": place})
         words = ["ckpt-prune", "prune", *words_of_options(named, given), "-o", "pruned"]
         pruned = open_checkpoint(str(out), Opening(True))
         of_all = self.task, self.samples, self.staging, self.workload
@@ -357,7 +366,11 @@ class GraphMaker:
         model = self._load(unpack=True)
         log = self.staging.scratch / "export-error.log"
         graph = trace_model(remove_head(model, self.task), self.task, opset=None, fusions=None, log=log)
-        return graph, measure_for(model, graph, self.task, self.samples, self.source.whole)
+        samples = self.samples
+        if self.options.text:  # what rounding is measured on is other text than graphs are
+            names = ", ".join(path.name for path in self.options.text)
+            samples = replace(samples, description={"what": names})
+        return graph, measure_for(model, graph, self.task, samples, self.source.whole)
 
     def _decider(self, dtype: Any, **changes: Any) -> Decider:
         graph, measuring = self._traced
@@ -397,12 +410,13 @@ class GraphMaker:
 
     # ---- candidates ------------------------------------------------------------------------------------------------
 
-    def _place(self, name: str) -> Path:
-        return self.staging.scratch / f"{name.replace(' ', '-').replace(',', '')}.onnx"
+    def _place(self, name: str, dtype: GraphType) -> Path:
+        """Return the file of a candidate's graph, which has the name that `export` gives it."""
+        return self.staging.scratch / name.replace(" ", "-").replace(",", "") / GRAPH_FILES[dtype]
 
     def measure(self, name: str, dtype: GraphType, decide: Decide, say: Notices) -> MeasuredRounded:
         """Make a graph and measure it, unless an earlier run has."""
-        place, journal = self._place(name), self.staging.journal
+        place, journal = self._place(name, dtype), self.staging.journal
         if name in journal.notes and place.is_file():
             result = Measured.read(RoundedCandidate, journal.notes[name]["found"])
             self.dense = journal.notes[name]["dense"]
@@ -412,16 +426,18 @@ class GraphMaker:
         graph, measuring = self._traced
         if decision is not None:
             graph = store(graph, decision, measuring, self.staging.scratch)
-        save_graph(graph, place, EMBEDDED_BYTES)
+        place.parent.mkdir(exist_ok=True)
+        entry = save_entry(graph, place.parent, dtype, decision)
         if decision is None:
             candidate = RoundedCandidate(name, dtype, None, "nearest")
         else:
             record, by_budget = decision.record, bool(decision.scheme.blocks)
-            how = record.loss, record.rounding, record.weights, by_budget
-            candidate = RoundedCandidate(name, dtype, *how)
+            usual = f" of {record.block_size}"
+            kinds = {f"{kind}{usual * kind.endswith('blocks')}": count for kind, count in record.weights.items()}
+            candidate = RoundedCandidate(name, dtype, record.loss, record.rounding, kinds, COUNTED, by_budget)
         candidate = replace(candidate, columns=self.columns, commands=self._commands(candidate))
         result = Measured(candidate, self._score(place))
-        journal.record(name, note={"found": result.note(), "dense": self.dense})
+        journal.record(name, note={"found": result.note(), "dense": self.dense, "entry": entry.model_dump()})
         say(f"{name}: {result.score.bytes / 1e6:.2f} MB, {self.record([result], result, '').words_of(result.score)}")
         return result
 
@@ -508,8 +524,9 @@ class GraphMaker:
         )
 
     def _commands(self, candidate: RoundedCandidate) -> tuple[str, ...]:
-        """Return the command lines that make a graph; `SIZE` stands for its bytes."""
-        words = ["ckpt-prune", "export", "pruned" if self.pruned_by else str(self.options.model)]
+        """Return the command lines that make a graph in the folder of the search; `SIZE` stands for its bytes."""
+        model = as_named_in(self.options.output, self.options).model
+        words = ["ckpt-prune", "export", "pruned" if self.pruned_by else str(model)]
         own_code = self.options.trust_remote_code or (self.pruned_by and Model.of(self.source).has_remote_code)
         words += ["--trust-remote-code"] if own_code else []
         words += ["--dtype", candidate.dtype]
@@ -520,32 +537,48 @@ class GraphMaker:
         given = _proof_options(self.options)
         if self.options.images:
             given["samples"] = self.options.held_out_samples or HELD_OUT_IMAGES
-        words += words_of_options(check_options(ProofOptions, given), given)
-        words += [*(["--max-loss", "99%"] if candidate.dtype != "fp32" else []), "-o", "onnx"]
+        words += words_of_options(as_named_in(self.options.output, check_options(ProofOptions, given)), given)
+        words += [*(["--max-loss", "99%"] if candidate.dtype != "fp32" else []), "-o", MADE]
         return tuple(shlex.join(each) for each in (self.pruned_by, words) if each)
 
     def publish(self, frontier: Frontier) -> None:
-        """Write the record and the best graph, with what it is loaded by, and put the folder in place."""
+        """Write the record, and all that `export` writes of the best graph, and put the folder in place."""
         folder, files = self.staging.path, list[str]()
         if frontier.best is not None:
-            best = cast(MeasuredRounded, frontier.best)
-            place, file = self._place(best.candidate.name), GRAPH_FILES[best.candidate.dtype]
-            external = place.with_name(f"{place.name}{DATA}")
-            if external.is_file():  # the graph names it
-                file = place.name
-                external.rename(folder / external.name)
-                files.append(external.name)
-            place.rename(folder / file)
-            for name, path in carried_files(self.source).items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(path.read_bytes())
-                files.append(name)
-            config = make_graph_config(self.source.config, [file] if external.name in files else [])
-            (folder / CONFIG).write_text(pretty_json(config), encoding="utf-8")
-            files += [file, CONFIG]
+            files += self._write_best(frontier, cast(MeasuredRounded, frontier.best), folder)
             recipe = self.staging.scratch / RECIPE
             if any(RECIPE in command for command in frontier.commands):
                 recipe.rename(folder / RECIPE)
                 files.append(RECIPE)
         write_pages(frontier, folder, list(dict.fromkeys(files)))
         self.staging.publish()
+
+    def _write_best(self, frontier: Frontier, best: MeasuredRounded, folder: Path) -> list[str]:
+        """Write the best graph with what it is loaded by, its record and its card; return the names of the files."""
+        entry = GraphEntry.model_validate(self.staging.journal.notes[best.candidate.name]["entry"])
+        place = self._place(best.candidate.name, best.candidate.dtype)
+        for file in (place, place.with_name(f"{place.name}{DATA}")):
+            if file.is_file():  # small graphs hold their weights
+                file.rename(folder / file.name)
+        config = config_of(self.source.whole, trust=self.options.trust_remote_code or bool(self.pruned_by))
+        generation = self._read_generation(config)
+        manifest, describe = complete_folder(
+            folder, self.source, self.task, [entry], config.get_text_config(), generation
+        )
+        own = f"; `{self.source.name}` is a smaller model, which it makes of {as_markdown(frontier.model)} first"
+        found = [
+            f"`ckpt-prune frontier` found for {as_markdown(f'{frontier.model}, {frontier.sentence}')}.",
+            f"It was measured in onnxruntime on {as_markdown(frontier.data_words)}. `{COMMANDS}` makes it again"
+            f"{own if self.pruned_by else ''}. `{PAGE}` shows what else was measured.",
+        ]
+        card = "README.md"
+        (folder / card).write_text(describe(manifest, proved=False, found=found), encoding="utf-8")
+        return [*manifest.files, GRAPH_RECORD, card]
+
+    def _read_generation(self, config: Any) -> GenerationConfig | None:
+        """Return how the model generates, as transformers loads it; None of one that does not."""
+        if self.task.name != "text-generation":
+            return None
+        if (self.source.whole / GENERATION_CONFIG_NAME).is_file():
+            return GenerationConfig.from_pretrained(self.source.whole, local_files_only=True)
+        return GenerationConfig.from_model_config(config)

@@ -1,6 +1,7 @@
 """The result of `frontier`: its record, a sentence that says what to do, a picture, and commands that make the file."""
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_fi
 RECORD, FILE, PAGE, CHART, COMMANDS = "frontier.json", "model.gguf", "frontier.html", "frontier.svg", "make.sh"
 RECIPE = "recipe.yaml"
 """The recipe of the file, if columns go."""
+MADE = "made"
+"""What the commands write, in the same folder: a folder, or a file of this name with an ending. The search writes no
+such name, so that they never replace what it found."""
 FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
 Result = MeasuredFile | MeasuredRounded
 FEWER_TOKENS = (
@@ -80,7 +84,7 @@ class Frontier:
         asked: the target in words.
         beyond_use: why nothing was made, in words; empty if something was.
         reach: bytes of the smallest file that is predicted to be usable; None if that is not known.
-        commands: that make the best one.
+        commands: that make the best one again, run in `folder`.
         data_words: what was measured on.
         runtime: that it was measured in.
         loss, agreement: what `kl` and `top1` of a score are.
@@ -137,7 +141,7 @@ class Frontier:
         drops += ["columns of MLPs and refit what stays"] if candidate.columns else []
         first = f"drop {' and '.join(drops)}" if drops else "keep all weights"
         size = f"{self.best.score.bytes / 1e6:.2f} MB"
-        return f"{self.asked}: {first}, and take {candidate.types}: {size}, {self._figures}"
+        return f"{self.asked}: {first}, and {candidate.advice}: {size}, {self._figures}"
 
     @property
     def _figures(self) -> str:
@@ -188,7 +192,7 @@ class Frontier:
             )
         speeds = [f"{self.items} read/s", f"{self.items} written/s"]
         speeds = speeds[: max((len(each.score.speeds) for each in self.found), default=2)]
-        losses = [self.loss, *(f"{self.loss} {what}" for what in ("predicted", "median", "90%"))]
+        losses = [f"{self.loss} {what}" for what in ("measured", "predicted", "median", "90%")]
         headings = ["file", "MB", *losses, "perplexity", self.agreement, "ms", *speeds]
         known = [any(row[place] != "–" for row in rows) for place in range(len(headings))]
         shown = [[cell for cell, keep in zip(row, known, strict=True) if keep] for row in (headings, *rows)]
@@ -199,8 +203,9 @@ class Frontier:
         """Say what the table holds, of those columns that it has."""
         text = f"measured in {self.runtime} on {self.data_words}; * marks what nothing beats in size and {self.loss}"
         words = {
-            "KL": "KL: how far the predictions are from MODEL's, the mean in nats",
-            "lost energy": "lost energy: the share of the vectors that differs from MODEL's",
+            "MB": "MB: as written",
+            "KL measured": "KL: how far the predictions are from MODEL's, the mean in nats",
+            "lost energy measured": "lost energy: the share of the vectors that differs from MODEL's",
             f"{self.loss} predicted": "predicted: before the file was made, of the data that it was made by",
             f"{self.loss} 90%": "median, 90%: half, and 90% of the tokens, lose no more",
             "top-1": f"top-1: share of the {self.items} for which both put the same first",
@@ -221,7 +226,10 @@ class Frontier:
     def lines(self) -> list[str]:
         notes = [self.legend] if self.found else []
         notes += [FEWER_TOKENS] if any(each.candidate.rows is not None for each in self.found) else []
-        return [*notes, self.sentence, *(["made by:", *self.commands] if self.commands else [])]
+        if self.commands:
+            script = shlex.quote(str(self.folder / COMMANDS))
+            return [*notes, self.sentence, f"sh {script} makes it again, beside itself; it runs there:", *self.commands]
+        return [*notes, self.sentence]
 
 
 def _line(name: str, several: Sequence[Result]) -> Line:
@@ -255,7 +263,9 @@ def write_pages(frontier: Frontier, folder: Path, files: Sequence[str], then: Se
     """
     files = [*files, PAGE, *([CHART] if frontier.found else []), *([COMMANDS] if frontier.best else [])]
     if frontier.best is not None:
-        write_atomically(folder / COMMANDS, "\n".join(["#!/bin/sh", "set -e", *frontier.commands, *then, ""]))
+        about = "# Makes it again beside this script, in whose folder the commands run."
+        lines = ["#!/bin/sh", about, "set -e", 'cd "$(dirname "$0")"', *frontier.commands, *then, ""]
+        write_atomically(folder / COMMANDS, "\n".join(lines))
     sentences = [frontier.sentence, f"{frontier.legend[0].upper()}{frontier.legend[1:]}."]
     if any(each.candidate.rows is not None for each in frontier.found):
         sentences.append(FEWER_TOKENS)
