@@ -55,7 +55,7 @@ def make_card(
     if proved:
         compared = f"What came out when it was compared with PyTorch is in `{VALIDATION}`"
     elif found:
-        compared = "`ckpt-prune validate` compares it with PyTorch, with padding and in pieces through a cache, too"
+        compared = "`ckpt-prune validate` compares all that it returns with PyTorch"
     fused = "" if manifest.optimize == "none" else f", fused for onnxruntime's {manifest.optimize.upper()} provider"
     lines = [
         "---",
@@ -114,7 +114,7 @@ def make_card(
 def _describe_weights(graph: GraphEntry) -> str:
     if graph.quantization is None:
         return "as they are" if graph.dtype == "fp32" else "float16"
-    return ", ".join(f"{count} in {kind}" for kind, count in graph.quantization.weights.items())
+    return ", ".join(f"{count} in {kind}" for kind, count in graph.quantization.kinds.items())
 
 
 def _group_ports(ports: list[Port]) -> list[tuple[str, str, str]]:

@@ -76,6 +76,12 @@ class Quantization(BaseModel):
     """Unit of both: nats of each prediction, or a share of the features' energy."""
     measured_on: str
 
+    @property
+    def kinds(self) -> dict[str, int]:
+        """`weights`, with the size of their blocks in all names: `4-bit blocks of 32`."""
+        usual = f" of {self.block_size}"
+        return {f"{kind}{usual * kind.endswith('blocks')}": count for kind, count in self.weights.items()}
+
 
 class GraphEntry(BaseModel):
     """One graph of a folder."""

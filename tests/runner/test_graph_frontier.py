@@ -73,6 +73,9 @@ def test_what_it_finds_is_a_folder_as_export_writes_it(place, sized):
         "\nIt was measured in onnxruntime on 2 windows of 32 tokens of held_out.txt. `make.sh` makes it again. " in card
     )
     assert "onnxruntime-genai generates with `model_q4.onnx` (`genai_config.json`)." in card
+    assert re.search(
+        r"^\| `model_q4.onnx` \| int4 \| 20 \| (\d+ in \d-bit blocks of \d+(, )?)+ \|$", card, re.MULTILINE
+    )
     code, output = run("verify", place / "sized", "--against", place / "model")
     assert code == 0, output
     text = ["--text", place / "held_out.txt", "--samples", 2, "--window", 32]
@@ -142,6 +145,7 @@ def test_the_smallest_graph_within_a_loss(place):
     code, output = run(*command(place, "loss", "--max-loss", "20%"))
     assert code == 0, output
     found = read(place, "loss")
+    assert found["asked"] == "within a loss of 0.182 nats a token"
     best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
     assert best["bytes"] == min(each["bytes"] for each in found["candidates"] if each["kl"] <= 0.1824)
 
@@ -203,6 +207,19 @@ def test_for_a_time_models_are_pruned_by_what_each_type_lacks(place, monkeypatch
     config = json.loads((place / "timed" / "config.json").read_text())
     assert config["intermediate_size"] == best["pruned"]["mlp"][0]
     assert [line.split()[1] for line in found["commands"]] == ["prune", "export"]
+
+
+def test_ways_to_store_weights_are_said_in_words():
+    def advice(kinds):
+        return RoundedCandidate("some", "int4", None, "gptq", kinds, "weights of the blocks").advice
+
+    assert (
+        advice({"4-bit blocks of 32": 5}) == "store all 5 weights of the blocks in 4-bit blocks of 32, rounded by GPTQ"
+    )
+    assert advice({"dense": 1, "int4:64": 7, "int8:channel": 3, "float32": 2}) == (
+        "of the 13 weights of the blocks store 7 in int4 (one scale per group of 64 columns), 3 in int8 (one scale per "
+        "row), 2 in float32, 1 as they are, rounded by GPTQ"
+    )
 
 
 def test_if_nothing_usable_is_fast_enough_the_fastest_that_is_usable_is_named():

@@ -89,9 +89,12 @@ class RoundedCandidate:
         """How to store the weights, in words."""
         if self.dtype == "fp32":
             return "store them in float32"
+        how = "by GPTQ" if self.rounding == "gptq" else "to the nearest"
         most_first = sorted(self.kinds.items(), key=lambda kind: -kind[1])
         words = [f"{count} {_words_of_kind(kind)}" for kind, count in most_first]
-        how = "by GPTQ" if self.rounding == "gptq" else "to the nearest"
+        if len(words) == 1:
+            kind, count = most_first[0]
+            return f"store all {count} {self.counted} {_words_of_kind(kind)}, rounded {how}"
         return f"of the {sum(self.kinds.values())} {self.counted} store {', '.join(words)}, rounded {how}"
 
     @classmethod

@@ -90,6 +90,7 @@ PRUNING, WINDOW = 32, 512
 """Windows of text that a model is pruned by, and their tokens, by default."""
 COUNTED = "weight matrices of products and embeddings"
 """Weights of a graph that are stored in few bits."""
+NATS = {"text": "nats a token", "image": "nats an image"}
 SIZE = "BYTES"
 """Stands for the bytes of a graph in its command until they are known."""
 PRICES, COLUMNS = "what weights lose", "columns for the size"
@@ -141,7 +142,8 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
             most = limit_of(size, results)
             frontier = maker.record(results, best_in_time(results, most), f"within {most / 1e6:.4g} ms")
         else:
-            frontier = maker.record(results, best_within(results, limit, loss), words_of_target(limit, loss))
+            unit = "of the vectors' energy" if task.name == "feature-extraction" else NATS[task.modality]
+            frontier = maker.record(results, best_within(results, limit, loss), words_of_target(limit, loss, unit))
         owner = maker if frontier.best is None else owners[frontier.best.candidate.name]
         owner.publish(frontier)
     return frontier
@@ -432,9 +434,7 @@ class GraphMaker:
             candidate = RoundedCandidate(name, dtype, None, "nearest")
         else:
             record, by_budget = decision.record, bool(decision.scheme.blocks)
-            usual = f" of {record.block_size}"
-            kinds = {f"{kind}{usual * kind.endswith('blocks')}": count for kind, count in record.weights.items()}
-            candidate = RoundedCandidate(name, dtype, record.loss, record.rounding, kinds, COUNTED, by_budget)
+            candidate = RoundedCandidate(name, dtype, record.loss, record.rounding, record.kinds, COUNTED, by_budget)
         candidate = replace(candidate, columns=self.columns, commands=self._commands(candidate))
         result = Measured(candidate, self._score(place))
         journal.record(name, note={"found": result.note(), "dense": self.dense, "entry": entry.model_dump()})

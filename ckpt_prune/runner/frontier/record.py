@@ -68,8 +68,8 @@ def ask_for_losses(loss: float, results: Sequence[Result]) -> Iterator[tuple[str
         allowed *= loss / max(measured, 1e-9)
 
 
-def words_of_target(limit: int | None, loss: float | None) -> str:
-    return f"within a loss of {loss or 0:.3f} nats a token" if limit is None else f"within {limit / 1e6:.1f} MB"
+def words_of_target(limit: int | None, loss: float | None, unit: str = "nats a token") -> str:
+    return f"within a loss of {loss or 0:.3f} {unit}" if limit is None else f"within {limit / 1e6:.1f} MB"
 
 
 @dataclass(frozen=True)
