@@ -22,6 +22,8 @@ def container_line(prepared: Prepared) -> str:
     stock = f"{family.model_type}{' or one that computes the same' if family.stand_ins else ''}"
     reasons = ["there is none"] if prepared.recipe.container == ANY else []
     reasons += ["blocks differ in width"] if uneven else []
+    if prepared.job.model.checkpoint.within is not None:
+        reasons = []  # a part has no code of its own
     own_code = f", or with code of its own where {' or '.join(reasons)}" if reasons else ""
     return f"to be stored as a stock class ({stock}){own_code}; its shape is known after calibration"
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.job.plan import Plan, SitePlan
+from ckpt_prune.model.containers.choosing import PADDED
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import Rounding, Site, SpaceName
+from ckpt_prune.model.spaces import Counting, Site, SpaceName
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.scoring.selection import units_kept
 
@@ -92,16 +93,27 @@ def keep_count(model: Model, recipe: Recipe, site: Site) -> int:
 def multiple_of(model: Model, recipe: Recipe, space: SpaceName) -> int:
     """Return what the number of kept units is a multiple of: the recipe's value, else the model's.
 
-    The router's groups of experts leave no choice: there it is a multiple of both.
+    The router's groups of experts, and steps of stock widths that are not filled up, leave no choice: there it is a
+    multiple of both.
     """
     chosen, needed = recipe.spaces[space].multiple_of, model.multiple(space)
     if model.family.spaces[space].kind == "experts":
         return lcm(chosen, needed)
-    return chosen if chosen > 1 else needed
+    step = _stock_step(model, recipe, space)
+    return lcm(chosen, step) if chosen > 1 or step > 1 else needed
 
 
-def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Rounding:
-    """Return how units x ratio becomes units dropped: the recipe's value, else the family's."""
+def _stock_step(model: Model, recipe: Recipe, space: SpaceName) -> int:
+    return 1 if recipe.container == PADDED else model.stock_step(space)
+
+
+def rounding_of(model: Model, recipe: Recipe, space: SpaceName) -> Counting:
+    """Return how units x ratio becomes units dropped: the recipe's value, else the family's.
+
+    Steps of stock widths are a good part of all units: the nearest is taken, unless the recipe rounds up by its own.
+    """
+    if recipe.spaces[space].multiple_of == 1 and _stock_step(model, recipe, space) > 1:
+        return "steps"
     return recipe.spaces[space].rounding or model.family.spaces[space].rounding
 
 

@@ -193,6 +193,16 @@ class Model:
         )
         return GROUPED if is_of_experts and not any(n % GROUPED for n in self.unit_counts(space)) else 1
 
+    def stock_step(self, space: SpaceName) -> int:
+        """Return what stock widths of a space are multiples of, where no code of its own can hold others.
+
+        A part of another model has none, and its config may state columns as so many times the width of the stream.
+        """
+        multiple = self.family.multiples.get(self.family.spaces[space].units)
+        if self.checkpoint.within is None or multiple is None or multiple.fraction or multiple.gated:
+            return 1
+        return self.dimension("hidden")
+
     def share_width_key(self, space: SpaceName, other: SpaceName) -> bool:
         """Return whether one config key says how wide both spaces are."""
         units = self.family.spaces[space].units

@@ -69,6 +69,8 @@ rotated by position (RoPE); columns under the values of KV heads, in a basis of 
 Pairing = Literal["halves", "neighbours"]
 """How rotary pairs lie in a head: a dimension and the one half a head further, or a dimension and the next."""
 Rounding = Literal["floor", "ceil", "nearest"]
+Counting = Rounding | Literal["steps"]
+"""How a ratio becomes a number of units: rounded as recipes say it, or to the nearest multiple."""
 """How units times ratio becomes a whole number of units."""
 Axis = Literal["rows", "columns", "table"]
 """Outputs of a linear module, its inputs, or the last axis of a table, whose `module` is the tensor itself."""

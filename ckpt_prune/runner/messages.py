@@ -139,6 +139,8 @@ def wider_choice(prepared: Prepared) -> str | None:
     recipe = prepared.recipe
     if not prepared.job.by_default or (recipe.name, recipe.widths) != (DEFAULT_RECIPE, "uniform"):
         return None
+    if prepared.model.checkpoint.within is not None:
+        return None  # a part has no code of its own
     try:
         wider = type(recipe).model_validate(prepared.whole.recipe.model_dump(by_alias=True) | {"widths": "per_layer"})
         fit_to_runtimes(wider, prepared.model, Notices())

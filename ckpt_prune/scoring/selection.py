@@ -10,17 +10,21 @@ import torch
 from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.spaces import Rounding, Site, SpaceName
+from ckpt_prune.model.spaces import Counting, Site, SpaceName
 
 _ROUNDING = {"floor": ROUND_FLOOR, "ceil": ROUND_CEILING, "nearest": ROUND_HALF_UP}
 
 
-def units_kept(units: int, ratio: float, rounding: Rounding, multiple_of: int = 1) -> int:
+def units_kept(units: int, ratio: float, rounding: Counting, multiple_of: int = 1) -> int:
     """Return how many units stay when a share `ratio` of `units` goes; an error if none would.
 
     The product is taken in decimal: 0.07 of 100 is 7; in binary floats it is a little above, and `ceil` would give 8.
-    The kept width is rounded up to a multiple of `multiple_of`, never past `units`.
+    The kept width is rounded up to a multiple of `multiple_of`, never past `units`; with `steps` to the nearest, never
+    to none.
     """
+    if rounding == "steps":
+        steps = (Decimal(units) * (1 - Decimal(repr(ratio))) / multiple_of).to_integral_value(ROUND_HALF_UP)
+        return min(units, max(1, int(steps)) * multiple_of)
     dropped = int((Decimal(units) * Decimal(repr(ratio))).to_integral_value(_ROUNDING[rounding]))
     kept = units - dropped
     if kept < 1:

@@ -48,6 +48,13 @@ def test_widths_are_rounded_up_to_a_multiple_but_not_past_the_dense_one(units, r
     assert units_kept(units, ratio, "ceil", multiple) == kept
 
 
+@pytest.mark.parametrize(
+    ("ratio", "kept"), [(0.0, 64), (0.1, 64), (0.125, 64), (0.2, 48), (0.3, 48), (0.4, 32), (0.8, 16), (0.9, 16)]
+)
+def test_of_widths_in_steps_the_nearest_is_taken(ratio, kept):
+    assert units_kept(64, ratio, "steps", 16) == kept
+
+
 def test_dropping_everything_is_refused():
     with pytest.raises(UserError) as caught:
         units_kept(4, 0.9, "ceil")

@@ -90,6 +90,7 @@ def choose_container(
     UserError if nothing fits; the message says why each candidate does not, and what to do.
     """
     family = model.family
+    own_code &= model.checkpoint.within is None  # a part has none
     output = _Output(model, widths, biases, ranks)
     for block, block_widths in enumerate(widths):
         _check_block(model, block, block_widths, biases)
@@ -136,7 +137,6 @@ def choose_container(
                 reason = rules[refused[0]] if refused and candidate is family else reason
             if not slotless_ok:
                 reasons.append(reason)
-    own_code &= model.checkpoint.within is None  # a part has none
     raise NothingFitsError(reasons, _advice(output, refused, remote=remote, own_code=own_code))
 
 
@@ -377,16 +377,40 @@ def _advice(output: _Output, refused: list[SpaceName], *, remote: bool, own_code
     if not lacking:
         ways = "take another --ratio or a compensation without a bias"
         return f"{OWN_CODE}, or {ways}" if own_code else ways.capitalize()
-    padded = "--container padded for a stock class that is filled up with zeros, which saves nothing there"
-    advice = f"{OWN_CODE}, or {padded}" if own_code else f"Say {padded}"
+    padded, others = "for a stock class that is filled up with zeros, which saves nothing there", list[str]()
     for name in lacking:
         multiple = family.multiples.get(family.spaces[name].units)
         if multiple is not None and not multiple.gated:
             hidden = output.model.dimension("hidden")
-            advice += f"; --set spaces.{name}.multiple_of={hidden} rounds the {name} up to a stock width"
+            rounds = f"--set spaces.{name}.multiple_of={hidden} rounds the {name} up to a stock width"
+            # A part's widths are rounded by themselves: those that are not were given as numbers.
+            stands_alone = output.model.checkpoint.within is None
+            others.append(rounds if stands_alone else f"Multiples of {hidden} are stock widths of the {name}")
     for name in dict.fromkeys(map(recipe_space, refused)):
-        advice += f"; --set spaces.{name}.ratio=0 leaves all {name} in place, and the source is fine as it is"
-    return advice
+        others.append(f"--set spaces.{name}.ratio=0 leaves all {name} in place, and the source is fine as it is")
+    whole = list(dict.fromkeys(map(recipe_space, lacking)))
+    alone = [] if refused else _stock_without(output, whole)
+    if alone:
+        left = " ".join(f"--set spaces.{name}.ratio=0" for name in whole)
+        others.append(f"{left} prunes {' and '.join(alone)} alone, which the stock class has room for")
+    if own_code:
+        return "; ".join([f"{OWN_CODE}, or --container padded {padded}", *others])
+    return "; ".join([*others, f"{'' if others else 'Say '}--container padded {'is ' if others else ''}{padded}"])
+
+
+def _stock_without(output: _Output, whole: list[SpaceName]) -> list[SpaceName]:
+    """Return the spaces that can still be pruned if some stay whole, in a stock class; empty if there are none."""
+    model = output.model
+    widths = [
+        {space: model.units(space, block) if recipe_space(space) in whole else kept for space, kept in each.items()}
+        for block, each in enumerate(output.widths)
+    ]
+    others = list(dict.fromkeys(recipe_space(space) for space in output.pruned if recipe_space(space) not in whole))
+    try:
+        choose_container(model, widths, output.biases)
+    except UserError:
+        return []
+    return others
 
 
 # ---- configs -----------------------------------------------------------------------------------------------------

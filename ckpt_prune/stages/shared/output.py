@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ckpt_prune.checkpoint.checkpoint import PartOf
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import ROTATIONS
 from ckpt_prune.job.decisions import Decisions
@@ -90,14 +91,21 @@ def _check_part(model: Model, container: Container, rotated: bool) -> None:
             f"--part {within.part}: what reads and writes its stream from outside does not follow rotations"
         )
     if container.remote_class is not None:
-        raise UserError(
-            f"--part {within.part}: blocks that need remote code have no place in another model: choose a recipe with "
-            "widths: uniform and a compensation that opens no bias, such as ridge"
-        )
+        raise _needs_code(within)
+
+
+def _needs_code(part: PartOf) -> UserError:
+    return UserError(
+        f"--part {part.part}: blocks that need remote code have no place in another model: choose a recipe with "
+        "widths: uniform and a compensation that opens no bias, such as ridge"
+    )
 
 
 def _container(prepared: Prepared, widths: Widths, rotated: RotatedCheckpoint | None, ranks: Ranks) -> Container:
     model, recipe = prepared.model, prepared.recipe
+    within, finds = model.checkpoint.within, prepared.plan is None and recipe.allocation != "uniform"
+    if within is not None and finds and recipe.widths == "per_layer" and model.blocks > 1:
+        raise _needs_code(within)  # before widths are measured that no class would have
     biases = {*model.biased}
     for space, settings in recipe.spaces.items():
         if is_pruned(model, space, widths) and settings.compensation.opens_bias:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import is_far
-from ckpt_prune.model.spaces import Rounding
+from ckpt_prune.model.spaces import Counting
 from ckpt_prune.scoring.selection import units_kept
 
 _DIGITS = 12
@@ -16,7 +16,7 @@ def allowed_widths(units: int, multiple_of: int = 1) -> list[int]:
     return multiples if multiples and multiples[-1] == units else [*multiples, units]
 
 
-def ratio_for(units: int, kept: int, rounding: Rounding, multiple_of: int = 1) -> float:
+def ratio_for(units: int, kept: int, rounding: Counting, multiple_of: int = 1) -> float:
     """Return the shortest ratio of two digits or more that leaves exactly `kept` units, one of `allowed_widths`.
 
     `rounding` and `multiple_of` are as in `selection.units_kept`. ValueError if no ratio leaves that many.
@@ -31,7 +31,7 @@ def ratio_for(units: int, kept: int, rounding: Rounding, multiple_of: int = 1) -
     raise ValueError(f"no ratio leaves {kept} of {units} units in multiples of {multiple_of}")
 
 
-def _try_keep(units: int, ratio: float, rounding: Rounding, multiple_of: int) -> int | None:
+def _try_keep(units: int, ratio: float, rounding: Counting, multiple_of: int) -> int | None:
     try:
         return units_kept(units, ratio, rounding, multiple_of)
     except UserError:
@@ -55,7 +55,7 @@ class Gap:
     ratio: float | None
 
 
-def gap(units: int, asked: float, rounding: Rounding, multiple_of: int = 1) -> Gap | None:
+def gap(units: int, asked: float, rounding: Counting, multiple_of: int = 1) -> Gap | None:
     """Return what is reached, and the next size beside it, if that is far from a ratio; None if it is near."""
     kept = units_kept(units, asked, rounding, multiple_of)
     dropped = units - kept

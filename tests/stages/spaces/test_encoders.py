@@ -196,6 +196,11 @@ def test_heads_of_opt_and_bert_have_no_stock_class(dense, variant, tmp_path):
     kind = VARIANTS[variant].model_type
     reason = f"the heads of {kind} are always as wide together as the hidden size"
     assert message == f"no stock class fits: {reason}{STOCKLESS}"
+    both = refusal(dense, variant, {"heads": 0.25, "mlp": 0.25}, container="auto")
+    alone = "; --set spaces.heads.ratio=0 prunes mlp alone, which the stock class has room for"
+    assert both == message + alone
+    without = prune_variant(dense, variant, tmp_path / "mlp", {"heads": 0.0, "mlp": 0.25}, container="auto")
+    assert without["container"]["remote_code"] is False
     report = prune_variant(dense, variant, tmp_path / "out", {"heads": 0.25}, container="remote")
     assert report["container"]["note"] == (
         f"stored as {kind} with remote code ({reason}): load with ckpt_prune.load or trust_remote_code"
