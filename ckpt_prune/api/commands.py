@@ -76,7 +76,8 @@ def prune(options: PruneOptions) -> "Pruned":
 
     The default recipe, best-uniform, sets nothing by hand: units, widths, strength and form of compensation are those
     that do the least harm as measured, with the same widths in every block. Recipe best does the same with widths per
-    block: it loses less, and OUT then carries its own code to load it with.
+    block: it loses less, and OUT then carries its own code to load it with. Where one key of config.json states the
+    width of several stacks of blocks (T5, swin), ridge is the default.
 
     What layers read is known from --statistics or measured on --text, or on --images for a vision model. A sequential
     recipe measures each block behind the already pruned ones, as its paper does; a dense recipe measures the unpruned

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DEFAULT_RECIPE = "best-uniform"
 """The recipe of users who name none: a newcomer's first output loads without remote code."""
+ONE_WIDTH_RECIPE = "ridge"
+"""The recipe that takes its place where one config key states the width of several stacks of blocks."""
 WIDER_CHOICE = "best"
 """The shipped recipe that is the default one with widths per block."""
 MOST_BYTES = 2**18

@@ -29,7 +29,7 @@ from ckpt_prune.runner.follow import afterwork_of
 from ckpt_prune.runner.latency import time_output, with_latencies
 from ckpt_prune.runner.messages import extreme_line, messages, unmeasured_lines
 from ckpt_prune.runner.quality import count_windows, is_measured, measure_quality
-from ckpt_prune.runner.read_job import read_job
+from ckpt_prune.runner.read_job import read_job, suit_default
 from ckpt_prune.runner.read_recipe import ChosenRecipe
 from ckpt_prune.runner.resuming import resumable
 from ckpt_prune.runner.run_job import Done, check_job, preview_job, run_job
@@ -250,6 +250,9 @@ def _read(options: PruneOptions, chosen: ChosenRecipe, say: Notices, *, goes_on:
     # What is only told, and of sizes alone, does without transformers' class, which takes seconds to import.
     only_sizes = options.dry_run and not chosen.recipe.needs_moments and chosen.plan is None and not has_data(options)
     dense = open_model(options.model, Opening.of(options, by_class=not only_sizes, goes_on=goes_on))
+    if chosen.plan is None:
+        recipe = suit_default(options, dense.family, chosen.recipe, options.mask_changes, options.vocabulary)
+        chosen = chosen if recipe is chosen.recipe else replace(chosen, recipe=recipe, written=recipe)
     chosen = replace(chosen, recipe=fit_to_runtimes(chosen.recipe, dense, say))
     model, facts = dense, list[Any]()
     for stage in stages_of(chosen.recipe):

@@ -1,6 +1,6 @@
 """From options to a job: what is given is read, and what cannot go together is refused before any work."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.folder_kinds import OUTPUT_KIND, FolderKind
 from ckpt_prune.checkpoint.staging import check_output, partial_of, refuse_overlap
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.progress import Notices
+from ckpt_prune.common.progress import Notices, say_once
 from ckpt_prune.job.job import Job, LiveSamples, RecoverySamples
 from ckpt_prune.job.plan import Plan, read_plan
 from ckpt_prune.measure.samples.choose import check_kind, choose_fresh_samples, choose_samples
@@ -20,22 +20,46 @@ from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.composites import whole_of_stack
 from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
-from ckpt_prune.options.commands import PlanOptions, PruneOptions
+from ckpt_prune.options.commands import PlanOptions, PruneOptions, RecipeOptions
 from ckpt_prune.options.data import ProofOptions, SampleOptions, has_data
 from ckpt_prune.options.option import digested_options
 from ckpt_prune.options.training import Method
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.recipe.recipe import Recipe
-from ckpt_prune.recipe.shipped import RecipeFile
+from ckpt_prune.recipe.shipped import ONE_WIDTH_RECIPE, RecipeFile
 from ckpt_prune.runner.checks import check_again, check_planned
 from ckpt_prune.runner.plannable import check_plannable
 from ckpt_prune.runner.publish import wanted_names
-from ckpt_prune.runner.read_recipe import ChosenRecipe
+from ckpt_prune.runner.read_recipe import ChosenRecipe, recipe_of
 from ckpt_prune.runner.runtimes import fit_to_runtimes
 from ckpt_prune.stages.recovery.keys import Recovery
-from ckpt_prune.stages.spaces.checks import check_spaces
+from ckpt_prune.stages.spaces.checks import check_spaces, find_shared_width
+
+
+def suit_default(
+    options: RecipeOptions,
+    family: Family,
+    recipe: Recipe,
+    mask_changes: Mapping[str, tuple[str, str | None]] | None = None,
+    tokens: str | None = None,
+) -> Recipe:
+    """Return a recipe, or another one in place of a default that a model cannot take.
+
+    Args:
+        options: that name a recipe, or none.
+        family: of the model.
+        recipe: that they ask for.
+        mask_changes, tokens: as in `recipe_of`.
+    """
+    conflict = find_shared_width(family, recipe)
+    if options.recipe is not None or conflict is None:
+        return recipe
+    _, other = recipe_of(options.model_copy(update={"recipe": ONE_WIDTH_RECIPE}), mask_changes, tokens)
+    say_once(f"{conflict}: recipe {ONE_WIDTH_RECIPE} takes its place")
+    return other
 
 
 def read_plan_job(options: PlanOptions, file: RecipeFile, recipe: Recipe) -> Job:
@@ -58,6 +82,7 @@ def read_plan_job(options: PlanOptions, file: RecipeFile, recipe: Recipe) -> Job
             f"recipe {recipe.name} needs statistics: run `{recipe.calibration}` and give --statistics STATS"
         )
     model = open_model(options.model, Opening.of(options))
+    recipe = suit_default(options, model.family, recipe)
     if options.output is not None:
         refuse_overlap(model.checkpoint.path, options.output)
     recipe = fit_to_runtimes(recipe, model, Notices())

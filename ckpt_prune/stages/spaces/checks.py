@@ -196,13 +196,9 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     for space in recipe.spaces:
         if space not in family.spaces:
             raise UserError(f"recipe {recipe.name} prunes {_say_lacking(space, family)}")
-    shared = next((name for name in recipe.spaces if family.shares_width(family.spaces[name])), None)
-    if shared is not None and (recipe.allocation != "uniform" or recipe.widths != "uniform"):
-        key = family.width_key(family.spaces[shared])
-        raise UserError(
-            f"recipe {recipe.name} finds a width for each stack of blocks, and {key} of {family.model_type} states one "
-            "for all: choose a recipe with allocation: uniform, such as ridge"
-        )
+    conflict = find_shared_width(family, recipe)
+    if conflict is not None:
+        raise UserError(f"{conflict}: choose a recipe with allocation: uniform, such as ridge")
     gated = [name for name in recipe.spaces if name in family.columns and family.columns[name].gate is not None]
     if gated and recipe.target == "drift":
         raise UserError(
@@ -220,6 +216,18 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
                 f"recipe {recipe.name} prunes {name}, of which none can go in {family.model_type}: {obstacle}. "
                 f"Leave out spaces.{name}: {' and '.join(others)} can be pruned, by itself in {alone}"
             )
+
+
+def find_shared_width(family: Family, recipe: Recipe) -> str | None:
+    """Say that a recipe finds widths where one config key states those of all stacks of blocks; None if not."""
+    spaces = (family.spaces[name] for name in recipe.at(family).spaces if name in family.spaces)
+    shared = next((space for space in spaces if family.shares_width(space)), None)
+    if shared is None or (recipe.allocation, recipe.widths) == ("uniform", "uniform"):
+        return None
+    return (
+        f"recipe {recipe.name} finds a width for each stack of blocks, and {family.width_key(shared)} of "
+        f"{family.model_type} states one for all"
+    )
 
 
 def _say_lacking(space: SpaceName, family: Family) -> str:
