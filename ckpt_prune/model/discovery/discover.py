@@ -234,11 +234,13 @@ def _settle(draft: Draft, twin: Twin) -> Family:
                 draft.description["dimensions"]["logits"] = []
                 draft.description["derived"]["logits"] = ["head_dim"]
                 if "heads" in draft.description["spaces"]:
-                    drop_space(draft, "heads", f"shapes contradict it: {reason}")
+                    why = f"by its config the heads of {{model_type}} are together not as wide as {reason.split()[1]}"
+                    drop_space(draft, "heads", why)  # without the twin's sizes
                 continue
             if named not in draft.description["spaces"]:
                 raise
-            drop_space(draft, named, _FIXED if named in ("heads", "queries") else f"shapes contradict it: {reason}")
+            of_twin = f"shapes of a small random model of its class contradict it: {reason}"
+            drop_space(draft, named, _FIXED if named in ("heads", "queries") else of_twin)
             continue
         return family
     raise UserError("no space of it agrees with its shapes: " + "; ".join(f"{n}: {w}" for n, w in draft.whole.items()))
