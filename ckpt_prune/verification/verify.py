@@ -98,22 +98,19 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
         run_check("finite", lambda: _check_finite(checkpoint)),
         run_check("load", lambda: _check_load(checkpoint)),
         run_check("digests", lambda: _check_digests(folder, report)),
-        *(check for checks_of in find_functions("checks", "verify") for check in checks_of(part, report)),
+        *_check_pruned(part, None, report),
         *run_side_file_check(folder),
     ]
     if report is not None and dense is not None:
-        if moves_stream(report):
-            checks.append(run_check("head", lambda: check_head(part, shape_source(dense, report), report)))
-        checks.append(run_check("kept units", lambda: check_kept(part, shape_source(dense, report), report)))
-        against_dense = find_functions("checks_against", "verify")
-        checks += [check for checks_of in against_dense for check in checks_of(part, dense, report)]
+        checks += _check_against(part, dense, report)
     others = list[str]()
     for other in [] if report is None else map(Report.read, report.others):
         assert other.part is not None
         if dense is None or dense.within is None:
-            checks += _check_pruned_part(checkpoint, None, other)
+            checks += _check_pruned(extract_part(checkpoint, other.part), None, other)
         elif _has_all_parts(dense.within.whole, report):  # and none was pruned before
-            checks += _check_pruned_part(checkpoint, extract_part(dense.within.whole, other.part), other)
+            whole = dense.within.whole
+            checks += _check_pruned(extract_part(checkpoint, other.part), extract_part(whole, other.part), other)
             others.append(other.part)
     if part.within is not None and dense is not None:
         checks.append(run_check("other parts", lambda: _check_other_parts(part, dense, others)))
@@ -126,14 +123,28 @@ def _has_all_parts(whole: Checkpoint, report: Report | None) -> bool:
     return first is not None and first.source.fingerprint == extract_part(whole, str(first.part)).fingerprint
 
 
-def _check_pruned_part(checkpoint: Checkpoint, dense: Checkpoint | None, report: Report) -> list[Check]:
-    """Check a part that was pruned before the one that the output's own report is about."""
-    part = extract_part(checkpoint, str(report.part))
-    checks = [check for checks_of in find_functions("checks", "verify") for check in checks_of(part, report)]
-    if dense is not None:
-        checks.append(run_check("kept units", lambda: check_kept(part, shape_source(dense, report), report)))
-        against_dense = find_functions("checks_against", "verify")
-        checks += [check for checks_of in against_dense for check in checks_of(part, dense, report)]
+def _check_pruned(checkpoint: Checkpoint, dense: Checkpoint | None, report: Report | None) -> list[Check]:
+    """Check what was pruned, a whole model or a part of one, and with `dense` what stays of it."""
+    checks = [check for checks_of in find_functions("checks", "verify") for check in checks_of(checkpoint, report)]
+    checks = _name_part(checks, report)
+    return checks if dense is None or report is None else [*checks, *_check_against(checkpoint, dense, report)]
+
+
+def _check_against(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> list[Check]:
+    """Check that what stays of a model, or of a part of one, is what the dense one had."""
+    checks = list[Check]()
+    if moves_stream(report):
+        checks.append(run_check("head", lambda: check_head(checkpoint, shape_source(dense, report), report)))
+    checks.append(run_check("kept units", lambda: check_kept(checkpoint, shape_source(dense, report), report)))
+    against_dense = find_functions("checks_against", "verify")
+    checks += [check for checks_of in against_dense for check in checks_of(checkpoint, dense, report)]
+    return _name_part(checks, report)
+
+
+def _name_part(checks: Sequence[Check], report: Report | None) -> list[Check]:
+    """Return checks under names that say which part of a model they are of."""
+    if report is None or report.part is None:
+        return list(checks)
     return [replace(check, name=f"{check.name} ({report.part})") for check in checks]
 
 
