@@ -91,6 +91,9 @@ def _print_proofs(found: "Found") -> None:
 def _print(found: "ModelDescription") -> None:
     from ckpt_prune.common.formatting import human_bytes, human_count
 
+    of_tokens = f"sample of {found.tokens} tokens"
+    sample = of_tokens if found.image is None else "image of {} x {} pixels, all stages".format(*found.image)
+    span = " to ".join(dict.fromkeys(map(human_count, (found.block.fewest, found.block.most))))
     facts: dict[str, str | None] = {
         "model": found.model + ("" if found.weights else " (config only)"),
         "family": f"{found.family} ({found.architecture})",
@@ -100,9 +103,9 @@ def _print(found: "ModelDescription") -> None:
         "of these": ", ".join(
             f"{part} {human_count(count)} ({count / found.parameters:.0%})" for part, count in found.parts.items()
         ),
-        "blocks": f"{found.blocks}, {human_count(found.block.parameters)} parameters each; "
+        "blocks": f"{found.blocks}, {span} parameters each; "
         + (f"all stay: {found.block.stay}" if found.block.stay else "whole ones can go (--recipe depth)"),
-        "FLOPs": f"{human_count(found.flops)} for one sample of {found.tokens} tokens",
+        "FLOPs": f"{human_count(found.flops)} for one {sample}",
     }
     facts["kinds"] = "; ".join(f"{spaces} in {name_blocks(blocks)}" for spaces, blocks in found.kinds.items())
     if found.cache:

@@ -16,7 +16,7 @@ class SpaceDescription(Frozen):
         consumer: the module whose columns the space ends in; None for q and k.
         parameters: of the tensors that the space lies on, all blocks together.
         containers: `model_type` of an output with fewer units, for `weights` alone and for `weights and bias`; none if
-            no unit can go.
+            no unit can go, or if no stock class fits a part of another model, which has no code of its own.
     """
 
     unit: str
@@ -84,9 +84,17 @@ class MadeFrom(Frozen):
 
 
 class BlockDescription(Frozen):
-    """A whole block: the parameters of the last one, and why none can go (None if some can)."""
+    """A whole block.
+
+    Attributes:
+        parameters: of the last one.
+        fewest, most: parameters of the smallest and of the largest.
+        stay: why none can go; None if some can.
+    """
 
     parameters: int
+    fewest: int
+    most: int
     stay: str | None
 
 
@@ -100,7 +108,7 @@ class _Answer(Frozen):
         return self.model_dump(exclude={key for key in _OPTIONAL if not getattr(self, key, True)})
 
 
-_OPTIONAL = ("sparsity", "ignored")
+_OPTIONAL = ("sparsity", "ignored", "image")
 """Keys that JSON leaves out if they hold nothing."""
 
 
@@ -119,13 +127,15 @@ class ModelDescription(_KnownDescription):
     Attributes:
         purpose: in the Hub's words; None if this package has no use for such models.
         parameters, bytes, flops, tokens, cache: as in `job.records.Cost`.
+        image: height and width of the image that FLOPs are for, of a model of images in stages.
         parts: how the parameters are divided (`model.cost.count_by_part`).
         weights: False if there is a config alone.
         ignored: tensors that outputs lack, because the class does not load them, or because another tensor that is tied
             to them has the same values.
         ignored_words, tied_words: sentences about these, and about tensors stored otherwise than config.json ties them.
         made_from: set for an output of this tool.
-        kinds: spaces of a kind of blocks, in words → these blocks; empty if all have the same.
+        kinds: kind of blocks, in words → these blocks; empty if all are alike. Blocks of a kind have the same spaces,
+            and where config.json names a type of each block, the same type.
         pruned: sizes at the given ratios.
         messages: say if units are too coarse for these.
         recipe: whose spaces the ratios apply to.
@@ -143,6 +153,7 @@ class ModelDescription(_KnownDescription):
     bytes: int
     flops: int
     tokens: int | None
+    image: tuple[int, int] | None = None
     cache: int | None = None
     weights: bool
     ignored: list[str] = Field(default_factory=list)

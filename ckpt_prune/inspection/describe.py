@@ -29,6 +29,7 @@ from ckpt_prune.model.containers.checking import check_source, check_stock
 from ckpt_prune.model.containers.choosing import choose_container
 from ckpt_prune.model.containers.opening import Opening, apply_description, describe_unknown, open_checkpoint
 from ckpt_prune.model.containers.remote import remote_class
+from ckpt_prune.model.context import image_size
 from ckpt_prune.model.cost import cost_of, count_by_part
 from ckpt_prune.model.depth import check_shortened
 from ckpt_prune.model.matching import match_checkpoint
@@ -95,6 +96,7 @@ def _model(
         tied_head=model.tied,
         spaces={name: _space(model, first) for name, first in first_expert_spaces(family.spaces).items()},
         **cost_of(model).model_dump(),
+        image=None if family.stage is None else image_size(family, model.config),
         parts=count_by_part(model),
         weights=weights,
         ignored=sorted([*model.checkpoint.ignored, *model.checkpoint.shadowed]),
@@ -125,16 +127,26 @@ def _block(model: Model) -> BlockDescription:
             check_shortened(model, range(model.blocks))
         except UserError as error:
             stay = str(error)
-    names = filter(is_parameter, model.block_names(model.blocks - 1))
-    return BlockDescription(parameters=sum(model.checkpoint.tensors[name].numel for name in names), stay=stay)
+    tensors = model.checkpoint.tensors
+    sizes = [
+        sum(tensors[name].numel for name in filter(is_parameter, model.block_names(block)))
+        for block in range(model.blocks)
+    ]
+    return BlockDescription(parameters=sizes[-1], fewest=min(sizes), most=max(sizes), stay=stay)
 
 
 def _kinds(model: Model) -> dict[str, list[int]]:
-    kinds: dict[str, list[int]] = {}
+    types, kinds = _types(model), dict[str, list[int]]()
     for block, widths in enumerate(model.dense_widths):
         spaces = ", ".join(first_expert_spaces(widths)) or "none that can be pruned"
-        kinds.setdefault(spaces, []).append(block)
+        kinds.setdefault(f"{types[block]} ({spaces})" if types else spaces, []).append(block)
     return kinds if len(kinds) > 1 else {}
+
+
+def _types(model: Model) -> list[str]:
+    """Return the type of every block as the config names it; empty if it does not."""
+    stated = getattr(model.config, "layer_types", None)
+    return list(stated) if isinstance(stated, list | tuple) and len(stated) == model.blocks else []
 
 
 def _space(model: Model, name: SpaceName) -> SpaceDescription:
@@ -146,7 +158,7 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
     alike = [other for other in family.spaces if recipe_space(other) == recipe_space(name)]
     together = [other for other, each in family.spaces.items() if each.units == space.units in family.together]
     # One unit fewer stands for any number: the first drop is what changes the container.
-    fewer = max(1, units - (model.multiple(name) if space.kind == "experts" else 1))
+    fewer = max(1, units - (model.multiple(name) if space.kind == "experts" else model.stock_step(name)))
     widths = [{space: fewer for space in widths_of if space in {*alike, *together}} for widths_of in model.dense_widths]
     biases = model.biased
 
@@ -156,7 +168,7 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
         try:
             return choose_container(model, widths, biases).model_type
         except UserError:
-            return "remote code"
+            return "remote code" if model.checkpoint.within is None else "none"  # a part has no code of its own
 
     tensors = model.checkpoint.tensors
     modules = {*space.modules}

@@ -51,7 +51,7 @@ def positions(size: tuple[int, ...], stride: float) -> int:
 
 def image_tokens(family: Family, config: Any, size: tuple[int, ...]) -> int:
     """Return the tokens of an image of `size` (height, width): patches, special tokens and registers."""
-    if family.stage is not None:
-        return positions(size, family.strides[family.block.partition("{block}")[0]])
+    if family.stride is not None:
+        return positions(size, family.stride) + family.special_tokens
     registers = 0 if family.registers is None else int(getattr(config, family.registers))
     return patches(config, size) + family.special_tokens + registers

@@ -8,9 +8,10 @@ from posixpath import commonpath
 import torch
 
 from ckpt_prune.model.containers.container import stored_container
-from ckpt_prune.model.context import image_size, patches, positions
+from ckpt_prune.model.context import image_size, patches
 from ckpt_prune.model.cost_record import Cost
 from ckpt_prune.model.factors import factor_names
+from ckpt_prune.model.image_flops import image_flops
 from ckpt_prune.model.matching import tied_by_description
 from ckpt_prune.model.model import Model, TensorSpecs
 from ckpt_prune.model.skeleton import is_parameter, stock_names
@@ -29,6 +30,11 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
     tied = _tied_names(model)
     parameters = sum(size for name, size in sizes.items() if name not in tied)
     size = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+    if family.stage is not None:
+        weights = {name: shape for name, (_, shape) in shapes.items()}
+        image = image_size(family, model.config)
+        flops = image_flops(model.checkpoint.config, family.architecture, image, weights)
+        return Cost(parameters=parameters, bytes=size, flops=flops)
     probe = family.architectures[family.architecture].probe
     flops = 0
     for name, numel in sizes.items():
@@ -45,7 +51,7 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
         output = model.tensor(block, attention.output)
         needed = (output, model.tensor(block, attention.key))
         is_here = all(name in shapes or factor_names(name)[0] in shapes for name in needed)
-        if not is_here or family.stage is not None:
+        if not is_here:
             continue  # it mixes tokens in another way, or not at all
         if attention.latent:
             keys, mixed = (
@@ -138,9 +144,6 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
     family, module = model.family, name.rpartition(".")[0]
     if module in family.multiplied_per_token:
         return int(family.multiplied_per_token[module] * model.tokens) if dimensions > 1 else 0
-    stride = next((own for path, own in family.strides.items() if name.startswith(path)), None)
-    if stride is not None and module not in family.pooled:
-        return positions(image_size(family, model.config), stride) if dimensions > 1 else 0
     if dimensions == 4 and family.modality == "image":
         return patches(model.config)
     if dimensions != 2 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):

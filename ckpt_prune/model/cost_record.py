@@ -15,7 +15,8 @@ class Cost(FixedRecord):
         bytes: of its tensors on disk.
         flops: of one forward pass over one sample of `tokens` tokens, without a cache: two per multiply-add of every
             matrix product and convolution, attention scores unmasked, as `torch.utils.flop_counter` counts.
-        tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens.
+        tokens: of a text, the context length, at most 2048; of an image, its patches and special tokens; None of a
+            model of images in stages, each of which has another number.
         cache: bytes that one token takes in the cache of keys and values, in the checkpoint's type; None if it
             generates no text.
     """

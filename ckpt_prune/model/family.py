@@ -81,7 +81,7 @@ class Family(StrictModel):
     modality: Modality = "text"
     special_tokens: int = 0
     stage: int | None = None
-    strides: dict[str, float] = Field(default_factory=dict)
+    stride: float | None = None
     registers: str | None = None
     layers: str
     block: str

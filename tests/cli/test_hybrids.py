@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,23 @@ def hybrid(place: Path, request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def check_kinds(found: dict[str, Any], pruned: dict[str, set[int]]) -> None:
+    """Check that blocks of a kind have the same spaces and, where the config names it, the same type."""
+    kinds: dict[str, list[int]] = found["kinds"]
+    types = getattr(transformers.AutoConfig.from_pretrained("hybrid"), "layer_types", None) or [""] * found["blocks"]
+    alike: dict[Any, list[int]] = {}
+    for block, name in enumerate(types):
+        alike.setdefault((name, frozenset(each for each in pruned if block in pruned[each])), []).append(block)
+    assert list(kinds.values()) == (list(alike.values()) if len(alike) > 1 else [])
+    for (name, spaces), kind in zip(alike, kinds, strict=False):
+        inside = kind.removeprefix(f"{name} (").removesuffix(")") if name else kind
+        assert inside != kind or not name
+        assert spaces <= {*inside.split(", ")}
+    sizes = [found["block"][key] for key in ("fewest", "parameters", "most")]
+    assert sizes == sorted(sizes)
+    assert (sizes[0] < sizes[2]) == (len({spaces for _, spaces in alike}) > 1 or found["family"] == "gemma4_text")
+
+
 @pytest.mark.parametrize("hybrid", every(2, BLOCKS), indirect=True)
 def test_units_that_go_are_as_if_they_were_zero(hybrid: str) -> None:
     """In a stock class: the output computes what the dense model does with these units' columns at zero."""
@@ -56,10 +74,7 @@ def test_units_that_go_are_as_if_they_were_zero(hybrid: str) -> None:
         units[:, [unit for unit in range(site["units"]) if unit not in site["kept"]]] = 0
         weights[site["consumer"]] = units.flatten(1)
     assert pruned == BLOCKS[hybrid]
-    kinds = json.loads(ok("inspect", "hybrid", "--family", "hybrid.json", "--json"))["kinds"]
-    assert (len(kinds) > 1) == (len({*map(frozenset, pruned.values())}) > 1)
-    for space, blocks in pruned.items() if kinds else ():
-        assert blocks == {block for kind, own in kinds.items() if space in kind.split(", ") for block in own}
+    check_kinds(json.loads(ok("inspect", "hybrid", "--family", "hybrid.json", "--json")), pruned)
     save_file(weights, "hybrid/model.safetensors", {"format": "pt"})
     tokens = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(1))
     with quiet_transformers(), torch.no_grad():
@@ -116,6 +131,8 @@ def test_a_class_that_derives_its_widths_is_not_said_to_be_untied(place: Path) -
         make_model("lfm2", block_auto_adjust_ff_dim=True, block_multiple_of=8).save_pretrained("hybrid")
     assert read_json("hybrid/config.json")["tie_word_embeddings"]
     assert "tied  " not in ok("inspect", "hybrid")
-    assert "kinds       mlp in blocks 0 and 2; queries, heads, mlp in blocks 1 and 3\n" in ok("inspect", "hybrid")
+    assert "kinds       conv (mlp) in blocks 0 and 2; full_attention (queries, heads, mlp) in blocks 1 and 3\n" in ok(
+        "inspect", "hybrid"
+    )
     ok("prune", "hybrid", "--recipe", "magnitude", "--ratio", "0.5", "-o", "out", "--container", "any")
     assert read_json("out/config.json")["tie_word_embeddings"]

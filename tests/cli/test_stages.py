@@ -6,19 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForImageClassification,
     HieraConfig,
     HieraForImageClassification,
+    PvtConfig,
+    PvtForImageClassification,
     SegformerConfig,
     SegformerForImageClassification,
     SwinConfig,
     SwinForImageClassification,
 )
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.measure.streams.hidden_stream import open_stream
+from ckpt_prune.model.composites import extract_part
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.family_keys import Multiple
+from ckpt_prune.model.model import Model
 from tests.cli.running import edit_weights, ok, run
 from tests.encoders import Pixels
 from tests.images import write_images, write_processor
@@ -37,10 +43,15 @@ def place(tmp_path_factory) -> Path:
     SegformerForImageClassification(SegformerConfig(**sizes, initializer_range=0.3)).save_pretrained(
         folder / "segformer"
     )
+    sizes = {
+        key: sizes[key] for key in ("num_encoder_blocks", "depths", "hidden_sizes", "num_attention_heads", "mlp_ratios")
+    }
+    sizes |= {"sequence_reduction_ratios": [2, 1], "patch_sizes": [4, 2], "strides": [4, 2], "image_size": IMAGE}
+    PvtForImageClassification(PvtConfig(**sizes, initializer_range=0.3)).save_pretrained(folder / "pvt")
     sizes = {"embed_dim": 16, "depths": [1, 2], "num_heads": [1, 2], "num_query_pool": 1, "image_size": [IMAGE, IMAGE]}
     sizes |= {"masked_unit_size": [4, 4], "masked_unit_attention": [True, False], "drop_path_rate": 0.0}
     HieraForImageClassification(HieraConfig(**sizes, initializer_range=0.3)).save_pretrained(folder / "hiera")
-    for name in ("swin", "segformer", "hiera"):
+    for name in ("swin", "segformer", "hiera", "pvt"):
         write_processor(folder / name, size={"height": IMAGE, "width": IMAGE})
     write_images(folder / "images", [f"{number}.png" for number in range(8)])
     return folder
@@ -124,9 +135,82 @@ def test_a_stage_that_shares_its_width_does_not_go_alone_and_keeps_its_blocks():
     assert "drops whole blocks, and --part stage1" in depth.stderr
     found = run("prune", "swin", "--recipe", "best-uniform", *data, "-o", "alone")
     assert "finds a width for each stack of blocks, and mlp_ratio of swin states one for all" in found.stderr
-    width = run("prune", "segformer", "--recipe", "magnitude", "--ratio", "0.3", "-o", "alone")
-    assert "segformer knows only mlp widths of 16, 32, 48, not 44. Say --container padded" in width.stderr
     assert not Path("alone").exists()
+
+
+def test_the_default_recipe_is_ridge_where_stages_share_a_width():
+    data = ("--images", "images", "--samples", "4", "--evaluate-samples", "0")
+    printed = run("prune", "swin", *data, "-o", "default")
+    assert printed.exit_code == 0
+    found = "recipe best-uniform finds a width for each stack of blocks, and mlp_ratio of swin states one for all"
+    assert printed.stderr.splitlines().count(f"{found}: recipe ridge takes its place") == 1
+    ok("prune", "swin", "--recipe", "ridge", *data, "-o", "ridge")
+    weights = "model.safetensors"
+    assert Path("default", weights).read_bytes() == Path("ridge", weights).read_bytes()
+    checked = ok("verify", "default", "--against", "swin")
+    assert "FAILED" not in checked
+    rows = [line.rpartition("  ")[0].strip() for line in checked.splitlines() if line.startswith("kept units (")]
+    assert [*filter(None, rows)] == ["kept units (stage2)", "kept units (stage1)"]
+
+
+WIDTHS = ("prune", "segformer", "--recipe", "magnitude", "--ratio")
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [("0.2", 3), ("0.3", 3), ("0.4", 2)])
+def test_widths_are_in_steps_that_the_config_can_state(ratio, kept):
+    for container in ("auto", "any"):
+        printed = ok(*WIDTHS, ratio, "--container", container, "-o", "steps", "--dry-run")
+        assert f"mlp {16 * kept}/64" in printed
+        assert f"mlp {32 * kept}/128" in printed
+    assert "mlp 44/64" in ok(*WIDTHS, "0.3", "--container", "padded", "-o", "steps", "--dry-run")
+
+
+def test_no_code_of_its_own_is_advised_for_a_part():
+    """There is none: what is advised works."""
+    data = ("--images", "images", "--samples", "4")
+    best = run("prune", "segformer", "--recipe", "best", *data, "-o", "alone").stderr
+    assert "choose a recipe with widths: uniform and a compensation that opens no bias, such as ridge" in best
+    for recipe in ("best-uniform", "ridge"):
+        printed = ok("prune", "segformer", "--recipe", recipe, *data, "-o", "alone", "--dry-run")
+        assert "mlp 48/64" in printed
+        assert "code of its own" not in printed
+    numbers = ("--part", "stage1", "--set", "spaces.mlp.keep=[44,44]")
+    given = run(*WIDTHS, "0.3", *numbers, "--container", "any", "-o", "alone").stderr.splitlines()[-1]
+    assert given == (
+        "Error: no stock class fits: segformer knows only mlp widths of 16, 32, 48, not 44. Multiples of 16 are stock "
+        "widths of the mlp; --container padded is for a stock class that is filled up with zeros, which saves nothing "
+        "there"
+    )
+    assert not Path("alone").exists()
+    assert json.loads(ok("inspect", "segformer", "--part", "stage1", "--json"))["spaces"]["mlp"]["containers"] == {
+        "weights": "segformer",
+        "weights and bias": "segformer",
+    }
+
+
+KEYS = ("flops", "image")
+
+
+@pytest.mark.parametrize("name", ["swin", "segformer", "pvt", "hiera"])
+def test_flops_are_those_of_the_whole_model_in_every_stage(name):
+    """As torch counts them while the stock class runs over an image, with windows, reduced keys and class tokens."""
+    ok("prune", name, "--recipe", "magnitude", "--ratio", "0.25", "-o", f"flops-{name}")
+    counted = []
+    for folder in (name, f"flops-{name}"):
+        stages = json.loads(ok("inspect", folder, "--json"))["parts"].values()
+        (flops,), (image,) = ({tuple(each[key]) if key == "image" else each[key] for each in stages} for key in KEYS)
+        model = AutoModelForImageClassification.from_pretrained(folder, attn_implementation="eager").eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, 3, *image))
+        assert flops == counter.get_total_flops()
+        counted.append(flops)
+    assert counted[1] < counted[0]
+
+
+def test_a_class_token_stands_before_the_places_of_a_stage():
+    config = json.loads(Path("pvt/config.json").read_text())
+    part = extract_part(Checkpoint.open("pvt"), "stage2")
+    assert Model.of(part).tokens == (config["image_size"] // 8) ** 2 + 1
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(96, 384), (96, 43), (49, 129), (7, 3)])

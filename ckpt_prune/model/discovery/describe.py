@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isqrt
 from typing import Any
 
 import torch
@@ -227,7 +228,9 @@ class Describer:
         stated: dict[str, Any] = {"architectures": {self.twin.architecture: of_class}, "modality": "image"}
         if self.stage is None:
             return stated | {"special_tokens": self.runs[0].places[1] - patches(self.twin.parsed)}
-        return stated | {"stage": self.stage, "strides": self._strides(rows)}
+        places = self.runs[-1].places[1]
+        side = isqrt(places)  # a class token may stand before them
+        return stated | {"stage": self.stage, "stride": IMAGE / side, "special_tokens": places - side**2}
 
     def _rows_of_images(self) -> dict[str, int]:
         """Return linear module or convolution → rows, or places, that it makes of an image."""
@@ -248,18 +251,6 @@ class Describer:
         for hook in hooks:
             hook.remove()
         return rows
-
-    def _strides(self, rows: Mapping[str, int]) -> dict[str, float]:
-        """Return first part of names → side in pixels of what a row stands for: of blocks of stages, and the rest."""
-        count, prefix = count_stages(self.usual), self.prefix.partition("{block}")[0]
-        stages = dict(find_stage(self.twin, number, count) for number in range(count))
-        parameter, _ = next(self.runs[0].block.named_parameters())
-        inside = f"0.{self.names.saved_as(f'{self.layers}.0.{parameter}').removeprefix(f'{prefix}0.')}"
-        names = {layers: self.names.saved_as(f"{layers}.0.{parameter}").removesuffix(inside) for layers in stages}
-        places = {names[layers]: runs[-1].places[1] for layers, runs in stages.items()}
-        others = {self.names.saved_as(f"{path}.weight"): seen for path, seen in rows.items()}
-        places |= {name: seen for name, seen in others.items() if not name.startswith(tuple(places))}
-        return {name: (IMAGE**2 / seen) ** 0.5 for name, seen in places.items()}
 
     def _stored_path(self, wanted: nn.Module | None) -> str | None:
         """Return a module's path: of several, that under which its weight is saved."""
@@ -517,7 +508,7 @@ class Describer:
             return f"{trace.consumer} is a further one beside {beside['columns']['module']}"
         name = name if beside is None else free or name
         unit = join_units(trace)
-        columns = count = len(unit)
+        count = len(unit)
         if int(unit.max()) + 1 != count:
             return f"columns of {trace.consumer} depend on one another"
         each: list[str] = []
@@ -563,7 +554,7 @@ class Describer:
         ends = find_incidences(self.on_disk(run, trace.consumer), unit, count, named)
         tables = self._tables(run, trace, unit, count, named)
         if rows is None or ends is None or len(ends) != 1 or tables is None:
-            return f"the columns of {trace.consumer} ({columns}) lie in an order that a description cannot say"
+            return f"the columns of {trace.consumer} lie in an order that a description cannot say"
         self.spaces[name] = {
             **({"unit": "column for each shared expert"} if each else {}),
             "units": units,
