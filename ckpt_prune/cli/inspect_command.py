@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ModelDescription,
         PartsDescription,
         RemoteDescription,
+        SpaceDescription,
         SparsityDescription,
     )
     from ckpt_prune.model.family_keys import Found
@@ -88,6 +89,10 @@ def _print_proofs(found: "Found") -> None:
         click.echo(f"{name}: whole, {why}")
 
 
+def _in_steps(space: "SpaceDescription") -> str:
+    return f" in steps of {space.step}" if space.step > 1 else ""
+
+
 def _print(found: "ModelDescription") -> None:
     from ckpt_prune.common.formatting import human_bytes, human_count
 
@@ -121,7 +126,12 @@ def _print(found: "ModelDescription") -> None:
             click.echo(f"{key:<11} {value}")
     columns = ["space", "units per block", "parameters", "container", "with a bias"]
     spaces = [
-        [name, f"{space.units} x {space.unit}", human_count(space.parameters), *space.containers.values()]
+        [
+            name,
+            f"{space.units} x {space.unit}{_in_steps(space)}",
+            human_count(space.parameters),
+            *space.containers.values(),
+        ]
         for name, space in found.spaces.items()
     ]
     click.echo(f"\n{print_table(Table(columns, spaces))}")

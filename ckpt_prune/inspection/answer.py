@@ -13,6 +13,7 @@ class SpaceDescription(Frozen):
 
     Attributes:
         units: in each block.
+        step: by which the config of a part can state them; 1 if by any.
         consumer: the module whose columns the space ends in; None for q and k.
         parameters: of the tensors that the space lies on, all blocks together.
         containers: `model_type` of an output with fewer units, for `weights` alone and for `weights and bias`; none if
@@ -21,6 +22,7 @@ class SpaceDescription(Frozen):
 
     unit: str
     units: int
+    step: int = 1
     consumer: str | None
     columns_per_unit: int
     parameters: int

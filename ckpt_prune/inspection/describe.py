@@ -178,6 +178,7 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
     return SpaceDescription(
         unit=space.unit + (f" of each of {plural(len(alike), 'expert')}" if space.experts else ""),
         units=units,
+        step=model.stock_step(name),
         consumer=consumer,
         columns_per_unit=model.unit_columns(name),
         parameters=per_block * len(alike) * len(blocks),

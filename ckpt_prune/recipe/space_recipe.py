@@ -151,7 +151,8 @@ class SpaceRecipe(Strict):
         1,
         ge=1,
         description="Round the kept width up to a multiple of this many units; by default of mlp export.block_size "
-        "where that is given, and of an expert's columns 8, which transformers' products of experts want.",
+        "where that is given, and of an expert's columns 8, which transformers' products of experts want. In a part of "
+        "a model whose config states columns as a multiple of its width, the nearest such multiple stays.",
     )
     optional: bool | None = Field(
         None, description="true: left out where a model has no such space, or none of its units can go."

@@ -162,6 +162,7 @@ def test_widths_are_in_steps_that_the_config_can_state(ratio, kept):
         printed = ok(*WIDTHS, ratio, "--container", container, "-o", "steps", "--dry-run")
         assert f"mlp {16 * kept}/64" in printed
         assert f"mlp {32 * kept}/128" in printed
+    assert " 64 x column in steps of 16 " in ok("inspect", "segformer")
     assert "mlp 44/64" in ok(*WIDTHS, "0.3", "--container", "padded", "-o", "steps", "--dry-run")
 
 
@@ -174,6 +175,8 @@ def test_no_code_of_its_own_is_advised_for_a_part():
         printed = ok("prune", "segformer", "--recipe", recipe, *data, "-o", "alone", "--dry-run")
         assert "mlp 48/64" in printed
         assert "code of its own" not in printed
+    little = ok("prune", "segformer", "--ratio", "0.1", *data, "-o", "alone", "--dry-run")
+    assert "mlp: a ratio of 0.1 drops none of 64 in each block in multiples of 16; a ratio of 0.25 drops 16" in little
     numbers = ("--part", "stage1", "--set", "spaces.mlp.keep=[44,44]")
     given = run(*WIDTHS, "0.3", *numbers, "--container", "any", "-o", "alone").stderr.splitlines()[-1]
     assert given == (

@@ -9,12 +9,12 @@ from statistics import fmean
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count
 from ckpt_prune.compensation.methods import COLUMN_METHODS, FAR_FROM_RULE, derive_strength
-from ckpt_prune.job.decisions import multiple_of, rounding_of
+from ckpt_prune.job.decisions import keep_count, multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.containers.choosing import is_pruned
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
+from ckpt_prune.model.spaces import Site, SpaceName, first_expert_spaces, recipe_space
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.sizes import size_words
 from ckpt_prune.recipe.space_recipe import SpaceRecipe
@@ -152,10 +152,17 @@ def untouched_line(prepared: Prepared) -> str | None:
 
 
 def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
-    """Yield a line for every space whose units are too coarse for its ratio."""
-    if recipe.allocation != "uniform":
-        return
+    """Yield a line for every space whose units are too coarse for its ratio.
+
+    Where widths are found by effect, ratios only say a size: then if nothing would go.
+    """
     recipe = recipe.at(model.family)
+    if recipe.allocation != "uniform" and any(
+        keep_count(model, recipe, Site(block, space)) < model.units(space, block)
+        for space in recipe.spaces
+        for block in model.blocks_with(space)
+    ):
+        return
     for name, space in first_expert_spaces(recipe.spaces).items():
         multiple, counts = multiple_of(model, recipe, space), model.unit_counts(space)
         units = min(counts, default=0)  # the fewest are the coarsest
