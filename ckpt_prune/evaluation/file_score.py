@@ -21,7 +21,7 @@ class FileScore:
         top1: share of the tokens of which both hold the same one likeliest.
         perplexity: of the file.
         speeds: tokens a second, read and generated; of graphs read alone, and of images.
-        ms: what a graph takes of the work that a latency is of.
+        ms: what the file takes of the work that a time is asked for.
     """
 
     bytes: int

@@ -1,9 +1,10 @@
 """Types of a file's matrices, and columns of its MLPs, that lose least at a size, or are smallest at a loss."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.file_plan import FilePlan, FilePlanner
 from ckpt_prune.gguf.mixtures import MIXTURES
+from ckpt_prune.gguf.timing import FileTimes
 from ckpt_prune.gguf.types import OUTER, bits_of
 from ckpt_prune.rounding.codes import CODES
 
@@ -43,6 +45,7 @@ class TypeChoice:
         by_pruning: part of it that fewer columns and fewer tokens add.
         columns: block → columns that its MLP keeps, if any MLP loses some.
         rows: tokens that stay; None: all.
+        time: that it is predicted to take, in nanoseconds; None if no times are known.
     """
 
     chosen: GgufType
@@ -52,6 +55,7 @@ class TypeChoice:
     by_pruning: float = 0.0
     columns: Mapping[int, int] = field(default_factory=dict)
     rows: int | None = None
+    time: float | None = None
 
     def words(self) -> str:
         """Say which types matrices of each kind have, of how many blocks, and how many columns stay."""
@@ -85,6 +89,7 @@ class TypeBudget:
         rows: tokens that stay of a model with more; None: all.
         by_rows: what the others' absence adds.
         fitted: matrices will be rounded by what reaches them, which the file says.
+        times: of weights, if what is asked for is a time (`at_time`).
     """
 
     planner: FilePlanner
@@ -94,6 +99,7 @@ class TypeBudget:
     fitted: bool = False
     rows: int | None = None
     by_rows: float = 0.0
+    times: FileTimes | None = None
 
     @cached_property
     def _plan(self) -> FilePlan:
@@ -132,7 +138,17 @@ class TypeBudget:
         return list_sites(self.losses, inside, columns, units, self._kinds_of)
 
     def _kinds_of(self, name: str, share: Fraction) -> list[tuple[Kind, float, float]]:
-        return [(kind, self.size(name, kind, share), float(share) * loss) for kind, loss in self.losses[name].items()]
+        return [
+            (kind, self._cost(name, kind, share), float(share) * loss)
+            for kind, loss in self.losses[name].items()
+            if self.times is None or kind in self.times.by_kind
+        ]
+
+    def _cost(self, name: str, kind: Kind, share: Fraction) -> float:
+        """Return what a budget is spent on: bytes, or nanoseconds if times are known."""
+        if self.times is None:
+            return self.size(name, kind, share)
+        return self.times.of(name, kind, self._elements[name] * float(share))
 
     @property
     def least(self) -> int:
@@ -142,6 +158,14 @@ class TypeBudget:
     def at_bytes(self, limit: int) -> TypeChoice:
         """Return what is predicted to lose least in a file of at most `limit` bytes; BudgetError if nothing fits."""
         return min(self._solve(spend, limit - self._outside), key=lambda choice: choice.kl)
+
+    def at_time(self, limit: float, times: FileTimes) -> TypeChoice:
+        """Return what is predicted to lose least in a file that takes at most `limit` ns; BudgetError if none does."""
+        timed = replace(self, times=times)
+        try:
+            return min(timed._solve(spend, limit - times.outside), key=lambda choice: choice.kl)
+        except BudgetError as error:
+            raise BudgetError(limit, times.outside + error.least) from error
 
     def at_loss(self, limit: float) -> TypeChoice:
         """Return the smallest file that is predicted to lose at most `limit`; BudgetError if none does."""
@@ -175,7 +199,17 @@ class TypeBudget:
         fewer = {block: width for block, width in (widths or {}).items() if width < max(self.columns[block])}
         kept = {block: (widths or {})[block] for block in self.columns} if fewer else {}
         kl = self.predict(kinds, shares) + by_pruning
-        return TypeChoice(chosen, others, size, kl, by_pruning, kept, self.rows)
+        time = None if self.times is None else self.time(kinds, self.times, shares)
+        return TypeChoice(chosen, others, size, kl, by_pruning, kept, self.rows, time)
+
+    def time(self, kinds: Mapping[str, Kind], times: FileTimes, shares: Mapping[str, Fraction] | None = None) -> float:
+        """Return the nanoseconds that a file of these types is predicted to take; inf if one of them was not timed."""
+        share_of, spent = shares or {}, times.outside
+        for name in self.losses:
+            if kinds[name] not in times.by_kind:
+                return math.inf
+            spent += times.of(name, kinds[name], self._elements[name] * float(share_of.get(name, 1)))
+        return spent
 
     def _shares(self, widths: Mapping[int, int]) -> dict[str, Fraction]:
         """Return the share that stays of matrices of MLPs with so many columns."""

@@ -1,5 +1,6 @@
 """The size of a GGUF file before any weight is read, of a model as it is or as it would be pruned: for budgets."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ import gguf
 from gguf import GGMLQuantizationType as Kind
 from gguf.gguf_writer import WriterState
 
+from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.tokenizer import FileTokenizer, read_tokenizer
@@ -73,12 +75,27 @@ class FilePlanner:
         """
         layout = lay_out(self.model if output is None else model_of_output(self.model, output), chosen)
         kinds, changed = kinds_of(layout, chosen, others, weighted=weighted)
-        sizes = tensor_bytes(layout, kinds)
         head = self._head_bytes(layout, chosen, kinds, self._bare_tokenizer, fitted=fitted) + self._tokenizer_bytes
         # The tokenizer's share is the difference of two whole heads, so that their alignment is done here.
-        size = gguf.GGUFWriter.ggml_pad(head, gguf.GGUF_DEFAULT_ALIGNMENT)
-        size += sum(gguf.GGUFWriter.ggml_pad(each, gguf.GGUF_DEFAULT_ALIGNMENT) for each in sizes.values())
+        sizes = tensor_bytes(layout, kinds)
+        size = _aligned(head) + sum(map(_aligned, sizes.values()))
         return FilePlan(layout.architecture.name, kinds, sizes, size, (*layout.notes, *changed))
+
+    def write_zeros(self, path: Path, layout: Layout, chosen: GgufType, kinds: Mapping[str, Kind]) -> None:
+        """Write a file of a layout whose weights are all 0, to be timed; zeros take no disk where files have holes.
+
+        Args:
+            path: of the file, whatever is there.
+            layout: of the model, or of one with fewer columns.
+            chosen: type that the file says it has.
+            kinds: type of every tensor.
+        """
+        writer = fill_writer(path, layout, chosen, kinds, self._tokenizer, self.model.checkpoint.whole)
+        with disk_failures(path):
+            write_head(writer)
+            writer.close()
+            of_tensors = sum(map(_aligned, tensor_bytes(layout, kinds).values()))
+            os.truncate(path, _aligned(path.stat().st_size) + of_tensors)
 
     def _head_bytes(
         self,
@@ -111,6 +128,10 @@ class FilePlanner:
         kinds, _ = kinds_of(layout, "f32")
         full, bare = (self._head_bytes(layout, "f32", kinds, each) for each in (self._tokenizer, self._bare_tokenizer))
         return full - bare
+
+
+def _aligned(size: int) -> int:
+    return int(gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
 def model_of_output(model: Model, output: Output) -> Model:

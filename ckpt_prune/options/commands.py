@@ -494,8 +494,8 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     target_bytes: str | None = option(default=None, metavar="SIZE", group=SIZE)
     """Bytes of the file to come down to: 75MB, or 30% of the tensors of MODEL."""
     target_latency: str | None = option(default=None, metavar="TIME", group=SIZE)
-    """With --for onnxruntime: time to come down to, as `prune --target-latency` takes it: 12ms, 12ms@512, 9ms@token, or
-    60% of that of the graph in float32."""
+    """Time to come down to on this machine, as `prune --target-latency` takes it: 12ms, 12ms@512, 9ms@token, or 60% of
+    that of the graph in float32, or of the file in float16. Not for vllm."""
     max_loss: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0, lt=1, group=SIZE)
     """How much worse the file may be, 0.02 or 2%: about the share by which its perplexity may grow, measured as
     e^KL - 1. The smallest file is looked for. [default: 5%, without --target-bytes; larger files are measured, too]"""
@@ -518,8 +518,10 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
         given = [f"--{name.replace('_', '-')}" for name in targets if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} are two targets: give one of them")
-        if self.target_latency is not None and self.runs_on != "onnxruntime":
-            raise ValueError(f"--target-latency: files for {self.runs_on} are made for a size; say --for onnxruntime")
+        if self.target_latency is not None and self.runs_on == "vllm":
+            raise ValueError(
+                "--target-latency: checkpoints for vllm are made for a size, as they are measured in PyTorch"
+            )
         if self.images:
             if self.runs_on != "onnxruntime":
                 raise ValueError(f"--images: files for {self.runs_on} are of models of text; say --for onnxruntime")

@@ -4,8 +4,7 @@
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -20,8 +19,10 @@ from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.losses import TypeLosses, predict_type_losses, types_for
+from ckpt_prune.gguf.timing import FileTimes, time_types
 from ckpt_prune.gguf.types import OUTER
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.column_budgets import MOST_COLUMNS, ColumnBudgets, column_widths
 from ckpt_prune.runner.rounding_trials import RoundingTrials
 from ckpt_prune.runner.vocabularies import (
@@ -42,6 +43,7 @@ HEAD = 4096
 """Bytes that the head of a file may grow by where blocks differ in width."""
 _LOSSES = "losses of types"
 _VOCABULARIES = "smaller vocabularies"
+_TIMES = "times of types"
 """Entries of the journal."""
 
 
@@ -126,17 +128,43 @@ class FileBudgets(RoundingTrials):
 
     def at_bytes(self, limit: int) -> TypeChoice:
         """Return what loses least: types, and columns or tokens that go if types lose much; BudgetError if none fit."""
+
+        def fit(budget: TypeBudget) -> TypeChoice:
+            choice = budget.at_bytes(limit)
+            is_full = choice.columns and choice.bytes > limit - HEAD
+            return budget.at_bytes(limit - HEAD) if is_full else choice
+
+        return self._least(fit)
+
+    def at_time(self, limit: float, timed: Timed) -> TypeChoice:
+        """Return as `at_bytes` what loses least of files that take at most `limit` nanoseconds of some work."""
+        times = self.times(timed)
+        return self._least(lambda budget: budget.at_time(limit, times))
+
+    def times(self, timed: Timed) -> FileTimes:
+        """Return the times of weights of every type in question."""
+        notes = self.journal.notes
+        if _TIMES not in notes:
+            kinds = sorted({kind for by_kind in self._losses.fitted.values() for kind in by_kind})
+            widths = column_widths(self.model)
+            columns = widths[0] if len(widths) > 1 else 0
+            measured = time_types(self.planner, kinds, timed, self.folder, columns)
+            self.journal.record(_TIMES, note=measured.note())
+        return FileTimes.read(notes[_TIMES])
+
+    def _least(self, solve: Callable[[TypeBudget], TypeChoice]) -> TypeChoice:
+        """Return what loses least by any budget; the BudgetError of the last one if none is kept to."""
         found: list[TypeChoice] = []
+        failed: list[BudgetError] = []
 
         def least() -> float:
             return min((choice.kl for choice in found), default=math.inf)
 
         def add(budget: TypeBudget) -> None:
-            with suppress(BudgetError):
-                choice = budget.at_bytes(limit)
-                if choice.columns and choice.bytes > limit - HEAD:
-                    choice = budget.at_bytes(limit - HEAD)
-                found.append(choice)
+            try:
+                found.append(solve(budget))
+            except BudgetError as error:
+                failed.append(error)
 
         def add_with_fewer_tokens(budget: TypeBudget) -> None:
             for each in self._vocabularies():
@@ -153,7 +181,7 @@ class FileBudgets(RoundingTrials):
             add(self.joint)
             add_with_fewer_tokens(self.joint)
         if not found:
-            raise BudgetError(limit, self.fitted.least)
+            raise failed[-1]
         return min(found, key=lambda choice: choice.kl)
 
 

@@ -4,16 +4,21 @@ import json
 import math
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
 from safetensors.torch import load_file
 
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.gguf.timing import FileTimes
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
+from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.frontier.asked import as_named_in, read_held_out
 from tests.gguf_files.tiny import TEXT
 from tests.runner.frontiers import make_command, make_place, read, run
@@ -242,3 +247,48 @@ def test_prune_takes_a_size_for_llama_cpp_as_that_of_the_file(place, size, width
         assert before.keys() == after.keys()
         assert all(before[name].equal(after[name]) for name in before)
     assert not list(place.glob(f".{out.name}*"))  # nothing of what was measured stays
+
+
+TIMES = FileTimes(
+    {Kind.Q8_0: 4.0, Kind.Q5_1: 3.5, Kind.Q5_0: 3.0, Kind.Q4_1: 2.5, Kind.IQ4_NL: 5.0, Kind.Q4_0: 2.0}, 1e5
+)
+"""Nanoseconds a weight: iq4_nl loses less than q4_0, and takes longer than q8_0."""
+
+
+def _time_by_types(slower, file, timed, _context):
+    """A runtime that takes a little longer than foreseen."""
+    assert timed == Timed(8, single=True)
+    matrices = [each for each in GGUFReader(file).tensors if each.tensor_type in TIMES.by_kind]
+    return slower * (TIMES.outside + sum(TIMES.by_kind[each.tensor_type] * each.n_elements for each in matrices))
+
+
+@pytest.mark.usefixtures("all_tokens")
+@pytest.mark.parametrize(("slower", "tries"), [(1.0, 1), (1.2, 2)])
+def test_a_time_is_kept_to_by_what_types_take(place, monkeypatch, slower, tries):
+    """What is chosen is made again for less if the file itself takes too long; slow types are not taken."""
+    monkeypatch.setattr("ckpt_prune.runner.file_budgets.time_types", lambda *_: TIMES)
+    monkeypatch.setattr("ckpt_prune.runner.frontier.file_maker.time_file", partial(_time_by_types, slower))
+    monkeypatch.setattr("ckpt_prune.runner.frontier.files.time_dense", lambda *_: 1e6)
+    out = f"timed{tries}"
+    code, output = run(*command(place, out, "--target-latency", "90%@token:8"))
+    assert code == 0, output
+    found = read(place, out)
+    by_budget = [each for each in found["candidates"] if each["name"].startswith("by budget")]
+    assert len(by_budget) == tries
+    assert all(each["ms"] > 0.9 for each in by_budget[:-1])
+    assert by_budget[-1]["ms"] <= 0.9
+    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    assert best["kl"] == min(each["kl"] for each in found["candidates"] if each["ms"] <= 0.9)
+    assert found["sentence"].startswith("within 0.9 ms for a single token after a text of 8 tokens: ")
+    assert f": {best['ms']:.4g} ms, " in found["sentence"]
+    assert "iq4_nl" not in by_budget[-1]["types"].values()
+    assert "how long types take; " in output
+
+
+def test_a_time_that_nothing_keeps_to_is_said(place, monkeypatch):
+    monkeypatch.setattr("ckpt_prune.runner.file_budgets.time_types", lambda *_: TIMES)
+    code, output = run(*command(place, "never", "--target-latency", "0.1ms@token:8"))
+    assert code == 1
+    assert re.search(
+        r"nothing usable within 0\.1 ms for a single token .*: the fastest file is predicted to take 0\.\d+ ms", output
+    )

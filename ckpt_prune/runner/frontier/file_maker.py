@@ -18,6 +18,7 @@ from ckpt_prune.common.progress import Notices, show_progress
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.score import TextPredictions, TokenParts, diverge_from, score_file
+from ckpt_prune.gguf.timing import FileTimes, time_file
 from ckpt_prune.gguf.types import NO_OTHERS
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.samples.choose import choose_samples
@@ -27,6 +28,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.data import ProofOptions, words_of_windows
 from ckpt_prune.options.option import check_options, words_of_options
+from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.column_budgets import recipe_of
 from ckpt_prune.runner.file_budgets import FileBudgets, export_of
 from ckpt_prune.runner.frontier.asked import as_named_in
@@ -64,12 +66,14 @@ class Maker:
         budgets: of the dense model's file.
         reference: its predictions.
         staging: where files and pruned models are made, and what is done is noted.
+        timed: the work that files are timed on, if a time is asked for.
     """
 
     options: FrontierOptions
     budgets: FileBudgets
     reference: TextPredictions
     staging: Staging
+    timed: Timed | None = None
 
     @property
     def samples(self) -> Samples:
@@ -91,6 +95,16 @@ class Maker:
     def mixture_within(self, limit: int, loss: float) -> Iterator[FileCandidate]:
         """Yield the best of llama.cpp's own mixtures within a size, if it is predicted to lose at most `loss` nats."""
         fitting = [each for each in self._mixtures if each.bytes <= limit and (each.kl or 0) <= loss]
+        if fitting:
+            yield min(fitting, key=lambda each: each.kl or 0)
+
+    def mixture_in_time(self, limit: float, times: FileTimes, loss: float) -> Iterator[FileCandidate]:
+        """Yield the same within a time, in nanoseconds, by the times of types."""
+
+        def time(each: FileCandidate) -> float:
+            return self.budget.time(self.budget.of_mixture(each.chosen)[0].kinds, times)
+
+        fitting = [each for each in self._mixtures if (each.kl or 0) <= loss and time(each) <= limit]
         if fitting:
             yield min(fitting, key=lambda each: each.kl or 0)
 
@@ -190,7 +204,11 @@ class Maker:
         kept = {self.place(candidate), *([] if keep is None else [self.place(keep.candidate)])}
         for file in set(self.staging.scratch.glob("*.gguf")) - kept:
             file.unlink()
-        measured = Measured(candidate, score_file(self.make(candidate), self.reference, parts))
+        file = self.make(candidate)
+        score = score_file(file, self.reference, parts)
+        if self.timed is not None:
+            score = replace(score, ms=time_file(file, self.timed, self.budgets.model.tokens) / 1e6)
+        measured = Measured(candidate, score)
         self.staging.journal.record(candidate.name, note=measured.note())
         return measured
 

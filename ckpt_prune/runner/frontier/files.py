@@ -24,17 +24,20 @@ from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.score import read_reference
+from ckpt_prune.gguf.timing import time_dense
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
+from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
 from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.file_budgets import FileBudgets, check_reach
 from ckpt_prune.runner.frontier.asked import open_staging, parts_of, read_target, read_texts
 from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
+from ckpt_prune.runner.frontier.graph_latency import AIM, ROOM, best_in_time, took
 from ckpt_prune.runner.frontier.record import (
     SMALLEST,
     USABLE,
@@ -48,6 +51,8 @@ IN_QUESTION = 1.5
 """A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
 LADDER: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k")
 """llama.cpp's own mixtures that are measured if no size is asked for."""
+_DENSE = "time in float16"
+"""Entry of the journal."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +63,39 @@ class _Search:
         maker: of the candidates.
         limit: bytes of the file; None: any.
         loss: nats a token; None: any.
+        time: nanoseconds of the work that the maker times; None: any.
     """
 
     maker: Maker
     limit: int | None
     loss: float | None
+    time: float | None = None
 
     @cached_property
     def choice(self) -> TypeChoice | None:
         """Types, and columns if types alone lose much, that are predicted to be best; None if nothing is."""
-        budgets = self.maker.budgets
+        budgets, timed = self.maker.budgets, self.maker.timed
         try:
+            if self.time is not None and timed is not None:
+                return budgets.at_time(self.time, timed)
             return budgets.fitted.at_loss(self.loss or 0) if self.limit is None else budgets.at_bytes(self.limit)
         except BudgetError:
             return None
 
+    @cached_property
+    def least_time(self) -> float:
+        """The nanoseconds that the fastest types take, of fewer columns if these are known; 0 if nothing is timed."""
+        budgets, timed = self.maker.budgets, self.maker.timed
+        try:
+            return 0.0 if timed is None else budgets.at_time(0, timed).time or 0.0
+        except BudgetError as error:
+            return error.least
+
     @property
     def is_beyond_use(self) -> bool:
-        """Whether the best file of the size is predicted to be too bad to be made: predictions are low there."""
-        return self.limit is not None and self.choice is not None and self.choice.kl > math.log(USABLE)
+        """Whether the best file of the size or time is predicted to be beyond use; predictions are low there."""
+        is_fixed = self.limit is not None or self.time is not None
+        return is_fixed and self.choice is not None and self.choice.kl > math.log(USABLE)
 
 
 def explore_frontier(options: FrontierOptions) -> Frontier:
@@ -90,6 +109,8 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     planner = FilePlanner(model)
     planner.plan("q8_0")  # refuses what llama.cpp does not compute, or tokenizers that it has not
     limit, loss = read_target(options, model)
+    time = None if options.target_latency is None else parse_size("latency", options.target_latency)
+    timed = None if options.target_latency is None else parse_timed(options.target_latency)
     if limit is not None:
         check_reach(limit, planner)
     texts = read_texts(options, model, say)
@@ -103,8 +124,8 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
             model.checkpoint.whole, texts.held_out, texts=texts.names, trust=options.trust_remote_code
         )
         budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, planner)
-        maker = Maker(options, budgets, reference, staging)
-        search = _Search(maker, limit, loss)
+        maker = Maker(options, budgets, reference, staging, timed)
+        search = _Search(maker, limit, loss, None if time is None else _limit_of(time, maker))
         say(_foresee(search))
 
         # 3. Make the candidates one at a time, and measure them.
@@ -121,14 +142,25 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     return frontier
 
 
+def _limit_of(time: Size, maker: Maker) -> float:
+    """Return the nanoseconds that are asked for; a share is of the file in float16, which is timed then."""
+    journal, timed = maker.staging.journal, maker.timed
+    if time.value is None and _DENSE not in journal.notes:
+        assert timed is not None
+        journal.record(_DENSE, note=time_dense(maker.budgets.planner, timed, maker.staging.scratch))
+    return time.of(round(journal.notes.get(_DENSE, 0)))
+
+
 def _foresee_work(options: FrontierOptions, model: Model, samples: Samples, limit: int | None) -> str:
     """Say in which steps the work is done, and what it takes."""
-    files = 1 if limit is not None else 2 if options.max_loss is not None else 2 * len(LADDER) + len(SMALLEST)
+    is_fixed = limit is not None or options.target_latency is not None
+    files = 1 if is_fixed else 2 if options.max_loss is not None else 2 * len(LADDER) + len(SMALLEST)
     device = resolve_device(options.device)
     dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
     size = limit or cost_of(model).bytes // 2
     estimate = estimate_frontier(model, samples, device, dtype, files, size).since_start()
-    fewer = ["what fewer tokens and columns lose, if types alone lose much"] if limit is not None else []
+    fewer = ["what fewer tokens and columns lose, if types alone lose much"] if is_fixed else []
+    fewer = ["how long types take", *fewer] if options.target_latency is not None else fewer
     steps = [
         "predictions of MODEL",
         "importance of inputs",
@@ -145,15 +177,19 @@ def _foresee(search: _Search) -> str:
     if choice is None:
         return "nothing within the target is predicted"
     pruned = f", and {min(choice.columns.values())} columns at the least in an MLP" if choice.columns else ""
+    time = "" if choice.time is None else f"{choice.time / 1e6:.3g} ms, "
     return (
-        f"predicted {_asked(search)}: {choice.bytes / 1e6:.2f} MB, a divergence (KL) of {choice.kl:.3f}, about "
+        f"predicted {_asked(search)}: {time}{choice.bytes / 1e6:.2f} MB, a divergence (KL) of {choice.kl:.3f}, about "
         f"{math.exp(choice.kl):.2f} times the perplexity{pruned}"
     )
 
 
 def _candidates(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
     """Yield what is to be measured next, by what was measured so far."""
-    yield from _sized(search, found) if search.limit is not None else _within_loss(search, found)
+    if search.time is not None:
+        yield from _in_time(search, search.time, found)
+    else:
+        yield from _sized(search, found) if search.limit is not None else _within_loss(search, found)
 
 
 def _sized(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
@@ -165,6 +201,22 @@ def _sized(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate
     yield from maker.mixture_within(search.limit, math.inf if choice is None else IN_QUESTION * choice.kl)
     if choice is not None:
         yield candidate_of("by budget", choice, feedback=True)
+
+
+def _in_time(search: _Search, limit: float, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
+    """Yield what keeps to a time, by the times of types; corrected once by what the file itself takes."""
+    maker, choice, timed = search.maker, search.choice, search.maker.timed
+    assert timed is not None
+    if choice is None or search.is_beyond_use:
+        return
+    yield from maker.mixture_in_time(limit, maker.budgets.times(timed), IN_QUESTION * choice.kl)
+    asked = limit
+    for name in ("by budget", "by budget, second try"):
+        with suppress(BudgetError):
+            yield candidate_of(name, maker.budgets.at_time(asked, timed), feedback=True)
+        if ROOM * limit <= took(found[-1]) <= limit:
+            return
+        asked *= AIM * limit / took(found[-1])
 
 
 def _within_loss(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCandidate]:
@@ -190,15 +242,21 @@ def _within_loss(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCan
 
 
 def _best(search: _Search, found: list[MeasuredFile]) -> MeasuredFile | None:
+    if search.time is not None:
+        return best_in_time(found, search.time)
     return best_within(found, search.limit, search.loss)
 
 
 def _asked(search: _Search) -> str:
+    if search.time is not None and search.maker.timed is not None:
+        return f"within {search.time / 1e6:.4g} ms for {search.maker.timed.words}"
     return words_of_target(search.limit, search.loss)
 
 
 def _found_by(search: _Search) -> str:
     """Say what a file that is beyond use was predicted to lose, or nothing."""
+    if search.choice is None and search.time is not None:
+        return f": the fastest file is predicted to take {search.least_time / 1e6:.4g} ms"
     if search.choice is None or not search.is_beyond_use:
         return ""
     kl = search.choice.kl
@@ -207,6 +265,8 @@ def _found_by(search: _Search) -> str:
 
 def _reach(search: _Search) -> int | None:
     """Return the bytes of the smallest file that is predicted to be usable, of fewer columns if these are known."""
+    if search.time is not None:
+        return None
     budgets = search.maker.budgets
     budget = budgets.joint if search.choice is not None and search.choice.columns else budgets.fitted
     try:

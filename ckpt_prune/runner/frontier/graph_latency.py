@@ -5,7 +5,7 @@ of the time, for which `prune --target-latency` finds widths by the measured tim
 what is pruned is timed again, and the share corrected once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Protocol, Self, TypeVar
 
@@ -13,6 +13,7 @@ from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.onnx.quantization.deciding import Decider, Decision
 from ckpt_prune.recipe.sizes import Size
 from ckpt_prune.runner.frontier.candidates import MeasuredRounded
+from ckpt_prune.runner.frontier.record import R, Result
 
 FEWEST = 0.3
 """Share of a graph's time below which it is not pruned: nothing usable is left."""
@@ -50,7 +51,7 @@ def within_time(maker: M, found: list[MeasuredRounded], size: Size) -> Iterator[
     limit = limit_of(size, found)
     for dtype in ("fp32", "int8", "int4"):
         own = whole[dtype]
-        share, last = limit / _took(own), own
+        share, last = limit / took(own), own
         for _ in range(1 + CORRECTED):
             if not FEWEST <= share < 1:
                 break
@@ -58,9 +59,9 @@ def within_time(maker: M, found: list[MeasuredRounded], size: Size) -> Iterator[
             name = f"pruned to {100 * share:.1f} % of the time, {own.candidate.name}"
             yield pruned, name, dtype, _decide(pruned, dtype)
             last = found[-1]
-            if ROOM * limit <= _took(last) <= limit:
+            if ROOM * limit <= took(last) <= limit:
                 break
-            share *= AIM * limit / _took(last)
+            share *= AIM * limit / took(last)
 
 
 def _decide(maker: Maker, dtype: GraphType) -> Decide:
@@ -71,14 +72,15 @@ def _decide(maker: Maker, dtype: GraphType) -> Decide:
 
 def limit_of(size: Size, found: list[MeasuredRounded]) -> int:
     """Return the nanoseconds of a size; a share is of the dense graph in float32."""
-    return size.of(round(_took(found[0])))
+    return size.of(round(took(found[0])))
 
 
-def best_in_time(found: list[MeasuredRounded], limit: int) -> MeasuredRounded | None:
+def best_in_time(found: Sequence[R], limit: float) -> R | None:
     """Return the one within a time that loses least; None if there is none."""
-    return min((each for each in found if _took(each) <= limit), key=lambda each: each.score.kl, default=None)
+    return min((each for each in found if took(each) <= limit), key=lambda each: each.score.kl, default=None)
 
 
-def _took(measured: MeasuredRounded) -> float:
+def took(measured: Result) -> float:
+    """Return the nanoseconds that were measured."""
     assert measured.score.ms is not None
     return measured.score.ms * 1e6

@@ -140,7 +140,8 @@ class Frontier:
         drops = [] if candidate.rows is None else [f"all but {candidate.rows:,} tokens"]
         drops += ["columns of MLPs and refit what stays"] if candidate.columns else []
         first = f"drop {' and '.join(drops)}" if drops else "keep all weights"
-        size = f"{self.best.score.bytes / 1e6:.2f} MB"
+        took = "" if self.best.score.ms is None else f"{self.best.score.ms:.4g} ms, "
+        size = f"{took}{self.best.score.bytes / 1e6:.2f} MB"
         return f"{self.asked}: {first}, and {candidate.advice}: {size}, {self._figures}"
 
     @property
@@ -204,6 +205,7 @@ class Frontier:
         text = f"measured in {self.runtime} on {self.data_words}; * marks what nothing beats in size and {self.loss}"
         words = {
             "MB": "MB: as written",
+            "ms": "ms: what it takes of the work that a time is asked for, the fastest of several",
             "KL measured": "KL: how far the predictions are from MODEL's, the mean in nats",
             "lost energy measured": "lost energy: the share of the vectors that differs from MODEL's",
             f"{self.loss} predicted": "predicted: before the file was made, of the data that it was made by",
