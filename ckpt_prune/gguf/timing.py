@@ -34,18 +34,22 @@ _SLOWEST_REST = 0.9
 """Share of a file's time that may be outside its weights: noise must not make these free."""
 
 
-def time_file(file: Path, timed: Timed, context: int, scratch: Path | None = None) -> float:
-    """Return the nanoseconds that llama.cpp takes for some work, the fastest of `REPEATS`.
+def time_file(file: Path, timed: Timed, context: int) -> float:
+    """Return the nanoseconds that llama.cpp takes for some work, the fastest of all repeats and rounds.
 
     Args:
         file: GGUF file.
         timed: reading a text, or a single token behind one.
         context: most tokens that the model takes.
-        scratch: as for `run_llama_cpp`.
 
     Raises:
         UserError: llama.cpp cannot load the file.
     """
+    return min(_time_once(file, timed, context) for _ in range(ROUNDS))
+
+
+def _time_once(file: Path, timed: Timed, context: int) -> float:
+    """Return the nanoseconds of the fastest of `REPEATS`."""
     generated = min(GENERATED, context // 2) if timed.single else 1
     read = min(timed.tokens or (BEHIND if timed.single else READ), context - generated)
     answer = run_llama_cpp(
@@ -56,8 +60,7 @@ def time_file(file: Path, timed: Timed, context: int, scratch: Path | None = Non
             windows=[[0] * (read + generated)],
             generate=generated,
             repeats=REPEATS,
-        ),
-        scratch,
+        )
     )
     return 1e9 / answer.generation_speed if timed.single else 1e9 * read / answer.prompt_speed
 
@@ -164,7 +167,7 @@ def _time_zeros(planner: FilePlanner, layout: Layout, kinds: Mapping[str, Kind],
     file = folder / "zeros.gguf"
     try:
         planner.write_zeros(file, layout, _BASE, kinds)
-        return time_file(file, timed, int(layout.values["context_length"]))
+        return _time_once(file, timed, int(layout.values["context_length"]))
     finally:
         file.unlink(missing_ok=True)
 

@@ -51,7 +51,11 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, change
     uncompared = [f"{names} of {blocks} blocks are rewritten" for names, blocks in absorbing.items()]
     if refits:
         uncompared.append(f"last projections of the experts of {plural(refits, 'block')} are refitted")
-    if others := changed - {linear.weight for linear in report.linears}:
+    others = changed - {linear.weight for linear in report.linears}
+    if model.family.is_stack:  # those outside its blocks are other stacks'
+        blocks = model.family.block.partition("{block}")[0]
+        others = {name for name in others if name.startswith(blocks)}
+    if others:
         uncompared.append(f"{plural(len(others), 'tensor')} that other stages changed")
     if method := rewriting_method(report):
         uncompared.append(f"{plural(len(report.linears), 'masked weight')} rewritten by {method}")
