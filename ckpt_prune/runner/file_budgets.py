@@ -141,6 +141,14 @@ class FileBudgets(RoundingTrials):
         times = self.times(timed)
         return self._least(lambda budget: budget.at_time(limit, times))
 
+    def at_loss(self, limit: float) -> TypeChoice:
+        """Return the smallest file that is predicted to lose at most `limit` nats, by types, columns and tokens.
+
+        BudgetError if none does.
+        """
+        self.fitted.at_loss(limit)  # what no types keep to, no types of fewer columns do
+        return self._least(lambda budget: budget.at_loss(limit), by=lambda choice: choice.bytes)
+
     def times(self, timed: Timed) -> FileTimes:
         """Return the times of weights of every type in question."""
         notes = self.journal.notes
@@ -152,13 +160,20 @@ class FileBudgets(RoundingTrials):
             self.journal.record(_TIMES, note=measured.note())
         return FileTimes.read(notes[_TIMES])
 
-    def _least(self, solve: Callable[[TypeBudget], TypeChoice]) -> TypeChoice:
-        """Return what loses least by any budget; the BudgetError of the last one if none is kept to."""
+    def _least(
+        self,
+        solve: Callable[[TypeBudget], TypeChoice],
+        by: Callable[[TypeChoice], float] = lambda choice: choice.kl,
+    ) -> TypeChoice:
+        """Return what is best by any budget, the least of `by`; the BudgetError of the last one if none is kept to."""
         found: list[TypeChoice] = []
         failed: list[BudgetError] = []
 
-        def least() -> float:
+        def lost() -> float:
             return min((choice.kl for choice in found), default=math.inf)
+
+        def best() -> float:
+            return min(map(by, found), default=math.inf)
 
         def add(budget: TypeBudget) -> None:
             try:
@@ -168,21 +183,21 @@ class FileBudgets(RoundingTrials):
 
         def add_with_fewer_tokens(budget: TypeBudget) -> None:
             for each in self._vocabularies():
-                before = least()
+                before = best()
                 # Rounding the rows that stay is taken to lose as much.
                 add(replace(budget, planner=self._plan(each.kept), rows=len(each.kept), by_rows=each.lost))
-                if math.isfinite(before) and least() >= before:  # each further token costs more, and saves as much
+                if math.isfinite(before) and best() >= before:  # each further token costs more, and saves as much
                     return
 
         add(self.fitted)
-        if least() > CUT_FROM:
+        if lost() > CUT_FROM:
             add_with_fewer_tokens(self.fitted)
-        if least() > PRUNE_FROM and len(column_widths(self.model)) > 1:
+        if lost() > PRUNE_FROM and len(column_widths(self.model)) > 1:
             add(self.joint)
             add_with_fewer_tokens(self.joint)
         if not found:
             raise failed[-1]
-        return min(found, key=lambda choice: choice.kl)
+        return min(found, key=by)
 
 
 def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:

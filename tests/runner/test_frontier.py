@@ -292,3 +292,15 @@ def test_a_time_that_nothing_keeps_to_is_said(place, monkeypatch):
     assert re.search(
         r"nothing usable within 0\.1 ms for a single token .*: the fastest file is predicted to take 0\.\d+ ms", output
     )
+
+
+@pytest.mark.usefixtures("all_tokens")
+def test_columns_go_where_a_loss_is_large(place):
+    """The file is smaller than the coarsest types make it with all columns."""
+    code, output = run(*command(place, "much", "--max-loss", "80%", "--choose", "first"))
+    assert code == 0, output
+    found = read(place, "much")
+    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    assert best["kl"] <= math.log(1.8)
+    assert best["pruned"].keys() == {"mlp"}
+    assert best["bytes"] < 243_000

@@ -33,7 +33,7 @@ from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
 from ckpt_prune.runner.estimate import estimate_frontier
-from ckpt_prune.runner.file_budgets import FileBudgets, check_reach
+from ckpt_prune.runner.file_budgets import CUT_FROM, FileBudgets, check_reach
 from ckpt_prune.runner.frontier.asked import open_staging, parts_of, read_target, read_texts
 from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
@@ -78,7 +78,7 @@ class _Search:
         try:
             if self.time is not None and timed is not None:
                 return budgets.at_time(self.time, timed)
-            return budgets.fitted.at_loss(self.loss or 0) if self.limit is None else budgets.at_bytes(self.limit)
+            return budgets.at_loss(self.loss or 0) if self.limit is None else budgets.at_bytes(self.limit)
         except BudgetError:
             return None
 
@@ -117,7 +117,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     options, samples = texts.options, texts.samples
 
     if not options.resume:
-        say(_foresee_work(options, model, samples, limit))
+        say(_foresee_work(options, model, samples, limit, loss))
     with open_staging(options, parts_of(model, texts), say) as staging:
         # 2. Measure the model once, and tell from that what each type of each matrix loses.
         reference = read_reference(
@@ -151,7 +151,9 @@ def _limit_of(time: Size, maker: Maker) -> float:
     return time.of(round(journal.notes.get(_DENSE, 0)))
 
 
-def _foresee_work(options: FrontierOptions, model: Model, samples: Samples, limit: int | None) -> str:
+def _foresee_work(
+    options: FrontierOptions, model: Model, samples: Samples, limit: int | None, loss: float | None
+) -> str:
     """Say in which steps the work is done, and what it takes."""
     is_fixed = limit is not None or options.target_latency is not None
     files = 1 if is_fixed else 2 if options.max_loss is not None else 2 * len(LADDER) + len(SMALLEST)
@@ -159,7 +161,8 @@ def _foresee_work(options: FrontierOptions, model: Model, samples: Samples, limi
     dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
     size = limit or cost_of(model).bytes // 2
     estimate = estimate_frontier(model, samples, device, dtype, files, size).since_start()
-    fewer = ["what fewer tokens and columns lose, if types alone lose much"] if is_fixed else []
+    is_much = is_fixed or (loss or 0) > CUT_FROM
+    fewer = ["what fewer tokens and columns lose, if types alone lose much"] if is_much else []
     fewer = ["how long types take", *fewer] if options.target_latency is not None else fewer
     steps = [
         "predictions of MODEL",
@@ -235,7 +238,7 @@ def _within_loss(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCan
             yield candidate_of(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
     for words, asked in ask_for_losses(search.loss, found):
         try:
-            choice = maker.budgets.fitted.at_loss(asked)
+            choice = maker.budgets.at_loss(asked)
         except BudgetError:
             return
         yield candidate_of(words, choice, feedback=True)
