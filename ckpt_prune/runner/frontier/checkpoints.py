@@ -37,8 +37,8 @@ from ckpt_prune.runner.frontier.record import (
     MADE,
     USABLE,
     Frontier,
-    ask_for_losses,
     best_within,
+    choose_for_loss,
     words_of_target,
     write_pages,
 )
@@ -83,8 +83,8 @@ def _candidates(
         yield "by budget, GPTQ", partial(budget.at_bytes, limit)
         return
     assert loss is not None
-    for name, allowed in ask_for_losses(loss, results):
-        yield name, partial(budget.at_loss, allowed)
+    for name, choice in choose_for_loss(loss, results, budget.at_loss):
+        yield name, lambda choice=choice: choice  # type: ignore[misc]
 
 
 @dataclass

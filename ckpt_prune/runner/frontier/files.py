@@ -42,8 +42,8 @@ from ckpt_prune.runner.frontier.record import (
     SMALLEST,
     USABLE,
     Frontier,
-    ask_for_losses,
     best_within,
+    choose_for_loss,
     words_of_target,
 )
 
@@ -236,11 +236,7 @@ def _within_loss(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCan
         yield mixture
         with suppress(BudgetError):
             yield candidate_of(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
-    for words, asked in ask_for_losses(search.loss, found):
-        try:
-            choice = maker.budgets.at_loss(asked)
-        except BudgetError:
-            return
+    for words, choice in choose_for_loss(search.loss, found, maker.budgets.at_loss):
         yield candidate_of(words, choice, feedback=True)
 
 

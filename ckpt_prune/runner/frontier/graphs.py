@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self, cast
@@ -48,7 +48,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.export import complete_folder, count_graph_bytes, measure_for, save_entry
 from ckpt_prune.onnx.metrics import Allowance, measure_image_metric, measure_text_metric
 from ckpt_prune.onnx.quantization.choosing import Prices
-from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, allow_harm, make_scheme, store
+from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, Decision, allow_harm, make_scheme, store
 from ckpt_prune.onnx.records import GraphEntry
 from ckpt_prune.onnx.reference import GraphReference, HeldModel
 from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
@@ -73,8 +73,8 @@ from ckpt_prune.runner.frontier.record import (
     RECIPE,
     USUAL_LOSS,
     Frontier,
-    ask_for_losses,
     best_within,
+    choose_for_loss,
     words_of_target,
     write_pages,
 )
@@ -219,8 +219,12 @@ def _candidates(
             yield pruned, "columns and bits by budget, GPTQ", "int4", lambda: pruned.fitted.within_bytes(limit)
         return
     assert loss is not None
-    for name, allowed in ask_for_losses(loss, results):
-        yield maker, name, "int4", partial(maker.fitted.within_loss, allowed)
+
+    def stored(decision: Decision) -> Any:
+        return decision.blocks, decision.int8, decision.plain
+
+    for name, decision in choose_for_loss(loss, results, maker.fitted.within_loss, stored):
+        yield maker, name, "int4", lambda decision=decision: decision  # type: ignore[misc]
 
 
 def _with_size(best: MeasuredRounded) -> list[str]:

@@ -2,11 +2,12 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import write_atomically
@@ -40,6 +41,7 @@ USUAL_LOSS = 0.05
 SMALLEST = ("smallest within the loss", "smallest within the loss, second try", "smallest within the loss, third try")
 """Names of what is made for a loss, one after the other."""
 R = TypeVar("R", MeasuredFile, MeasuredRounded)
+T = TypeVar("T")
 
 
 def best_within(found: Sequence[R], limit: int | None, loss: float | None) -> R | None:
@@ -51,17 +53,32 @@ def best_within(found: Sequence[R], limit: int | None, loss: float | None) -> R 
     return min(within, key=lambda each: each.score.bytes, default=None)
 
 
-def ask_for_losses(loss: float, results: Sequence[Result]) -> Iterator[tuple[str, float]]:
-    """Yield names, each with the loss to ask a budget for, until what is made keeps closely to `loss`.
+def choose_for_loss(
+    loss: float,
+    results: Sequence[Result],
+    choose: Callable[[float], T],
+    same: Callable[[T], Any] = lambda choice: choice,
+) -> Iterator[tuple[str, T]]:
+    """Yield names, each with what a budget chooses, until what is made keeps closely to `loss`.
 
-    Predictions of all weights at once are off by much the same factor: the next loss is corrected by it.
+    Predictions of all weights at once are off by much the same factor: the next loss is corrected by it. It ends, too,
+    if no choice is left, or it is the one before.
 
     Args:
         results: what was measured; the caller adds what it makes for each name.
+        choose: returns the choice for a loss; BudgetError if there is none.
+        same: what two choices have in common if they are one.
     """
-    allowed = loss
+    allowed, last = loss, None
     for name in SMALLEST:
-        yield name, allowed
+        try:
+            choice = choose(allowed)
+        except BudgetError:
+            return
+        if last is not None and same(choice) == same(last):
+            return
+        last = choice
+        yield name, choice
         measured = results[-1].score.kl
         if loss / CLOSE <= measured <= loss:
             return
