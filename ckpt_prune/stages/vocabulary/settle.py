@@ -139,10 +139,14 @@ class VocabularyChoice:
         """Rows that stay in any case: bytes and characters, added tokens, and what configs name."""
         return self._close(self._named)
 
+    @cached_property
+    def _spare(self) -> set[int]:
+        """Added tokens that wait for a use."""
+        return {index for token, index in self.pieces.added.items() if _SPARE.fullmatch(token)} - self._named
+
     def _close(self, ids: set[int]) -> set[int]:
         """Return rows with those that must stay beside them, but not with added tokens that wait for a use."""
-        spare = {index for token, index in self.pieces.added.items() if _SPARE.fullmatch(token)} - self._named
-        return self._inside(ids | (self.pieces.close(ids) - spare))
+        return self._inside(ids | (self.pieces.close(ids) - self._spare))
 
     def _inside(self, ids: set[int]) -> set[int]:
         return {index for index in ids if index < self.rows}
@@ -162,7 +166,7 @@ class VocabularyChoice:
         if keys.scripts or keys.first:
             scripts = {*keys.scripts, COMMON}
             named = [i for t, i in pieces.vocabulary.items() if not keys.scripts or pieces.script(t) in scripts]
-            ranks = pieces.ranks
+            named, ranks = [index for index in named if index not in self._spare], pieces.ranks
             ids |= set(sorted(named, key=lambda index: (ranks[index], index))[: keys.first])
         if keys.text:
             if not self.texts:
@@ -170,7 +174,7 @@ class VocabularyChoice:
             ids |= {index for counter in (*self._parts, *self._held) for index in counter}
         if keys.tokens is not None:
             ids |= read_list(Path(keys.tokens), pieces)
-        return self._inside(pieces.close(ids))
+        return self._close(ids)
 
     @property
     def _only_named_stay(self) -> bool:
@@ -197,7 +201,8 @@ class VocabularyChoice:
         missing = -len(kept) % step
         if missing:  # rows without a token, and tokens that were not wanted, fill up the last multiple
             ranks = self.pieces.ranks
-            others = sorted(self.all_tokens - kept, key=lambda index: (ranks.get(index, -1), index))
+            others = sorted(self.all_tokens - kept - self._spare, key=lambda index: (ranks.get(index, -1), index))
+            others += sorted(self._spare - kept)
             others += [row for row in range(self.rows) if row not in self.all_tokens]
             closed = kept
             for index in others:

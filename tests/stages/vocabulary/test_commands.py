@@ -133,6 +133,11 @@ def test_rows_that_a_recipe_names_may_lack_tokens_that_wait_for_a_use(place, tmp
     named = ("--recipe", "vocabulary", "--set", f"vocabulary.kept={record_of(first).kept}")
     ok("prune", str(dense), *named, "-o", str(second))
     assert record_of(second).kept == record_of(first).kept
+    for named in ("latin", "first:400"):
+        ok("prune", str(dense), "--vocabulary", named, *TEXT, "-o", str(tmp_path / "named"), "--overwrite")
+        tokens = AutoTokenizer.from_pretrained(tmp_path / "named").get_vocab()
+        assert "Ġthe" in tokens
+        assert not any("unused" in token for token in tokens)
 
 
 def test_scripts_go_first_and_the_rest_of_a_multiple_is_filled(place, tmp_path):
