@@ -62,7 +62,10 @@ class FolderKind:
         Raises:
             KeyError, TypeError, ValueError: it is no such record.
         """
-        names = {str(name) for name in [*dict(record["files"]), *(record.get("side_files") or [])]}
+        files = record["files"]
+        if not isinstance(files, dict | list):  # names, with digests or without
+            raise TypeError(f"{files!r} are no files")
+        names = {str(name) for name in [*files, *(record.get("side_files") or [])]}
         listed = {name for name in names if _is_below(name)}
         return frozenset(listed | self.always | self.exported(record) | {self.record})
 

@@ -16,6 +16,8 @@ from ckpt_prune.budget.columns import ColumnLosses, list_sites, read_choices
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.file_plan import FilePlan, FilePlanner
+from ckpt_prune.gguf.layout import lay_out
+from ckpt_prune.gguf.losses import types_for
 from ckpt_prune.gguf.mixtures import MIXTURES
 from ckpt_prune.gguf.timing import FileTimes
 from ckpt_prune.gguf.types import OUTER, bits_of
@@ -113,6 +115,10 @@ class TypeBudget:
             for name, kind in plan.kinds.items()
         }
 
+    @cached_property
+    def _columns(self) -> dict[str, int]:
+        return {name: int(weight.shape[-1]) for name, weight in lay_out(self.planner.model).tensors.items()}
+
     def size(self, name: str, kind: Kind, share: Fraction = _WHOLE) -> int:
         """Return the bytes that a share of a matrix of a type takes in the file, aligned."""
         elements, size = gguf.GGML_QUANT_SIZES[kind]
@@ -138,9 +144,14 @@ class TypeBudget:
         return list_sites(self.losses, inside, columns, units, self._kinds_of)
 
     def _kinds_of(self, name: str, share: Fraction) -> list[tuple[Kind, float, float]]:
+        by_kind = self.losses[name]
+        if share < 1 and name.endswith(".ffn_down.weight"):  # its rows are shorter, and may not divide into blocks
+            columns = int(self._columns[name] * share)
+            fitting = [kind for kind in types_for(columns) if columns % gguf.GGML_QUANT_SIZES[kind][0] == 0]
+            by_kind = {kind: _nearest(by_kind, kind) for kind in fitting} or by_kind
         return [
             (kind, self._cost(name, kind, share), float(share) * loss)
-            for kind, loss in self.losses[name].items()
+            for kind, loss in by_kind.items()
             if self.times is None or kind in self.times.by_kind
         ]
 

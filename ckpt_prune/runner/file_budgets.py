@@ -147,15 +147,16 @@ class FileBudgets(RoundingTrials):
         BudgetError if none does.
         """
         self.fitted.at_loss(limit)  # what no types keep to, no types of fewer columns do
-        return self._least(lambda budget: budget.at_loss(limit), by=lambda choice: choice.bytes)
+        return self._least(lambda budget: budget.at_loss(limit), by=lambda choice: choice.bytes, may_lose=limit)
 
     def times(self, timed: Timed) -> FileTimes:
         """Return the times of weights of every type in question."""
         notes = self.journal.notes
         if _TIMES not in notes:
-            kinds = sorted({kind for by_kind in self._losses.fitted.values() for kind in by_kind})
             widths = column_widths(self.model)
             columns = widths[0] if len(widths) > 1 else 0
+            inputs = {weight.shape[-1] for weight in lay_out(self.model).tensors.values() if len(weight.shape) == 2}
+            kinds = sorted({kind for each in inputs.union(widths) for kind in types_for(each)})
             measured = time_types(self.planner, kinds, timed, self.folder, columns)
             self.journal.record(_TIMES, note=measured.note())
         return FileTimes.read(notes[_TIMES])
@@ -164,13 +165,17 @@ class FileBudgets(RoundingTrials):
         self,
         solve: Callable[[TypeBudget], TypeChoice],
         by: Callable[[TypeChoice], float] = lambda choice: choice.kl,
+        may_lose: float = 0.0,
     ) -> TypeChoice:
-        """Return what is best by any budget, the least of `by`; the BudgetError of the last one if none is kept to."""
+        """Return what is best by any budget, the least of `by`; the BudgetError of the last one if none is kept to.
+
+        Fewer tokens and columns are in question where types alone lose much, or `may_lose` allows much.
+        """
         found: list[TypeChoice] = []
         failed: list[BudgetError] = []
 
         def lost() -> float:
-            return min((choice.kl for choice in found), default=math.inf)
+            return max(may_lose, min((choice.kl for choice in found), default=math.inf))
 
         def best() -> float:
             return min(map(by, found), default=math.inf)

@@ -232,6 +232,13 @@ ROUNDED = {
     "blk.1.attn_q.weight": {Kind.Q8_0: 0.01, Kind.Q4_0: 0.05},
 }
 COLUMNS = {0: {128: 0.11, 256: 0.0}, 1: {128: 0.30, 256: 0.0}}
+SHORT = {
+    Kind.Q8_0: 0.02,
+    Kind.Q4_0: 0.09,
+    Kind.IQ4_NL: 0.09,
+    **{Kind.Q4_1: 0.045, Kind.Q5_0: 0.0225, Kind.Q5_1: 0.01125},
+}
+"""Rows of 128 columns fill no blocks of q4_k: types that they fill lose as it does, a quarter for each bit more."""
 ELEMENTS = {name: 64 * (64 if "attn" in name else 256) for name in ROUNDED}
 
 
@@ -240,9 +247,11 @@ def all_choices(base, *, alike):
     for widths in itertools.product((128, 256), repeat=2):
         if alike and widths[0] != widths[1]:
             continue
-        for kinds in itertools.product(*ROUNDED.values()):
+        down = SHORT if widths[0] < 256 else ROUNDED["blk.0.ffn_down.weight"]
+        rounded = ROUNDED | {"blk.0.ffn_down.weight": down}
+        for kinds in itertools.product(*rounded.values()):
             size, lost = base, sum(COLUMNS[block][width] for block, width in enumerate(widths))
-            for (name, by_kind), kind in zip(ROUNDED.items(), kinds, strict=True):
+            for (name, by_kind), kind in zip(rounded.items(), kinds, strict=True):
                 share = widths[int(name.split(".")[1])] / 256 if "ffn" in name else 1
                 elements, bytes_of_block = gguf.GGML_QUANT_SIZES[kind]
                 size += -(-ELEMENTS[name] * share * bytes_of_block / elements // 32) * 32

@@ -20,6 +20,7 @@ from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
 from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.frontier.asked import as_named_in, read_held_out
+from ckpt_prune.runner.frontier.record import FRONTIER
 from tests.gguf_files.tiny import TEXT
 from tests.runner.frontiers import make_command, make_place, read, run
 
@@ -287,8 +288,9 @@ def test_a_time_is_kept_to_by_what_types_take(place, monkeypatch, slower, tries)
 
 def test_a_time_that_nothing_keeps_to_is_said(place, monkeypatch):
     monkeypatch.setattr("ckpt_prune.runner.file_budgets.time_types", lambda *_: TIMES)
-    code, output = run(*command(place, "never", "--target-latency", "0.1ms@token:8"))
-    assert code == 1
+    for again in ((), ("--overwrite",)):
+        code, output = run(*command(place, "never", "--target-latency", "0.1ms@token:8", *again))
+        assert code == 1, output
     assert re.search(
         r"nothing usable within 0\.1 ms for a single token .*: the fastest file is predicted to take 0\.\d+ ms", output
     )
@@ -303,4 +305,7 @@ def test_columns_go_where_a_loss_is_large(place):
     best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
     assert best["kl"] <= math.log(1.8)
     assert best["pruned"].keys() == {"mlp"}
+    listed = FRONTIER.list_written(place / "much")
+    assert {"model.gguf", "recipe.yaml", "frontier.json", "make.sh"} <= listed
+    assert listed == {path.name for path in (place / "much").iterdir()}
     assert best["bytes"] < 243_000
