@@ -159,7 +159,11 @@ class TypeBudget:
         """Return what a budget is spent on: bytes, or nanoseconds if times are known."""
         if self.times is None:
             return self.size(name, kind, share)
-        return self.times.of(name, kind, self._elements[name] * float(share))
+        return self.time_of(name, kind, self.times, share)
+
+    def time_of(self, name: str, kind: Kind, times: FileTimes, share: Fraction = _WHOLE) -> float:
+        """Return the nanoseconds that a share of a matrix of a type takes."""
+        return times.of(name, kind, self._elements[name] * float(share))
 
     @property
     def least(self) -> int:
@@ -219,7 +223,7 @@ class TypeBudget:
         for name in self.losses:
             if kinds[name] not in times.by_kind:
                 return math.inf
-            spent += times.of(name, kinds[name], self._elements[name] * float(share_of.get(name, 1)))
+            spent += self.time_of(name, kinds[name], times, share_of.get(name, _WHOLE))
         return spent
 
     def _shares(self, widths: Mapping[int, int]) -> dict[str, Fraction]:

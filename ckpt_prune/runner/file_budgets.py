@@ -161,6 +161,20 @@ class FileBudgets(RoundingTrials):
             self.journal.record(_TIMES, note=measured.note())
         return FileTimes.read(notes[_TIMES])
 
+    def least_time(self, timed: Timed) -> float:
+        """Return the nanoseconds of the fastest types, with the fewest columns and tokens that are tried."""
+        times = self.times(timed)
+        budget, fewest = _without_losses(self.planner)
+        try:
+            least = budget.at_time(0, times).time or 0.0
+        except BudgetError as error:
+            least = error.least
+        return least - sum(
+            (1 - fewest) * min(budget.time_of(name, kind, times) for kind in times.by_kind)
+            for name in OUTER
+            if name in budget.losses and fewest < 1
+        )
+
     def _least(
         self,
         solve: Callable[[TypeBudget], TypeChoice],
@@ -205,6 +219,19 @@ class FileBudgets(RoundingTrials):
         return min(found, key=by)
 
 
+def _without_losses(planner: FilePlanner) -> tuple[TypeBudget, Fraction]:
+    """Return a budget of all types, in which MLPs may keep a third of their columns, and the least share of tokens."""
+    model = planner.model
+    losses = {
+        name: dict.fromkeys(types_for(weight.shape[-1]), 0.0)
+        for name, weight in lay_out(model).tensors.items()
+        if len(weight.shape) == 2 and types_for(weight.shape[-1])
+    }
+    columns = {block: {1: 0.0, MOST_COLUMNS: 0.0} for block in model.blocks_with(SPACE)}
+    share = Fraction(SHARES[-1], 100) if is_embedding_large(model) else Fraction(1)
+    return TypeBudget(planner, losses, columns), share
+
+
 def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
     """Return the key `export` of a recipe that writes a file of these types, by error feedback."""
     asked = {"embedding_type": others.embedding, "output_type": others.output, "types": dict(others.matrices)}
@@ -214,23 +241,17 @@ def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
 
 def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") -> None:
     """Refuse a size below that of the coarsest types with the fewest columns and tokens that are tried."""
-    losses = {
-        name: dict.fromkeys(types_for(weight.shape[-1]), 0.0)
-        for name, weight in lay_out(planner.model).tensors.items()
-        if len(weight.shape) == 2 and types_for(weight.shape[-1])
-    }
-    budget, model = TypeBudget(planner, losses), planner.model
-    columns = {block: {1: 0.0, MOST_COLUMNS: 0.0} for block in model.blocks_with(SPACE)}
-    least = replace(budget, columns=columns).least
+    pruned, rows = _without_losses(planner)
+    budget, least = replace(pruned, columns={}), pruned.least
     fewest = least
-    if is_embedding_large(model):
-        for share, sign in ((Fraction(1), -1), (Fraction(SHARES[-1], 100), 1)):
-            of_rows = [min(budget.size(name, kind, share) for kind in losses[name]) for name in OUTER if name in losses]
-            fewest += sign * sum(of_rows)
+    if rows < 1:
+        for share, sign in ((Fraction(1), -1), (rows, 1)):
+            sizes = [{budget.size(name, kind, share) for kind in budget.losses.get(name, ())} for name in OUTER]
+            fewest += sign * sum(min(each) for each in sizes if each)
     if limit < fewest:
         tokens = "" if fewest == least else f", with {SHARES[-1]} % of its tokens {fewest / 1e6:.1f} MB"
         raise UserError(
             f"{flag}: {limit / 1e6:.4g} MB are out of reach: the coarsest types make a file of "
-            f"{budget.least / 1e6:.1f} MB of {model.checkpoint.name}, and with a third of its MLP columns "
+            f"{budget.least / 1e6:.1f} MB of {planner.model.checkpoint.name}, and with a third of its MLP columns "
             f"{least / 1e6:.1f} MB{tokens}; ask for more"
         )

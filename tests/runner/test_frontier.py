@@ -280,7 +280,9 @@ def test_a_time_is_kept_to_by_what_types_take(place, monkeypatch, slower, tries)
     assert by_budget[-1]["ms"] <= 0.9
     best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
     assert best["kl"] == min(each["kl"] for each in found["candidates"] if each["ms"] <= 0.9)
-    assert found["sentence"].startswith("within 0.9 ms for a single token after a text of 8 tokens: ")
+    assert found["sentence"].startswith(
+        "within 0.9 ms (90% of 1 in float16) for a single token after a text of 8 tokens: "
+    )
     assert f": {best['ms']:.4g} ms, " in found["sentence"]
     assert "iq4_nl" not in by_budget[-1]["types"].values()
     assert "how long types take; " in output
@@ -292,7 +294,8 @@ def test_a_time_that_nothing_keeps_to_is_said(place, monkeypatch):
         code, output = run(*command(place, "never", "--target-latency", "0.1ms@token:8", *again))
         assert code == 1, output
     assert re.search(
-        r"nothing usable within 0\.1 ms for a single token .*: the fastest file is predicted to take 0\.\d+ ms", output
+        r"nothing usable within 0\.1 ms for a single token .*: the fastest types are predicted to take 0\.\d+ ms",
+        output,
     )
 
 
