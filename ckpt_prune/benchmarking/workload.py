@@ -88,7 +88,7 @@ def read_model_inputs(folder: Path, manifest: Manifest | None = None, *, trust: 
         raise UserError(f"{folder} is an encoder-decoder: benchmark takes models with one stack of blocks alone")
     config = config_of(folder, trust=trust)
     if task.modality == "image":
-        size = (int(getattr(config, "num_channels", 3)), *get_image_size(config))
+        size = (int(getattr(config, "num_channels", 3)), *get_image_size(config, task))
         return ModelInputs(task.name, "image", vocabulary=None, context=None, image=size, cached=False)
     text = config.get_text_config()
     vocabulary = getattr(text, "vocab_size", None)

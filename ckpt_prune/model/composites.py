@@ -109,7 +109,8 @@ class Composite(StrictModel):
             return f"{self.model_type} has two stacks of blocks: --part encoder or --part decoder names one"
         if "stage1" in self.parts:
             stages = f"blocks in {len(self.parts)} stages of their own widths"
-            return f"{self.model_type} has {stages}, which only prune, calibrate, plan and inspect take (--part stage1)"
+            takers = "prune, calibrate, plan and inspect take one (--part stage1)"
+            return f"{self.model_type} has {stages}: {takers}, and verify, evaluate, benchmark and export take them all"
         if self.parts:
             return f"{self.model_type} is made of several models: --part {' or --part '.join(self.parts)} prunes one"
         why = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())

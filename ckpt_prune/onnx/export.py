@@ -321,7 +321,7 @@ def measure_for(
     """Return what rounding of a model's graph is measured on; `folder` is the model's."""
     size, pool = (0, 0, 0), None
     if task.modality == "image":
-        size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
+        size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config, task))
     if task.name == "feature-extraction" and find_sentence_use(folder) == "sentence-similarity":
         with suppress(UserError):  # of all hidden states then
             pool = open_embedder(model, folder, load_tokenizer(folder)).pool

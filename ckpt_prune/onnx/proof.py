@@ -596,7 +596,7 @@ class ImageProof(GraphProof):
     def _prepare(self) -> None:
         self._given: list[Given] = []
         config, images = self.reference.config, self.samples.images
-        self.image = (getattr(config, "num_channels", 3), *get_image_size(config))
+        self.image = (getattr(config, "num_channels", 3), *get_image_size(config, self.manifest.full_task))
         if images is None:
             self.pixels = make_noise_pixels(self.image, self.samples.seed)
             return

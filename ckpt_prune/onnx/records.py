@@ -173,7 +173,10 @@ class Manifest(BaseModel):
 
     @property
     def full_task(self) -> GraphTask:
-        return GraphTask(self.task, self.modality, self.cached)
+        shapes = [port.shape for graph in self.graphs for port in graph.inputs if port.name == "pixel_values"]
+        sizes = [size for size in shapes[0][2:] if isinstance(size, int)] if shapes else []
+        image = (sizes[0], sizes[1]) if len(sizes) == 2 else None
+        return GraphTask(self.task, self.modality, self.cached, image=image)
 
     @property
     def float_type(self) -> str:

@@ -1,13 +1,17 @@
 """Tasks of graphs: inputs and outputs follow from them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
+
+from transformers import CONFIG_MAPPING
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GraphStack
 from ckpt_prune.evaluation.image_classes import is_vision
 from ckpt_prune.evaluation.whole_model import auto_class, purpose_of, reads_causally
+from ckpt_prune.measure.samples.image_processor import load_processor
+from ckpt_prune.measure.samples.images import size_of_blank
 from ckpt_prune.model.purposes import Purpose
 from ckpt_prune.model.skeleton import base_model_of, parse_config
 from ckpt_prune.onnx.stacks import DecoderStep
@@ -29,12 +33,14 @@ class GraphTask:
     Attributes:
         cached: keys and values of earlier tokens go in and out.
         stack: of which one graph is; None: of the model as a whole, or both.
+        image: height and width of the images that a graph reads, if it is known from elsewhere than config.json.
     """
 
     name: TaskName
     modality: Literal["text", "image", "pairs"]
     cached: bool
     stack: GraphStack | None = None
+    image: tuple[int, int] | None = field(default=None, compare=False)
 
     @property
     def graphs(self) -> "tuple[GraphTask, ...]":
@@ -76,7 +82,23 @@ def choose_task(
         return GraphTask(name, "pairs", True)
     if cache and name != "text-generation":
         raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")
-    return GraphTask(name, "image" if is_vision(config) else "text", name == "text-generation" and cache is not False)
+    if is_vision(config):
+        return GraphTask(name, "image", False, image=None if folder is None else _read_image_size(config, folder))
+    return GraphTask(name, "text", name == "text-generation" and cache is not False)
+
+
+def _read_image_size(config: dict[str, Any], folder: Path) -> tuple[int, int] | None:
+    """Return the size that the image processor makes, of a class that reads any: its config has no say in it.
+
+    None where the class has a size of its own, or the folder no processor that makes one.
+    """
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING or hasattr(CONFIG_MAPPING[model_type](), "image_size"):
+        return None
+    try:
+        return size_of_blank(load_processor(folder))
+    except UserError:
+        return None
 
 
 def _check_sounds(config: dict[str, Any]) -> None:

@@ -61,8 +61,8 @@ def make_example(model: Any, task: GraphTask) -> Example:
     Text: `input_ids`, `attention_mask`, and what else the model's forward knows of `position_ids` (generation) and
     `token_type_ids`, int64 (B, T), both axes dynamic; with a cache also keys and values of earlier tokens,
     (B, heads, past, head_dim) in every layer, and the mask is (B, past + T). Images: `pixel_values`, (B, C, H, W)
-    of the size in the config, with only B dynamic. An encoder that hears has `input_features` likewise, (B, channels,
-    frames). A decoder behind an encoder: as `DecoderStep` has them.
+    of the size in the task or the config, with only B dynamic. An encoder that hears has `input_features` likewise,
+    (B, channels, frames). A decoder behind an encoder: as `DecoderStep` has them.
     """
     if task.stack == "decoder":
         return _make_decoder_example(model)
@@ -71,7 +71,7 @@ def make_example(model: Any, task: GraphTask) -> Example:
         features = torch.zeros(_TEXTS, channels, frames, dtype=model.dtype)
         return Example({"input_features": features}, {"input_features": {0: Dim.AUTO}})
     if task.modality == "image":
-        size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config))
+        size = (getattr(model.config, "num_channels", 3), *get_image_size(model.config, task))
         return Example({"pixel_values": torch.zeros(_TEXTS, *size, dtype=model.dtype)}, {"pixel_values": {0: Dim.AUTO}})
     past = _PAST_TOKENS if task.cached else 0
     context = context_length(model.config.get_text_config())
@@ -118,14 +118,19 @@ def get_cache(output: Any) -> Any:
     return output.cache if hasattr(output, "cache") else output.past_key_values
 
 
-def get_image_size(config: Any) -> tuple[int, int]:
-    """Height and width that a vision model reads."""
+def get_image_size(config: Any, task: GraphTask) -> tuple[int, int]:
+    """Height and width that a vision model reads, or its graph."""
+    if task.image is not None:
+        return task.image
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return size, size
     if isinstance(size, list | tuple) and len(size) == 2:
         return int(size[0]), int(size[1])
-    raise UserError(f"config.json of this {config.model_type} has no image_size: it cannot be traced")
+    raise UserError(
+        f"{config.model_type} cannot be traced: config.json has no image_size, and the folder no image processor "
+        "that makes one"
+    )
 
 
 @torch.no_grad()

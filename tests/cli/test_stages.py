@@ -20,11 +20,13 @@ from transformers import (
 )
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
+from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.composites import extract_part
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.family_keys import Multiple
 from ckpt_prune.model.model import Model
+from ckpt_prune.onnx.tasks import choose_task
 from tests.cli.running import edit_weights, ok, run
 from tests.encoders import Pixels
 from tests.images import write_images, write_processor
@@ -189,6 +191,26 @@ def test_no_code_of_its_own_is_advised_for_a_part():
         "weights": "segformer",
         "weights and bias": "segformer",
     }
+
+
+@pytest.mark.parametrize("name", ["swin", "segformer", "hiera"])
+def test_a_pruned_model_is_exported_as_a_whole(name):
+    """Segformer's config states no size of images: the graph reads what the image processor makes."""
+    out, folder = f"graph-{name}", f"graph-{name}/onnx"
+    ok("prune", name, "--recipe", "magnitude", "--ratio", "0.25", "-o", out)
+    ok("export", out, "-o", folder, "--dtype", "fp32", "--dtype", "int8", "--images", "images")
+    assert f"the graph agrees with {out} (fp32" in ok("validate", folder, "--images", "images")
+    record = json.loads(Path(folder, GRAPH_RECORD).read_text())
+    assert [each["inputs"][0]["shape"] for each in record["graphs"]] == [["batch_size", 3, IMAGE, IMAGE]] * 2
+
+
+def test_a_class_that_reads_any_size_is_traced_at_what_its_processor_makes():
+    """Published Segformers state the size of their pretraining, which their class does not read."""
+    sizes = {}
+    for name in ("segformer", "swin"):
+        config = json.loads(Path(name, "config.json").read_text())
+        sizes[name] = choose_task(config | {"image_size": 224}, folder=Path(name)).image
+    assert sizes == {"segformer": (IMAGE, IMAGE), "swin": None}
 
 
 KEYS = ("flops", "image")

@@ -1,6 +1,7 @@
 """Inputs that a model is traced with: no size that a tracer could take for a constant, and every axis dynamic."""
 
 import sys
+from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from tests import families
 from .exports import in_pytorch, make_exports
 
 GENERATION = GraphTask("text-generation", "text", True)
+IMAGES = GraphTask("image-classification", "image", False)
 DYNAMIC = {0: Dim.AUTO, 1: Dim.AUTO}
 PAST = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
@@ -69,14 +71,17 @@ def test_a_window_does_not_cut_the_cache():
 
 @pytest.mark.parametrize(("size", "expected"), [(224, (224, 224)), ([192, 256], (192, 256)), ((8, 4), (8, 4))])
 def test_sizes_of_images(size, expected):
-    assert get_image_size(SimpleNamespace(image_size=size)) == expected
+    assert get_image_size(SimpleNamespace(image_size=size), IMAGES) == expected
+    assert get_image_size(SimpleNamespace(image_size=size), replace(IMAGES, image=(5, 6))) == (5, 6)
 
 
 @pytest.mark.parametrize("given", [{}, {"image_size": None}, {"image_size": "large"}, {"image_size": [1, 2, 3]}])
 def test_a_config_without_a_size(given):
     with pytest.raises(UserError) as error:
-        get_image_size(SimpleNamespace(model_type="levit", **given))
-    assert str(error.value) == "config.json of this levit has no image_size: it cannot be traced"
+        get_image_size(SimpleNamespace(model_type="levit", **given), IMAGES)
+    assert str(error.value) == (
+        "levit cannot be traced: config.json has no image_size, and the folder no image processor that makes one"
+    )
 
 
 @pytest.mark.parametrize(("cached", "needed"), [(True, 7), (False, 3)])

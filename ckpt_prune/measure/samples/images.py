@@ -20,6 +20,8 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
 from ckpt_prune.measure.samples.image_files import FORMATS, ImageFiles, describe_error, take_images
 
+_BLANK = (256, 256)
+
 
 class ImageSamples:
     """Images as a model is called with them.
@@ -132,6 +134,15 @@ class ImageSamples:
                 "width: models that cut images into tiles are not supported"
             )
         return values[0].float()
+
+
+def size_of_blank(processor: Any) -> tuple[int, int]:
+    """Return height and width that an image processor makes of a square image; UserError if it makes none."""
+    try:
+        height, width = processor(images=Image.new("RGB", _BLANK), return_tensors="pt")["pixel_values"].shape[-2:]
+    except Exception as error:  # anything, a processor being any code
+        raise UserError(f"the image processor makes no image of a blank one: {describe_error(error)}") from error
+    return int(height), int(width)
 
 
 class PatchSamples(ImageSamples):

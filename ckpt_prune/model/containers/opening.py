@@ -29,7 +29,7 @@ class Opening:
         part: of a composite.
         packed: read weights of few bits that `quantize` wrote, in place of refusing them.
         goes_on: another part is pruned next, in the same call.
-        whole: open an encoder-decoder as a whole, without a description: nothing is pruned.
+        whole: open a model with several stacks of blocks as a whole, without a description: nothing is pruned.
         by_class: False where the description of a family will do in place of its class (`Checkpoint.by_class`).
     """
 
@@ -61,7 +61,7 @@ def open_checkpoint(model: str, how: Opening | None = None) -> Checkpoint:
             raise UserError(f"{error}; where you have read and trust it, say --trust-remote-code") from error
         config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
         checkpoint = replace(checkpoint, config=config)
-    if how.whole and checkpoint.config.get("is_encoder_decoder") is True:
+    if how.whole and (checkpoint.config.get("is_encoder_decoder") is True or has_stacks(checkpoint.config)):
         return checkpoint
     if how.part is None:
         checkpoint = replace(checkpoint, config=describe_unknown(checkpoint.config))
