@@ -30,7 +30,7 @@ from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.measure.moments.kinds import Collect
-from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
+from ckpt_prune.measure.samples.choose import usual_samples
 from ckpt_prune.measure.samples.samples import SampleRange, Samples, TokenWindows
 from ckpt_prune.measure.statistics.measurement import count_statistics_bytes
 from ckpt_prune.measure.streams.hidden_stream import TOKENS_PER_BATCH
@@ -125,12 +125,11 @@ class Estimate:
 def estimate_job(preview: Prepared) -> Estimate:
     """Return what a prune will take, by what `preview_job` tells of its output.
 
-    If there is nothing to measure on, the default number of windows, or the most images, stand for it.
+    If there is nothing to measure on, `usual_samples` stands for it.
     """
     job = preview.job
     recipe, model = job.recipe, job.model
-    usual = MOST_IMAGES if model.family.modality == "image" else DEFAULT_WINDOWS
-    samples = usual if job.samples is None else len(job.samples)
+    samples = usual_samples(model) if job.samples is None else len(job.samples)
     tokens = model.tokens if job.samples is None else job.samples.tokens
     live, measured = recipe.needs_moments and job.statistics is None, 0
     if live:

@@ -8,7 +8,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_count, plural
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.prepared import Prepared
-from ckpt_prune.measure.samples.choose import DEFAULT_WINDOWS, MOST_IMAGES
+from ckpt_prune.measure.samples.choose import asked_data, usual_samples
 from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.ties import TIE_KEY
@@ -118,10 +118,15 @@ def unmeasured_lines(prepared: Prepared) -> Iterable[str]:
     if recipe.weighed_by_effect:
         what += ", and what pruning each does to the model's output"
     if prepared.live is None:
-        most = f"up to {MOST_IMAGES} images" if images else f"{DEFAULT_WINDOWS} windows of {model.tokens} tokens"
-        option = "--images DIR" if images else "--text FILE"
+        usual, data = usual_samples(model), asked_data(model.family.modality)
+        most = {
+            "text": f"{usual} windows of {model.tokens} tokens",
+            "pairs": f"up to {usual} pairs of at most {model.tokens} tokens each side",
+            "image": f"up to {usual} images",
+            "audio": f"up to {usual} sounds",
+        }[model.family.modality]
         others = "" if prepared.whole.recipe.changes_model else ", or --statistics STATS"
-        yield f"to be measured: {what}; give {option} for it ({most}, unless you say --samples){others}"
+        yield f"to be measured: {what}; give {data} for it ({most}, unless you say --samples){others}"
     else:
         samples = prepared.live.samples
         windows = f"{plural(len(samples), 'window')} of {samples.tokens} tokens"

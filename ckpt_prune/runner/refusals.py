@@ -63,8 +63,11 @@ def refuse_prune(options: PruneOptions) -> None:
     parts = asked_parts(read_local_config(options.model), options.part)
     for part in parts:
         check_supported(options.model, options.family, part)
-    if options.part == "all" and (options.plan is not None or options.statistics is not None or size is not None):
-        raise UserError("--plan, --statistics and --target-* are of one part: they do not go with --part all")
+    of_one = ("plan", "statistics", "target_params", "target_bytes", "target_flops", "target_latency")
+    given = [name for name in of_one if getattr(options, name) is not None]
+    if len(parts) > 1 and given:
+        flag = flags_of(given[0], PruneOptions.model_fields[given[0]])[-1]
+        raise UserError(f"{flag} is of one part: name it with --part {' or '.join(map(str, parts))}")
     if options.part != "all" and (options.vision_recipe is not None or options.vision_ratio is not None):
         raise UserError("--vision-recipe and --vision-ratio go with --part all")
     if "vision" not in parts and (options.vision_recipe is not None or options.vision_ratio is not None):

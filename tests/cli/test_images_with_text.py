@@ -162,7 +162,7 @@ def test_a_stopped_run_goes_on_behind_the_tower(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("both")
 def test_what_does_not_go_with_both_parts() -> None:
     assert read_refusal(*ALL, "--statistics", "own", "-o", "out") == (
-        "--plan, --statistics and --target-* are of one part: they do not go with --part all"
+        "--statistics is of one part: name it with --part vision or text"
     )
     assert read_refusal("prune", "llava", "--part", "text", "--vision-ratio", "0.2", *DATA, "-o", "out") == (
         "--vision-recipe and --vision-ratio go with --part all"

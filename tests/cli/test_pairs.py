@@ -125,6 +125,22 @@ def check_whole(dry: str, output: str) -> None:
     assert [line for line in card.splitlines() if line in titles] == titles
 
 
+def test_a_dry_run_asks_for_pairs(bart: PreTrainedModel) -> None:
+    words = ("prune", "bart", "--ratio", "0.25", "--dry-run")
+    asked = "; give --data FILE for it (up to 1024 pairs of at most 64 tokens each side, unless you say --samples)"
+    dry = ok(*words)
+    assert (dry.count(asked), dry.count("it takes with 1024 samples ")) == (2, 2)
+    assert asked not in ok(*words, *DATA)
+
+
+@pytest.mark.usefixtures("bart")
+@pytest.mark.parametrize("words", [("--target-params", "50%"), ("--target-bytes", "1MB"), ("--statistics", "own")])
+def test_what_is_of_one_stack_asks_for_its_name(words: tuple[str, str]) -> None:
+    assert read_refusal("prune", "bart", *words, *DATA, "-o", "out") == (
+        f"{words[0]} is of one part: name it with --part encoder or decoder"
+    )
+
+
 def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
     dry = ok("prune", "bart", *RIDGE, *DATA, "--dry-run")
     assert (dry.count("checked, nothing written"), Path("out").exists()) == (2, False)

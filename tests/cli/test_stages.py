@@ -27,7 +27,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.family_keys import Multiple
 from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.tasks import choose_task
-from tests.cli.running import edit_weights, ok, run
+from tests.cli.running import edit_weights, ok, read_refusal, run
 from tests.encoders import Pixels
 from tests.images import write_images, write_processor
 
@@ -166,6 +166,12 @@ def test_widths_are_in_steps_that_the_config_can_state(ratio, kept):
         assert f"mlp {32 * kept}/128" in printed
     assert " 64 x column in steps of 16 " in ok("inspect", "segformer")
     assert "mlp 44/64" in ok(*WIDTHS, "0.3", "--container", "padded", "-o", "steps", "--dry-run")
+
+
+def test_a_size_is_of_one_stage():
+    assert read_refusal("prune", "segformer", "--target-params", "20%", "-o", "small") == (
+        "--target-params is of one part: name it with --part stage1 or stage2"
+    )
 
 
 def test_no_code_of_its_own_is_advised_for_a_part():

@@ -31,6 +31,7 @@ from ckpt_prune.measure.samples.text import (
 )
 from ckpt_prune.model.composites import load_composite
 from ckpt_prune.model.context import context_length
+from ckpt_prune.model.family import DATA_OPTIONS, Modality
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import SampleOptions
 
@@ -43,11 +44,32 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
+def asked_data(modality: Modality) -> str:
+    """Return the option for data of a kind, as a user writes it."""
+    return f"{DATA_OPTIONS[modality]} {'DIR' if modality in ('image', 'audio') else 'FILE'}"
+
+
+def usual_samples(model: Model, *, audio: bool | None = None) -> int:
+    """Return how many samples are taken if no number is asked for; at most so many of images.
+
+    Args:
+        model: a part or a whole model, which reads its kind of data.
+        audio: whether the sources of its pairs are sounds; None: as the description of the whole says.
+    """
+    modality, within = model.family.modality, model.checkpoint.within
+    if modality != "pairs":
+        return MOST_IMAGES if modality == "image" else DEFAULT_WINDOWS
+    if audio is None and within is not None:
+        parts = load_composite(within.whole.config).parts.values()
+        audio = any((part.described or {}).get("modality") == "audio" for part in parts)
+    return DEFAULT_WINDOWS if audio else DEFAULT_PAIRS
+
+
 def check_kind(model: Model, options: SampleOptions) -> str:
     """Refuse data of another kind than the model reads, and return the option for its own."""
     folder, modality = model.checkpoint.path, model.family.modality
     given = {"image": bool(options.images), "audio": options.audio is not None}
-    needed = {"image": "--images DIR", "audio": "--audio DIR", "text": "--text FILE", "pairs": "--data FILE"}[modality]
+    needed = asked_data(modality)
     if modality == "pairs":
         if options.talks is None:
             raise UserError(reads_pairs(folder))
@@ -171,7 +193,7 @@ def _choose_pairs(model: Model, options: SampleOptions, most: int | None, skip: 
     stack = load_composite(within.whole.config).part(within.part).stack
     assert stack in ("encoder", "decoder")
     reader, seed = PairReader(within.whole, _window_of(model, options)), options.seed
-    requested = options.samples or most or (DEFAULT_WINDOWS if reader.audio else DEFAULT_PAIRS)
+    requested = options.samples or most or usual_samples(model, audio=reader.audio)
     chosen = choose_pairs(
         reader, options.talks, stack, samples=requested, seed=None if options.choose == "first" else seed, skip=skip
     )
