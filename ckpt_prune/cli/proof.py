@@ -104,7 +104,7 @@ def _alike(metric: Metric) -> str:
     if metric.difference is not None:
         most = math.inf if metric.tolerance is None else metric.tolerance
         parts.append(f"{format_distinctly(metric.difference, most, '%', 2)[0]} lost")
-    parts += [] if metric.kl is None else [f"KL {metric.kl:.4f}"]
+    parts += [] if metric.kl is None else [f"KL {metric.kl:z.4f}"]
     parts += [] if metric.same is None else [f"{metric.same:.1%} of the predictions the same"]
     return f": {', '.join(parts)}"
 

@@ -228,5 +228,5 @@ def _compare(ours: Tensor, theirs: Tensor) -> tuple[dict[str, float | None], str
         return {"kl": None, "agreement": None, "rank_correlation": order}, sentence
     agreement = float((ours.argmax(1) == theirs.argmax(1)).double().mean())
     kl = kl_divergence(theirs, ours) / len(ours)
-    sentence = f"both put the same class first for {agreement:.1%}, KL {kl:.6f}"
+    sentence = f"both put the same class first for {agreement:.1%}, KL {kl:z.6f}"
     return {"kl": kl, "agreement": agreement, "rank_correlation": None}, sentence

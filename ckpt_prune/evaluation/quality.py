@@ -77,7 +77,7 @@ def figures_of(loss: Loss) -> list[str]:
     )
     figures = [f"{loss.of} {after or 'beyond any number'}{'' if before is None else f' for {before}'}"]
     figures = [] if loss.after is None and loss.before is None else figures
-    figures += [] if loss.kl is None else [f"KL {loss.kl:.4f} nats"]
+    figures += [] if loss.kl is None else [f"KL {loss.kl:z.4f} nats"]
     same = "" if loss.agreement is None else format_share(loss.agreement, ".1%", loss.samples)
     return figures + ([f"the same first choice {same}"] if same else [])
 

@@ -134,7 +134,7 @@ class ScoredResult(Result, Generic[S]):
                 unit = "place where both have read the same text, over the tokens that both have"
             images = self.score.images if isinstance(self.score, Classification) else None
             agreement = format_share(self.agreement or 0, ".1%", images)
-            apart.append(f"KL divergence {self.kl:.4f} nats per {unit}, top-1 agreement {agreement}")
+            apart.append(f"KL divergence {self.kl:z.4f} nats per {unit}, top-1 agreement {agreement}")
         if self.spread is not None:
             shares = self.spread.data()
             apart.append(

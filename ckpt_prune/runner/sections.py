@@ -106,7 +106,7 @@ def size_section(report: Report) -> Section:
             share = f"{loss.after / loss.before:.1%}" if loss.before else MISSING
             rows.append([loss.of, *(format_share(each, style, of) for each in (loss.before, loss.after)), share])
         apart = [f"{loss.of} {loss.after:.4f}"] if loss.before is None and loss.after is not None else []
-        apart += [] if loss.kl is None else [f"KL divergence from the dense model {loss.kl:.4f} nats"]
+        apart += [] if loss.kl is None else [f"KL divergence from the dense model {loss.kl:z.4f} nats"]
         if loss.agreement is not None:
             apart.append(f"the same first choice in {format_share(loss.agreement, '.1%', loss.samples)}")
         sentences.append(f"Measured on {loss.data}: {', '.join(apart) or loss.of}.")

@@ -1,8 +1,12 @@
 """From where on an output is called worse than its dense model."""
 
+from pathlib import Path
+
 import pytest
 
-from ckpt_prune.evaluation.quality import judge, lines_of
+from ckpt_prune.evaluation.perplexity import PerplexityScore
+from ckpt_prune.evaluation.quality import figures_of, judge, lines_of
+from ckpt_prune.evaluation.results import ScoredResult
 from ckpt_prune.job.report import Loss
 
 WORSE, MUCH, USELESS = "worse than dense", "much worse than dense", "hardly of use beside dense"
@@ -72,6 +76,14 @@ def test_what_is_said_of_an_output():
         f"beside m, on 8 windows of a.txt: {figures}",
         f"the output is much worse than m: {figures}",
     ]
+    alike = loss.model_copy(update={"kl": -3e-9, "agreement": 1.0})  # rounding
+    assert figures_of(alike) == ["perplexity 30.25 for 20.5", "KL 0.0000 nats", "the same first choice 100.0%"]
     assert lines_of(judge(loss.model_copy(update={"after": 20.5, "agreement": 1.0}))) == [
         "beside m, on 8 windows of a.txt: perplexity 20.5 for 20.5, KL 0.4000 nats, the same first choice 100.0%"
     ]
+
+
+def test_a_divergence_of_rounding_is_not_below_zero():
+    score = PerplexityScore(perplexity=2.0, nll=0.69, tokens=8, window=8, windows=1)
+    result = ScoredResult(Path("a"), score, Path("b"), score, -3e-9, 1.0)
+    assert "KL divergence 0.0000 nats per token, top-1 agreement 100.0%" in result.paragraphs()

@@ -215,6 +215,8 @@ def test_what_a_mask_zeroes_and_what_was_lost_stand_beside_the_size():
     assert section.sentences[-1] == (
         "Measured on window 64: KL divergence from the dense model 0.2500 nats, the same first choice in 75.0%."
     )
+    alike = sections(make_mask_report([linear(0)], loss=loss | {"kl": -3e-9}))["Size and loss"]
+    assert "KL divergence from the dense model 0.0000 nats" in alike.sentences[-1]  # of rounding, and below 0
 
 
 def test_a_mask():
