@@ -126,6 +126,9 @@ def validate_in(
 def _check_graph(runtime: RuntimeName, folder: Path, *, trust: bool) -> str:
     """Return the type of the graph that a runtime takes out of a folder."""
     manifest = read_manifest(folder)
+    if manifest.modality == "pairs":
+        why = "encoder-decoders do not run in genai" if runtime == "genai" else f"this compares decoders in {runtime}"
+        raise UserError(f"{folder} holds graphs of both stacks: {why}")
     if manifest.task != "text-generation" or not manifest.cached:
         raise UserError(f"{folder} is not for generating text with a cache, which this compares in {runtime}")
     graphs = {graph.file: str(graph.dtype) for graph in manifest.graphs}

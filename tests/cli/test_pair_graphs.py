@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, GenerationMixin, PreTrainedModel
 
+from ckpt_prune.runtimes import proof
 from tests.cli.running import ok, read_json, read_refusal, run
 from tests.seq2seq import write_model, write_pairs, write_sounds
 
@@ -105,6 +106,11 @@ def test_one_type_in_all_commands() -> None:
     card = Path("bart/onnx/README.md").read_text()
     assert re.findall(r"^(\w+): beside bart, on ", card, re.MULTILINE) == ["fp32", "int4"]
     assert "There is no `genai_config.json`: encoder-decoders do not run in genai.\n" in card
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "require_runtime", lambda _runtime: None)  # it need not be installed to be refused
+        assert read_refusal("validate", "bart/onnx", "--runtime", "genai") == (
+            "bart/onnx holds graphs of both stacks: encoder-decoders do not run in genai"
+        )
     code = card.partition("```python\n")[2].partition("```")[0]
     scope: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
