@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
 from ckpt_prune.common.similar_names import did_you_mean
 
 _WORDS = {
@@ -33,8 +34,9 @@ def explain_value(error: Mapping[str, Any]) -> str | None:
         names = [choice.strip("'") for choice in re.split(", | or ", error["ctx"]["expected"])]
         hint = did_you_mean(str(value), names).rstrip()
         return f"{value} is not {'one of ' * (len(names) > 1)}{', '.join(names)}{': ' * bool(hint)}{hint}"
-    words = _WORDS.get(error["type"])
-    return None if words is None else f"{value} {words.format_map(error.get('ctx', {}))}"
+    words, limits = _WORDS.get(error["type"]), error.get("ctx", {})
+    meant = suggest_percentage(float(parse_ratio(value))) if error["type"] == "less_than" and limits["lt"] == 1 else ""
+    return None if words is None else f"{value} {words.format_map(limits)}{meant}"
 
 
 def message_of(error: Mapping[str, Any]) -> str:

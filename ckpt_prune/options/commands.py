@@ -318,7 +318,7 @@ class PruneOptions(
     """Check everything and print sizes; measure and write nothing. Data to measure on may be left out."""
     vision_recipe: AnyFolder = option(default=None, metavar="R", group=RECIPE)
     """With --part all: recipe for the vision tower. [default: that of --recipe]"""
-    vision_ratio: float | None = option(default=None, ge=0, lt=1, group=SIZE)
+    vision_ratio: Accepts[float | str | None, Ratio | None] = option(default=None, ge=0, lt=1, metavar="R", group=SIZE)
     """With --part all: ratio for the vision tower. [default: --ratio]"""
     push: str | None = option(default=None, metavar="REPO", group=HUB, digest="none")
     """Push OUT to this new repository on the Hub (ORG/NAME) when it is complete, as `ckpt-prune push` does. Token and

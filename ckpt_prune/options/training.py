@@ -7,6 +7,7 @@ from pydantic import ConfigDict, field_validator
 
 from ckpt_prune.common.block_range import blocks_of, checked_range
 from ckpt_prune.common.fields import Strict
+from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.options.option import TRAINING, Accepts, option
 
 Teacher = Literal["dense", "pruned"]
@@ -62,7 +63,7 @@ class RecoverySettings(Strict):
     teacher: Teacher = option(default="dense")
     """Which hidden states the dense block is given: the dense model's (the paper's Algorithm 1) or the pruned model's
     (its eq. 9)."""
-    held_out: Accepts[float | None, float] = option(default_factory=_by_method(0.1, 0.0, 0.1), ge=0, lt=1)
+    held_out: Accepts[float | str | None, Ratio] = option(default_factory=_by_method(0.1, 0.0, 0.1), ge=0, lt=1)
     """Share of the samples that is not trained on. It decides which epoch's weights are kept, if any. 0: keep those of
     the last epoch that is better than the start; no other learning rate is tried, and errors are those of training
     samples. [default: 0.1; 0 for scales]"""
@@ -110,7 +111,7 @@ class LoraSettings(Strict):
     """Rank of the adapters (lora)."""
     alpha: float = option(default=16.0, gt=0, le=1e6)
     """The adapters are multiplied by this number divided by the rank (lora)."""
-    dropout: float = option(default=0.0, ge=0, lt=1)
+    dropout: Accepts[float | str, Ratio] = option(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that a step leaves out (lora). [default: 0; 0.05 with --data]"""
     warm_up: int | None = option(default=None, ge=0)
     """Steps over which the learning rate climbs (lora). [default: a twentieth of them; 100 with --data]"""

@@ -122,9 +122,8 @@ def parse_size(kind: SizeKind, text: str) -> Size:
     suffix = match["suffix"].lower() if match is not None else ""
     scale = unit.scales.get(suffix)
     if match is None or (scale is None and suffix != "%") or (match["grouped"] and scale != 1):
-        raise ValueError(
-            f"{text!r} is not a size in {unit.what}: allowed are {unit.allowed}, or a share of the dense model: 50%"
-        )
+        noun = "time" if kind == "latency" else f"size in {unit.what}"
+        raise ValueError(f"{text!r} is not a {noun}: allowed are {unit.allowed}, or a share of the dense model: 50%")
     number = Fraction(match["plain"] or match["grouped"].replace(match["gap"], ""))
     if scale is None:
         if not 0 < number <= 100:
@@ -140,6 +139,8 @@ def parse_size(kind: SizeKind, text: str) -> Size:
             "of the dense model: 50%"
         )
     if number * scale < 1:
+        if kind == "latency":
+            raise ValueError(f"{text!r} comes to less than 1ns: no model runs in so short a time")
         raise ValueError(f"{text!r} comes to less than 1: nothing of the model would be left")
     return Size(value=floor(number * scale))
 

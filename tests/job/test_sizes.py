@@ -107,6 +107,12 @@ def test_what_is_no_size_is_told_what_is(kind, text):
     [
         ("params", "0", "'0' comes to less than 1: nothing of the model would be left"),
         ("params", "0.0009K", "'0.0009K' comes to less than 1: nothing of the model would be left"),
+        ("latency", "0ms@token", "'0ms' comes to less than 1ns: no model runs in so short a time"),
+        (
+            "latency",
+            "0.3",
+            "'0.3' is not a time: allowed are 12ms (ns, us, ms or s), or a share of the dense model: 50%",
+        ),
         ("params", "0.7", "'0.7' is no size in parameters: did you mean 70%, a share of the dense model?"),
         ("bytes", "0.125", "'0.125' is no size in bytes: did you mean 12.5%, a share of the dense model?"),
         ("flops", "0%", "'0%' is not a share of the dense model: above 0% and at most 100% is allowed"),
