@@ -233,8 +233,13 @@ def _within_loss(search: _Search, found: list[MeasuredFile]) -> Iterator[FileCan
         yield mixture
         with suppress(BudgetError):
             yield candidate_of(f"bits by budget, as large as {name}", budget.at_bytes(mixture.bytes))
+    choice: TypeChoice | None = None
     for words, choice in choose_for_loss(search.loss, found, maker.budgets.at_loss):
         yield candidate_of(words, choice, feedback=True)
+    # What pruning loses is predicted too low where much goes, and types alone may be all that keeps to the loss.
+    is_pruned = choice is not None and (choice.columns or choice.rows is not None)
+    if is_pruned and found[-1].score.kl > search.loss:
+        yield candidate_of("types alone within the loss", maker.budgets.fitted.at_loss(search.loss), feedback=True)
 
 
 def _best(search: _Search, found: list[MeasuredFile]) -> MeasuredFile | None:
