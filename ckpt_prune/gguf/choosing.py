@@ -15,7 +15,7 @@ from ckpt_prune.budget.choices import BudgetError, Choices, save, spend
 from ckpt_prune.budget.columns import ColumnLosses, list_sites, read_choices
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
-from ckpt_prune.gguf.file_plan import FilePlan, FilePlanner
+from ckpt_prune.gguf.file_plan import FilePlan, FilePlanner, aligned
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.losses import types_for
 from ckpt_prune.gguf.mixtures import MIXTURES
@@ -116,14 +116,14 @@ class TypeBudget:
         }
 
     @cached_property
-    def _columns(self) -> dict[str, int]:
+    def _row_lengths(self) -> dict[str, int]:
         return {name: int(weight.shape[-1]) for name, weight in lay_out(self.planner.model).tensors.items()}
 
     def size(self, name: str, kind: Kind, share: Fraction = _WHOLE) -> int:
         """Return the bytes that a share of a matrix of a type takes in the file, aligned."""
         elements, size = gguf.GGML_QUANT_SIZES[kind]
         there = int(self._elements[name] * share)
-        return int(gguf.GGUFWriter.ggml_pad(there // elements * size, gguf.GGUF_DEFAULT_ALIGNMENT))
+        return aligned(there // elements * size)
 
     @cached_property
     def _outside(self) -> int:
@@ -146,9 +146,8 @@ class TypeBudget:
     def _kinds_of(self, name: str, share: Fraction) -> list[tuple[Kind, float, float]]:
         by_kind = self.losses[name]
         if share < 1 and name.endswith(".ffn_down.weight"):  # its rows are shorter, and may not divide into blocks
-            columns = int(self._columns[name] * share)
-            fitting = [kind for kind in types_for(columns) if columns % gguf.GGML_QUANT_SIZES[kind][0] == 0]
-            by_kind = {kind: _nearest(by_kind, kind) for kind in fitting} or by_kind
+            columns = int(self._row_lengths[name] * share)
+            by_kind = {kind: _nearest(by_kind, kind) for kind in types_for(columns)} or by_kind
         return [
             (kind, self._cost(name, kind, share), float(share) * loss)
             for kind, loss in by_kind.items()
@@ -244,8 +243,12 @@ class TypeBudget:
 
     def of_mixture(self, chosen: GgufType) -> tuple[FilePlan, float]:
         """Return the file of one of llama.cpp's own mixtures, and what it is predicted to lose."""
-        plan = self.planner.plan(chosen, weighted=True)
+        plan = self.plan(chosen)
         return plan, self.predict(plan.kinds)
+
+    def plan(self, chosen: GgufType) -> FilePlan:
+        """Return the file of one of llama.cpp's own mixtures."""
+        return self.planner.plan(chosen, weighted=True)
 
 
 def _nearest(by_kind: Mapping[Kind, float], kind: Kind) -> float:

@@ -78,7 +78,7 @@ class FilePlanner:
         head = self._head_bytes(layout, chosen, kinds, self._bare_tokenizer, fitted=fitted) + self._tokenizer_bytes
         # The tokenizer's share is the difference of two whole heads, so that their alignment is done here.
         sizes = tensor_bytes(layout, kinds)
-        size = _aligned(head) + sum(map(_aligned, sizes.values()))
+        size = aligned(head) + sum(map(aligned, sizes.values()))
         return FilePlan(layout.architecture.name, kinds, sizes, size, (*layout.notes, *changed))
 
     def write_zeros(self, path: Path, layout: Layout, chosen: GgufType, kinds: Mapping[str, Kind]) -> None:
@@ -94,8 +94,8 @@ class FilePlanner:
         with disk_failures(path):
             write_head(writer)
             writer.close()
-            of_tensors = sum(map(_aligned, tensor_bytes(layout, kinds).values()))
-            os.truncate(path, _aligned(path.stat().st_size) + of_tensors)
+            of_tensors = sum(map(aligned, tensor_bytes(layout, kinds).values()))
+            os.truncate(path, aligned(path.stat().st_size) + of_tensors)
 
     def _head_bytes(
         self,
@@ -130,7 +130,8 @@ class FilePlanner:
         return full - bare
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return the bytes that a tensor, or the head, takes in a file with what follows it up to the next one."""
     return int(gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT))
 
 

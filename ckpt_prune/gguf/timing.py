@@ -18,7 +18,7 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.layout import GgufWeight, Layout, lay_out
 from ckpt_prune.gguf.llama_cpp import LlamaCppTask, run_llama_cpp
-from ckpt_prune.gguf.types import OUTER, kinds_of
+from ckpt_prune.gguf.types import OUTER, is_matrix, kinds_of
 from ckpt_prune.recipe.sizes import Timed
 
 REPEATS, ROUNDS = 2, 3
@@ -110,14 +110,14 @@ def time_types(
     counted = {
         name: weight
         for name, weight in layout.tensors.items()
-        if len(weight.shape) == 2 and "_norm." not in name and name not in untimed
+        if len(weight.shape) == 2 and is_matrix(name, weight) and name not in untimed
     }
 
-    def elements_of(kind: Kind) -> list[str]:
+    def names_for(kind: Kind) -> list[str]:
         return [name for name in counted if counted[name].shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0]
 
     base = Kind[_BASE.upper()]
-    given = {kind: elements_of(kind) for kind in {base, *kinds}}
+    given = {kind: names_for(kind) for kind in {base, *kinds}}
     files = {kind.name: (layout, kinds_of(layout, _BASE)[0] | dict.fromkeys(own, kind)) for kind, own in given.items()}
     if columns:
         narrow = _narrow(layout, columns)

@@ -69,7 +69,7 @@ def kinds_of(
     rows: set[int] = set()
     block = 1
     for name, weight in layout.tensors.items():
-        if not _is_matrix(name, weight):
+        if not is_matrix(name, weight):
             kinds[name] = Kind.F32
             continue
         chosen_kind = kind = asked_kinds.get(name) or _choose_kind(layout, name, chosen, weighted=weighted)
@@ -92,7 +92,8 @@ def kinds_of(
     return kinds, (f"rows of {sizes} are no multiple of {block}: {counts}{hint}",)
 
 
-def _is_matrix(name: str, weight: GgufWeight) -> bool:
+def is_matrix(name: str, weight: GgufWeight) -> bool:
+    """Return whether a tensor of a file may have few bits: it is no vector, and of no norm."""
     return len(weight.shape) > 1 and "_norm." not in name
 
 
@@ -115,7 +116,7 @@ def _asked_kinds(layout: Layout, others: OtherTypes) -> dict[str, Kind]:
             _check_rows(option, kind, int(layout.tensors[name].shape[-1]))
             kinds[name] = Kind[kind.upper()]
     for pattern, kind in others.matrices.items():
-        names = [name for name, weight in layout.tensors.items() if _is_matrix(name, weight)]
+        names = [name for name, weight in layout.tensors.items() if is_matrix(name, weight)]
         matching = [name for name in names if re.search(pattern, name)]
         if not matching:
             near = ", ".join(name for name in names if name.startswith("blk.0."))

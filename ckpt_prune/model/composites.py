@@ -291,7 +291,7 @@ def _shared_widths(family: "Family", tensors: Mapping[str, Any], config: Any) ->
 
 def _other_prefixes(family: "Family", stack: str, tensors: Mapping[str, Any]) -> tuple[str, ...]:
     """Return first parts of the names of other stacks' blocks."""
-    prefix = family.block.partition("{block}")[0]
+    prefix = family.blocks_prefix
     if family.stage is None:
         return (prefix.replace(stack, "decoder" if stack == "encoder" else "encoder"),)
     before, _, after = prefix.rpartition(f".{family.stage}.")

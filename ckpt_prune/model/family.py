@@ -299,6 +299,11 @@ class Family(StrictModel):
         """Return the on-disk name of a block's tensor."""
         return f"{self.block.format(block=block)}{module}{'' if kind == 'itself' else f'.{kind}'}"
 
+    @property
+    def blocks_prefix(self) -> str:
+        """What the on-disk names of all blocks' tensors begin with."""
+        return self.block.partition("{block}")[0]
+
     def scale(self, block: int, space: SpaceName) -> str | None:
         """Return the on-disk name of the layer scale of a space's consumer, (d_out,), or None."""
         scale = self.columns[space].scale

@@ -17,7 +17,7 @@ from ckpt_prune.model.skeleton import stock_names
 
 
 class _Applied(NamedTuple):
-    """What a class does to one image.
+    """The work of a class on one image.
 
     Attributes:
         places: on-disk name of a weight → how often it is multiplied by.

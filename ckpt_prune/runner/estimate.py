@@ -299,7 +299,7 @@ def time_run(
                 stream.pass_through(module, block, stream.states, torch.empty_like(stream.states))
             spent = _clock(device) - start
         total += alike * spent
-        if block == 0 and family.stage is not None:  # which may change the shape of what the others read
+        if block == 0 and family.passes_on:  # it may change the shape of what the others read
             stream.advance(block, tensors)
     return total / count
 

@@ -155,8 +155,8 @@ class FileBudgets(RoundingTrials):
         if _TIMES not in notes:
             widths = column_widths(self.model)
             columns = widths[0] if len(widths) > 1 else 0
-            inputs = {weight.shape[-1] for weight in lay_out(self.model).tensors.values() if len(weight.shape) == 2}
-            kinds = sorted({kind for each in inputs.union(widths) for kind in types_for(each)})
+            dense, _ = _without_losses(self.planner)
+            kinds = sorted(set().union(*dense.losses.values(), *map(types_for, widths)))
             measured = time_types(self.planner, kinds, timed, self.folder, columns)
             self.journal.record(_TIMES, note=measured.note())
         return FileTimes.read(notes[_TIMES])

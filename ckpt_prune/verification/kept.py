@@ -43,7 +43,7 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report) -> Fin
     checkpoint, family = match_checkpoint(checkpoint)
     outside = set[str]()
     if family.is_stack:  # there are the others, which may be pruned: `other parts` compares what is left
-        blocks = family.block.partition("{block}")[0]
+        blocks = family.blocks_prefix
         outside = {name for name in checkpoint.tensors if not name.startswith(blocks)}
     passed, detail = _check_blocks(checkpoint, dense, report, outside)
     if passed is False or moves_stream(report) or family.is_stack:

@@ -288,4 +288,4 @@ def _names_outside(part: Checkpoint) -> set[str]:
     family = family_for_config(part.config)
     if not family.is_stack:
         return {*part.within.rest}
-    return {name for name in part.tensors if not name.startswith(family.block.partition("{block}")[0])}
+    return {name for name in part.tensors if not name.startswith(family.blocks_prefix)}

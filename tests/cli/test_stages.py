@@ -76,7 +76,7 @@ COLUMNS = [("swin", "mlp_ratio", 3.0), ("segformer", "mlp_ratios", [3, 3]), ("hi
 @pytest.mark.parametrize(("name", "key", "stated"), COLUMNS)
 @torch.no_grad()
 def test_columns_of_all_stages_go_and_the_config_states_it(name, key, stated):
-    """What stays computes what the whole model computes with the other columns at zero.
+    """The pruned model computes the same as the whole one whose other columns are zero.
 
     Segformer's columns each pass a convolution of their own.
     """
@@ -224,7 +224,7 @@ KEYS = ("flops", "image")
 
 @pytest.mark.parametrize("name", ["swin", "segformer", "pvt", "hiera"])
 def test_flops_are_those_of_the_whole_model_in_every_stage(name):
-    """As torch counts them while the stock class runs over an image, with windows, reduced keys and class tokens."""
+    """They are those that torch counts while the stock class runs over an image."""
     ok("prune", name, "--recipe", "magnitude", "--ratio", "0.25", "-o", f"flops-{name}")
     counted = []
     for folder in (name, f"flops-{name}"):

@@ -25,7 +25,7 @@ OUTSIDE = 50_000.0
 
 @pytest.fixture(scope="module")
 def planner(tmp_path_factory) -> FilePlanner:
-    """Of a model whose MLPs alone have rows for q4_k, with a head of its own."""
+    """Plans files of a model with a head of its own, in which only matrices of MLPs have rows that q4_k fills."""
     folder = tmp_path_factory.mktemp("timed") / "model"
     return FilePlanner(open_model(str(save(folder, "llama", intermediate_size=512, num_hidden_layers=2))))
 
@@ -76,7 +76,7 @@ def test_llama_cpp_runs_files_of_zeros(planner, tmp_path, monkeypatch, timed):
 
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.7])
 def test_a_time_is_spent_at_the_least_loss(planner, share):
-    """As all combinations tell, of types of two matrices and columns of one of them."""
+    """The choice is the best of all combinations: types of two matrices, and columns of one of them."""
     names = ["blk.0.ffn_down.weight", "blk.1.attn_q.weight"]
     losses = {names[0]: {Kind.Q8_0: 0.1, Kind.Q4_K: 0.4}, names[1]: {Kind.Q8_0: 0.05, Kind.Q4_0: 0.9}}
     columns = {0: {512: 0.0, 256: 0.3}}

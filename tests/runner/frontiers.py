@@ -1,6 +1,7 @@
 """What tests of `frontier` share: a tiny model with two texts, its command line, and what it writes."""
 
 import json
+import math
 
 from click.testing import CliRunner
 
@@ -26,6 +27,21 @@ def make_command(place, out, *more, samples, window):
     data = ["--text", place / "text.txt", "--held-out", place / "held_out.txt"]
     few = ["--samples", samples, "--window", window, "--held-out-samples", 2]
     return ["frontier", place / "model", *data, *few, "-o", place / out, *more]
+
+
+def best_of(found):
+    """Return the candidate that is recommended."""
+    return next(each for each in found["candidates"] if each["name"] == found["recommended"])
+
+
+def find_smallest(place, words):
+    """Run a command that asks for a loss of 10 % in the folder `loss`; the best is the smallest within. Return all."""
+    code, output = run(*words)
+    assert code == 0, output
+    found = read(place, "loss")
+    within = [each for each in found["candidates"] if each["kl"] <= math.log1p(0.1)]
+    assert best_of(found)["bytes"] == min(each["bytes"] for each in within)
+    return found
 
 
 def read(place, out):

@@ -1,7 +1,6 @@
 """`frontier --for vllm` and `quantize --target-bytes`: what they find, how they go on, and what they refuse."""
 
 import json
-import math
 import re
 import shlex
 from collections import Counter
@@ -17,7 +16,7 @@ from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.runner.frontier.checkpoints import CheckpointMaker
 from ckpt_prune.stages.quantize.choosing import SCHEMES, SchemeBudget, linear_weights, predict_scheme_losses
-from tests.runner.frontiers import make_command, make_place, read, run
+from tests.runner.frontiers import best_of, find_smallest, make_command, make_place, read, run
 
 SIZE, LIMIT = "1107KB", 1_107_000
 """Between 4 and 8 bits for all linear weights, beside an embedding and a head that are larger than all of them."""
@@ -78,7 +77,7 @@ def test_each_joined_weight_has_a_group_that_names_it(place, sized):
 
 def test_what_it_finds_is_what_evaluate_and_stock_transformers_measure(place, sized):
     found = read(place, "sized")
-    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    best = best_of(found)
     data = ["--text", place / "held_out.txt", "--window", 48, "--samples", 2, "--json"]
     code, output = run("evaluate", place / "sized", "--against", place / "model", *data)
     assert code == 0, output
@@ -127,12 +126,7 @@ def test_an_interrupted_run_goes_on(place, sized, monkeypatch):
 
 
 def test_the_smallest_checkpoint_within_a_loss_is_found(place):
-    code, output = run(*command(place, "loss", "--max-loss", "10%"))
-    assert code == 0, output
-    found = read(place, "loss")
-    within = [each for each in found["candidates"] if each["kl"] <= math.log1p(0.1)]
-    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
-    assert best["bytes"] == min(each["bytes"] for each in within)
+    find_smallest(place, command(place, "loss", "--max-loss", "10%"))
 
 
 def test_a_size_below_4_bits_is_refused_at_once(place):

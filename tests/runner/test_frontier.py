@@ -22,7 +22,7 @@ from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.frontier.asked import as_named_in, read_held_out
 from ckpt_prune.runner.frontier.record import FRONTIER
 from tests.gguf_files.tiny import TEXT
-from tests.runner.frontiers import make_command, make_place, read, run
+from tests.runner.frontiers import best_of, find_smallest, make_command, make_place, read, run
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
 pytest.importorskip("libgguf")
@@ -41,7 +41,7 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
     code, output = run(*command(place, "sized", "--target-bytes", "300KB"))
     assert code == 0, output
     found = read(place, "sized")
-    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    best = best_of(found)
     file = place / "sized" / "model.gguf"
     assert file.stat().st_size == best["bytes"] <= 300_000
     assert best["kl"] == min(each["kl"] for each in found["candidates"] if each["bytes"] <= 300_000)
@@ -154,12 +154,8 @@ def test_a_file_that_is_predicted_to_be_beyond_use_is_not_made(place, monkeypatc
 
 
 def test_the_smallest_file_within_a_loss_is_found(place):
-    code, output = run(*command(place, "loss", "--max-loss", "10%"))
-    assert code == 0, output
-    found = read(place, "loss")
-    within = [each for each in found["candidates"] if each["kl"] <= math.log1p(0.1)]
-    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
-    assert best["bytes"] == min(each["bytes"] for each in within)
+    found = find_smallest(place, command(place, "loss", "--max-loss", "10%"))
+    best = best_of(found)
     mixture = next(each for each in found["candidates"] if each["types"].keys() == {"file"})
     assert best["bytes"] < mixture["bytes"]
     names = [each["name"] for each in found["candidates"]]
@@ -278,7 +274,7 @@ def test_a_time_is_kept_to_by_what_types_take(place, monkeypatch, slower, tries)
     assert len(by_budget) == tries
     assert all(each["ms"] > 0.9 for each in by_budget[:-1])
     assert by_budget[-1]["ms"] <= 0.9
-    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    best = best_of(found)
     assert best["kl"] == min(each["kl"] for each in found["candidates"] if each["ms"] <= 0.9)
     assert found["sentence"].startswith(
         "within 0.9 ms (90% of 1 in float16) for a single token after a text of 8 tokens: "
@@ -305,7 +301,7 @@ def test_columns_go_where_a_loss_is_large(place):
     code, output = run(*command(place, "much", "--max-loss", "80%", "--choose", "first"))
     assert code == 0, output
     found = read(place, "much")
-    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    best = best_of(found)
     assert best["kl"] <= math.log(1.8)
     assert best["pruned"].keys() == {"mlp"}
     listed = FRONTIER.list_written(place / "much")

@@ -11,7 +11,7 @@ from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.runner.frontier.candidates import Measured, RoundedCandidate
 from ckpt_prune.runner.frontier.record import Frontier
 from tests.images import write_images, write_vit
-from tests.runner.frontiers import make_command, make_place, read, run
+from tests.runner.frontiers import best_of, make_command, make_place, read, run
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def sized(place):
 
 def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, monkeypatch):
     found = read(place, "sized")
-    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    best = best_of(found)
     file = place / "sized" / "model_q4.onnx"
     assert 0.97 * 300_000 < file.stat().st_size == best["bytes"] <= 300_000
     within = [each for each in found["candidates"] if each["bytes"] <= 300_000]
@@ -106,7 +106,7 @@ def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph
 
 def test_what_it_finds_is_what_evaluate_measures(place, sized):
     found = read(place, "sized")
-    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    best = best_of(found)
     graph, data = place / "sized" / "model_q4.onnx", ["--text", place / "held_out.txt", "--window", 32, "--samples", 2]
     code, output = run("evaluate", graph, "--against", place / "model", *data, "--json")
     assert code == 0, output
@@ -146,7 +146,7 @@ def test_the_smallest_graph_within_a_loss(place):
     assert code == 0, output
     found = read(place, "loss")
     assert found["asked"] == "within a loss of 0.182 nats a token"
-    best = next(each for each in found["candidates"] if each["name"] == found["recommended"])
+    best = best_of(found)
     assert best["bytes"] == min(each["bytes"] for each in found["candidates"] if each["kl"] <= 0.1824)
 
 

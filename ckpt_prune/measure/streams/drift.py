@@ -99,8 +99,7 @@ def observe_drift(
                         delta, inputs = delta[counted.flatten()], inputs[counted]
                     folds[fold] = folds[fold].accumulate(delta, inputs)
             if theirs is not None and passed:
-                leaving = dense.room_behind(leaving, theirs.left)
-                leaving[rows] = theirs.left.cpu()
+                leaving = dense.put(leaving, rows, theirs.left)
     dense.states = leaving
     moments: dict[Key, SpaceMoments] = {key: observer.finish() for key, observer in observers.items()}
     for space, folds in drifts.items():

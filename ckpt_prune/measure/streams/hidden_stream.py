@@ -137,8 +137,7 @@ class HiddenStream:
         else:
             head, ties = f"{family.head}.weight", factory.names.ties
             model = load_outside(factory, self._tensors, self._read, {head} - ties.keys() - set(ties.values()))
-            is_needed = family.passes_on or family.stage is not None
-            recorders = make_recorders(factory, model, first=self._first_results() if is_needed else None)
+            recorders = make_recorders(factory, model, first=self._first_results() if family.passes_on else None)
 
         def stop(_: Tensor) -> Tensor:
             raise _LastBlockReachedError
@@ -252,8 +251,7 @@ class HiddenStream:
                 with suppress(AllSeenError):
                     output = self.run(block, index, self.states[rows], rows)
                     if advance:
-                        leaving = self.room_behind(leaving, output)
-                        leaving[rows] = output.cpu()
+                        leaving = self.put(leaving, rows, output)
         self.states = leaving
         return pool_moments(self.group, {key: observer.finish() for key, observer in observers.items()})
 
@@ -356,26 +354,27 @@ class HiddenStream:
         `leaving` takes the output if that has its shape; it may be `entering`.
         """
         for _, rows in self.run_order():
-            output = self.run(block, index, entering[rows], rows)
-            leaving = self.room_behind(leaving, output)
-            leaving[rows] = output.cpu()
+            leaving = self.put(leaving, rows, self.run(block, index, entering[rows], rows))
         return leaving
 
     def enter(self, states: Tensor) -> None:
         """Let states (N, T, hidden), which are copied, be the input of the next block."""
-        self.states = self.room_behind(self.states, states).copy_(states)
+        self.states = self.put(self.states, slice(None), states)
 
-    def room_behind(self, states: Tensor, output: Tensor) -> Tensor:
-        """Return the tensor for what leaves a block: these states, or another if the block changes their shape.
+    def put(self, states: Tensor, rows: slice, output: Tensor) -> Tensor:
+        """Put what a block makes of some samples over their states, and return the tensor that holds it.
 
-        The first block of a stage may make fewer and wider rows of its input (Hiera).
+        That is another than `states` if the block changes their shape: the first block of a stage may make fewer and
+        wider rows of its input (Hiera).
 
         Args:
-            states: of all samples of this process.
-            output: the block's, of some of them.
+            states: of all samples.
+            rows: samples of the output.
         """
         shape = (len(states), *output.shape[1:])
-        return states if states.shape == shape else self._allocate(shape, states.dtype)
+        leaving = states if states.shape == shape else self._allocate(shape, states.dtype)
+        leaving[rows] = output.cpu()
+        return leaving
 
     def reads_results(self, index: int) -> bool:
         """Return whether a block is passed what the one before it returned beside hidden states."""

@@ -112,6 +112,11 @@ class Describer:
     def add_dimension(self, name: str, size: int, keys: Sequence[str]) -> None:
         self.dimensions[name], self.sizes[name] = [*keys], size
 
+    @property
+    def _first_is_needed(self) -> bool:
+        """Whether other blocks are passed what only running the first tells: results, or hidden states of a shape."""
+        return any(run.passed_on for run in self.runs) or len({run.states.shape for run in self.runs}) > 1
+
     def _stage_sizes(self) -> str | None:
         """Add the hidden size of a stage, and return the key that lists how many blocks each stage has."""
         assert self.stage is not None
@@ -178,7 +183,7 @@ class Describer:
             "model_type": self.twin.parsed.model_type,
             "base": model.base_model_prefix,
             **outside,
-            **({"passes_on": True} if any(run.passed_on for run in self.runs) else {}),
+            **({"passes_on": True} if self._first_is_needed else {}),
             "layers": self.layers,
             "block": self.prefix,
             "lookups": [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)],

@@ -22,7 +22,7 @@ from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import Options, digested_options
-from ckpt_prune.recipe.sizes import parse_size
+from ckpt_prune.recipe.sizes import Size, Timed, parse_size, parse_timed
 from ckpt_prune.runner.frontier.record import FRONTIER, USUAL_LOSS
 from ckpt_prune.runner.resuming import resumable
 
@@ -39,6 +39,13 @@ def read_target(options: FrontierOptions, model: Model) -> tuple[int | None, flo
         return None, math.log1p(USUAL_LOSS if options.max_loss is None else float(options.max_loss))
     dense = cost_of(model).bytes
     return parse_size("bytes", options.target_bytes).of(dense), None
+
+
+def read_time(options: FrontierOptions) -> tuple[Size | None, Timed | None]:
+    """Return the time that is asked for, and what it is of."""
+    if options.target_latency is None:
+        return None, None
+    return parse_size("latency", options.target_latency), parse_timed(options.target_latency)
 
 
 @dataclass(frozen=True)

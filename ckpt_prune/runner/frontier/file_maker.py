@@ -92,19 +92,16 @@ class Maker:
         plan, kl = self.budget.of_mixture(name)
         return FileCandidate(name, name, NO_OTHERS, plan.bytes, kl, types=f"llama.cpp's {name}")
 
-    def mixture_within(self, limit: int, loss: float) -> Iterator[FileCandidate]:
-        """Yield the best of llama.cpp's own mixtures within a size, if it is predicted to lose at most `loss` nats."""
-        fitting = [each for each in self._mixtures if each.bytes <= limit and (each.kl or 0) <= loss]
-        if fitting:
-            yield min(fitting, key=lambda each: each.kl or 0)
+    def mixture_within(self, limit: float, loss: float, times: FileTimes | None = None) -> Iterator[FileCandidate]:
+        """Yield the best of llama.cpp's own mixtures within a size, or within a time in nanoseconds if given `times`.
 
-    def mixture_in_time(self, limit: float, times: FileTimes, loss: float) -> Iterator[FileCandidate]:
-        """Yield the same within a time, in nanoseconds, by the times of types."""
+        There is none if none is predicted to lose at most `loss` nats.
+        """
 
-        def time(each: FileCandidate) -> float:
-            return self.budget.time(self.budget.of_mixture(each.chosen)[0].kinds, times)
+        def cost(each: FileCandidate) -> float:
+            return each.bytes if times is None else self.budget.time(self.budget.plan(each.chosen).kinds, times)
 
-        fitting = [each for each in self._mixtures if (each.kl or 0) <= loss and time(each) <= limit]
+        fitting = [each for each in self._mixtures if (each.kl or 0) <= loss and cost(each) <= limit]
         if fitting:
             yield min(fitting, key=lambda each: each.kl or 0)
 

@@ -31,10 +31,10 @@ from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
-from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
+from ckpt_prune.recipe.sizes import Size
 from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.file_budgets import CUT_FROM, FileBudgets, check_reach
-from ckpt_prune.runner.frontier.asked import open_staging, parts_of, read_target, read_texts
+from ckpt_prune.runner.frontier.asked import open_staging, parts_of, read_target, read_texts, read_time
 from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
 from ckpt_prune.runner.frontier.graph_latency import AIM, ROOM, best_in_time, took
@@ -105,8 +105,7 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     planner = FilePlanner(model)
     planner.plan("q8_0")  # refuses what llama.cpp does not compute, or tokenizers that it has not
     limit, loss = read_target(options, model)
-    time = None if options.target_latency is None else parse_size("latency", options.target_latency)
-    timed = None if options.target_latency is None else parse_timed(options.target_latency)
+    time, timed = read_time(options)
     if limit is not None:
         check_reach(limit, planner)
     texts = read_texts(options, model, say)
@@ -209,7 +208,7 @@ def _in_time(search: _Search, limit: float, found: list[MeasuredFile]) -> Iterat
     assert timed is not None
     if choice is None or search.is_beyond_use:
         return
-    yield from maker.mixture_in_time(limit, maker.budgets.times(timed), IN_QUESTION * choice.kl)
+    yield from maker.mixture_within(limit, IN_QUESTION * choice.kl, maker.budgets.times(timed))
     asked = limit
     for name in ("by budget", "by budget, second try"):
         with suppress(BudgetError):

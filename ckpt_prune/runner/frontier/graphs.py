@@ -60,9 +60,9 @@ from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
-from ckpt_prune.recipe.sizes import Size, parse_size, parse_timed
+from ckpt_prune.recipe.sizes import Size, parse_size
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths, recipe_of
-from ckpt_prune.runner.frontier.asked import as_named_in, open_staging
+from ckpt_prune.runner.frontier.asked import as_named_in, open_staging, read_time
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.record import (
@@ -177,11 +177,10 @@ def _model_of(source: Checkpoint) -> Model | None:
 
 def _read_time(options: FrontierOptions, source: Checkpoint) -> tuple[Size | None, Workload | None]:
     """Return the time that is asked for, and the work that it is of."""
-    if options.target_latency is None:
+    size, timed = read_time(options)
+    if timed is None:
         return None, None
-    timed = parse_timed(options.target_latency)
-    workload = choose_timed_workload(source.path, timed, trust=options.trust_remote_code)
-    return parse_size("latency", options.target_latency), workload
+    return size, choose_timed_workload(source.path, timed, trust=options.trust_remote_code)
 
 
 def _choose_samples(options: FrontierOptions, source: Checkpoint, task: GraphTask) -> ProofSamples:

@@ -43,7 +43,7 @@ def _check_kept_blocks(checkpoint: Checkpoint, dense: Checkpoint, depth: DepthRe
     mapped = _list_mapped_tensors(depth, checkpoint.tensors)
     family = family_for_config(checkpoint.config)
     # Of two stacks of blocks each has a report of its own.
-    prefix = family.block.partition("{block}")[0] if family.modality == "pairs" else ""
+    prefix = family.blocks_prefix if family.modality == "pairs" else ""
     names, expected = ({name for name in side.tensors if name.startswith(prefix)} for side in (checkpoint, dense))
     if names != expected:
         return False, "the tensors are not those of the dense model's blocks that stay"

@@ -132,8 +132,7 @@ class Recoverer:
             for start in range(0, len(states), self._part):
                 part = slice(start, start + self._part)
                 output = self._run(as_pruned, index, states[part], self._own_measured[part])
-                self._branches[blocks] = self.pruned.room_behind(self._branches[blocks], output)
-                self._branches[blocks][part] = output
+                self._branches[blocks] = self.pruned.put(self._branches[blocks], part, output)
 
     def advance(self, index: int, written: Mapping[str, Tensor]) -> None:
         """Move the pruned model through a block as it was written, and the dense one through the next."""

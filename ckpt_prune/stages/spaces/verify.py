@@ -53,7 +53,7 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, change
         uncompared.append(f"last projections of the experts of {plural(refits, 'block')} are refitted")
     others = changed - {linear.weight for linear in report.linears}
     if model.family.is_stack:  # those outside its blocks are other stacks'
-        blocks = model.family.block.partition("{block}")[0]
+        blocks = model.family.blocks_prefix
         others = {name for name in others if name.startswith(blocks)}
     if others:
         uncompared.append(f"{plural(len(others), 'tensor')} that other stages changed")
