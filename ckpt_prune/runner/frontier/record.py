@@ -36,6 +36,8 @@ logarithm in nats is not made."""
 
 CLOSE = 1.15
 """For a loss, what is made is chosen again if it loses less than allowed by more than this factor, or too much."""
+STEEPEST = 3.0
+"""What is allowed for a loss changes by the measured change to this power at most, and to its inverse at least."""
 USUAL_LOSS = 0.05
 """Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
 SMALLEST = ("smallest within the loss", "smallest within the loss, second try", "smallest within the loss, third try")
@@ -61,15 +63,17 @@ def choose_for_loss(
 ) -> Iterator[tuple[str, T]]:
     """Yield names, each with what a budget chooses, until what is made keeps closely to `loss`.
 
-    Predictions of all weights at once are off by much the same factor: the next loss is corrected by it. It ends, too,
-    if no choice is left, or it is the one before.
+    Predictions of all weights at once are off by much the same factor: the second loss is corrected by it, to the middle
+    of what is close. From two tries the third is told by a secant of their logarithms. It ends, too, if no choice is
+    left, or it is the one before.
 
     Args:
         results: what was measured; the caller adds what it makes for each name.
         choose: returns the choice for a loss; BudgetError if there is none.
         same: what two choices have in common if they are one.
     """
-    allowed, last = loss, None
+    aim = loss / math.sqrt(CLOSE)
+    allowed, last, tries = loss, None, list[tuple[float, float]]()
     for name in SMALLEST:
         try:
             choice = choose(allowed)
@@ -82,7 +86,19 @@ def choose_for_loss(
         measured = results[-1].score.kl
         if loss / CLOSE <= measured <= loss:
             return
-        allowed *= loss / max(measured, 1e-9)
+        tries.append((allowed, max(measured, 1e-9)))
+        allowed *= (aim / tries[-1][1]) ** _correction(tries)
+
+
+def _correction(tries: Sequence[tuple[float, float]]) -> float:
+    """Return the growth of what is allowed for one of what is measured, of their logarithms in the last two tries."""
+    if len(tries) < 2:
+        return 1.0
+    (before, lost_before), (after, lost) = tries[-2:]
+    rise = math.log(lost / lost_before)
+    slope = math.log(after / before) / rise if rise else 1.0
+    # A noisy pair of tries does not lead astray.
+    return min(max(slope, 1 / STEEPEST), STEEPEST)
 
 
 def words_of_target(limit: int | None, loss: float | None, unit: str = "nats a token") -> str:
