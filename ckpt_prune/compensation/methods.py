@@ -175,7 +175,9 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 LEAST_STRENGTH = 1e-3
 FAR_FROM_RULE = 3.0
-"""With a strength so many times the rule's, or less than the rule's by as much, more is lost on other text."""
+"""A strength that is smaller than the rule's by more than this factor loses more on other samples, of few tokens."""
+ENOUGH = 5
+"""From so many tokens for each input on, no small strength does much harm: without any a fit loses k / (n - k) more."""
 
 
 def derive_strength(inputs: int, tokens: int) -> float:

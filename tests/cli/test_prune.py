@@ -159,9 +159,8 @@ def test_a_dry_run_needs_no_place_for_an_output(place, where):
         ),
         (
             "grail",
-            "recipe grail keeps its own strength: lambda 0.001 of mlp, by the rule 1.8 (--set "
-            "spaces.mlp.compensation.lambda=auto). The rule's, 1.5 x kept inputs / calibration tokens, mostly loses "
-            "less on other samples",
+            "few calibration tokens: 16, which fits memorise with lambda 0.001 of mlp (--set "
+            "spaces.mlp.compensation.lambda=auto takes 1.8); use more samples (95 tokens or more) or a larger lambda",
         ),
     ],
 )

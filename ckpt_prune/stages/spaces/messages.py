@@ -8,7 +8,7 @@ from statistics import fmean
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes, human_count
-from ckpt_prune.compensation.methods import COLUMN_METHODS, FAR_FROM_RULE, derive_strength
+from ckpt_prune.compensation.methods import COLUMN_METHODS, ENOUGH, FAR_FROM_RULE, derive_strength
 from ckpt_prune.job.decisions import keep_count, multiple_of, rounding_of
 from ckpt_prune.job.plan import Plan
 from ckpt_prune.job.prepared import Prepared
@@ -75,18 +75,18 @@ def extreme_line(prepared: Prepared) -> str | None:
 
 
 def strength_line(prepared: Prepared) -> str | None:
-    """Say which strengths of the recipe are far from those that the number of tokens asks for."""
+    """Say with which strengths fits memorise the few tokens that they are fitted to."""
     recipe, tokens = prepared.recipe, calibration_tokens(prepared)
-    far = [
-        line
+    small = {
+        line: inputs
         for space, inputs in _inputs(prepared).items()
-        if (line := _far_strength(space, recipe.spaces[space], inputs, tokens)) is not None
-    ]
-    if not far:
+        if (line := _small_strength(space, recipe.spaces[space], inputs, tokens)) is not None
+    }
+    if not small:
         return None
     return (
-        f"recipe {recipe.name} keeps its own strength: {'; '.join(far)}. The rule's, 1.5 x kept inputs / "
-        "calibration tokens, mostly loses less on other samples"
+        f"few calibration tokens: {tokens:,}, which fits memorise with {', '.join(small)}; use more samples "
+        f"({ENOUGH * max(small.values()):,} tokens or more) or a larger lambda"
     )
 
 
@@ -112,13 +112,14 @@ def _has_strength(settings: SpaceRecipe) -> bool:
     return not method.needs_gram or (method.uses_strength and fit.lambda_units == "relative")
 
 
-def _far_strength(space: SpaceName, settings: SpaceRecipe, inputs: int, tokens: int) -> str | None:
-    """Say what a strength would be by the rule, if it is a number far from it."""
+def _small_strength(space: SpaceName, settings: SpaceRecipe, inputs: int, tokens: int) -> str | None:
+    """Say what a strength would be by the rule, if it is a number far below that, and tokens are few."""
     lam, rule = settings.compensation.lam, derive_strength(inputs, tokens)
-    if not _has_strength(settings) or not isinstance(lam, float) or max(rule, lam) <= FAR_FROM_RULE * min(rule, lam):
+    is_small = isinstance(lam, float) and FAR_FROM_RULE * lam < rule and tokens < ENOUGH * inputs
+    if not is_small or not _has_strength(settings):
         return None
     key = f"spaces.{recipe_space(space)}.compensation.lambda"
-    return f"lambda {lam:g} of {space}, by the rule {rule:.2g} (--set {key}=auto)"
+    return f"lambda {lam:g} of {space} (--set {key}=auto takes {rule:.2g})"
 
 
 def size_lines(prepared: Prepared) -> Iterable[str]:

@@ -248,6 +248,7 @@ def test_an_input_that_asks_for_code_of_its_own(here):
         "AutoModel": "modeling_pruned.PrunedViTModel",
     }
     assert "auto_map" not in read_json("live/config.json")
+    assert "warnings" not in read_json("live/ckpt_prune.json")  # its own lambda is enough for ten tokens an input
 
 
 @pytest.mark.parametrize(
