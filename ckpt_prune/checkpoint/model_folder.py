@@ -9,6 +9,7 @@ from ckpt_prune.checkpoint.hub_files import hub_failures
 from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.quantised import refuse_by_config, refuse_gguf
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.graph_types import STACK_FILES
 from ckpt_prune.common.similar_names import similar_siblings
 
@@ -132,6 +133,11 @@ def _download(model: str, *, config_alone: bool = False) -> Path:
             if config_alone:
                 break
         return folder
+
+
+def holds_graphs(folder: Path) -> bool:
+    """Return whether a folder is one that `export` wrote, with no checkpoint, though it has a config.json."""
+    return (folder / GRAPH_RECORD).is_file() and not any(folder.glob("*.safetensors"))
 
 
 def find_graph(name: str) -> Path | None:

@@ -1,5 +1,6 @@
 """`ckpt-prune inspect`."""
 
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ from ckpt_prune.show.terminal import print_table
 if TYPE_CHECKING:
     from ckpt_prune.inspection.answer import (
         Description,
+        GraphsDescription,
         ModelDescription,
         PartsDescription,
         RemoteDescription,
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _show(description: "Description | PartsDescription", options: dict[str, Any]) -> None:
-    from ckpt_prune.inspection.answer import PartsDescription, RemoteDescription
+    from ckpt_prune.inspection.answer import GraphsDescription, PartsDescription, RemoteDescription
 
     if isinstance(description, PartsDescription):
         for number, (name, each) in enumerate(description.parts.items()):
@@ -30,6 +32,8 @@ def _show(description: "Description | PartsDescription", options: dict[str, Any]
             _show(each, options)
     elif isinstance(description, RemoteDescription):
         _print_remote(description)
+    elif isinstance(description, GraphsDescription):
+        _print_graphs(description)
     else:
         _print(description)
 
@@ -71,6 +75,37 @@ def _print_remote(found: "RemoteDescription") -> None:
     click.echo("\nto drop units, prune the dense model instead; of recipes that prune, only masks go on this output")
     if found.sparsity is not None:
         _print_sparsity(found.sparsity)
+
+
+def _print_graphs(found: "GraphsDescription") -> None:
+    from ckpt_prune.common.formatting import human_bytes, plural
+
+    facts = {
+        "folder": found.model,
+        "holds": f"{plural(len(found.graphs), 'ONNX graph')}, {human_bytes(found.bytes)}; no checkpoint",
+        "for": found.task + (", with cache" if found.cached else ""),
+        "fused for": found.provider and f"onnxruntime's {found.provider.upper()} provider",
+        "made from": f"{found.source} ({found.fingerprint[:12]}), by ckpt_prune {found.versions['ckpt_prune']}",
+        "compared on": found.compared_on,
+    }
+    for key, value in facts.items():
+        if value:
+            click.echo(f"{key:<11} {value}")
+    proven = {True: "yes", False: "no, it failed", None: "not compared"}
+    rows = [
+        {
+            "graph": graph.file,
+            "type": graph.dtype,
+            "opset": str(graph.opset),
+            "bytes": human_bytes(graph.bytes),
+            "rounded weights": ", ".join(f"{count} in {kind}" for kind, count in graph.weights.items()) or "-",
+            "proven": proven[graph.proven],
+        }
+        for graph in found.graphs
+    ]
+    click.echo(f"\n{table_of(rows)}")
+    if any(graph.proven is None for graph in found.graphs):
+        click.echo(f"`ckpt-prune validate {quote(found.model)}` compares graphs with the model they were made from")
 
 
 def _print_proofs(found: "Found") -> None:

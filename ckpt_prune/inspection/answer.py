@@ -185,7 +185,49 @@ class RemoteDescription(_KnownDescription):
     note: str | None
 
 
-Description = ModelDescription | RemoteDescription
+class GraphDescription(Frozen):
+    """One ONNX graph.
+
+    Attributes:
+        dtype: as `export --dtype` names it.
+        stack: of an encoder-decoder, the one that it computes.
+        bytes: with those of a file of weights beside it.
+        weights: way to store a rounded weight → how many are; empty if none is rounded.
+        proven: whether it computed what its model does when both were compared last; None if they were not.
+    """
+
+    file: str
+    dtype: str
+    stack: str | None
+    opset: int
+    bytes: int
+    weights: dict[str, int]
+    proven: bool | None
+
+
+class GraphsDescription(_Answer):
+    """A folder of ONNX graphs, as `export` writes it.
+
+    Attributes:
+        cached: graphs that generate text take keys and values of what was read before.
+        provider: of onnxruntime that the graphs are fused for; None if they are not.
+        source, fingerprint: of the checkpoint that they were made from.
+        compared_on: data of the last comparison; None if there was none.
+        versions: of what made them.
+    """
+
+    task: str
+    cached: bool
+    provider: str | None
+    source: str
+    fingerprint: str
+    bytes: int
+    graphs: list[GraphDescription]
+    compared_on: str | None
+    versions: dict[str, str]
+
+
+Description = ModelDescription | RemoteDescription | GraphsDescription
 
 
 class PartsDescription(Frozen):

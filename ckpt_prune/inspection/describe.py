@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
-from ckpt_prune.checkpoint.model_folder import resolve_model
+from ckpt_prune.checkpoint.model_folder import holds_graphs, resolve_model
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.inspection.answer import (
@@ -267,12 +267,16 @@ def _total(tensors: Sequence[Sparsity]) -> Zeros:
 
 
 def inspect_model(options: InspectOptions) -> Description | PartsDescription:
-    """Open a model, or its config alone, and describe it (`ckpt_prune.inspect`).
+    """Open a model, its config alone, or a folder of its graphs, and describe it (`ckpt_prune.inspect`).
 
     Both stacks of blocks of an encoder-decoder are described, unless one is named; with `--part all` both
     parts of any model.
     """
     folder = Path(options.model) if Path(options.model).is_dir() else resolve_model(options.model)
+    if holds_graphs(folder):
+        from ckpt_prune.inspection.graphs import describe_graphs  # onnxruntime is not read for a checkpoint
+
+        return describe_graphs(folder)
     parts = asked_parts(read_local_config(str(folder)), options.part)
     if len(parts) == 1:
         return _inspect(options)

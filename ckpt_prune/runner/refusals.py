@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from ckpt_prune.checkpoint.model_folder import check_output_folder, refuse_adapter
+from ckpt_prune.checkpoint.model_folder import check_output_folder, holds_graphs, refuse_adapter
 from ckpt_prune.checkpoint.staging import Staging, check_output, refuse_overlap
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.ratios import parse_ratio, suggest_percentage
@@ -88,6 +88,14 @@ def refuse_inspect(options: InspectOptions) -> None:
     asked_ratios(options.ratios)
     if options.recipe is not None:
         check_recipe(options.recipe)
+    if holds_graphs(Path(options.model)):
+        for name in ("ratios", "recipe", "sparsity", "part", "family"):
+            if getattr(options, name):
+                flag = f"--{name.removesuffix('s')}"
+                raise UserError(
+                    f"{options.model} holds ONNX graphs: {flag} asks for the checkpoint they were made from"
+                )
+        return
     for part in asked_parts(read_local_config(options.model), options.part):
         check_supported(options.model, options.family, part)
 

@@ -133,6 +133,8 @@ def test_a_graph_of_other_weights_is_not_written(vision):
 def test_overwrite_keeps_the_old_graph_until_the_new_one_passes(vision):
     ok("export", "vision", "-o", "out", "--no-validate")
     Path("out/note.txt").write_text("mine")
+    (graph,) = json.loads(ok("inspect", "out", "--json"))["graphs"]
+    assert (graph["bytes"], graph["proven"]) == (Path("out/model.onnx").stat().st_size, None)
     assert (
         read_refusal("export", "vision", "-o", "out")
         == f"{Path.cwd() / 'out'} exists; --overwrite replaces it, or give another -o"
@@ -183,8 +185,17 @@ def test_several_types_share_the_trace_and_lie_side_by_side(decoder):
         metric, dense = graph["metrics"]
         assert (metric["against"], dense["against"], dense["tolerance"]) == (None, "decoder", None)
         assert metric["difference"] == pytest.approx(metric["onnxruntime"] / metric["pytorch"] - 1, rel=1e-3, abs=1e-6)
-    checked = ok("verify", "out")
-    assert checked.count(" ok\n") == 10
+    assert ok("verify", "out").count(" ok\n") == 10
+    shown = re.sub(" +", " ", ok("inspect", "out"))
+    assert re.search(
+        r"^folder out\nholds 2 ONNX graphs, \S+ KiB; no checkpoint\nfor text-generation, with cache\n"
+        r"made from decoder \([0-9a-f]{12}\), by ckpt_prune \S+\ncompared on text.txt\n\n.*\n"
+        r"model_int8.onnx int8 20 \S+ KiB 1 in 8-bit blocks of 32, 10 in int8 yes\n"
+        r"model_q4.onnx int4 20 \S+ KiB 11 in 4-bit blocks of 32 yes\n$",
+        shown,
+    )
+    ratio = "out holds ONNX graphs: --ratio asks for the checkpoint they were made from"
+    assert read_refusal("inspect", "out", "--ratio", "0.2") == ratio
     again = ok("validate", "out", "--against", "decoder", *ROUNDED[4:], "--max-loss", "0.5").splitlines()
     assert [line for line in again if line.startswith("perplexity")] == [
         line for line in lines if line.startswith("perplexity") and " of decoder " not in line
