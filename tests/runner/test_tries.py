@@ -6,59 +6,41 @@ from types import SimpleNamespace
 import pytest
 
 from ckpt_prune.budget.choices import BudgetError
-from ckpt_prune.runner.frontier.record import CLOSE, SMALLEST, choose_for_loss
+from ckpt_prune.runner.frontier.record import CLOSE, choose_for_loss
 
-LOSS = 0.2
+LOSS, AIM = 0.2, 0.2 / math.sqrt(CLOSE)
 
 
-def try_all(choose, measure):
+def try_all(measure, choose=lambda allowed: allowed):
     """Return what was chosen and measured, in order."""
-    results, choices = [], []
+    results, lost = [], []
     for _, choice in choose_for_loss(LOSS, results, choose):
-        choices.append(choice)
-        results.append(SimpleNamespace(score=SimpleNamespace(kl=measure(choice))))
-    return choices, [each.score.kl for each in results]
+        lost.append((choice, measure(choice)))
+        results.append(SimpleNamespace(score=SimpleNamespace(kl=lost[-1][1])))
+    return lost
 
 
-@pytest.mark.parametrize("factor", (0.3, 1.05, 3.0))
-def test_one_correction_mends_a_constant_factor(factor):
-    _, lost = try_all(lambda allowed: allowed, lambda choice: factor * choice)
-    assert len(lost) == 2
-    assert math.isclose(lost[-1], LOSS / math.sqrt(CLOSE))
+@pytest.mark.parametrize(
+    ("factor", "power", "tries"), [(0.9, 1, 1), (0.3, 1, 2), (3, 1, 2), (5, 0.6, 3), (5, 1.5, 3), (5, 2.5, 3)]
+)
+def test_a_factor_takes_two_tries_and_a_power_three(factor, power, tries):
+    found = try_all(lambda choice: factor * choice**power)
+    assert len(found) == tries
+    assert found[-1][1] == pytest.approx(AIM if tries > 1 else factor * LOSS)
 
 
-@pytest.mark.parametrize("power", (0.6, 1.5, 2.5))
-def test_a_secant_mends_any_power(power):
-    """Where losses rise faster or slower than what is predicted, one factor is not enough, and two tries tell both."""
-    _, lost = try_all(lambda allowed: allowed, lambda choice: 5 * choice**power)
-    assert len(lost) == len(SMALLEST)
-    assert not LOSS / CLOSE <= lost[1] <= LOSS
-    assert math.isclose(lost[2], LOSS / math.sqrt(CLOSE))
-
-
-@pytest.mark.parametrize("power", (0.1, 10.0))
-def test_noise_does_not_lead_astray(power):
+@pytest.mark.parametrize(("power", "most"), [(0.1, 3), (10, 1 / 3)])
+def test_noise_does_not_lead_astray(power, most):
     """A pair of tries that tells almost no rise, or one of a hundred times, moves the third by a bound."""
-    allowed, lost = try_all(lambda allowed: allowed, lambda choice: 5 * choice**power)
-    moved = abs(math.log(allowed[2] / allowed[1]) / math.log(LOSS / math.sqrt(CLOSE) / lost[1]))
-    assert moved == pytest.approx(3 if power < 1 else 1 / 3)
+    _, (second, lost), (third, _) = try_all(lambda choice: 5 * choice**power)
+    assert abs(math.log(third / second) / math.log(AIM / lost)) == pytest.approx(most)
 
 
-def test_the_first_is_enough_where_it_is_close():
-    _, lost = try_all(lambda allowed: allowed, lambda choice: 0.9 * choice)
-    assert lost == [0.9 * LOSS]
-
-
-def test_a_choice_that_repeats_is_not_made_again():
-    choices, _ = try_all(lambda allowed: 7, lambda choice: 2 * LOSS)
-    assert choices == [7]
-
-
-def test_it_ends_where_nothing_is_left():
+def test_it_ends_where_nothing_is_left_or_a_choice_repeats():
     def choose(allowed):
         if allowed < LOSS:
             raise BudgetError(allowed, LOSS)
         return allowed
 
-    choices, _ = try_all(choose, lambda choice: 2 * choice)
-    assert choices == [LOSS]
+    assert try_all(lambda choice: 2 * choice, choose) == [(LOSS, 2 * LOSS)]
+    assert try_all(lambda choice: 2 * LOSS, lambda allowed: 7) == [(7, 2 * LOSS)]

@@ -68,11 +68,13 @@ class ColumnChoice:
         columns: of each block's MLP, in order; empty if all keep all.
         predicted: what the outputs are predicted to lose.
         by_pruning: part of it that fewer columns add.
+        cost: of the weights, in bytes.
     """
 
     columns: tuple[int, ...]
     predicted: float
     by_pruning: float
+    cost: float
 
 
 @dataclass(frozen=True)
@@ -98,20 +100,21 @@ class Prices:
         """Return what costs least and is predicted to lose at most so much; BudgetError if nothing does."""
         return self._choose(save(sites := self._sites, limit), sites)
 
-    def at_cost_with_columns(
+    def with_columns(
         self,
-        limit: float,
+        solve: Callable[[Sequence[Choices]], Sequence[int]],
         mlps: Mapping[int, Sequence[str]],
         columns: ColumnLosses,
         costs: Callable[[str, Fraction], Sequence[float]],
         rounding: float = 1.0,
         pruning: float = 1.0,
     ) -> ColumnChoice:
-        """Return the columns of what loses least in so many bytes, with forms to match; BudgetError if nothing fits.
+        """Return the columns that a budget takes with forms to match.
 
         Rounding a matrix of an MLP that keeps a share of its columns adds that share of what it adds to the whole one.
 
         Args:
+            solve: returns the index of each site's choice, as `spend` or `save` under a bound.
             mlps: block → names of the weights of its MLP.
             columns: of blocks whose MLPs may keep fewer than they have, the full number among them.
             costs: of each form of a weight of which a share stays.
@@ -127,11 +130,14 @@ class Prices:
         units = {block: max(by_width) for block, by_width in columns.items()}
         losses = {block: {kept: pruning * lost for kept, lost in own.items()} for block, own in columns.items()}
         sites = list_sites(self.forms, mlps, losses, units, forms_of)
-        at = spend(sites, limit)
+        at = solve(sites)
         _, widths = read_choices(sites, at)
         kept = tuple(widths[block] for block in columns) if widths != units else ()
-        predicted = sum(float(site.errors[index]) for site, index in zip(sites, at, strict=True))
-        return ColumnChoice(kept, predicted, sum(losses[block][width] for block, width in widths.items()))
+        predicted, cost = (
+            sum(float(each[index]) for each, index in zip(of_sites, at, strict=True))
+            for of_sites in ([site.errors for site in sites], [site.costs for site in sites])
+        )
+        return ColumnChoice(kept, predicted, sum(losses[block][width] for block, width in widths.items()), cost)
 
     def _choose(self, at: Sequence[int], sites: Sequence[Choices]) -> Choice:
         taken = {name: site.labels[index] for name, site, index in zip(self.forms, sites, at, strict=True)}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import onnx_ir
 import torch
 from torch import Tensor
 
+from ckpt_prune.budget.choices import save, spend
 from ckpt_prune.budget.columns import ColumnLosses
 from ckpt_prune.common import progress
 from ckpt_prune.common.errors import UserError
@@ -483,13 +484,16 @@ class Decider:
                 return self._decide(replace(choice, together=self._together(choice.labels)))
             over += excess
 
-    def with_columns(self, limit: int, mlps: Mapping[int, Sequence[str]], columns: ColumnLosses) -> ColumnChoice:
-        """Choose forms of weights and columns of MLPs that together lose least in a file of so many bytes.
+    def with_columns(
+        self, limit: int | None, loss: float, mlps: Mapping[int, Sequence[str]], columns: ColumnLosses
+    ) -> ColumnChoice:
+        """Choose forms of weights and columns of MLPs together: what loses least in a file of so many bytes.
 
         What forms and columns are predicted to lose is brought to one scale on the graph itself: weights of about this
         size are stored, by GPTQ if the scheme says so, and measured.
 
         Args:
+            limit: None: what takes fewest bytes and loses at most `loss`, which otherwise does not matter.
             mlps: block → names of the weights of its MLP (`find_matrices`).
             columns: what fewer of them lose, all of them among the numbers that may stay; in nats, or as a share of
                 the energy of all hidden states.
@@ -498,19 +502,20 @@ class Decider:
             BudgetError: nothing fits.
         """
         least, of_weights = self._least
-        budget = limit - (least - of_weights)
-        bits = self.prices.at_cost(max(budget, of_weights))
+        outside = least - of_weights
+        bits = self.prices.at_loss(loss) if limit is None else self.prices.at_cost(max(limit - outside, of_weights))
         lost = self._together(bits.labels)
         pooled = 1.0 if self._probe.pools is None else lost / self._together(bits.labels, pooled=False)
         units = max(max(by_width) for by_width in columns.values())
-        return self.prices.at_cost_with_columns(
-            budget,
+        choice = self.prices.with_columns(
+            partial(save, allowed=loss) if limit is None else partial(spend, budget=limit - outside),
             mlps,
             columns,
             lambda name, share: self._count_narrow(name, share, units),
             lost / bits.predicted,
             pooled,
         )
+        return replace(choice, cost=choice.cost + outside)
 
     def _count_narrow(self, name: str, share: Fraction, units: int) -> list[int]:
         """Return the bytes of each form of a weight that keeps a share of the columns of an MLP of so many.

@@ -93,7 +93,7 @@ COUNTED = "weight matrices of products and embeddings"
 NATS = {"text": "nats a token", "image": "nats an image"}
 SIZE = "BYTES"
 """Stands for the bytes of a graph in its command until they are known."""
-PRICES, COLUMNS = "what weights lose", "columns for the size"
+PRICES, COLUMNS = "what weights lose", "columns"
 """Entries of the journal."""
 PRUNE_FROM = 0.02
 """Loss of fewer bits alone from which on fewer columns are in question, too."""
@@ -213,17 +213,25 @@ def _candidates(
         if maker.unpriced.reaches(limit):
             yield maker, "by budget", "int4", lambda: maker.budget.within_bytes(limit)
             yield maker, "by budget, GPTQ", "int4", lambda: maker.fitted.within_bytes(limit)
-        pruned = maker.with_columns(limit, best_within(results, limit, None), say)
+        pruned = maker.with_columns(limit, math.inf, best_within(results, limit, None), say)
         if pruned is not None:
             yield pruned, "columns and bits by budget, GPTQ", "int4", lambda: pruned.fitted.within_bytes(limit)
         return
     assert loss is not None
+    yield from _within_loss(maker, results, loss)
+    narrow = maker.with_columns(None, loss, best_within(results, None, loss), say)
+    if narrow is not None:
+        yield from _within_loss(narrow, results, loss, "columns and bits, ")
 
+
+def _within_loss(
+    maker: "GraphMaker", results: list[MeasuredRounded], loss: float, prefix: str = ""
+) -> Iterator[tuple["GraphMaker", str, GraphType, Decide]]:
     def stored(decision: Decision) -> Any:
         return decision.blocks, decision.int8, decision.plain
 
     for name, decision in choose_for_loss(loss, results, maker.fitted.within_loss, stored):
-        yield maker, name, "int4", lambda decision=decision: decision  # type: ignore[misc]
+        yield maker, f"{prefix}{name}", "int4", lambda decision=decision: decision  # type: ignore[misc]
 
 
 def _with_size(best: MeasuredRounded) -> list[str]:
@@ -321,13 +329,14 @@ class GraphMaker:
         widths = column_widths(Model.of(self.source)) if self.mlps else [1]
         self.unpriced.check_bytes(limit, [name for weights in self.mlps.values() for name in weights], widths)
 
-    def with_columns(self, limit: int, best: MeasuredRounded | None, say: Notices) -> Self | None:
-        """Return the maker of the model with fewer columns, if it is predicted to lose less at a size than bits alone.
+    def with_columns(self, limit: int | None, loss: float, best: MeasuredRounded | None, say: Notices) -> Self | None:
+        """Return the maker of the model with fewer columns, if that is predicted to be better than bits alone.
 
-        It is pruned and measured before anything is rounded: predictions are of second order, and low where many
-        columns go.
+        Better is what loses less within a size, or is smaller within a loss. It is pruned and measured before anything
+        is rounded: predictions are of second order, and low where many columns go.
         """
-        if not self.mlps or (best is not None and best.score.kl < PRUNE_FROM):
+        at_stake = loss if limit is None else math.inf if best is None else best.score.kl
+        if not self.mlps or at_stake < PRUNE_FROM:
             return None
         journal, held_out = self.staging.journal, self.samples.images
         if held_out is not None and {*held_out.paths} & {*cast(ImageSamples, self._columns.samples).paths}:
@@ -337,12 +346,13 @@ class GraphMaker:
             )
             return None
         if COLUMNS not in journal.notes:
-            choice = self.fitted.with_columns(limit, self.mlps, self._columns.losses)
+            choice = self.fitted.with_columns(limit, loss, self.mlps, self._columns.losses)
             journal.record(COLUMNS, note={**asdict(choice), "score": self._columns.score})
         note = journal.notes[COLUMNS]
         columns, predicted, by_pruning = (note[name] for name in ("columns", "predicted", "by_pruning"))
-        if not columns:
-            say("fewer columns of MLPs are predicted to lose more than fewer bits")
+        if not columns or (limit is None and best is not None and note["cost"] >= best.score.bytes):
+            worse = "save less" if limit is None else "lose more"
+            say(f"fewer columns of MLPs are predicted to {worse} than fewer bits")
             return None
         recipe = self.staging.scratch / RECIPE
         written = recipe_of(self._columns.model, columns, None, note["score"], None)
@@ -350,11 +360,15 @@ class GraphMaker:
         pruned = self._prune("columns", {"recipe": str(recipe)}, RECIPE)
         pruned.columns = tuple(columns)
         lost = pruned.unpriced.in_float()
+        told = f"pruned, a loss of {lost:.4f} (predicted {by_pruning:.4f})"
+        if limit is None:
+            say(told if lost < loss else f"{told}: too much before anything is rounded")
+            return pruned if lost < loss else None
         foreseen, alone = predicted - by_pruning + lost, math.inf
         if best is not None:
             alone = best.score.kl if best.candidate.kl is None else best.candidate.kl
         more = "" if foreseen < alone else f", no less than bits alone ({alone:.4f})"
-        say(f"pruned, a loss of {lost:.4f} (predicted {by_pruning:.4f}); with bits {foreseen:.4f} is predicted{more}")
+        say(f"{told}; with bits {foreseen:.4f} is predicted{more}")
         return None if more else pruned
 
     def _load(self, *, unpack: bool) -> Any:

@@ -63,9 +63,9 @@ def choose_for_loss(
 ) -> Iterator[tuple[str, T]]:
     """Yield names, each with what a budget chooses, until what is made keeps closely to `loss`.
 
-    Predictions of all weights at once are off by much the same factor: the second loss is corrected by it, to the middle
-    of what is close. From two tries the third is told by a secant of their logarithms. It ends, too, if no choice is
-    left, or it is the one before.
+    Predictions of all weights at once are off by much the same factor: the second loss is corrected by it, to the
+    middle of what is close. From two tries the third is told by a secant of their logarithms. It ends, too, if no
+    choice is left, or it is the one before.
 
     Args:
         results: what was measured; the caller adds what it makes for each name.

@@ -1,10 +1,11 @@
 """Weights are taken out by the harm they do for each byte, the most harmful first, and no more than it takes."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 
-from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.budget.choices import BudgetError, save, spend
 from ckpt_prune.onnx.quantization.choosing import Form, Prices, choose_weights, count_measurements, price_weights
 
 HARMS = {"a": 0.5, "b": 0.01, "c": 0.2, "d": 0.02}
@@ -127,32 +128,33 @@ def test_so_many_sets_are_measured():
     assert len(measured) <= 64
 
 
-@pytest.mark.parametrize(("limit", "prunes"), [(560, False), (250, True), (150, True)])
-def test_columns_and_forms_are_one_choice(limit, prunes):
+@pytest.mark.parametrize(
+    ("limit", "loss", "prunes"),
+    [(560, None, False), (250, None, True), (150, None, True), (None, 0.1, False), (None, 0.3, False), (None, 2, True)],
+)
+def test_columns_and_forms_are_one_choice(limit, loss, prunes):
     """The best of all combinations of two widths and of forms of three weights, by their sums."""
-    names, mlps = ["out", "up", "down"], {3: ["up", "down"]}
-    prices = Prices(
-        {name: [Form("few", 100), Form("more", 200, 0.2), Form("float", 400, 0.0)] for name in names},
-        {"out": 0.4, "up": 0.2, "down": 0.3},
-        dict.fromkeys(names, 1),
-    )
+    alone, mlps = {"out": 0.4, "up": 0.2, "down": 0.3}, {3: ["up", "down"]}
+    forms = [Form("few", 100), Form("more", 200, 0.2), Form("float", 400, 0.0)]
+    prices = Prices(dict.fromkeys(alone, forms), alone, dict.fromkeys(alone, 1))
     columns, rounding, pruning = {3: {20: 0.6, 40: 0.15, 80: 0.0}}, 0.5, 2.0
     sums = []
     for width, dropped in columns[3].items():
         for taken in product(range(3), repeat=3):
-            parts = [1.0 if name == "out" else width / 80 for name in names]
-            used = [
-                (part, prices.alone[name], prices.forms[name][at])
-                for name, part, at in zip(names, parts, taken, strict=True)
-            ]
+            parts = [1.0, width / 80, width / 80]
+            used = [(part, alone[name], forms[at]) for name, part, at in zip(alone, parts, taken, strict=True)]
             cost = sum(part * form.cost for part, _, form in used)
-            lost = pruning * dropped + rounding * sum(part * alone * form.share for part, alone, form in used)
-            sums += [(lost, width, pruning * dropped)] if cost <= limit else []
-    least, width, dropped = min(sums)
+            lost = pruning * dropped + rounding * sum(part * price * form.share for part, price, form in used)
+            sums.append((cost, lost, width, pruning * dropped))
+    if loss is None:
+        cost, least, width, dropped = min((each for each in sums if each[0] <= limit), key=lambda each: each[1])
+    else:
+        cost, least, width, dropped = min(each for each in sums if each[1] <= loss)
     costs = lambda name, share: [float(share) * form.cost for form in prices.forms[name]]  # noqa: E731
-    choice = prices.at_cost_with_columns(limit, mlps, columns, costs, rounding, pruning)
-    assert (choice.predicted, choice.by_pruning) == pytest.approx((least, dropped))
+    solve = partial(spend, budget=limit) if loss is None else partial(save, allowed=loss)
+    choice = prices.with_columns(solve, mlps, columns, costs, rounding, pruning)
+    assert (choice.predicted, choice.by_pruning, choice.cost) == pytest.approx((least, dropped, cost))
     assert choice.columns == ((width,) if prunes else ())
     assert prunes == (width < 80)
     with pytest.raises(BudgetError):
-        prices.at_cost_with_columns(100, mlps, columns, costs)
+        prices.with_columns(partial(spend, budget=100), mlps, columns, costs)
