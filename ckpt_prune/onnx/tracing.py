@@ -19,8 +19,11 @@ import numpy as np
 import onnx_ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnxscript.rewriter._basics import MatchResult
+from onnxscript.rewriter._matcher import SimplePatternMatcher
 from torch._dynamo import config as dynamo_config
 from torch.export import Dim
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import Cache, DynamicCache
 from transformers.exporters import utils as exporter_utils
 from transformers.exporters.configs import OnnxConfig
@@ -43,6 +46,8 @@ DEFAULT_OPSET = 20
 _BATCH, _SEQUENCE, _PAST, _TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
 _CACHE = re.compile(r"(?:(?:input|output)\.)?(?:past_key_values|cache)\.layers\.(\d+)\.(key|value)s")
 _SOURCE, _PAST_SOURCE = "encoder_sequence_length", "past_encoder_sequence_length"
+_OPERATORS: dict[str, ONNXRegistry] = {}
+"""Opset and so on → torch's operators in ONNX."""
 _TEXTS, _TOKENS, _PAST_TOKENS, _PAST_STATES, _STATES = 2, 3, 4, 5, 7
 """Sizes of the example. None is 1, which the tracer would take for a constant, and no two are equal."""
 
@@ -171,7 +176,7 @@ def trace_model(model: Any, task: GraphTask, *, opset: int | None, fusions: str 
     output = io.StringIO()
     try:
         alone = model.alone() if isinstance(model, DecoderStep) else contextlib.nullcontext()
-        with alone, _capture(output), quiet_transformers(), without_collection(), _without_stack_traces(), _faster():
+        with alone, _capture(output), quiet_transformers(), without_collection(), _faster():
             graph = _trace_once(model, example, config)
             if graph is None:
                 graph = _trace_whole(model, example, config)
@@ -249,34 +254,16 @@ def _capture(into: io.StringIO) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Looking up where in Python each node comes from is a tenth of the time, and no graph keeps it."""
-    config = torch.fx.config
-    before = getattr(config, "do_not_emit_stack_traces", False)  # older versions know no such switch
-    config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = before
-
-
-@contextlib.contextmanager
 def _faster() -> Iterator[None]:
-    """Trace in three quarters of the time: remember no operators by their shapes, and import no other models.
+    """Trace in half of the time.
 
-    Sizes are symbols, so that hardly two calls are alike, and to look for a call takes longer than to work it out.
+    Nobody reads where in Python a node comes from. Sizes are symbols, so that hardly two calls are alike, and to look
+    for a call takes longer than to work it out. Forty other models are not imported. The exporter parses the sources of
+    all operators for each graph: once is enough. Rules of onnxscript pass over nodes of another type at once, where
+    some list the whole graph before they look at one.
     """
-    with dynamo_config.patch(fake_tensor_cache_enabled=False), _without_other_models():
-        yield
-
-
-@contextlib.contextmanager
-def _without_other_models() -> Iterator[None]:
-    """Keep the exporter from importing forty models that are not traced in order to patch them."""
-    find = getattr(exporter_utils, "import_dotted_path", None)  # since transformers 5.24
-    if find is None:
-        yield
-        return
+    read, match = ONNXRegistry.from_torchlib, SimplePatternMatcher.match
+    find: Any = getattr(exporter_utils, "import_dotted_path", None)  # since transformers 5.24
 
     def find_imported(path: str, missing_ok: bool = False) -> Any:
         module = ".".join(path.split(".")[:4])
@@ -284,7 +271,24 @@ def _without_other_models() -> Iterator[None]:
             return None
         return find(path, missing_ok)
 
-    with patch.object(exporter_utils, "import_dotted_path", find_imported):
+    def read_once(**options: Any) -> ONNXRegistry:
+        known = _OPERATORS[repr(options)] = _OPERATORS.get(repr(options)) or read(**options)
+        copied = copy.copy(known)
+        copied.functions = {name: list(functions) for name, functions in known.functions.items()}  # an export adds some
+        return copied
+
+    def match_type(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        if self.pattern.output_nodes[0].op.matches(node.op_type):
+            return match(self, model, graph, node, **options)
+        return MatchResult().fail("another type")
+
+    with (
+        patch.object(torch.fx.config, "do_not_emit_stack_traces", True),
+        dynamo_config.patch(fake_tensor_cache_enabled=False),
+        patch.object(ONNXRegistry, "from_torchlib", staticmethod(read_once)),
+        patch.object(SimplePatternMatcher, "match", match_type),
+        patch.object(exporter_utils, "import_dotted_path", find_imported, create=True),
+    ):
         yield
 
 

@@ -1,15 +1,20 @@
 """Inputs that a model is traced with: no size that a tracer could take for a constant, and every axis dynamic."""
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
+import onnx_ir
 import pytest
 import torch
+from onnxscript.optimizer import optimize
+from onnxscript.rewriter._matcher import SimplePatternMatcher
 from torch import nn
 from torch.export import Dim
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.exporters import utils as exporter_utils
 
@@ -18,7 +23,7 @@ from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.reference import GraphReference, HeldModel
 from ckpt_prune.onnx.tasks import GraphTask
-from ckpt_prune.onnx.tracing import _without_other_models, get_image_size, make_example, trace_model
+from ckpt_prune.onnx.tracing import _faster, get_image_size, make_example, trace_model
 from tests import families
 
 from .exports import in_pytorch, make_exports
@@ -176,9 +181,42 @@ def test_models_that_are_not_loaded_are_not_imported_to_be_patched(monkeypatch):
     find = exporter_utils.import_dotted_path
     assert find(loaded, missing_ok=True) is not None
     monkeypatch.delitem(sys.modules, other, raising=False)
-    with _without_other_models():
+    with _faster():
         assert exporter_utils.import_dotted_path(other, missing_ok=True) is None
         assert other not in sys.modules
         assert exporter_utils.import_dotted_path(loaded, missing_ok=True) is sys.modules[loaded]
         assert exporter_utils.import_dotted_path("torch.nn", missing_ok=True) is torch.nn
     assert exporter_utils.import_dotted_path is find
+
+
+def test_operators_are_read_once_and_what_an_export_adds_is_its_own(monkeypatch):
+    anew = ONNXRegistry.from_torchlib(opset_version=20)
+    with _faster():
+        ONNXRegistry.from_torchlib(opset_version=20)
+        monkeypatch.setattr(ONNXRegistry, "_register", None)  # nothing is read again
+        first, second = (ONNXRegistry().from_torchlib(opset_version=20) for _ in range(2))
+    numbers = {name: len(functions) for name, functions in anew.functions.items()}
+    for registry in (first, second):
+        assert (registry.opset_version, {n: len(each) for n, each in registry.functions.items()}) == (20, numbers)
+        for functions in registry.functions.values():
+            functions.clear()
+
+
+def test_rules_pass_over_nodes_of_other_types_and_find_the_same(monkeypatch):
+    """A matrix is turned twice, which a rule takes away."""
+    text = """<ir_version: 10, opset_import: ["": 20]>
+    turns (float[4, 6] x) => (float[4, 6] y) {
+        once = Transpose <perm = [1, 0]> (x)
+        twice = Transpose <perm = [1, 0]> (once)
+        y = Relu (twice)
+    }"""
+    found, looked, look = [], [], SimplePatternMatcher._match_node
+    monkeypatch.setattr(SimplePatternMatcher, "_match_node", lambda *words: looked.append(words) or look(*words))
+    for ways in (nullcontext, _faster):
+        model, before = onnx_ir.from_onnx_text(text), len(looked)
+        with ways():
+            optimize(model)
+        found.append((onnx_ir.to_proto(model).SerializeToString(), len(looked) - before))
+    assert "Transpose" not in [node.op_type for node in model.graph]
+    assert found[0][0] == found[1][0]
+    assert found[1][1] < found[0][1] / 4
