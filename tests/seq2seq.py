@@ -40,6 +40,7 @@ STACKS: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+LED = STACKS | {"attention_window": 8}  # texts are padded to windows, of 512 tokens by default
 TYPES = ("bart", "marian", "m2m_100", "t5", "mt5")
 
 
@@ -62,7 +63,7 @@ def write_model(folder: Path, model_type: str, **others: Any) -> PreTrainedModel
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
-    sizes = {"whisper": WHISPER}.get(model_type, T5 if "t5" in model_type else STACKS)
+    sizes = {"whisper": WHISPER, "led": LED}.get(model_type, T5 if "t5" in model_type else STACKS)
     config = AutoConfig.for_model(model_type, **(TOKENS | sizes | others))
     auto = AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM
     model: PreTrainedModel = auto.from_config(config).eval()

@@ -89,6 +89,7 @@ _NUMBERS: dict[str, int] = {
     r"mamba_num_heads|mamba_n_heads|n_mamba_heads": 4,
     r"time_step_rank|mamba_dt_rank": 7,
     r"mamba_chunk_size|chunk_size|block_multiple_of|ffn_round_up_to_multiple_of|attention_chunk_size": CHUNK,
+    r"attention_window": CHUNK,
     r"hidden_size_per_layer_input": 20,
     r"n_shared_experts": 2,
     r"expert_layer_period|attn_layer_period|decoder_sparse_step|\w*_interval|\w*every_n_layers|"
@@ -97,6 +98,7 @@ _NUMBERS: dict[str, int] = {
     r"rotary_dim": 8,
     r"num_kv_shared_layers": 0,
     r"image_size": IMAGE,
+    r"base_channels": 32,
 }
 """Config keys that are no axis of a space → a small number."""
 _STAGES = r"depths?"
