@@ -1,6 +1,7 @@
 """Mixtures of types: more bits where llama.cpp gives them, rounded by llama.cpp, and proven in it."""
 
 from collections import Counter
+from functools import cache
 from typing import get_args
 
 import gguf
@@ -52,22 +53,23 @@ def test_rows_are_rounded_in_parts(monkeypatch):
 def test_more_bits_leave_less_error(tmp_path):
     small = save(tmp_path / "model", "llama", **WIDE | {"intermediate_size": 256, "num_hidden_layers": 2})
     layout = lay_out(open_model(str(small), Opening(False)))
+    matrices = {name: weight.read().float() for name, weight in layout.tensors.items()}
+    matrices = {name: rows for name, rows in matrices.items() if rows.ndim == 2}
     errors, sizes, generator = [], [], np.random.default_rng(0)
-    importance = {
-        name: generator.random(weight.shape[-1], dtype=np.float32) + 0.1 for name, weight in layout.tensors.items()
-    }
+    importance = {name: generator.random(rows.shape[-1], dtype=np.float32) + 0.1 for name, rows in matrices.items()}
+
+    @cache
+    def lose(name, stored):
+        """Return what a matrix loses in a type; mixtures share most of theirs."""
+        encoded = np.concatenate(list(encode(name, matrices[name], stored, importance[name])))
+        apart = torch.from_numpy(gguf.dequantize(encoded, stored)) - matrices[name]
+        return float((apart.square() * torch.from_numpy(importance[name])).sum())
+
     for kind in get_args(MixedGgufType):
         kinds, notes = kinds_of(layout, kind, weighted=True)
         assert not notes
         sizes.append(sum(tensor_bytes(layout, kinds).values()))
-        lost = 0.0
-        for name, weight in layout.tensors.items():
-            stored, rows = kinds[name], weight.read().float()
-            if rows.ndim == 2:
-                encoded = np.concatenate(list(encode(name, rows, stored, importance[name])))
-                apart = torch.from_numpy(gguf.dequantize(encoded, stored)) - rows
-                lost += float((apart.square() * torch.from_numpy(importance[name])).sum())
-        errors.append(lost)
+        errors.append(sum(lose(name, kinds[name]) for name in matrices))
     # Types of as many bits are close to each other; those of a whole bit less are not.
     whole = {kind: (size, error) for kind, size, error in zip(get_args(MixedGgufType), sizes, errors, strict=True)}
     rising = [whole[kind] for kind in ("iq1_s", "iq2_xxs", "iq2_m", "iq3_xs", "iq4_xs", "q5_k_m", "q6_k")]
