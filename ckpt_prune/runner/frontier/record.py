@@ -27,7 +27,8 @@ FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
 Result = MeasuredFile | MeasuredRounded
 FEWER_TOKENS = (
     "Of files with fewer tokens, KL is what the text costs more, in nats a token as all tokens write it, and so is the "
-    "perplexity. Tokens stay by what --text has: on other kinds of text such files lose more."
+    "perplexity; they predict other tokens than MODEL, so there is no median, 90% or top-1. Tokens stay by what --text "
+    "has: on other kinds of text such files lose more."
 )
 USABLE = 2.0
 """Times the dense model's perplexity from which on nothing is called usable; what is predicted to lose more than its
