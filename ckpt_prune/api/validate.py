@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.checkpoint.model_folder import check_output_folder, resolve_model
+from ckpt_prune.checkpoint.model_folder import check_output_folder, find_recorded_source, resolve_model
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.filenames import FRONTIER_FILE, FRONTIER_RECORD, GRAPH_RECORD
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.text_files import check_texts
 from ckpt_prune.options.commands import ValidateOptions
@@ -44,6 +45,8 @@ def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
     if options.runtime not in (None, "onnxruntime"):
         return _validate_in_runtime(options)
     place = check_output_folder(Path(name))
+    if not (place / GRAPH_RECORD).is_file() and any(place.glob("*.safetensors")):
+        raise UserError(f"{name} is a checkpoint, with no graph beside it: --runtime transformers, vllm or mlx runs it")
     check_texts(options.text)
 
     from ckpt_prune.checkpoint.checkpoint import Checkpoint
@@ -76,8 +79,11 @@ def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
 
 
 def _folder_of(name: str) -> str:
-    """Return the folder of a graph, and other names as they are."""
+    """Return the folder of a graph, the GGUF file of a folder of `frontier`, and other names as they are."""
     path = Path(name)
+    file = path / FRONTIER_FILE
+    if (path / FRONTIER_RECORD).is_file() and file.is_file():
+        return str(file)
     return str(path.parent) if path.suffix == ".onnx" and path.is_file() else name
 
 
@@ -85,10 +91,9 @@ def _validate_gguf(options: ValidateOptions) -> "RuntimeProof":
     from ckpt_prune.gguf import require_gguf
 
     require_gguf()
-    if options.runtime == "onnxruntime" or options.against is None:
-        lacking = (
-            "llama.cpp runs it" if options.against else "give --against MODEL, the checkpoint that it was made from"
-        )
+    against = options.against or find_recorded_source(Path(options.folder).parent)
+    if options.runtime == "onnxruntime" or against is None:
+        lacking = "llama.cpp runs it" if against else "give --against MODEL, the checkpoint that it was made from"
         raise UserError(f"{options.folder} is a GGUF file: {lacking}")
     check_texts(options.text)
 
@@ -97,8 +102,8 @@ def _validate_gguf(options: ValidateOptions) -> "RuntimeProof":
     from ckpt_prune.verification.dense_source import find_dense_source
 
     with spread(options):
-        dense, trust = find_dense_source(resolve_model(options.against)), options.trust_remote_code
-        return validate_gguf(Path(options.folder), options.against, options, dense=dense, trust=trust)
+        dense, trust = find_dense_source(resolve_model(str(against))), options.trust_remote_code
+        return validate_gguf(Path(options.folder), str(against), options, dense=dense, trust=trust)
 
 
 def _validate_in_runtime(options: ValidateOptions) -> "RuntimeProof":

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ckpt_prune.checkpoint.hub_files import hub_failures
 from ckpt_prune.checkpoint.journal import JOURNAL
+from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.quantised import refuse_by_config, refuse_gguf
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import GRAPH_RECORD
+from ckpt_prune.common.filenames import FRONTIER_RECORD, GRAPH_RECORD
 from ckpt_prune.common.graph_types import STACK_FILES
 from ckpt_prune.common.similar_names import similar_siblings
 
@@ -133,6 +134,13 @@ def _download(model: str, *, config_alone: bool = False) -> Path:
             if config_alone:
                 break
         return folder
+
+
+def find_recorded_source(folder: Path) -> Path | None:
+    """Return the checkpoint that the best file of a folder of `frontier` was made of; None if it is no longer there."""
+    record = folder / FRONTIER_RECORD
+    source = read_json_object(record).get("source") if record.is_file() else None
+    return folder / source if isinstance(source, str) and (folder / source / "config.json").is_file() else None
 
 
 def holds_graphs(folder: Path) -> bool:

@@ -23,6 +23,12 @@ PRUNED_ELSEWHERE = "pruned elsewhere"
 GRAPH_RECORD = "ckpt_prune_onnx.json"
 """Record of an exported folder: its source and settings, names, types and shapes, digests."""
 
+FRONTIER_RECORD = "frontier.json"
+"""Record of a folder that `frontier` wrote: its source, and all that it measured."""
+
+FRONTIER_FILE, FRONTIER_COMMANDS, FRONTIER_PRUNED = "model.gguf", "make.sh", "pruned"
+"""What else is there: the best file, the commands that make it, and the smaller model that they may make it of."""
+
 VALIDATION = "validation.json"
 """Result of comparing an exported graph with PyTorch."""
 

@@ -186,7 +186,10 @@ def test_a_model_of_a_type_of_its_own_is_read_where_it_is_trusted(place: Path, m
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("decoder --against decoder", "decoder has no ckpt_prune_onnx.json: it was not written by `ckpt-prune export`"),
+        (
+            "decoder --against decoder",
+            "decoder is a checkpoint, with no graph beside it: --runtime transformers, vllm or mlx runs it",
+        ),
         ("decoder-onnx --against encoder", "decoder-onnx was not made from encoder: its record names llama-gqa-tied"),
         (
             "vision-onnx --against vision --text text.txt",

@@ -59,6 +59,8 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
     )
     assert "5 steps: predictions of MODEL; importance of inputs; " in output
     assert (place / "sized" / "frontier.svg").read_text().startswith("<svg xmlns=")
+    code, output = run("validate", place / "sized", "--text", place / "held_out.txt", "--samples", 2, "--window", 48)
+    assert output.startswith("llama.cpp, "), output  # beside its model, which the record names
     assert found["recommended"] in (place / "sized" / "frontier.html").read_text()
     monkeypatch.chdir(place / "sized")
     script = (place / "sized" / "make.sh").read_text().splitlines()

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,11 @@ def test_what_it_finds_is_a_folder_as_export_writes_it(place, sized):
     code, output = run("verify", place / "sized", "--against", place / "model")
     assert code == 0, output
     text = ["--text", place / "held_out.txt", "--samples", 2, "--window", 32]
-    code, output = run("validate", place / "sized", *text, "--max-loss", "99%")  # it lies beside its model
-    assert code == 0, output
+    shutil.copytree(place / "sized", place / "deep" / "sized")
+    for source, passes in (("../../model", 0), ("../gone", 2)):
+        (place / "deep" / "sized" / "frontier.json").write_text(json.dumps(read(place, "sized") | {"source": source}))
+        code, output = run("validate", place / "deep" / "sized", *text, "--max-loss", "99%")
+        assert (code, "which it was made from: give --against MODEL\n" in output) == (passes, passes == 2), output
 
 
 def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph(place, monkeypatch):
@@ -95,6 +99,8 @@ def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph
     lost = float(re.search(r"pruned, a loss of ([\d.]+)", output)[1])
     assert lost < best["predicted_kl"] < 2 * lost
     monkeypatch.chdir(place / "narrow")
+    code, output = run("validate", ".")
+    assert "which it was made from (`sh make.sh` makes it there): give --against MODEL" in output
     for command_line in found["commands"]:
         code, output = run(*shlex.split(command_line)[1:], *(["--no-validate"] if " export " in command_line else []))
         assert code == 0, output
@@ -241,7 +247,15 @@ def test_if_nothing_usable_is_fast_enough_the_fastest_that_is_usable_is_named():
         graph("smaller int8", 0.35, 8.2),
         graph("small", 2.4, 7.9),
     ]
-    words = {"asked": "within 7.94 ms", "beyond_use": "", "data_words": "", "model": "m", "commands": (), "reach": None}
+    words = {
+        "place": "m",
+        "asked": "within 7.94 ms",
+        "beyond_use": "",
+        "data_words": "",
+        "model": "m",
+        "commands": (),
+        "reach": None,
+    }
     frontier = Frontier(folder=Path("out"), dense=None, found=found, best=found[3], runtime="onnxruntime", **words)
     assert frontier.sentence == (
         "nothing usable within 7.94 ms; the best, small, has KL 2.4000, top-1 50.0%; the fastest that is usable takes "

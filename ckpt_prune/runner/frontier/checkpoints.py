@@ -163,11 +163,12 @@ class CheckpointMaker:
 
     def record(self, results: list[MeasuredRounded], limit: int | None, loss: float | None) -> Frontier:
         """Return the record of what was measured."""
-        best, reach = best_within(results, limit, loss), None
+        best, reach, options = best_within(results, limit, loss), None, self.texts.options
         with suppress(BudgetError):
             reach = self.budgets.schemes.at_loss(math.log(USABLE)).bytes
         return Frontier(
-            folder=self.texts.options.output,
+            folder=options.output,
+            place=str(as_named_in(options.output, options).model),
             model=model_name(self.budgets.model.checkpoint.path),
             dense=self.dense,
             found=results,

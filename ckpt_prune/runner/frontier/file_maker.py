@@ -33,7 +33,7 @@ from ckpt_prune.runner.column_budgets import recipe_of
 from ckpt_prune.runner.file_budgets import FileBudgets, export_of
 from ckpt_prune.runner.frontier.asked import as_named_in
 from ckpt_prune.runner.frontier.candidates import FileCandidate, Measured, MeasuredFile
-from ckpt_prune.runner.frontier.record import FILE, MADE, RECIPE, Frontier, write_pages
+from ckpt_prune.runner.frontier.record import FILE, MADE, PRUNED, RECIPE, Frontier, write_pages
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.vocabularies import parts_of_tokens
@@ -46,8 +46,6 @@ MIXTURES: tuple[GgufType, ...] = (
 DATA = ("choose", "bos", "compute_dtype")
 """Options of the samples, beside their number and length, that other commands have, too."""
 MADE_FILE = f"{MADE}.gguf"
-PRUNED = "pruned"
-"""Folder of a model with fewer columns."""
 
 
 def candidate_of(name: str, choice: TypeChoice, *, feedback: bool = False) -> FileCandidate:
@@ -243,6 +241,7 @@ def make_frontier(
     windows, length = maker.reference.windows.shape
     return Frontier(
         folder=options.output,
+        place=str(as_named_in(options.output, options).model),
         model=model_name(maker.budgets.model.checkpoint.path),
         dense=maker.reference.perplexity,
         found=found,

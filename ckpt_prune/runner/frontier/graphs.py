@@ -70,6 +70,7 @@ from ckpt_prune.runner.frontier.record import (
     FRONTIER,
     MADE,
     PAGE,
+    PRUNED,
     RECIPE,
     USUAL_LOSS,
     Frontier,
@@ -285,7 +286,7 @@ class GraphMaker:
             prune_model(pruning, read_recipe(pruning))
         named = as_named_in(options.output, pruning)
         named = named if place is None else named.model_copy(update={"recipe": place})
-        words = ["ckpt-prune", "prune", *words_of_options(named, given), "-o", "pruned"]
+        words = ["ckpt-prune", "prune", *words_of_options(named, given), "-o", PRUNED]
         pruned = open_checkpoint(str(out), Opening(True))
         of_all = self.task, self.samples, self.staging, self.workload
         return type(self)(options, pruned, *of_all, dense=self, pruned_by=words)
@@ -525,6 +526,7 @@ class GraphMaker:
             data = "{} windows of {} tokens of {}".format(*samples.windows.shape, names)
         return Frontier(
             folder=self.options.output,
+            place=str(as_named_in(self.options.output, self.options).model),
             model=model_name(self.source.path),
             dense=self.dense,
             found=found,
@@ -543,7 +545,7 @@ class GraphMaker:
     def _commands(self, candidate: RoundedCandidate) -> tuple[str, ...]:
         """Return the command lines that make a graph in the folder of the search; `SIZE` stands for its bytes."""
         model = as_named_in(self.options.output, self.options).model
-        words = ["ckpt-prune", "export", "pruned" if self.pruned_by else str(model)]
+        words = ["ckpt-prune", "export", PRUNED if self.pruned_by else str(model)]
         own_code = self.options.trust_remote_code or (self.pruned_by and Model.of(self.source).has_remote_code)
         words += ["--trust-remote-code"] if own_code else []
         words += ["--dtype", candidate.dtype]

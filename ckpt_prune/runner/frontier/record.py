@@ -11,19 +11,21 @@ from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import write_atomically
+from ckpt_prune.common.filenames import FRONTIER_COMMANDS, FRONTIER_FILE, FRONTIER_PRUNED, FRONTIER_RECORD
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.runner.frontier.candidates import MeasuredFile, MeasuredRounded
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
 
-RECORD, FILE, PAGE, CHART, COMMANDS = "frontier.json", "model.gguf", "frontier.html", "frontier.svg", "make.sh"
+FILE, COMMANDS, PRUNED = FRONTIER_FILE, FRONTIER_COMMANDS, FRONTIER_PRUNED
+PAGE, CHART = "frontier.html", "frontier.svg"
 RECIPE = "recipe.yaml"
 """The recipe of the file, if columns go."""
 MADE = "made"
 """What the commands write, in the same folder: a folder, or a file of this name with an ending. The search writes no
 such name, so that they never replace what it found."""
-FRONTIER = FolderKind(RECORD, "a folder that `ckpt-prune frontier` writes")
+FRONTIER = FolderKind(FRONTIER_RECORD, "a folder that `ckpt-prune frontier` writes")
 Result = MeasuredFile | MeasuredRounded
 FEWER_TOKENS = (
     "Of files with fewer tokens, KL is what the text costs more, in nats a token as all tokens write it, and so is the "
@@ -112,6 +114,7 @@ class Frontier:
 
     Attributes:
         folder: that holds the file and the picture.
+        place: of the model, as it is called there.
         dense: perplexity of the dense model; None if it predicts no tokens.
         found: in the order they were made.
         best: within the target; None if nothing is.
@@ -126,6 +129,7 @@ class Frontier:
     """
 
     folder: Path
+    place: str
     model: str
     dense: float | None
     found: Sequence[Result]
@@ -149,6 +153,12 @@ class Frontier:
         if score.perplexity is None or self.dense is None:
             return score.kl < math.log(USABLE)
         return score.perplexity < USABLE * self.dense
+
+    @property
+    def source(self) -> str:
+        """The checkpoint that the best one is made of, as it is called in `folder`."""
+        best = None if self.best is None else self.best.candidate
+        return PRUNED if best is not None and (best.columns or best.rows is not None) else self.place
 
     @property
     def pareto(self) -> list[Result]:
@@ -194,6 +204,7 @@ class Frontier:
         pareto = [each.candidate.name for each in self.pareto]
         return {
             "model": self.model,
+            "source": self.source,
             "asked": self.asked,
             "measured_in": self.runtime,
             "measured_on": self.data_words,
@@ -310,4 +321,4 @@ def write_pages(frontier: Frontier, folder: Path, files: Sequence[str], then: Se
     for figure in frontier.figures():
         svg = draw(figure).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
         write_atomically(folder / CHART, svg)
-    write_atomically(folder / RECORD, pretty_json(frontier.data() | {"files": files}))
+    write_atomically(folder / FRONTIER_RECORD, pretty_json(frontier.data() | {"files": files}))
