@@ -39,6 +39,8 @@ from ckpt_prune.model.containers.container import container_of
 from ckpt_prune.model.context import image_size
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
+from ckpt_prune.options.commands import FrontierOptions
+from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.recipe import Recipe
 from ckpt_prune.recipe.shipped import shipped_recipes
 from ckpt_prune.runner.run_job import preview_job
@@ -55,8 +57,10 @@ _SHARE = 4
 """A solve is timed at a width that is this many times smaller, if it is large: it grows with the cube of the width."""
 _LARGE = 1024
 """Narrower matrices are multiplied at a lower speed."""
-_FRONTIER, _FILE = 2.6, 2.0
+_FRONTIER = {"llama.cpp": (2.6, 2.0), "onnxruntime": (2.0, 0.5), "vllm": (1.0, 2.0)}
 """Time in which `frontier` measures a model, and in which it makes and measures a file, as multiples of `ridge`'s."""
+_COPIES = {"llama.cpp": 1, "onnxruntime": 8, "vllm": 1}
+"""How often it holds all weights in float32, as measured: the model, its graph, both in a runtime, and in few bits."""
 
 
 @dataclass(frozen=True)
@@ -200,15 +204,27 @@ def estimate_calibration(
 
 
 def estimate_frontier(
-    model: Model, samples: Samples, device: torch.device, dtype: torch.dtype, files: int, file_bytes: int
+    model: Model, samples: Samples, options: FrontierOptions, files: int, file_bytes: int | None
 ) -> Estimate:
-    """Return what `frontier` will take, if no columns go: it measures the model, and makes and measures files."""
+    """Return what `frontier` will take, if no columns go: it measures the model, and makes and measures files.
+
+    Args:
+        files: candidates that it makes.
+        file_bytes: of each; None: that is not known.
+    """
+    device = resolve_device("cpu" if options.runs_on == "onnxruntime" else options.device)
+    dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
+    measuring, each = _FRONTIER[options.runs_on]
     run = time_run(model, device, dtype, samples)
     ridge = None if run is None else run * len(samples) + time_solve(model, device)
-    seconds = None if ridge is None else ridge * (_FRONTIER + files * _FILE)
-    loaded = (resident_bytes() or 0) + LIBRARIES + 4 * cost_of(model).parameters
+    seconds = None if ridge is None else ridge * (measuring + files * each)
+    cost = cost_of(model)
+    loaded = (resident_bytes() or 0) + LIBRARIES + 4 * _COPIES[options.runs_on] * cost.parameters
     peak = max(loaded, _peak(model, len(samples), samples.tokens, dtype, 2))
-    return Estimate(seconds, peak, min(files, 2) * file_bytes)  # two are kept at most
+    disk = files * max(file_bytes or 0, cost.parameters)  # one of them is in int8
+    if options.runs_on == "llama.cpp":  # two are kept at most
+        disk = min(files, 2) * (file_bytes or cost.bytes // 2)
+    return Estimate(seconds, peak, disk)
 
 
 def estimate_evaluation(

@@ -22,7 +22,7 @@ from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.frontier.asked import as_named_in, read_held_out
 from ckpt_prune.runner.frontier.record import FRONTIER
 from tests.gguf_files.tiny import TEXT
-from tests.runner.frontiers import best_of, find_smallest, make_command, make_place, read, run
+from tests.runner.frontiers import best_of, fail, find_smallest, make_command, make_place, read, run, stop
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
 pytest.importorskip("libgguf")
@@ -87,12 +87,6 @@ def test_commands_name_what_they_read_as_it_is_called_in_their_folder(place, mon
 
 def test_an_interrupted_run_goes_on(place, monkeypatch):
     """What was measured before the first file is not measured again, and the result is that of a run not stopped."""
-
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    def fail(*_, **__):
-        raise AssertionError("measured again")
 
     with monkeypatch.context() as patched:
         patched.setattr("ckpt_prune.runner.frontier.file_maker.score_file", stop)
@@ -194,9 +188,6 @@ def test_tokens_go_where_types_lose_more_and_the_recipe_makes_the_same_file(plac
     assert candidate["top1"] is None
     assert "drop all but 1,024 tokens" in found["sentence"]
     assert "; they predict other tokens than MODEL, so there is no median, 90% or top-1. " in output
-
-    def fail(*_, **__):
-        raise AssertionError("measured again")
 
     monkeypatch.setattr("ckpt_prune.stages.vocabulary.settle.count_tokens", fail)
     monkeypatch.setattr("ckpt_prune.stages.vocabulary.settle.VocabularyChoice._lost", fail)

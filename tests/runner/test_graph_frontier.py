@@ -12,7 +12,7 @@ from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.runner.frontier.candidates import Measured, RoundedCandidate
 from ckpt_prune.runner.frontier.record import Frontier
 from tests.images import write_images, write_vit
-from tests.runner.frontiers import best_of, make_command, make_place, read, run
+from tests.runner.frontiers import best_of, fail, make_command, make_place, read, run, stop
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,10 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
     )
     assert all(f"  KL {what}  " in sized for what in ("measured", "predicted"))
     assert "; MB: as written; KL: how far " in sized
+    steps = (
+        "4 steps: trace of MODEL; what fewer bits lose; what fewer columns lose, if bits alone lose much; about 4 files"
+    )
+    assert re.search(rf"^{steps}\. This takes about \d+ s, \S+ [MG]iB of memory and 1\.24 MiB of disk, ", sized, re.M)
     assert all(each["pruned"] is None for each in found["candidates"])
     assert "measured in onnxruntime on " in sized
     monkeypatch.chdir(place / "sized")
@@ -123,12 +127,6 @@ def test_what_it_finds_is_what_evaluate_measures(place, sized):
 def test_an_interrupted_run_goes_on(place, sized, monkeypatch):
     """What was measured is not measured again, and the result is that of a run that was not stopped."""
     from ckpt_prune.onnx.quantization.deciding import Decider
-
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    def fail(*_, **__):
-        raise AssertionError("measured again")
 
     with monkeypatch.context() as patched:
         patched.setattr(Decider, "by_gptq", stop)

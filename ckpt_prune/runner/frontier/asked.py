@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import Options, digested_options
 from ckpt_prune.recipe.sizes import Size, Timed, parse_size, parse_timed
+from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.frontier.record import FRONTIER, USUAL_LOSS
 from ckpt_prune.runner.resuming import resumable
 
@@ -69,6 +70,14 @@ class Texts:
         windows, length = self.held_out.shape
         return f"{windows} windows of {length} tokens of {', '.join(path.name for path in self.options.held_out)}"
 
+    def parts(self, model: Model) -> dict[str, str]:
+        """Return fingerprints of what a search depends on, besides its options, each under its name."""
+        return {
+            "model": model.checkpoint.fingerprint,
+            "choice of samples": self.samples.fingerprint,
+            "held-out text": fingerprint_windows(self.held_out),
+        }
+
 
 def read_texts(options: FrontierOptions, model: Model, say: Notices) -> Texts:
     """Refuse a place that cannot be written, and read both texts."""
@@ -96,15 +105,6 @@ def read_held_out(options: FrontierOptions, model: Model) -> tuple[Tensor, list[
     return windows, [names_of_windows[place] for place in mix_evenly(counts).tolist()]
 
 
-def parts_of(model: Model, texts: Texts) -> dict[str, str]:
-    """Return fingerprints of what a search depends on, besides its options, each under its name."""
-    return {
-        "model": model.checkpoint.fingerprint,
-        "choice of samples": texts.samples.fingerprint,
-        "held-out text": fingerprint_windows(texts.held_out),
-    }
-
-
 @contextmanager
 def open_staging(options: FrontierOptions, parts: Mapping[str, str], say: Notices) -> Iterator[Staging]:
     """Enter the folder in which candidates are made; what is done there is kept for `--resume`.
@@ -127,6 +127,16 @@ def open_staging(options: FrontierOptions, parts: Mapping[str, str], say: Notice
         with staging:
             staging.scratch.mkdir(exist_ok=True)
             yield staging
+
+
+def foresee_work(
+    options: FrontierOptions, model: Model, samples: Samples, steps: Sequence[str], files: int, limit: int | None
+) -> None:
+    """Say in which steps the work is done, the files being the last, and what it takes, unless it goes on."""
+    if not options.resume:
+        steps = [*steps, "the file" if files == 1 else f"about {files} files"]
+        estimate = estimate_frontier(model, samples, options, files, limit).since_start()
+        Notices()(f"{len(steps)} steps: {'; '.join(steps)}. This takes {estimate.line}")
 
 
 def as_named_in(folder: Path, options: Read) -> Read:

@@ -31,7 +31,7 @@ from ckpt_prune.model.containers.opening import open_fitted
 from ckpt_prune.options.commands import FrontierOptions, QuantizeOptions
 from ckpt_prune.options.data import words_of_windows
 from ckpt_prune.options.option import words_of_options
-from ckpt_prune.runner.frontier.asked import Texts, as_named_in, open_staging, parts_of, read_target, read_texts
+from ckpt_prune.runner.frontier.asked import Texts, as_named_in, foresee_work, open_staging, read_target, read_texts
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.record import (
     MADE,
@@ -62,7 +62,9 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
     if limit is not None:
         check_reach(limit, model)
     texts = read_texts(options, model, say)
-    with open_staging(texts.options, parts_of(model, texts), say) as staging:
+    steps, files = ["importance of inputs", "what fewer bits lose"], 4 if limit is None else 3
+    foresee_work(texts.options, model, texts.samples, steps, files, limit)
+    with open_staging(texts.options, texts.parts(model), say) as staging:
         budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal)
         maker = CheckpointMaker(texts, budgets, staging)
         results: list[MeasuredRounded] = []

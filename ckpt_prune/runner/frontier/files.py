@@ -27,14 +27,11 @@ from ckpt_prune.gguf.score import read_reference
 from ckpt_prune.gguf.timing import time_dense
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.containers.opening import Opening, open_model
-from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
-from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size
-from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.file_budgets import CUT_FROM, FileBudgets, check_reach
-from ckpt_prune.runner.frontier.asked import open_staging, parts_of, read_target, read_texts, read_time
+from ckpt_prune.runner.frontier.asked import foresee_work, open_staging, read_target, read_texts, read_time
 from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
 from ckpt_prune.runner.frontier.graph_latency import AIM, ROOM, best_in_time, took
@@ -111,9 +108,8 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     texts = read_texts(options, model, say)
     options, samples = texts.options, texts.samples
 
-    if not options.resume:
-        say(_foresee_work(options, model, samples, limit, loss))
-    with open_staging(options, parts_of(model, texts), say) as staging:
+    _foresee_work(options, model, samples, limit, loss)
+    with open_staging(options, texts.parts(model), say) as staging:
         # 2. Measure the model once, and tell from that what each type of each matrix loses.
         reference = read_reference(
             model.checkpoint.whole, texts.held_out, texts=texts.names, trust=options.trust_remote_code
@@ -148,26 +144,14 @@ def _limit_of(time: Size, maker: Maker) -> float:
 
 def _foresee_work(
     options: FrontierOptions, model: Model, samples: Samples, limit: int | None, loss: float | None
-) -> str:
-    """Say in which steps the work is done, and what it takes."""
+) -> None:
     is_fixed = limit is not None or options.target_latency is not None
     files = 1 if is_fixed else 2 if options.max_loss is not None else 2 * len(LADDER) + len(SMALLEST)
-    device = resolve_device(options.device)
-    dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
-    size = limit or cost_of(model).bytes // 2
-    estimate = estimate_frontier(model, samples, device, dtype, files, size).since_start()
     is_much = is_fixed or (loss or 0) > CUT_FROM
     fewer = ["what fewer tokens and columns lose, if types alone lose much"] if is_much else []
     times = ["how long types take"] if options.target_latency is not None else []
-    steps = [
-        "predictions of MODEL",
-        *times,
-        "importance of inputs",
-        "what types lose",
-        *fewer,
-        "the file" if files == 1 else f"about {files} files",
-    ]
-    return f"{len(steps)} steps: {'; '.join(steps)}. This takes {estimate.line}"
+    steps = ["predictions of MODEL", *times, "importance of inputs", "what types lose", *fewer]
+    foresee_work(options, model, samples, steps, files, limit)
 
 
 def _foresee(search: _Search) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Self, cast
 
 import torch
 import yaml
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -42,6 +43,7 @@ from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import config_of, load_model
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import fingerprint_windows
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
 from ckpt_prune.model.model import Model
@@ -62,7 +64,7 @@ from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size, parse_size
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths, recipe_of
-from ckpt_prune.runner.frontier.asked import as_named_in, open_staging, read_time
+from ckpt_prune.runner.frontier.asked import as_named_in, foresee_work, open_staging, read_time
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.record import (
@@ -126,6 +128,7 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
         source.path, options.output, resume=options.resume, overwrite=options.overwrite, inputs=read, kind=FRONTIER
     )
     samples = _choose_samples(options, source, task)
+    _foresee_work(options, source, samples, limit)
     parts = {"model": source.fingerprint}
     if samples.windows is not None:
         parts["choice of samples"] = fingerprint_windows(samples.windows)
@@ -166,6 +169,17 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
             f"may keep take {least / 1e6:.4g} MB; ask for more, or prune it first"
         )
     return limit, None
+
+
+def _foresee_work(options: FrontierOptions, source: Checkpoint, samples: ProofSamples, limit: int | None) -> None:
+    """Say what the work takes, if the model is one whose blocks can be timed."""
+    model, given = _model_of(source), samples.for_rounding
+    if model is not None and given is not None:
+        timed = options.target_latency is not None
+        columns = ["what fewer columns lose, if bits alone lose much"]
+        steps = ["trace of MODEL", *(["graphs of fewer columns"] if timed else ["what fewer bits lose", *columns])]
+        of = TokenWindows(given) if isinstance(given, Tensor) else given
+        foresee_work(options, model, of, steps, 6 if timed else 4, limit)
 
 
 def _model_of(source: Checkpoint) -> Model | None:
@@ -233,10 +247,6 @@ def _within_loss(
 
     for name, decision in choose_for_loss(loss, results, maker.fitted.within_loss, stored):
         yield maker, f"{prefix}{name}", "int4", lambda decision=decision: decision  # type: ignore[misc]
-
-
-def _with_size(best: MeasuredRounded) -> list[str]:
-    return [each.replace(SIZE, str(best.score.bytes)) for each in best.candidate.commands]
 
 
 class GraphMaker:
@@ -534,7 +544,9 @@ class GraphMaker:
             asked=asked,
             beyond_use="",
             reach=min((each.score.bytes for each in found if each.candidate.by_budget), default=None),
-            commands=[] if best is None else _with_size(best),
+            commands=[]
+            if best is None
+            else [each.replace(SIZE, str(best.score.bytes)) for each in best.candidate.commands],
             data_words=data,
             runtime="onnxruntime",
             loss="lost energy" if embeds else "KL",
