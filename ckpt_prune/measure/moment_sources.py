@@ -220,7 +220,7 @@ class DriftMoments(SequentialMoments):
         """Return True if the dense stream behind a block is known, and is all of it that these spaces ask for."""
         family = self.stream.factory.family
         spaces = [key for key in keys if key in family.columns]
-        if self._ends is None or any(family.columns[space].consumer == family.attention.output for space in spaces):
+        if self._ends is None or any(map(family.mixes, spaces)):
             return False
         if self._is_pre_norm is None and spaces:
             self._is_pre_norm = ends_block(self.stream, block, tensors, spaces)

@@ -10,7 +10,7 @@ import transformers
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.cuts import list_cuts, remaining_lines
 from ckpt_prune.model.descriptions import known_families
-from ckpt_prune.model.family import Family
+from ckpt_prune.model.family import QUOTIENTS, Family
 from ckpt_prune.model.skeleton import (
     Names,
     RefusedConfigError,
@@ -104,7 +104,8 @@ def _shapes_inside(family: Family, shapes: Shapes, blocks: int) -> dict[str, tup
 
 
 def _check_dimension_names(family: Family) -> None:
-    dimensions = {*family.dimensions, *family.derived, *family.multiples, "group", "pairs"}
+    dimensions = {*family.dimensions, *family.derived, *family.multiples, "pairs"}
+    dimensions |= {name for name, parts in QUOTIENTS.items() if dimensions >= {*parts}}
     for name, space in family.spaces.items():
         factors: list[Any] = [
             space.units,
@@ -273,7 +274,7 @@ def _check_units(family: Family, name: SpaceName, parsed: Any, sizes: Shapes) ->
         lines.setdefault((incidence.module, axis), []).extend(units.tolist())
     for (module, axis), numbers in lines.items():
         size = sizes[module][axis_dim(axis)]
-        may_leave = axis == "rows" and module in fused
+        may_leave = axis == "rows" and (module in fused or name == "linear_heads")  # states that all heads share
         if max(numbers) >= size or len(numbers) != len(set(numbers)) or (len(numbers) != size and not may_leave):
             raise UserError(
                 f"spaces.{name}.{axis}: {count} units lie on {len(numbers)} {axis} of {module} (numbers up to "

@@ -38,6 +38,9 @@ KINDS: tuple[Literal["weight"], Literal["bias"]] = ("weight", "bias")
 REMOTE_PREFIX = "Pruned"
 """First part of the names of this tool's remote classes, before the stock class that each stands for."""
 
+QUOTIENTS = {"group": ("query_heads", "kv_heads"), "linear_group": ("linear_value_heads", "linear_heads")}
+"""Dimensions that are so many of one for each of another: heads that share their keys."""
+
 
 def linears_of(spaces: Mapping[SpaceName, Space]) -> list[str]:
     """Return every linear module that some of a block's spaces name, once: those of attention logits first."""
@@ -232,9 +235,16 @@ class Family(StrictModel):
         return {name: space for name, space in self.columns.items() if space.part_of is None}
 
     def part_spaces(self, part: str) -> dict[SpaceName, ConsumerSpace]:
-        """Return those by whose consumers a part of a block, attention or mlp, adds to the residual stream."""
-        consumers = self.consumers.items()
-        return {name: s for name, s in consumers if (s.consumer == self.attention.output) == (part == "attention")}
+        """Return those by whose consumers a part of a block, attention or mlp, adds to the residual stream.
+
+        Linear attention and state spaces are of neither.
+        """
+        consumers = {name: space for name, space in self.consumers.items() if name != "linear_heads"}
+        return {name: s for name, s in consumers.items() if self.mixes(name) == (part == "attention")}
+
+    def mixes(self, space: SpaceName) -> bool:
+        """Return whether what a space ends in mixes tokens: attention, linear attention or a state space."""
+        return space == "linear_heads" or self.columns[space].consumer == self.attention.output
 
     @property
     def logits(self) -> dict[SpaceName, LogitSpace]:
@@ -268,20 +278,24 @@ class Family(StrictModel):
     def labels(self) -> dict[str, str]:
         """Linear module of a block → its label in tables, the same in every family: q, k, v, o, gate, up or down.
 
-        A fused projection has one label; a gated MLP that stores gate and up as one tensor has up.
+        Those of linear attention and state spaces are in and out. A fused projection has one label; a gated MLP that
+        stores gate and up as one tensor has up.
         """
         attention = self.attention
         labels = {attention.value: "v", attention.key: "k", attention.query: "q", attention.output: "o"}
         for space in self.consumers.values():
-            if space.consumer not in labels:
+            if space.units == "linear_heads":
+                labels |= dict.fromkeys(space.readers, "in") | {space.consumer: "out"}
+            elif space.consumer not in labels:
                 *gates, up = dict.fromkeys(space.readers)
                 labels |= dict.fromkeys(gates, "gate") | {up: "up", space.consumer: "down"}
         linears = set(self.linears)
         return {module: label for module, label in labels.items() if module in linears}
 
     def linears_of(self, part: Literal["mlp", "attention"] | None) -> list[str]:
-        """Return linear modules of a block: those of its attention, all others, or all."""
-        attention = set(self.attention.modules)
+        """Return linear modules of a block: those of its attention, or of what stands in its place, others, or all."""
+        linear = self.spaces.get("linear_heads")
+        attention = {*self.attention.modules, *([] if linear is None else linear.modules)}
         return [each for each in self.linears if part is None or (each in attention) == (part == "attention")]
 
     @property
@@ -347,11 +361,11 @@ class Family(StrictModel):
     def dimension(self, config: Any, name: str) -> int:
         """Read a dimension off a transformers config.
 
-        Two are derived: `group`, query heads per KV head, and `pairs`, rotary pairs of a head.
+        Some follow from others: `QUOTIENTS`, and `pairs`, rotary pairs of a head.
         """
-        if name == "group":
-            groups = self.dimension(config, "kv_heads")
-            return self.dimension(config, "query_heads") // groups if groups else 0  # transformers refuses that one
+        if name in QUOTIENTS:
+            several, groups = (self.dimension(config, each) for each in QUOTIENTS[name])
+            return several // groups if groups else 0  # transformers refuses that one
         if name == "pairs":
             return self.dimension(config, "head_dim") // 2
         if name in self.multiples:

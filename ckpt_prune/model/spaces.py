@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 if TYPE_CHECKING:
     from torch import Tensor
 
-KnownSpace = Literal["qk", "rotary", "queries", "heads", "values", "mlp", "dense", "shared", "experts"]
+KnownSpace = Literal["qk", "rotary", "queries", "heads", "values", "linear_heads", "mlp", "dense", "shared", "experts"]
 """Spaces that recipes name."""
 SPACES: tuple[str, ...] = get_args(KnownSpace)
 
@@ -85,12 +85,15 @@ KIND_OF_SPACE: dict[str, KindOfSpace] = {
     "queries": "columns",
     "heads": "columns",
     "values": "values",
+    "linear_heads": "columns",
     "mlp": "columns",
     "dense": "columns",
     "shared": "columns",
     "experts": "experts",
 }
 """The kind of each space is the same in every family, so that recipes are checked without a model."""
+ALIKE: dict[SpaceName, SpaceName] = {"dense": "mlp", "linear_heads": "heads"}
+"""Spaces that a recipe prunes as it does others, unless it says something of them."""
 BESIDE: frozenset[str] = frozenset({"qk", "rotary", "queries", "values"})
 """Spaces with copies side by side (`Space.for_each`) that keep equally many units, in every family that has them."""
 COUPLED: tuple[tuple[str, str], ...] = (

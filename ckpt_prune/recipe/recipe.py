@@ -22,7 +22,7 @@ from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.runtimes import Change, read_target
-from ckpt_prune.model.spaces import SpaceName, recipe_space
+from ckpt_prune.model.spaces import ALIKE, SpaceName, recipe_space
 from ckpt_prune.recipe.names import Goal
 from ckpt_prune.recipe.sizes import TargetSize
 from ckpt_prune.recipe.space_kinds import CANDIDATES, CHOSEN, SpaceSettings, kind_of
@@ -472,9 +472,11 @@ class Recipe(Strict):
         pruned = {name: settings for name, settings in self.spaces.items() if settings.ratio != 0}
         if self.allocation == "least-error" and pruned and len(pruned) < len(self.spaces):
             return self._with_spaces(pruned).at(family)
-        # What is said of columns of experts is said of those of an mlp in place of experts, if nothing else is.
-        if "dense" in prunable and "mlp" in self.spaces and "dense" not in self.spaces:
-            return self._with_spaces({**self.spaces, "dense": self.spaces["mlp"]}).at(family)
+        # What is said of columns of experts is said of those of an mlp in place of experts, and what is said of heads
+        # of those of linear attention, if nothing else is.
+        for other, named in ALIKE.items():
+            if other in prunable and named in self.spaces and other not in self.spaces:
+                return self._with_spaces({**self.spaces, other: self.spaces[named]}).at(family)
         # One config key says their width: what is said of the first is said of the others.
         alike = [recipe_space(name) for name, space in family.spaces.items() if space.units in family.together]
         shared = next((self.spaces[name] for name in alike if name in self.spaces), None)

@@ -7,6 +7,7 @@ from ckpt_prune.job.prepared import Prepared, begin
 from ckpt_prune.job.report import RecipeChange
 from ckpt_prune.model.containers.choosing import unprunable_spaces
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.spaces import ALIKE
 
 _MULTIPLE = "multiple_of"
 
@@ -55,6 +56,8 @@ def _explain(key: str, old: Any, new: Any, model: Model) -> str:
         if new == "dense":
             return "statistics are of the dense model alone; give --text or --images for the other"
         return "a norm follows the layers that are fitted to the drift, and would enlarge their corrections"
+    if old is None and space in ALIKE:
+        return f"what the recipe says of {ALIKE[space]} is said of it, if it says nothing else"
     if old is None:
         return f"{model.family.model_type} has one width for it and another space of the recipe"
     refused = unprunable_spaces(model)

@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_prune
 from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.measure.samples.samples import TokenWindows
+from ckpt_prune.measure.streams.drift import ResidualBlock
+from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.containers.opening import open_model
 from tests.cli.running import TEXT, ok, read_json
 from tests.evaluation.tiny import tiny_tokenizer
@@ -20,8 +23,8 @@ from tests.undescribed import make_model
 BLOCKS: dict[str, dict[str, set[int]]] = {
     "lfm2": {"heads": {1, 3}, "mlp": {0, 1, 2, 3}},
     "nemotron_h": {"heads": {2}, "mlp": {1, 3}},
-    "falcon_h1": {"heads": {0, 1, 2, 3}, "mlp": {0, 1, 2, 3}},
-    "qwen3_next": {"heads": {1, 3}, "mlp": {0, 1, 2, 3}, "shared": {0, 1, 2, 3}},
+    "falcon_h1": {"heads": {0, 1, 2, 3}, "linear_heads": {0, 1, 2, 3}, "mlp": {0, 1, 2, 3}},
+    "qwen3_next": {"heads": {1, 3}, "linear_heads": {0, 2}, "mlp": {0, 1, 2, 3}, "shared": {0, 1, 2, 3}},
     "jamba": {"heads": {1, 3}, "mlp": {1, 3}, "dense": {0, 2}},
     "glm4_moe": {"heads": {0, 1, 2, 3}, "mlp": {1, 2, 3}, "shared": {1, 2, 3}, "dense": {0}},
     "gemma4_text": {"mlp": {0, 1, 2, 3}},
@@ -96,7 +99,7 @@ def test_it_is_fitted(hybrid: str) -> None:
     assert all(fitted < plain for fitted, plain in errors)
 
 
-@pytest.mark.parametrize("hybrid", ["nemotron_h", "lfm2"], indirect=True)
+@pytest.mark.parametrize("hybrid", ["nemotron_h", "qwen3_next"], indirect=True)
 def test_it_is_measured_chosen_and_masked(hybrid: str) -> None:
     ok("calibrate", "hybrid", "--family", "hybrid.json", *TEXT, "-o", "statistics")
     ok(*PRUNE, "ridge", "--statistics", "statistics")
@@ -113,6 +116,23 @@ def test_blocks_of_one_kind_may_go(hybrid: str) -> None:
     assert "FAILED" not in ok("verify", "out", "--against", "hybrid")
     model = open_model("out")
     assert (model.blocks, model.blocks_with("heads"), model.blocks_with("mlp")) == (3, [1], [2])
+
+
+def test_the_stream_behind_linear_attention_is_what_the_mlp_reads(place: Path) -> None:
+    """What target drift fits it to: not the block's output, as of an mlp."""
+    with quiet_transformers():
+        make_model("qwen3_next").save_pretrained("hybrid")
+    model, samples = open_model("hybrid"), TokenWindows(torch.randint(3, 40, (2, 9)))
+    stream = open_stream(model, samples, device=torch.device("cpu"), compute_dtype=torch.float32)
+    residual = ResidualBlock(stream, 0, model.read_block(0), ["linear_heads"])
+    seen: list[torch.Tensor] = []
+    norm = residual.block.get_submodule("post_attention_layernorm")
+    norm.register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
+    residual.whole = True  # it would end before the norm
+    with torch.no_grad():
+        residual.run(slice(0, 2))
+    torch.testing.assert_close(residual.after("linear_heads"), seen[0].flatten(0, 1).double())
+    assert not residual.ends("linear_heads")
 
 
 def test_spaces_that_a_recipe_leaves_whole_are_named(place: Path) -> None:

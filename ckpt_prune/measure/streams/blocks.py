@@ -51,7 +51,7 @@ class BlockFactory:
         self.family, self.config = model.family, model.config
         self.names = Names(self.skeleton)
         self._layers: Any = self.skeleton.get_submodule(self.family.layers)
-        self._buffers: dict[int, dict[str, Tensor]] = {}
+        self._buffers: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._facts = block_facts(self.family, model.dimension)
         self._experts = self.family.expert_modules
         of_block = re.escape(self.family.block).replace(re.escape("{block}"), r"(\d+)")
@@ -78,7 +78,8 @@ class BlockFactory:
         uneven = getattr(self.config, "is_heterogeneous", True)  # transformers counts one of two stacks alone
         config = modeling_pruned.layer_config(self.config, index) if uneven else copy.copy(self.config)
         model = self.model.with_config(config)
-        layer_config = model.with_widths(model.widths_of(index, tensors)).config
+        widths = model.widths_of(index, tensors)
+        layer_config = model.with_widths(widths).config
         module: nn.Module
         with on_meta_device():
             if self.family.is_stack:  # a stack tells its blocks what no config says (T5's is_decoder)
@@ -91,7 +92,7 @@ class BlockFactory:
             if experts:
                 split_experts(module, self.family.experts, self.family.model_type, len(experts))
         self.fill(module, f"{self.family.layers}.{index}", tensors, dtype=dtype)
-        self._give_buffers(module, layer_config, index)
+        self._give_buffers(module, layer_config, index, widths.get("linear_heads"))
         return module.eval()
 
     def find_experts(self, block: nn.Module) -> SplitExperts | None:
@@ -110,24 +111,35 @@ class BlockFactory:
             return recipe_space(key)
         return self._experts[key][1] if key in self._experts else key
 
-    def _give_buffers(self, block: nn.Module, config: "PreTrainedConfig", index: int) -> None:
-        """Make the buffers of a block that no checkpoint stores, also those that the model gives its blocks."""
+    def _give_buffers(self, block: nn.Module, config: "PreTrainedConfig", index: int, heads: int | None) -> None:
+        """Make the buffers of a block that no checkpoint stores, also those that the model gives its blocks.
+
+        Args:
+            heads: of linear attention, which some buffers are as wide as; None: the block has none.
+        """
         buffers = dict(block.named_buffers())
         given = [name for name, _ in self._layers[index].named_buffers() if name not in buffers]
         lacking = [name for name, buffer in buffers.items() if buffer.is_meta] + given
-        if lacking and index not in self._buffers:
-            self._buffers[index] = {
+        if lacking and (index, heads) not in self._buffers:
+            self._buffers[index, heads] = {
                 name: buffer.to(self.device)
                 for name, buffer in self._real(
-                    config, index, bool(given) or self.family.stage is not None
+                    config,
+                    self.config if heads is None else config,
+                    index,
+                    bool(given) or self.family.stage is not None,
                 ).named_buffers()
             }
         for path in lacking:
             owner, _, name = path.rpartition(".")
-            block.get_submodule(owner).register_buffer(name, self._buffers[index][path], persistent=False)
+            block.get_submodule(owner).register_buffer(name, self._buffers[index, heads][path], persistent=False)
 
-    def _real(self, config: "PreTrainedConfig", index: int, within: bool) -> nn.Module:
-        """Return a block with real buffers and no parameters, by itself or as it is within the model."""
+    def _real(self, config: "PreTrainedConfig", whole: "PreTrainedConfig", index: int, within: bool) -> nn.Module:
+        """Return a block with real buffers and no parameters, by itself or as it is within the model.
+
+        Args:
+            whole: config of the model then.
+        """
         from ckpt_prune import modeling_pruned
 
         model_class: Any = type(self.skeleton)
@@ -135,7 +147,7 @@ class BlockFactory:
             block = None if within else modeling_pruned.make_block(self._layers[index], config, self._facts, index)
             if block is not None and not any(buffer.is_meta for buffer in block.buffers()):
                 return block
-            layers: Any = model_class(self.config).get_submodule(self.family.layers)
+            layers: Any = model_class(whole).get_submodule(self.family.layers)
             return layers[index]  # type: ignore[no-any-return]
 
     def module_path(self, index: int, module: str) -> str:

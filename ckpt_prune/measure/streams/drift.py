@@ -187,6 +187,7 @@ class ResidualBlock:
             for space, norm in norms.items()
         }
         self.whole = False
+        self._spaces, self._awaited = tuple(spaces), set[str]()
         self._attention_alone = all(self._is_attention(space) for space in spaces)
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
@@ -213,8 +214,8 @@ class ResidualBlock:
             residual = watching()
             assert residual is not None
             residual.inputs[name], residual.outputs[name] = args[0], output
-            stops_early = residual._attention_alone and not residual.whole
-            if stops_early and name == residual._stream.factory.family.attention.output:
+            residual._awaited.discard(name)
+            if residual._attention_alone and not residual.whole and not residual._awaited:
                 raise AllSeenError
 
         self.block.get_submodule(path).register_forward_hook(see)
@@ -223,6 +224,7 @@ class ResidualBlock:
         """Let samples go through the block, as far as is needed; they enter it as the stream has them by default."""
         entering = self._stream.states[rows] if states is None else states
         self._entered = entering.to(self._stream.factory.device)
+        self._awaited = {self._columns[space].consumer for space in self._spaces}
         with suppress(AllSeenError):
             self.left = self._stream.run(self.block, self._index, self._entered, rows)
 
@@ -237,7 +239,7 @@ class ResidualBlock:
         return torch.equal(self.inputs[self._first], self._entered)
 
     def _is_attention(self, space: SpaceName) -> bool:
-        return self._columns[space].consumer == self._stream.factory.family.attention.output
+        return self._stream.factory.family.mixes(space)
 
     def ends(self, space: SpaceName) -> bool:
         """Return True if the residual stream after a space's consumer is the block's output."""

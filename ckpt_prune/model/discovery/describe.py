@@ -28,10 +28,13 @@ from ckpt_prune.model.discovery.trace import (
     trace_block,
 )
 from ckpt_prune.model.discovery.twin import IMAGE, RATIO, Twin
+from ckpt_prune.model.family import QUOTIENTS
 from ckpt_prune.model.skeleton import Names, RefusedConfigError, build_skeleton, parse_config
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "experts_per_token", "moe_k")
 _GROUPS = ("n_group", "topk_group")
+_KEY_HEADS, _VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+_LINEAR_HEADS = rf"{_KEY_HEADS}|mamba\w*_heads|linear_num_heads"
 
 
 @dataclass
@@ -141,7 +144,7 @@ class Describer:
         keys = {
             key: value
             for key, value in self.whole_numbers.items()
-            if value > 4 and re.search(r"head_dim|_rank|_size$|d_state|groups", key)
+            if value > 4 and re.search(r"head_dim|d_head|_rank|(?<!chunk)_size$|d_state|groups", key)
         }
         return {**first, **{k: v for k, v in keys.items() if k not in first and v not in first.values()}}
 
@@ -176,9 +179,9 @@ class Describer:
         model: Any = self.twin.model
         outside = self._images() if "pixel_values" in self.twin.batch else self._texts()
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
-        for key in used - self.dimensions.keys() - {"group"}:
+        for key in used - self.dimensions.keys() - QUOTIENTS.keys():
             self.add_dimension(key, self.twin.config[key], [key])
-        order = ("queries", "heads", "mlp", "dense", "shared", "experts")
+        order = ("queries", "heads", "linear_heads", "mlp", "dense", "shared", "experts")
         description: dict[str, Any] = {
             "model_type": self.twin.parsed.model_type,
             "base": model.base_model_prefix,
@@ -327,8 +330,11 @@ class Describer:
                 break
         if "heads" not in self.spaces:
             self.whole |= dict.fromkeys(("queries", "heads"), next(iter(reasons.values())))
-        for consumer in {*(each for each, _ in ways)} - {chosen}:
-            self.whole[consumer] = reasons.get(consumer, "its tokens mix in another way than those of heads")
+        for run, trace in ways.values():
+            if trace.consumer != chosen:
+                why = self._add_linear_heads(run, trace)
+                if why is not None:
+                    self.whole[trace.consumer] = reasons.get(trace.consumer, why)
         return attention
 
     def _unknown_attention(self, traces: Sequence[tuple[BlockRun, Sequence[Trace]]]) -> dict[str, Any]:
@@ -381,35 +387,70 @@ class Describer:
         named = self.named_sizes(sizes)
         if group == 1:
             named.pop("group")
-        rows = self._rows(run, trace, unit, count, named)
+        places = self._places(run, trace, unit, count, named)
+        if places is None:
+            return "its heads lie in an order that a description cannot say"
+        self.spaces["heads"] = {
+            "units": "kv_heads",
+            **places,
+            "config": {heads: ["group"], kv_key: []} if group > 1 else {heads: []},
+            **self._effect(run, trace),
+        }
+        within = self._places(run, trace, inner, count * group, named, queries) if group > 1 else None
+        if within is not None:
+            self.spaces["queries"] = {"units": "group", **within, "config": {heads: ["kv_heads"]}}
+        return None
+
+    def _add_linear_heads(self, run: BlockRun, trace: Trace) -> str | None:
+        """Add the heads of linear attention, each with the value heads that read its keys, or say why they stay."""
+        if "linear_heads" in self.spaces:
+            return "its tokens mix in a third way"
+        unit = join_units(trace)
+        count = int(unit.max()) + 1
+        key = self.key_of(count, _LINEAR_HEADS)
+        if count < 2 or key is None or len(unit) % count:
+            return "no config key counts its heads, or they depend on one another"
+        sizes, of_all = {"linear_heads": count}, dict[str, list[str]]()
+        if key == _KEY_HEADS:
+            values = self.twin.config[_VALUE_HEADS]
+            self.add_dimension("linear_value_heads", values, [_VALUE_HEADS])
+            sizes["linear_group"], of_all[_VALUE_HEADS] = values // count, ["linear_group"]
+        if (width := self.key_of(len(unit), "d_ssm")) is not None:
+            of_all[width] = ["mamba_d_head"]
+        self.add_dimension("linear_heads", count, [key])
+        own = key.partition("_")[0]  # runs of several sizes add up in many ways, if any dimension counts
+        named = {name: size for name, size in self.named_sizes(sizes).items() if name.startswith(("linear", own))}
+        places = self._places(run, trace, unit, count, named)
+        if places is None:
+            return "its heads lie in an order that a description cannot say"
+        self.spaces["linear_heads"] = {
+            "units": "linear_heads",
+            **places,
+            "config": {key: [], **of_all},
+            **self._effect(run, trace),
+        }
+        return None
+
+    def _places(
+        self,
+        run: BlockRun,
+        trace: Trace,
+        unit: torch.Tensor,
+        count: int,
+        named: Mapping[str, int],
+        only: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, Any] | None:
+        """Return the rows, columns and tables that units lie on; None if they lie in an order that cannot be said.
+
+        Args:
+            only: producer → rows that count; by default all.
+        """
+        rows = self._rows(run, trace, unit, count, named, only)
         columns = find_incidences(self.on_disk(run, trace.consumer), unit, count, named)
         tables = self._tables(run, trace, unit, count, named)
         if rows is None or columns is None or len(columns) != 1 or tables is None:
-            return "its heads lie in an order that a description cannot say"
-        effect = self._effect(run, trace)
-        self.spaces["heads"] = {
-            "units": "kv_heads",
-            "rows": rows,
-            "columns": columns[0],
-            **({"tables": tables} if tables else {}),
-            "config": {heads: ["group"], kv_key: []} if group > 1 else {heads: []},
-            **effect,
-        }
-        if group == 1:
             return None
-        rows = self._rows(run, trace, inner, count * group, named, queries)
-        columns = find_incidences(self.on_disk(run, trace.consumer), inner, count * group, named)
-        tables = self._tables(run, trace, inner, count * group, named)
-        if rows is None or columns is None or len(columns) != 1 or tables is None:
-            return None
-        self.spaces["queries"] = {
-            "units": "group",
-            "rows": rows,
-            "columns": columns[0],
-            **({"tables": tables} if tables else {}),
-            "config": {heads: ["kv_heads"]},
-        }
-        return None
+        return {"rows": rows, "columns": columns[0]} | ({"tables": tables} if tables else {})
 
     def _rows(
         self,
@@ -418,7 +459,7 @@ class Describer:
         unit: torch.Tensor,
         count: int,
         named: Mapping[str, int],
-        only: Mapping[str, torch.Tensor] | None = None,
+        only: Mapping[str, torch.Tensor] | None,
     ) -> list[dict[str, Any]] | None:
         owners: dict[str, torch.Tensor] = {}
         for path, depends in trace.rows.items():
@@ -457,12 +498,15 @@ class Describer:
             if all(bool(flat[unit == each].any(0).all()) for each in range(count)):
                 continue  # every unit reads all of it
             # A convolution of every channel by itself has a row of its weight for each.
-            front = depends.dim() == 5 and depends.shape[2] == 1
+            front = depends.dim() in (4, 5) and depends.shape[2] == 1
             owner = (
                 lines_of_units(depends.flatten(2).any(2) if front else depends, unit)
                 if front or depends.dim() == 2
                 else None
             )
+            stored = self.names.shapes[self.names.saved_as(f"{run.path}.{name}")]
+            if stored != run.block.get_parameter(name).shape:  # files have it in parts
+                return None
             found = None if owner is None else find_incidences(self.on_disk(run, name, ""), owner, count, named)
             if found is None:
                 return None
@@ -555,17 +599,13 @@ class Describer:
             self._derive(units, key, run, trace)
         self.add_dimension(units, count, _keys(key))
         named = {units: count, **({each[0]: self.twin.config[each[0]]} if each else {})}
-        rows = self._rows(run, trace, unit, count, named)
-        ends = find_incidences(self.on_disk(run, trace.consumer), unit, count, named)
-        tables = self._tables(run, trace, unit, count, named)
-        if rows is None or ends is None or len(ends) != 1 or tables is None:
+        places = self._places(run, trace, unit, count, named)
+        if places is None:
             return f"the columns of {trace.consumer} lie in an order that a description cannot say"
         self.spaces[name] = {
             **({"unit": "column for each shared expert"} if each else {}),
             "units": units,
-            "rows": rows,
-            "columns": ends[0],
-            **({"tables": tables} if tables else {}),
+            **places,
             "config": {key or "intermediate_size": [2] if units in self.times_in_config else []},
             **({"fixed": fixed} if fixed else {}),
             **self._effect(run, trace),

@@ -1,6 +1,6 @@
 """Where the units of a space lie on an axis, said with the names of dimensions, so that it holds for any sizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -37,18 +37,28 @@ def find_incidences(module: str, owner: Tensor, count: int, named: Mapping[str, 
         found = [
             each for each in found if each not in [(start + c * stride * count, length, stride) for c in range(copies)]
         ]
-        each, after = products.get(length), _sum(start, products)
-        between = _sum(stride, products) if stride != length else []
-        if each is None or after is None or between is None:
-            return None
-        incidence: dict[str, Any] = {
-            "module": module,
-            "lines_per_unit": each,
-            "copies": copies,
-            "after": after,
-            "stride": between,
+        # A unit's lines are of two sizes if they are no product: of names, and none of the number of units.
+        names = {name: size for name, size in named.items() if size != count}
+        within = {
+            size: factors for size, factors in _products(names).items() if factors and isinstance(factors[-1], str)
         }
-        incidences.append({key: value for key, value in incidence.items() if value and value != 1})
+        parts = (length,) if length in products else _addends_of(length, within)
+        if not parts:
+            return None
+        for part in parts:
+            of = products if len(parts) == 1 else within
+            after, between = _sum(start, of), _sum(stride, of) if stride != part else []
+            if after is None or between is None:
+                return None
+            incidence: dict[str, Any] = {
+                "module": module,
+                "lines_per_unit": of[part],
+                "copies": copies,
+                "after": after,
+                "stride": between,
+            }
+            incidences.append({key: value for key, value in incidence.items() if value and value != 1})
+            start += part
     return incidences
 
 
@@ -80,13 +90,11 @@ def _sum(size: int, products: Mapping[int, list[str | int]]) -> list[list[str | 
     """Return products that add up to a size; none for zero."""
     if size == 0:
         return []
-    for several in (1, 2):
-        for sizes in _addends(size, list(products), several):
-            return [products[each] for each in sizes]
-    return None
+    return [products[each] for each in _addends_of(size, products)] or None
 
 
-def _addends(size: int, of: Sequence[int], several: int) -> list[tuple[int, ...]]:
-    if several == 1:
-        return [(size,)] if size in of else []
-    return [(first, size - first) for first in of if 0 < first < size and size - first in of]
+def _addends_of(size: int, of: Mapping[int, Any]) -> tuple[int, ...]:
+    """Return one or two of these sizes that add up to a size; none if there are none."""
+    if size in of:
+        return (size,)
+    return next(((first, size - first) for first in of if 0 < first < size and size - first in of), ())

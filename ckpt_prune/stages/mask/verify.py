@@ -61,7 +61,7 @@ def _check_masks(checkpoint: Checkpoint, report: Report | None) -> Finding:
 
 
 def _is_of_attention(linear: MaskedLinear, family: Family) -> bool:
-    return linear.weight in {family.tensor(linear.block, module) for module in family.attention.modules}
+    return linear.weight in {family.tensor(linear.block, module) for module in family.linears_of("attention")}
 
 
 def _block_pattern(report: Report, linear: MaskedLinear) -> GroupPattern | None:

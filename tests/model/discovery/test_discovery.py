@@ -206,6 +206,17 @@ def test_layouts_are_said_as_they_lie(incidence):
         assert torch.equal(named.lines(torch.tensor([unit]), 2, NAMED.__getitem__), own)
 
 
+def test_a_unit_may_lie_in_lines_of_two_sizes():
+    """Two of head_dim and three of group, one unit behind the other, said without the number of units."""
+    found = find_incidences("m", torch.arange(7).repeat_interleave(2 * 24 + 3 * 5), 7, NAMED)
+    assert [(each["lines_per_unit"], each.get("after")) for each in found or ()] == [
+        ([2, "head_dim"], None),
+        ([3, "group"], [[2, "head_dim"]]),
+    ]
+    lines = [Incidence(**each).lines(torch.tensor([3]), 7, NAMED.__getitem__) for each in found or ()]
+    assert torch.cat(lines).tolist() == list(range(3 * 63, 4 * 63))
+
+
 def test_an_order_that_cannot_be_said():
     assert find_incidences("m", torch.tensor([0, 1, 1, 0]), 2, NAMED) is None
 

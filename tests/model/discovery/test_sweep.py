@@ -71,7 +71,7 @@ def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
         ("fuyu", {"mlp"}),
         ("emu3", {"queries", "heads", "mlp"}),
         ("llama4", {"queries", "heads", "mlp", "shared", "experts"}),  # experts in stacks
-        ("qwen3_5_moe", {"queries", "heads", "mlp", "shared", "experts"}),
+        ("qwen3_5_moe", {"queries", "heads", "linear_heads", "mlp", "shared", "experts"}),
     ],
 )
 def test_text_parts_of_composites_are_found(model_type, spaces):
@@ -139,7 +139,7 @@ def test_blocks_that_only_their_model_can_run_are_refused():
 @pytest.mark.parametrize(
     ("model_type", "spaces", "whole"),
     [
-        ("qwen3_next", {"queries", "heads", "mlp", "shared", "experts"}, {"linear_attn.out_proj"}),
+        ("qwen3_next", {"queries", "heads", "linear_heads", "mlp", "shared", "experts"}, set()),
         ("nemotron_h", {"queries", "heads", "mlp", "dense", "shared", "experts"}, {"mixer.out_proj"}),
     ],
 )
