@@ -64,7 +64,7 @@ from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size, parse_size
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths, recipe_of
-from ckpt_prune.runner.frontier.asked import as_named_in, foresee_work, open_staging, read_time
+from ckpt_prune.runner.frontier.asked import INPUTS, as_named_in, foresee_work, open_staging, read_time
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.record import (
@@ -100,18 +100,7 @@ PRICES, COLUMNS = "what weights lose", "columns"
 """Entries of the journal."""
 PRUNE_FROM = 0.02
 """Loss of fewer bits alone from which on fewer columns are in question, too."""
-SAMPLING = (
-    "model",
-    "text",
-    "images",
-    "labels",
-    "seed",
-    "choose",
-    "bos",
-    "compute_dtype",
-    "device",
-    "trust_remote_code",
-)
+SAMPLING = (*INPUTS, "seed", "choose", "bos", "compute_dtype", "device", "trust_remote_code")
 """Options of `prune` that are the same here."""
 
 
