@@ -207,10 +207,9 @@ def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
 
 def composite_names(config: Mapping[str, Any]) -> "Names":
     """Return what the stock class of a composite saves and loads."""
-    from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
+    from ckpt_prune.model.skeleton import stock_names
 
-    composite = load_composite(config)
-    return Names(build_skeleton(parse_config(dict(config)), composite.architecture))
+    return stock_names(dict(config), load_composite(config).architecture)
 
 
 def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "Checkpoint":
@@ -247,10 +246,11 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
     config[OUTSIDE_KEY] = _description(config, part)
     stored_as: dict[str, str] = {}
     held: dict[str, list[str]] = {}  # parameter of the part → tensors of the whole that it is made of
+    known = stock.model.state_dict()
     for stored in whole.tensors:
         for parameter in names.parameters(stored):
             inner = _inner_name(part, parameter)
-            if inner is not None and inner in stock.model.state_dict():
+            if inner is not None and inner in known:
                 held.setdefault(inner, []).append(stored)
     for inner, parts in held.items():
         disks = [disk for disk in stock.shapes if inner in stock.parameters(disk)]

@@ -205,14 +205,10 @@ def open_dense(folder: Path, report: Report | None, against: Path, description: 
 
 def _check_tensors(checkpoint: Checkpoint) -> tuple[bool, str]:
     shapes = {name: info.stored_shape for name, info in checkpoint.stored.items()}
-    composite = _is_composite(checkpoint)
+    composite = is_composite(checkpoint.config)
     names = composite_names(checkpoint.config) if composite else stored_container(checkpoint).names()
     check_shapes(shapes, names, str(checkpoint.path))
     return True, f"{len(shapes)} tensors have the shapes that config.json says"
-
-
-def _is_composite(checkpoint: Checkpoint) -> bool:
-    return is_composite(checkpoint.config)
 
 
 def _check_finite(checkpoint: Checkpoint) -> tuple[bool, str]:
@@ -222,7 +218,7 @@ def _check_finite(checkpoint: Checkpoint) -> tuple[bool, str]:
 
 def _check_load(checkpoint: Checkpoint) -> tuple[bool, str]:
     remote = remote_class(checkpoint.config, checkpoint.path)
-    if _is_composite(checkpoint):
+    if is_composite(checkpoint.config):
         composite = load_composite(checkpoint.config)
         auto, architecture = composite.auto, composite.architecture
     else:
