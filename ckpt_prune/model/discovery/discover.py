@@ -194,13 +194,14 @@ def _draft(plain: dict[str, Any], architecture: str, auto: str, stack: str | Non
 
 def _prove(draft: Draft, twin: Twin) -> dict[str, SpaceProof]:
     """Prove the spaces of a draft on a twin of other sizes; those that are not proven are taken out of it."""
-    family = _settle(draft, twin)
+    family, prover = _settle(draft, twin), None
     proofs: dict[str, SpaceProof] = {}
     for name in list(draft.description["spaces"]):
         if name not in draft.description["spaces"]:
             continue  # it stood within another that was not proven
         try:
-            proof = Prover(family, twin).prove(name)
+            prover = prover or Prover(family, twin)
+            proof = prover.prove(name)
         except Exception as error:  # whatever the class runs into with fewer units
             drop_space(draft, name, f"the class does not load with fewer units: {one_line(error)[:120]}")
             continue

@@ -46,6 +46,7 @@ class Prover:
         self.state = self._split({name: tensor.detach().contiguous() for name, tensor in saved.items()})
         self.dense = twin.outputs()
         self.blocks = range(self.dimension("layers"))
+        self._loaded: tuple[Any, State] = (None, {})  # a model of the twin's config, and its tensors
 
     def dimension(self, name: str) -> int:
         return self.family.dimension(self.twin.parsed, name)
@@ -120,11 +121,16 @@ class Prover:
         joined = self._joined(state)
         if narrow:
             return self._narrow_outputs(joined, parsed)
+        model, weights = self._loaded
+        if config is None and weights.keys() == joined.keys():  # to build another would take most of the time
+            for name, tensor in joined.items():
+                weights[name].copy_(tensor)
+            return run(model, self.twin.batch)
         try:
             model, found = self.class_.from_pretrained(
                 None,
                 config=parsed,
-                state_dict=joined,
+                state_dict={name: tensor.clone() for name, tensor in joined.items()},
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 dtype=torch.float32,
@@ -135,6 +141,8 @@ class Prover:
             if found[kind]:
                 first = min(each if isinstance(each, str) else each[0] for each in found[kind])
                 raise UserError(f"{kind.replace('_', ' ')}, such as {first}")
+        if config is None:
+            self._loaded = model, {name: tensor for name, tensor in model.state_dict().items() if name in joined}
         return run(model.eval(), self.twin.batch)
 
     def _narrow_outputs(self, state: Mapping[str, Tensor], parsed: Any) -> Tensor:
@@ -162,7 +170,7 @@ class Prover:
         """Return the tensors with the units of a space in another order, in all modules or one."""
         space, state = self.family.spaces[name], dict(self.state)
         order, blocks = self._order(space), self._blocks_with(space)
-        for axis, incidence in [*space.incidences, *_tables(space)]:
+        for axis, incidence in [*space.incidences, *(("table", table) for table in space.tables)]:
             if only in (None, incidence.module):
                 self._each_tensor(state, axis, incidence, order, blocks)
         if space.kind == "experts" and only is None:
@@ -274,10 +282,6 @@ class Prover:
         if "head_dim" in self.twin.config and self.family.dimensions["head_dim"]:
             values["head_dim"] = self.dimension("head_dim")
         return values
-
-
-def _tables(space: AnySpace) -> list[tuple[Axis, Incidence]]:
-    return [("table", table) for table in space.tables]
 
 
 def is_same(outputs: Tensor, others: Tensor) -> bool:
