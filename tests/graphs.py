@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir
 import pytest
 import torch
@@ -120,6 +121,23 @@ def traced_for_others(patch: pytest.MonkeyPatch, graph: Path) -> None:
         return graph_model
 
     patch.setattr(exporting, "trace_model", replace_weights)
+
+
+def traced_once(patch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let a module that traces the same weights of the same config again have a copy of their first graph."""
+    traced: dict[str, bytes] = {}
+    trace = module.trace_model
+
+    def trace_anew(model: Any, *words: Any, **options: Any) -> onnx_ir.Model:
+        weights = [(name, tensor.numpy().tobytes()) for name, tensor in model.state_dict().items()]
+        options_read = {name: value for name, value in options.items() if name != "log"}
+        key = repr((type(model), model.config.to_json_string(), words, options_read, weights))
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        if digest not in traced:
+            traced[digest] = onnx_ir.to_proto(trace(model, *words, **options)).SerializeToString()
+        return onnx_ir.from_proto(onnx.load_model_from_string(traced[digest]))
+
+    patch.setattr(module, "trace_model", trace_anew)
 
 
 def graph_of(folder: Path) -> Path:

@@ -4,13 +4,16 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.runner.frontier import graphs
 from ckpt_prune.runner.frontier.candidates import Measured, RoundedCandidate
 from ckpt_prune.runner.frontier.record import Frontier
+from tests.graphs import traced_once
 from tests.images import write_images, write_vit
 from tests.runner.frontiers import best_of, fail, make_command, make_place, read, run, stop
 
@@ -18,6 +21,14 @@ from tests.runner.frontiers import best_of, fail, make_command, make_place, read
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return make_place(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_trace() -> Iterator[None]:
+    """Let all runs have one trace of a model; the commands that they name trace it anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        traced_once(patch, graphs)
+        yield
 
 
 def command(place, out, *more):
