@@ -92,7 +92,7 @@ def test_no_command_runs_code_of_the_folder_one_stands_in(dense: Path, planted: 
     words = ("--text", "text.txt", "--samples", "1")
     commands = [
         ("validate", "dense", "--runtime", "transformers", *words, "--window", "16"),
-        ("benchmark", "dense", "dense", "--rounds", "1"),
+        ("benchmark", "dense", "dense", "--rounds", "1", "--warmup", "0", "--tokens", "8", "--generate", "1"),
         ("export", "demo", "--format", "gguf", "-o", "out.gguf", *words),
         ("export", "dense", "-o", "onnx", *words),
     ]
