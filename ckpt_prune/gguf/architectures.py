@@ -21,6 +21,25 @@ SANDWICH = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 LLAMA = NORMS | ATTENTION | GATED
+EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+"""Linear modules of all experts of a block → one tensor, (experts, rows, columns)."""
+SHARED = {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+MIXTRAL = {
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+}
 
 SILU = ("silu", "swish")
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
@@ -51,6 +70,7 @@ class Architecture:
         constants: further GGUF keys that it asks for, with their values.
         epsilon: GGUF key of the norms' epsilon.
         differs: blocks may have different shapes.
+        counts: of a mixture of experts, GGUF key → key of config.json with a whole number.
     """
 
     name: str
@@ -71,6 +91,7 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     epsilon: str = "layer_norm_rms_epsilon"
     differs: bool = False
+    counts: Mapping[str, str] = field(default_factory=dict)
 
     def query_scalar(self, blocks: int, hidden: int, heads: int, head_dim: int) -> int:
         """Return the number by whose root llama.cpp divides products of queries and keys."""
@@ -94,6 +115,11 @@ _SOFTCAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""Keys of config.json that say how many experts the mixtures here have."""
+_CHOSEN = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
 
 ARCHITECTURES = (
     Architecture("llama", "llama", neighbours=True, only=_SILU, table=True),
@@ -131,6 +157,17 @@ ARCHITECTURES = (
                  constants={"use_parallel_residual": False}, partial=True),
     Architecture("nemotron", "nemotron", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
                  norm_offset=1, only={"hidden_act": ("relu2",)}, epsilon="layer_norm_epsilon", partial=True),
+    Architecture("llama", "mixtral", NORMS | ATTENTION | MIXTRAL, neighbours=True, only=_SILU, biases=_NONE,
+                 counts=_CHOSEN | {"expert_count": "num_local_experts"}),
+    Architecture("qwen2moe", "qwen2_moe", NORMS | ATTENTION | EXPERTS | SHARED, biases=_INPUTS, only=_SILU |
+                 _EXPERTS_ALONE | {"norm_topk_prob": (False,), "use_sliding_window": (False,)},
+                 counts=_CHOSEN | {"expert_feed_forward_length": "moe_intermediate_size",
+                                   "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}),
+    Architecture("qwen3moe", "qwen3_moe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
+                 _EXPERTS_ALONE | {"norm_topk_prob": (True,), "use_sliding_window": (False,)},
+                 counts=_CHOSEN | {"expert_feed_forward_length": "moe_intermediate_size"}),
+    Architecture("olmoe", "olmoe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
+                 {"norm_topk_prob": (False,), "clip_qkv": (None,)}, counts=_CHOSEN),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 

@@ -1,6 +1,7 @@
 """The contents of a checkpoint's GGUF file: architecture, keys, and tensors that are read one at a time."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,10 +20,17 @@ from ckpt_prune.model.skeleton import is_stored_buffer
 
 _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
+_OF_EXPERTS = (
+    *("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+    *("block_sparse_moe.experts.w1", "block_sparse_moe.experts.w3"),
+)
+_DOWN_OF_EXPERTS = ("mlp.experts.down_proj", "block_sparse_moe.experts.w2")
+_DOWN = ("mlp.down_proj", "mlp.c_proj", *_DOWN_OF_EXPERTS)
 _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _ORIGINAL = "original_max_position_embeddings"
 _YARN = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None}
 """Settings of YaRN that may be stated → the value that llama.cpp has; None: any."""
+_EXPERT = re.compile(r"(?P<before>.+\.experts)\.(?P<number>\d+)(?P<after>\..+)")
 _BLOCK = 32
 """Columns that share a scale; the mixtures have 256, and their rows that are no multiple of it get other types."""
 
@@ -124,7 +132,7 @@ class GgufSource:
             index, _, inner = name.removeprefix(start).partition(".")
             inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
             (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
-        return cls(model, outer, tuple(blocks))
+        return cls(model, outer, tuple(map(_stack_experts, blocks)))
 
     def value(self, key: str) -> Any:
         """Return a value of config.json that all blocks share, or the default of its class."""
@@ -148,7 +156,7 @@ class GgufSource:
     def _shape(self, index: int, block: Block) -> BlockShape:
         down, output = (
             next((block[name] for name in names if name in block), None)
-            for names in (("mlp.down_proj.weight", "mlp.c_proj.weight"), (f"{OUTPUT}.weight",))
+            for names in ([f"{module}.weight" for module in _DOWN], [f"{OUTPUT}.weight"])
         )
         if down is not None and output is None and index in self._without_attention:
             return BlockShape(0, 0, down.shape[-1])
@@ -207,6 +215,8 @@ class GgufSource:
             **{QUERY: (0, heads), KEY: (0, groups), VALUE: (0, groups), OUTPUT: (1, heads)},
             **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.c_fc"), (0, columns)),
             **dict.fromkeys(("mlp.down_proj", "mlp.c_proj"), (1, columns)),
+            **dict.fromkeys(_OF_EXPERTS, (1, columns)),
+            **dict.fromkeys(_DOWN_OF_EXPERTS, (2, columns)),
         }
         filled = dict(block)
         for name, weight in filled.items():
@@ -315,6 +325,7 @@ def _choose(model: Model, kind: GgufType | None, read: Callable[[str], Tensor] |
 
 def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | None) -> Layout:
     _check_config(source, architecture)
+    _check_experts(source, architecture)
     source.check_heads()
     notes = []
     shapes = source.shapes
@@ -384,6 +395,21 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
             )
 
 
+def _check_experts(source: GgufSource, architecture: Architecture) -> None:
+    """Refuse blocks whose experts are not as many, or as wide, as llama.cpp reads of all."""
+    if not architecture.counts:
+        return
+    wanted = int(source.value(architecture.counts["expert_count"]))
+    found = {weight.shape[0] for block in source.blocks for name, weight in block.items() if ".experts." in name}
+    narrow = (
+        {block["self_attn.k_norm.weight"].shape[0] for block in source.blocks} if architecture.name == "olmoe" else ()
+    )
+    if {*narrow} - {int(source.value("hidden_size"))}:
+        raise CannotMapError("its keys are as wide as the hidden size, and here some are narrower")
+    if found != {wanted}:
+        raise CannotMapError(f"all its blocks have {wanted} experts by config.json, and here some have {sorted(found)}")
+
+
 def _lasts(architecture: Architecture, blocks: int) -> list[bool]:
     """Whether each block is the last of as many as the architecture's pattern has."""
     return [(index + 1) % (architecture.pattern or 1) == 0 for index in range(blocks)]
@@ -411,6 +437,9 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
         "attention.value_length": source.head_dim,
         "vocab_size": source.outer["model.embed_tokens.weight"].shape[0],
     }
+    values |= {key: int(source.value(name)) for key, name in architecture.counts.items()}
+    if "expert_feed_forward_length" in architecture.counts:
+        values["expert_feed_forward_length"] = source.shapes[0].columns
     stated = {key: source.value(name) for key, name in architecture.values.items()}
     values |= {key: float(value) for key, value in stated.items() if value is not None}
     if architecture.window and source.value("sliding_window"):
@@ -541,6 +570,23 @@ def _map_name(architecture: Architecture, names: Mapping[str, str], name: str) -
 def _offset(architecture: Architecture, name: str, weight: GgufWeight) -> GgufWeight:
     is_norm = architecture.norm_offset and name.endswith("norm.weight")
     return weight.apply(lambda tensor: tensor + architecture.norm_offset) if is_norm else weight
+
+
+def _stack_experts(block: dict[str, GgufWeight]) -> dict[str, GgufWeight]:
+    """Return the tensors of a block with those of all its experts as one, (experts, …), named without a number."""
+    stacked: dict[str, GgufWeight] = {}
+    experts: dict[str, dict[int, GgufWeight]] = {}
+    for name, weight in block.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            stacked[name] = weight
+        else:
+            experts.setdefault(match["before"] + match["after"], {})[int(match["number"])] = weight
+    for name, by_number in experts.items():
+        parts = [weight for _, weight in sorted(by_number.items())]
+        shape = (len(parts), *parts[0].shape)
+        stacked[name] = GgufWeight(shape, lambda parts=parts: torch.stack([part.read() for part in parts]))  # type: ignore[misc]
+    return stacked
 
 
 def _fuse(parts: list[GgufWeight]) -> GgufWeight:

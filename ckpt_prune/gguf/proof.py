@@ -9,7 +9,7 @@ import torch
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import config_of
-from ckpt_prune.gguf.architectures import TANH_GELU
+from ckpt_prune.gguf.architectures import EXPERT_COUNTS, TANH_GELU
 from ckpt_prune.gguf.llama_cpp import Answer, LlamaCppTask, require_runtime, run_llama_cpp
 from ckpt_prune.gguf.tokenizer import CHATS, fill_chats, find_frame, load_stored_tokenizer
 from ckpt_prune.options.data import ProofOptions
@@ -102,12 +102,15 @@ def _allowed_kl(folder: Path, kind: str, *, trust: bool, same_weights: bool) -> 
     """Return the mean divergence that passes; None: any.
 
     llama.cpp looks GELU up in a table of float16 numbers, in files of float32 too. It rounds the
-    inputs of rounded weights to 8 bits, whatever the type of the weights is.
+    inputs of rounded weights to 8 bits, whatever the type of the weights is. Where two experts are chosen by almost
+    the same weight, any rounding may choose the other, so that nothing is allowed or refused of rounded mixtures.
     """
     config = config_of(folder, trust=trust).get_text_config()
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if kind == "f32" and activation in TANH_GELU:
         kind = "f16"
+    if kind not in ("f32", "f16", "bf16") and any(getattr(config, key, None) for key in EXPERT_COUNTS):
+        return None
     if same_weights and kind not in ("f32", "f16", "bf16"):
         return _SAME_WEIGHTS
     return LARGEST_KL.get(kind)

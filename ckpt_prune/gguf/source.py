@@ -153,9 +153,10 @@ def _tokenizer_texts(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
 
 def _architecture(file: GgufFile) -> Architecture:
     name = file.values.get("general.architecture")
-    candidates = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.name == name]
+    known = [each for each in (*ARCHITECTURES, *DIFFERENT) if not each.counts]
+    candidates = [each for each in known if each.name == name]
     if not candidates:
-        convertible = ", ".join(sorted({each.name for each in (*ARCHITECTURES, *DIFFERENT)}))
+        convertible = ", ".join(sorted({each.name for each in known}))
         raise UserError(
             f"{file.path}: GGUF files of {str(name)[:60]} are not converted; of these they are: {convertible}"
         )

@@ -93,8 +93,8 @@ def kinds_of(
 
 
 def is_matrix(name: str, weight: GgufWeight) -> bool:
-    """Return whether a tensor of a file may have few bits: it is no vector, and of no norm."""
-    return len(weight.shape) > 1 and "_norm." not in name
+    """Return whether a tensor of a file may have few bits: it is no vector, of no norm, and chooses no experts."""
+    return len(weight.shape) > 1 and "_norm." not in name and ".ffn_gate_inp" not in name
 
 
 def _asked_kinds(layout: Layout, others: OtherTypes) -> dict[str, Kind]:
@@ -188,7 +188,7 @@ def _choose_kind(layout: Layout, name: str, chosen: GgufType, *, weighted: bool)
     heads, kv_heads = (_first(layout.values[f"attention.head_count{which}"]) for which in ("", "_kv"))
     shared = heads / max(1, kv_heads)
     place = MatrixPlace(int(number), int(layout.values["block_count"]), shared, weighted)
-    kind = mixture.kind_of(matrix, place)
+    kind = mixture.kind_of(re.sub("_(sh)?exps?$", "", matrix), place)
     if matrix == "attn_v" and place.blocks == 80 and shared > 1 and kind in (Kind.Q3_K, Kind.Q4_K):
         return Kind.Q5_K  # models of 70B have small ones
     return kind

@@ -239,6 +239,17 @@ def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
     return {"format": "gguf", "dtype": chosen, **types, "rounding": "gptq"}
 
 
+def check_choosable(planner: FilePlanner) -> None:
+    """Refuse a model with experts: what types lose is not measured of them."""
+    layout = lay_out(planner.model)
+    stacked = next((name for name, weight in layout.tensors.items() if len(weight.shape) > 2), None)
+    if stacked is not None:
+        raise UserError(
+            f"{planner.model.checkpoint.name} has experts ({stacked}), and types are chosen by budget of models "
+            "without them: `ckpt-prune export --format gguf --dtype q4_k_m` writes a file of it"
+        )
+
+
 def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") -> None:
     """Refuse a size below that of the coarsest types with the fewest columns and tokens that are tried."""
     pruned, rows = _without_losses(planner)

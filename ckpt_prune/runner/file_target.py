@@ -46,10 +46,11 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     require_gguf()
     from ckpt_prune.gguf.file_plan import FilePlanner
     from ckpt_prune.runner.column_budgets import recipe_of
-    from ckpt_prune.runner.file_budgets import FileBudgets, check_reach, export_of
+    from ckpt_prune.runner.file_budgets import FileBudgets, check_choosable, check_reach, export_of
 
     model = open_model(options.model, Opening.of(options))
     planner = FilePlanner(model)
+    check_choosable(planner)
     limit = parse_size("bytes", str(options.target_bytes)).of(cost_of(model).bytes)
     check_reach(limit, planner)
     check_output(

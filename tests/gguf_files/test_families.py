@@ -10,9 +10,12 @@ import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.architectures import ARCHITECTURES
 from ckpt_prune.gguf.export import export_gguf
+from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.model.containers.opening import open_model
 from tests.gguf_files.tiny import LONGROPE, WINDOWED, proving, save
 from tests.pairs import every
+from tests.runner.frontiers import run
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
 
@@ -29,6 +32,7 @@ PARTS = {
     "full_attention": YARN | {"attention_factor": 1.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -58,6 +62,10 @@ FAMILIES = {
     "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
+    "mixtral": ("mixtral", MIXTURE | {"num_local_experts": 5}),
+    "qwen2_moe": ("qwen2_moe", MIXTURE | {"shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("qwen3_moe", MIXTURE | {"norm_topk_prob": True, "head_dim": 16}),
+    "olmoe": ("olmoe", MIXTURE | {"num_key_value_heads": 4}),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
 
@@ -106,6 +114,44 @@ def test_what_llama_cpp_computes_otherwise_is_refused(model_type, changes, says,
     folder = save(tmp_path / "model", model_type, **changes)
     with pytest.raises(UserError, match=says):
         export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+
+
+def test_experts_are_filled_up_to_whole_blocks_of_a_type(tmp_path):
+    """24 columns of every expert become 32, and what is added is zero."""
+    model = open_model(str(save(tmp_path / "model", "qwen3_moe", **MIXTURE | {"norm_topk_prob": True})))
+    stored, filled = lay_out(model, "f32"), lay_out(model, "q4_0")
+    for module, axis in (("gate", 1), ("up", 1), ("down", 2)):
+        name = f"blk.2.ffn_{module}_exps.weight"
+        before, after = (layout.tensors[name].read() for layout in (stored, filled))
+        assert (before.shape[axis], after.shape[axis]) == (24, 32)
+        assert torch.equal(after.narrow(axis, 0, 24), before)
+        assert not after.narrow(axis, 24, 8).any()
+    assert filled.values["expert_feed_forward_length"] == 32
+
+
+def test_blocks_that_llama_cpp_reads_otherwise_are_refused(tmp_path):
+    folder = save(tmp_path / "olmoe", "olmoe", **MIXTURE)
+    with pytest.raises(UserError, match="its keys are as wide as the hidden size, and here some are narrower"):
+        lay_out(open_model(str(folder)))
+    folder = save(tmp_path / "qwen3", "qwen3_moe", **MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": [1]})
+    with pytest.raises(UserError, match="it computes mlp_only_layers"):
+        lay_out(open_model(str(folder)))
+    made = save(tmp_path / "model", "mixtral", **MIXTURE | {"num_local_experts": 5})
+    data = ["--text", proving(made).text[0], "--held-out", made / "config.json"]
+    code, output = run("frontier", made, *data, "--target-bytes", "90%", "-o", tmp_path / "out")
+    assert code, output
+    assert "has experts (blk.0.ffn_gate_exps.weight), and types are chosen by budget of models without them" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("qwen3_moe", "GGUF files of qwen3moe are not converted"), ("mixtral", "llama.expert_count is '5'")],
+)
+def test_mixtures_are_not_read_back(name, says, tmp_path):
+    folder = save(tmp_path / "model", FAMILIES[name][0], **FAMILIES[name][1])
+    export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
+    with pytest.raises(UserError, match=says):
+        ckpt_prune.convert(tmp_path / "m.gguf", output=tmp_path / "back", proof=False)
 
 
 def test_all_architectures_are_run():
