@@ -27,6 +27,9 @@ DEAR = {"click", "multiprocessing", "onnx", "onnxruntime", "subprocess", "transf
 FIRST = (
     "onnx_graphs/test_card.py",  # makes most graphs, so that nobody waits for one later
     "test_guides.py",
+    "cli/test_pair_graphs.py",
+    "model/discovery/test_sweep.py",
+    "runner/test_graph_frontier.py",
     "onnx_graphs/test_repetition.py",
     "runtimes/test_validate.py",
     "faults/test_faults.py",
@@ -60,6 +63,9 @@ FIRST = (
 
 THOROUGH = {line for line in (ROOT / "tests" / "thorough.txt").read_text().splitlines() if not line.startswith("#")}
 """FILE::TEST of the tests that `--thorough` alone runs. Cells of products that it alone runs: `tests/pairs.py`."""
+
+MANY = 200_000
+"""Objects that the garbage collector goes through in a tenth of a second."""
 
 SUMMARY = pytest.StashKey[str]()
 
@@ -251,11 +257,15 @@ def own_cache(tmp_path_factory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def few_objects() -> None:
-    """Keep the garbage collector away from what earlier tests left: an export looks for garbage each time."""
-    gc.collect()
-    gc.freeze()
+    """Keep the garbage collector away from what earlier files left: an export looks for garbage each time.
+
+    Skeletons that are kept are millions of objects in the end, which take seconds to go through.
+    """
+    if len(gc.get_objects()) > MANY:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,8 +14,6 @@ import torch
 from tests.cli.running import TEXT, changed, ok
 from tests.pairs import every
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 SHORT = changed(TEXT, "--samples", "8")
 LIVE = ("prune", "dense", *SHORT, "-o", "out", "--recipe")
 JOBS = {

@@ -14,8 +14,6 @@ from tests.cli.running import edit_weights, listing, ok, poison, read_json, read
 from tests.graphs import trace_as_commands_do, traced_before
 from tests.onnx_graphs.exports import make_exports
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 VISION, DECODER = "deit-teacher", "llama-gqa-tied"
 FILES = ["README.md", "ckpt_prune_onnx.json", "config.json", "model.onnx"]
 VISION_FILES = [*FILES, "preprocessor_config.json"]

@@ -32,8 +32,6 @@ from tests.pairs import choose_cases
 
 from .exports import Graph, make_exports, pixels
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 CHECKPOINT_ONLY = {
     *("model.safetensors", "ckpt_prune.json", "rotations.st", "modeling_pruned.py", "mlx_pruned.py", "README.md"),
     RECIPE,
