@@ -70,6 +70,7 @@ class Architecture:
         constants: further GGUF keys that it asks for, with their values.
         epsilon: GGUF key of the norms' epsilon.
         differs: blocks may have different shapes.
+        whole: counts of a block, of queries or of keys and values, whose heads must be together as wide as the model.
         counts: of a mixture of experts, GGUF key → key of config.json with a whole number.
     """
 
@@ -91,6 +92,7 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     epsilon: str = "layer_norm_rms_epsilon"
     differs: bool = False
+    whole: tuple[str, ...] = ()
     counts: Mapping[str, str] = field(default_factory=dict)
 
     def query_scalar(self, blocks: int, hidden: int, heads: int, head_dim: int) -> int:
@@ -157,6 +159,18 @@ ARCHITECTURES = (
                  constants={"use_parallel_residual": False}, partial=True),
     Architecture("nemotron", "nemotron", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
                  norm_offset=1, only={"hidden_act": ("relu2",)}, epsilon="layer_norm_epsilon", partial=True),
+    Architecture("arcee", "arcee", NORMS | ATTENTION | {"mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+                 neighbours=True, only={"hidden_act": ("relu2",)}, biases=_NONE),
+    Architecture("cohere2", "cohere2", {"input_layernorm": "attn_norm"} | ATTENTION | GATED, only=_SILU, biases=_NONE,
+                 values={"logit_scale": "logit_scale"}, absent={"logit_scale": None}, epsilon="layer_norm_epsilon",
+                 window=True, pattern=4),
+    Architecture("exaone4", "exaone4", _OLMO, only=_SILU | {"sliding_window": (None,)}, biases=_NONE, table=True,
+                 whole=("heads",)),
+    Architecture("glm4", "glm4", {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
+                 "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"} | ATTENTION |
+                 {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_INPUTS, partial=True),
+    Architecture("hunyuan-dense", "hunyuan_v1_dense", LLAMA | {"self_attn.query_layernorm": "attn_q_norm",
+                 "self_attn.key_layernorm": "attn_k_norm"}, only=_SILU, biases=_NONE),
     Architecture("llama", "mixtral", NORMS | ATTENTION | MIXTRAL, neighbours=True, only=_SILU, biases=_NONE,
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}),
     Architecture("qwen2moe", "qwen2_moe", NORMS | ATTENTION | EXPERTS | SHARED, biases=_INPUTS, only=_SILU |
@@ -167,7 +181,7 @@ ARCHITECTURES = (
                  _EXPERTS_ALONE | {"norm_topk_prob": (True,), "use_sliding_window": (False,)},
                  counts=_CHOSEN | {"expert_feed_forward_length": "moe_intermediate_size"}),
     Architecture("olmoe", "olmoe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
-                 {"norm_topk_prob": (False,), "clip_qkv": (None,)}, counts=_CHOSEN),
+                 {"norm_topk_prob": (False,), "clip_qkv": (None,)}, counts=_CHOSEN, whole=("heads", "kv_heads")),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
 

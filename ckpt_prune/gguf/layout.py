@@ -327,6 +327,9 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
     _check_config(source, architecture)
     _check_experts(source, architecture)
     source.check_heads()
+    hidden = int(source.value("hidden_size"))
+    if any(getattr(shape, name) * source.head_dim != hidden for shape in source.shapes for name in architecture.whole):
+        raise CannotMapError("its heads are together as wide as the model, and here some are not")
     notes = []
     shapes = source.shapes
     if architecture.name != "deci" and any(shape.heads == 0 for shape in shapes):
@@ -401,11 +404,6 @@ def _check_experts(source: GgufSource, architecture: Architecture) -> None:
         return
     wanted = int(source.value(architecture.counts["expert_count"]))
     found = {weight.shape[0] for block in source.blocks for name, weight in block.items() if ".experts." in name}
-    narrow = (
-        {block["self_attn.k_norm.weight"].shape[0] for block in source.blocks} if architecture.name == "olmoe" else ()
-    )
-    if {*narrow} - {int(source.value("hidden_size"))}:
-        raise CannotMapError("its keys are as wide as the hidden size, and here some are narrower")
     if found != {wanted}:
         raise CannotMapError(f"all its blocks have {wanted} experts by config.json, and here some have {sorted(found)}")
 
@@ -494,6 +492,8 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         values["rope.scaling.original_context_length"] = original
         values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
         tables |= {f"rope_factors_{name}": torch.tensor(parameters[f"{name}_factor"]) for name in ("long", "short")}
+    elif kind == "dynamic" and architecture.name == "hunyuan-dense" and parameters.get("alpha"):
+        values["rope.freq_base"] *= _number(parameters, "alpha") ** (rotated / (rotated - 2))
     elif kind != "default":
         raise CannotMapError(f"it does not scale rotary positions as config.json says ({kind})")
     tensors = {f"{name}.weight": GgufWeight(tuple(table.shape), table.float) for name, table in tables.items()}

@@ -29,7 +29,7 @@ from ckpt_prune.gguf.reading import GgufFile, open_gguf, type_of_file
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
 from ckpt_prune.job.run import Announce
 from ckpt_prune.model.containers.checking import check_shapes
-from ckpt_prune.model.descriptions import load_family
+from ckpt_prune.model.descriptions import known_families, load_family
 from ckpt_prune.model.skeleton import RefusedConfigError, stock_names
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import RuntimeProof
@@ -153,7 +153,7 @@ def _tokenizer_texts(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
 
 def _architecture(file: GgufFile) -> Architecture:
     name = file.values.get("general.architecture")
-    known = [each for each in (*ARCHITECTURES, *DIFFERENT) if not each.counts]
+    known = [each for each in (*ARCHITECTURES, *DIFFERENT) if not each.counts and each.model_type in known_families()]
     candidates = [each for each in known if each.name == name]
     if not candidates:
         convertible = ", ".join(sorted({each.name for each in known}))
@@ -196,6 +196,8 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
     for key, allowed in architecture.only.items():
         config[key] = allowed[0]
+        if key == "sliding_window":
+            config["layer_types"] = ["full_attention"] * blocks
     for key, target in architecture.values.items():
         config[target] = _factor(keys, architecture, key)
     if config.get("attention_multiplier", 1) is None:

@@ -80,7 +80,7 @@ MLX_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gr
 """Families whose outputs MLX-LM computes by the `model_file` within 1e-5 of PyTorch's log-probabilities."""
 _LLAMA_CPP = (
     *("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2"),
-    *("olmo3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    *("olmo3", "arcee", "cohere2", "exaone4", "glm4", "hunyuan_v1_dense", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     *("granite", "starcoder2", "cohere", "ernie4_5", "stablelm", "nemotron"),
 )
 _DECI = ("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3")

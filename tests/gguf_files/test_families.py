@@ -32,6 +32,7 @@ PARTS = {
     "full_attention": YARN | {"attention_factor": 1.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}
 MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES = {
     "llama": ("llama", {}),
@@ -62,6 +63,12 @@ FAMILIES = {
     "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
+    "arcee": ("arcee", {"hidden_act": "relu2"}),
+    "cohere2": ("cohere2", {"logit_scale": 0.5, "tie_word_embeddings": True, "sliding_window": 20}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 6}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.5}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "hunyuan-dynamic": ("hunyuan_v1_dense", {"head_dim": 16, "rope_parameters": DYNAMIC}),
     "mixtral": ("mixtral", MIXTURE | {"num_local_experts": 5}),
     "qwen2_moe": ("qwen2_moe", MIXTURE | {"shared_expert_intermediate_size": 40}),
     "qwen3_moe": ("qwen3_moe", MIXTURE | {"norm_topk_prob": True, "head_dim": 16}),
@@ -131,7 +138,7 @@ def test_experts_are_filled_up_to_whole_blocks_of_a_type(tmp_path):
 
 def test_blocks_that_llama_cpp_reads_otherwise_are_refused(tmp_path):
     folder = save(tmp_path / "olmoe", "olmoe", **MIXTURE)
-    with pytest.raises(UserError, match="its keys are as wide as the hidden size, and here some are narrower"):
+    with pytest.raises(UserError, match="its heads are together as wide as the model, and here some are not"):
         lay_out(open_model(str(folder)))
     folder = save(tmp_path / "qwen3", "qwen3_moe", **MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": [1]})
     with pytest.raises(UserError, match="it computes mlp_only_layers"):
