@@ -5,6 +5,7 @@ llama.cpp calls E[x²] of all matrices an importance matrix ("imatrix"). `calibr
 own tool there.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,14 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.rounding import Array, require_ggml
+from ckpt_prune.gguf.types import is_matrix
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.model.model import Model
 from ckpt_prune.rounding.feedback import LEAST
 
 Importance = Mapping[str, Array]
-"""Name of a matrix in the file → mean square of each of its inputs, (columns,) float32."""
+"""Name of a matrix in the file → mean square of each of its inputs, (columns,) float32; of experts one row for each."""
 
 
 def importance_of_statistics(statistics: Statistics, model: Model, kind: GgufType | None = None) -> Importance:
@@ -56,10 +58,12 @@ def importance_of_statistics(statistics: Statistics, model: Model, kind: GgufTyp
     layout = lay_out(model, kind, partial(_read_squares, model, squares))
     found: dict[str, Array] = {}
     for name, weight in layout.tensors.items():
-        if len(weight.shape) == 2 and name.startswith("blk."):
-            columns = weight.read().float().amax(0)
+        if is_matrix(name, weight) and name.startswith("blk."):
+            columns = weight.read().float().amax(-2)
             if bool(columns.any()):
-                found[name] = columns.clamp_min(LEAST * float(columns.mean())).numpy()
+                means = columns.mean(-1, keepdim=True)
+                # Of an expert that no token reached all inputs count alike.
+                found[name] = columns.clamp_min(LEAST * means).where(means > 0, 1.0).numpy()
     return found
 
 
@@ -90,12 +94,14 @@ def read_imatrix(file: Path, layout: Layout) -> Importance:
     if not weights:
         raise UserError(f"{file} knows none of this model's matrices: it was measured on another model")
     for name, values in weights.items():
-        width = layout.tensors[name].shape[-1]
+        shape = layout.tensors[name].shape
+        width = math.prod((*shape[:-2], shape[-1]))
         if len(values) != width:
             raise UserError(
                 f"{file}: {name} has {len(values)} inputs, and {width} in this model: it was measured on another one "
                 "(measure the pruned model itself)"
             )
+        weights[name] = values.reshape(*shape[:-2], shape[-1])
         if not np.isfinite(values).all() or (values < 0).any():
             raise UserError(f"{file}: {name} holds NaN, Inf or numbers below zero: measure again")
     return {name: np.ascontiguousarray(values, dtype=np.float32) for name, values in weights.items() if values.any()}
@@ -116,8 +122,9 @@ def write_imatrix(out: Path, statistics: Statistics, model: Model) -> Importance
         writer.add_uint32("imatrix.chunk_count", statistics.index.samples)
         writer.add_uint32("imatrix.chunk_size", statistics.index.window or 1)
         for name, values in importance.items():
-            writer.add_tensor(f"{name}.in_sum2", (values * np.float32(tokens))[None])
-            writer.add_tensor(f"{name}.counts", np.full((1, 1), tokens, np.float32))
+            rows = np.atleast_2d(values)
+            writer.add_tensor(f"{name}.in_sum2", rows * np.float32(tokens))
+            writer.add_tensor(f"{name}.counts", np.full((len(rows), 1), tokens, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -45,13 +45,18 @@ def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = Non
         name: of the tensor, for messages.
         tensor: (…, columns).
         kind: type to round to.
-        importance: how much an error in each column matters, (columns,) float32; None: all alike.
+        importance: how much an error in each column matters, (columns,) float32, or of experts (experts, columns);
+            None: all alike.
 
     Raises:
         UserError: a weight is NaN, Inf, or beyond float16.
     """
     if not all_finite(tensor):
         raise UserError(f"{name} has NaN or Inf: repair the checkpoint first")
+    if importance is not None and importance.ndim > 1:
+        for part, own in zip(tensor, importance, strict=True):
+            yield from encode(name, part, kind, own)
+        return
     rows = tensor.reshape(-1, tensor.shape[-1])
     size = max(1, _CHUNK // rows.shape[1])
 

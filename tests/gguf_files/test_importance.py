@@ -6,17 +6,21 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.importance import importance_of_statistics, read_imatrix
+from ckpt_prune.gguf.importance import importance_of_statistics, read_imatrix, write_imatrix
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.gguf.rounding import encode
 from ckpt_prune.gguf.types import kinds_of
 from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.rounding.codes import decode
 from tests import families
 from tests.cli.running import ok, run
+from tests.gguf_files.test_families import MIXTURE
 from tests.gguf_files.tiny import proving, save
 
 LLAMA_CPP = {
@@ -92,6 +96,28 @@ def test_what_llama_cpp_reads_is_written_and_read_again(model, statistics, tmp_p
         in run("statistics", "export", str(statistics.folder), "--model", str(model), "--imatrix", str(out)).output
     )
     ok("statistics", "export", str(statistics.folder), "--model", str(model), "--imatrix", str(out), "--overwrite")
+
+
+def test_every_expert_has_an_importance_of_its_own(tmp_path):
+    """Of its own tokens; each is rounded by it, and the router is not."""
+    folder = save(tmp_path / "mixture", "qwen3_moe", **MIXTURE | {"norm_topk_prob": True, "num_hidden_layers": 2})
+    statistics = families.calibrate(folder, tmp_path / "stats", collect=("moments", "linears"))
+    model = opened(folder)
+    importance = importance_of_statistics(statistics, model)
+    name = "blk.1.ffn_gate_exps.weight"
+    own = torch.from_numpy(importance[name])
+    assert own.shape == (5, 32)
+    assert not any(torch.allclose(own[0], other) for other in own[1:])
+    assert not any("ffn_gate_inp" in each for each in importance)
+    write_imatrix(tmp_path / "i.gguf", statistics, model)
+    assert np.allclose(read_imatrix(tmp_path / "i.gguf", lay_out(model))[name], importance[name], rtol=2**-22)
+    weights = lay_out(model).tensors[name].read().float()
+    plain, weighed = (
+        decode(np.concatenate([*encode(name, weights, Kind.IQ4_NL, given)]), Kind.IQ4_NL).view(weights.shape)
+        for given in (np.ones((5, 32), np.float32), importance[name])
+    )
+    losses = [((each - weights).square() * own[:, None]).sum((1, 2)) for each in (plain, weighed)]
+    assert bool((losses[1] < losses[0]).all())
 
 
 def test_statistics_of_all_matrices_are_asked_for(model, tmp_path):
