@@ -319,8 +319,8 @@ def make_block(stock: nn.Module, config: PreTrainedConfig, blocks: Blocks, index
     """
     layer = _resize_block(stock, config, blocks, index)
     for path in getattr(config, "ckpt_prune_biases", None) or []:
-        linear: Any = layer.get_submodule(path)
-        if linear.bias is None:
+        linear: Any = _find(layer, path)
+        if linear is not None and linear.bias is None:
             linear.bias = nn.Parameter(torch.zeros(linear.out_features))
     for path, rank in (getattr(config, "ckpt_prune_ranks", None) or {}).items():
         _set(layer, path, FactoredLinear(layer.get_submodule(path), rank))
@@ -702,6 +702,14 @@ def _linear(old: Any, columns: int, rows: int) -> nn.Module:
         made: nn.Module = Conv1D(rows, columns).to(old.weight.device, old.weight.dtype)
         return made
     return nn.Linear(columns, rows, bias=old.bias is not None, device=old.weight.device, dtype=old.weight.dtype)
+
+
+def _find(layer: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path; None in a block of another kind, which has none."""
+    try:
+        return layer.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _set(layer: nn.Module, path: str, module: nn.Module) -> None:

@@ -109,6 +109,16 @@ def test_it_is_measured_chosen_and_masked(hybrid: str) -> None:
     assert "FAILED" not in ok("verify", "out", "--against", "hybrid")
 
 
+@pytest.mark.parametrize("hybrid", ["qwen3_5_text"], indirect=True)
+def test_modules_of_one_kind_of_blocks_may_have_biases(hybrid: str) -> None:
+    ok(*PRUNE, "flap-global", *TEXT, "--container", "any")
+    assert "linear_attn.out_proj" in read_json("out/config.json")["ckpt_prune_biases"]
+    assert "FAILED" not in ok("verify", "out", "--against", "hybrid")
+    tensors = load_file("out/model.safetensors")
+    biases = {block for block in range(4) if f"model.layers.{block}.linear_attn.out_proj.bias" in tensors}
+    assert biases == {0, 2}
+
+
 @pytest.mark.parametrize("hybrid", ["nemotron_h"], indirect=True)
 def test_blocks_of_one_kind_may_go(hybrid: str) -> None:
     command = ("prune", "hybrid", "--family", "hybrid.json", "-o", "out", "--recipe", "depth", *TEXT)
