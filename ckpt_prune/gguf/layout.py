@@ -399,7 +399,7 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
 
 
 def _check_experts(source: GgufSource, architecture: Architecture) -> None:
-    """Refuse blocks whose experts are not as many, or as wide, as llama.cpp reads of all."""
+    """Refuse blocks whose experts are not as many as config.json says of all."""
     if not architecture.counts:
         return
     wanted = int(source.value(architecture.counts["expert_count"]))
