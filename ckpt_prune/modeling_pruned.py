@@ -272,6 +272,16 @@ class PrunedMixin:
             config = mark_config(copy.copy(config))
         return super().from_pretrained(*args, config=config, **kwargs)  # type: ignore[misc]
 
+    def initialize_weights(self) -> None:
+        """Make what files do not store, also what the stock model gives its blocks.
+
+        Of a class of one's own transformers passes over modules whose own weights are all loaded, or that have none.
+        """
+        super().initialize_weights()  # type: ignore[misc]
+        inner: Any = getattr(self, self.base_model_prefix, self)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            inner._init_weights(inner)
+
     def __init__(self, config: PreTrainedConfig) -> None:
         mark_config(config)
         blocks: Blocks = config.ckpt_prune_blocks
@@ -294,12 +304,17 @@ class PrunedMixin:
         if getattr(model, model.base_model_prefix, model) is model:  # loaded without the head that the path begins at
             path = path.removeprefix(f"{model.base_model_prefix}.")
         layers = model.get_submodule(path)
+        module: Any
         for index in range(len(layers)):
             own = layer_config(config, index)
             layer = make_block(layers[index], own, blocks, index)
+            for name, buffer in layers[index].named_buffers():  # some models give their blocks what these do not make
+                owner, _, attribute = name.rpartition(".")
+                module = _find(layer, owner)
+                if module is not None and not hasattr(module, attribute):
+                    module.register_buffer(attribute, buffer.clone(), persistent=False)
             # transformers that know the key always have something under it.
             uneven = getattr(config, "is_heterogeneous", bool(getattr(config, "per_layer_config", None)))
-            module: Any
             for module in layer.modules():
                 if hasattr(module, "config"):
                     module.config = BlockConfig(shared, own) if uneven else shared

@@ -186,6 +186,7 @@ class Space(StrictModel):
     attributes: dict[str, list[str | int]] = {}
     whole: str | None = None
     experts: bool = False
+    uniform: bool = False
 
     def of_expert(self, expert: int) -> "AnySpace":
         text = self.model_dump_json().replace("{expert}", str(expert))

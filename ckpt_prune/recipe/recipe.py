@@ -475,7 +475,13 @@ class Recipe(Strict):
         # What is said of columns of experts is said of those of an mlp in place of experts, and what is said of heads
         # of those of linear attention, if nothing else is.
         for other, named in ALIKE.items():
-            if other in prunable and named in self.spaces and other not in self.spaces:
+            varies = (self.widths != "uniform" or self.ranks_blocks) and family.spaces.get(other)
+            if (
+                other in prunable
+                and named in self.spaces
+                and other not in self.spaces
+                and not (varies and varies.uniform)
+            ):
                 return self._with_spaces({**self.spaces, other: self.spaces[named]}).at(family)
         # One config key says their width: what is said of the first is said of the others.
         alike = [recipe_space(name) for name, space in family.spaces.items() if space.units in family.together]

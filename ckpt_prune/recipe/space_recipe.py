@@ -1,6 +1,6 @@
 """The part of a recipe that says what happens to one space."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -132,6 +132,13 @@ class Compensation(Strict):
 
 
 class SpaceRecipe(Strict):
+    @model_validator(mode="before")
+    @classmethod
+    def _rank_nothing(cls, values: Any) -> Any:
+        """Take any score where no unit goes."""
+        stays_whole = isinstance(values, dict) and values.get("ratio") == 0 and "score" not in values
+        return {**values, "score": "magnitude"} if stays_whole else values
+
     score: ScoreName = Field(
         description="How units are ranked: those with the highest score stay. auto: of "
         "several scores the one whose units lose least."

@@ -57,7 +57,7 @@ def _explain(key: str, old: Any, new: Any, model: Model) -> str:
             return "statistics are of the dense model alone; give --text or --images for the other"
         return "a norm follows the layers that are fitted to the drift, and would enlarge their corrections"
     if old is None and space in ALIKE:
-        return f"what the recipe says of {ALIKE[space]} is said of it, if it says nothing else"
+        return f"it is pruned as {ALIKE[space]} is; --set spaces.{space}.ratio=0 leaves it whole"
     if old is None:
         return f"{model.family.model_type} has one width for it and another space of the recipe"
     refused = unprunable_spaces(model)

@@ -10,10 +10,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import ckpt_prune
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams.drift import ResidualBlock
 from ckpt_prune.measure.streams.hidden_stream import open_stream
+from ckpt_prune.model.containers.choosing import choose_container
 from ckpt_prune.model.containers.opening import open_model
 from tests.cli.running import TEXT, ok, read_json
 from tests.evaluation.tiny import tiny_tokenizer
@@ -119,6 +121,22 @@ def test_modules_of_one_kind_of_blocks_may_have_biases(hybrid: str) -> None:
     assert biases == {0, 2}
 
 
+@pytest.mark.parametrize("hybrid", ["falcon_h1"], indirect=True)
+def test_a_buffer_that_the_model_gives_its_blocks_is_in_those_of_remote_code(hybrid: str) -> None:
+    """It is as wide as the heads of state spaces, so that these are left whole where blocks differ."""
+    command = (*PRUNE, "best", *TEXT, "--folds", "2")
+    ok(*command)
+    config = read_json("out/config.json")
+    assert config["architectures"] == ["PrunedFalconH1ForCausalLM"]
+    assert not any("mamba_n_heads" in own for own in config["per_layer_config"].values())
+    with quiet_transformers(), torch.no_grad():
+        logits = ckpt_prune.load("out")(torch.arange(3, 12)[None]).logits
+        assert logits.isfinite().all()
+    model, widths = open_model("hybrid"), [{"linear_heads": kept} for kept in (8, 8, 6, 8)]
+    with pytest.raises(UserError, match="blocks of a falcon_h1 have equally many linear_heads, and 6 to 8 would stay"):
+        choose_container(model, widths, set(), per_layer=True)
+
+
 @pytest.mark.parametrize("hybrid", ["nemotron_h"], indirect=True)
 def test_blocks_of_one_kind_may_go(hybrid: str) -> None:
     command = ("prune", "hybrid", "--family", "hybrid.json", "-o", "out", "--recipe", "depth", *TEXT)
@@ -150,7 +168,10 @@ def test_spaces_that_a_recipe_leaves_whole_are_named(place: Path) -> None:
     with quiet_transformers():
         make_model("qwen3_next").save_pretrained("hybrid")
     command = ("prune", "hybrid", "--ratio", "0.5", "--dry-run", "--recipe", "magnitude")
-    assert "left whole by this recipe: shared, experts\n" in ok(*command)
+    said = ok(*command)
+    assert "left whole by this recipe: shared, experts\n" in said
+    assert "it is pruned as heads is; --set spaces.linear_heads.ratio=0 leaves it whole" in said
+    assert "linear_heads 2/2" in ok(*command, "--set", "spaces.linear_heads.ratio=0")
     assert "left whole by this recipe: experts\n" in ok(*command, "--set", "spaces.shared.score=magnitude")
     assert "left whole" not in ok("prune", "dense", *command[2:])
 

@@ -94,6 +94,7 @@ def choose_container(
     output = _Output(model, widths, biases, ranks)
     for block, block_widths in enumerate(widths):
         _check_block(model, block, block_widths, biases)
+    _check_uniform(model, widths)
     first = output.first
     uneven = any(kept != first[space] for each in widths for space, kept in each.items())
     if uneven and not per_layer:
@@ -243,6 +244,17 @@ def _check_block(model: Model, block: int, widths: Mapping[SpaceName, int], bias
             f"{kept} experts would stay, which the router takes in {groups} groups ({key} in config.json) and sends "
             f"every token to {chosen} experts of {sent} of them: keep a multiple of {groups}, {least} at the least"
         )
+
+
+def _check_uniform(model: Model, widths: Widths) -> None:
+    """Refuse blocks of different widths in a space of which no class has other than one width."""
+    for name in (name for name, space in model.family.spaces.items() if space.uniform):
+        counts = {block: widths[block].get(name, model.units(name, block)) for block in model.blocks_with(name)}
+        if len({*counts.values()}) > 1:
+            raise UserError(
+                f"blocks of a {model.family.model_type} have equally many {name}, and {min(counts.values())} to "
+                f"{max(counts.values())} would stay: say --set widths=uniform, or leave {name} whole"
+            )
 
 
 def _check_shared_keys(model: Model, block: int, units: Mapping[SpaceName, int]) -> None:

@@ -420,13 +420,14 @@ class Describer:
         self.add_dimension("linear_heads", count, [key])
         own = key.partition("_")[0]  # runs of several sizes add up in many ways, if any dimension counts
         named = {name: size for name, size in self.named_sizes(sizes).items() if name.startswith(("linear", own))}
-        places = self._places(run, trace, unit, count, named)
+        places, owner = self._places(run, trace, unit, count, named), trace.consumer.rpartition(".")[0]
         if places is None:
             return "its heads lie in an order that a description cannot say"
         self.spaces["linear_heads"] = {
             "units": "linear_heads",
             **places,
             "config": {key: [], **of_all},
+            **({"uniform": True} if [*run.block.get_submodule(owner).buffers()] else {}),
             **self._effect(run, trace),
         }
         return None
