@@ -4,7 +4,10 @@ import shlex
 from math import prod
 
 from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.graph_types import GgufType
+from ckpt_prune.gguf.layout import CannotMapError, lay_out
 from ckpt_prune.job.prepared import Prepared
+from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.stages.export.keys import Export
 from ckpt_prune.stages.quantize.choosing import linear_weights
@@ -55,12 +58,23 @@ def _is_checkpoint(prepared: Prepared) -> bool:
     return prepared.job.model.family.causal and bool(_runtimes(prepared) & {"vllm", "transformers"})
 
 
+def _has_file(model: Model, kind: GgufType) -> bool:
+    """Whether llama.cpp computes a model; no weight is read."""
+    if model.family.model_type not in (RUNTIMES["llama.cpp"].families or ()):
+        return False
+    try:
+        lay_out(model, kind)
+    except CannotMapError:
+        return False
+    return True
+
+
 def _command(prepared: Prepared, *, eight: bool) -> str:
     family, runs_on = prepared.job.model.family, _runtimes(prepared)
     if _is_checkpoint(prepared):
         few = "int8" if eight else f"int4 --target-bytes {prepared.output.cost.bytes} --text FILE"
         return f"ckpt-prune quantize {{model}} --format {few} -o OUT"
-    has_file = family.model_type in (RUNTIMES["llama.cpp"].families or ())
-    if family.causal and has_file and not runs_on & _GRAPHS:
-        return f"ckpt-prune export {{model}} --format gguf --dtype {'q8_0' if eight else 'q4_k_m'} -o OUT.gguf"
+    kind: GgufType = "q8_0" if eight else "q4_k_m"
+    if family.causal and not runs_on & _GRAPHS and _has_file(prepared.job.model, kind):
+        return f"ckpt-prune export {{model}} --format gguf --dtype {kind} -o OUT.gguf"
     return f"ckpt-prune export {{model}} --dtype {'int8' if eight else 'int4'} -o OUT"

@@ -14,6 +14,7 @@ from ckpt_prune.measure.samples.text import load_tokenizer, mix_windows, tokenis
 from ckpt_prune.runner import fewer_bits
 from ckpt_prune.verification.dense_source import find_dense_source
 from tests.cli.running import TEXT, ok, read_json, read_refusal, run
+from tests.gguf_files.tiny import save
 from tests.images import write_images, write_vit
 from tests.sentence_folders import make_sentences
 
@@ -200,6 +201,17 @@ def test_the_command_that_loses_less_is_named(place, options, command):
         assert printed["fewer_bits"] is None
     else:
         assert f"`{command}` takes about " in printed["fewer_bits"]
+
+
+@pytest.mark.parametrize(("normalised", "form"), [(True, "--format gguf --dtype q8_0"), (False, "--dtype int8")])
+def test_a_file_is_named_only_of_what_llama_cpp_computes(tmp_path, monkeypatch, normalised, form):
+    """It divides the weights of the chosen experts by their sum, whatever the config says."""
+    monkeypatch.chdir(tmp_path)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": normalised}
+    save(Path("mixture"), "qwen3_moe", num_hidden_layers=2, head_dim=16, **experts)
+    how = ("--recipe", "magnitude", "--ratio", "0.5", "--dry-run", "--json")
+    line = json.loads(ok("prune", "mixture", *how))["fewer_bits"]
+    assert f"`ckpt-prune export mixture {form} -o OUT" in line
 
 
 def test_four_bits_are_named_where_eight_are_too_many(place, monkeypatch):
