@@ -51,6 +51,11 @@ class Allowance:
         return self.max_loss is not None
 
 
+def is_of_sentences(task: TaskName, folder: Path) -> bool:
+    """Whether what a folder makes of short texts is measured: of windows, one would be one long text."""
+    return task == "feature-extraction" and find_sentence_use(folder) == "sentence-similarity"
+
+
 def measure_text_metric(
     graph: OnnxModel, reference: GraphReference, task: TaskName, windows: Tensor, folder: Path, allowance: Allowance
 ) -> Metric | str:
@@ -79,7 +84,7 @@ def measure_text_metric(
         pair = filled.score.perplexity, filled.reference_score.perplexity
         difference = math.log(pair[0]) - math.log(pair[1]) if all(map(math.isfinite, pair)) else math.inf
         return _compare_perplexities("masked perplexity", pair, difference, of, allowance, filled)
-    if task == "feature-extraction" and find_sentence_use(folder) == "sentence-similarity":
+    if is_of_sentences(task, folder):
         return _compare_embeddings(ours, reference, windows, folder, allowance)
     if task == "feature-extraction":
         return _compare_cosine(ours, reference, TokenWindows(windows), of, allowance)

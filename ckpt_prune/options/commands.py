@@ -498,7 +498,8 @@ class FrontierOptions(ResumeOptions, SampleOptions, DeviceOptions, TrustOptions)
     that of the graph in float32, or of the file in float16. Not for vllm."""
     max_loss: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0, lt=1, group=SIZE)
     """How much worse the file may be, 0.02 or 2%: about the share by which its perplexity may grow, measured as
-    e^KL - 1. The smallest file is looked for. [default: 5%, without --target-bytes; larger files are measured, too]"""
+    e^KL - 1; of a model of features, what its cosine may lose, which is half of the energy that its vectors may. The
+    smallest file is looked for. [default: 5%, without --target-bytes; larger files are measured, too]"""
     held_out: Texts = option(default=(), metavar="FILE", group=MEASURE, digest="content")
     """Text to measure on, which must not be --text: what was fitted to a text looks too good on it. A named text, such
     as wikitext2, is its test split here. May be repeated. Models of images are measured on images that they were not

@@ -16,6 +16,7 @@ from ckpt_prune.runner.frontier.record import Frontier
 from tests.graphs import traced_once
 from tests.images import write_images, write_vit
 from tests.runner.frontiers import best_of, fail, make_command, make_place, read, run, stop
+from tests.sentence_folders import make_sentences
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +196,21 @@ def test_models_of_images_are_measured_on_other_images(place):
     assert found["dense_perplexity"] is None
     assert all(each["perplexity"] is None and 0 <= each["top1"] <= 1 for each in found["candidates"])
     assert "perplexity" not in output
+
+
+def test_an_embedder_is_measured_on_short_texts_and_its_loss_is_said_of_the_cosine(place):
+    pytest.importorskip("sentence_transformers")
+    make_sentences(place / "embedder")
+    for name, words in (("lines.txt", "the cat sat on a mat and then "), ("others.txt", "the dog ran far away ")):
+        (place / name).write_text(words * 30)
+    words = ["frontier", place / "embedder", "--for", "onnxruntime", "--text", place / "lines.txt", "--max-loss", "6%"]
+    few = ["--held-out", place / "others.txt", "--samples", 2, "--held-out-samples", 4, "--window", 16]
+    code, output = run(*words, *few, "-o", place / "vectors")
+    assert code == 0, output
+    found = read(place, "vectors")
+    assert found["asked"] == "within a loss of 0.120 of the vectors' energy, twice the 6% that the cosine may lose"
+    assert found["measured_on"] == "the embeddings of 8 texts cut from 4 windows of 16 tokens of others.txt"
+    assert "lost energy: what the vectors lose of theirs, twice what the cosine loses" in output
 
 
 def test_for_a_time_models_are_pruned_by_what_each_type_lacks(place, monkeypatch):

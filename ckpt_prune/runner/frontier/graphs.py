@@ -39,16 +39,17 @@ from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.safe_text import as_markdown
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.perplexity import LanguageModel, compare
+from ckpt_prune.evaluation.sentences import cut_texts
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import config_of, load_model
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
-from ckpt_prune.measure.samples.text import fingerprint_windows
+from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.export import complete_folder, count_graph_bytes, measure_for, save_entry
-from ckpt_prune.onnx.metrics import Allowance, measure_image_metric, measure_text_metric
+from ckpt_prune.onnx.metrics import Allowance, is_of_sentences, measure_image_metric, measure_text_metric
 from ckpt_prune.onnx.quantization.choosing import Prices
 from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, Decision, allow_harm, make_scheme, store
 from ckpt_prune.onnx.records import GraphEntry
@@ -135,8 +136,8 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
             most = limit_of(size, results)
             frontier = maker.record(results, best_in_time(results, most), f"within {most / 1e6:.4g} ms")
         else:
-            unit = "of the vectors' energy" if task.name == "feature-extraction" else NATS[task.modality]
-            frontier = maker.record(results, best_within(results, limit, loss), words_of_target(limit, loss, unit))
+            asked = words_of_target(limit, loss, _words_of_unit(task, loss))
+            frontier = maker.record(results, best_within(results, limit, loss), asked)
         owner = maker if frontier.best is None else owners[frontier.best.candidate.name]
         owner.publish(frontier)
     return frontier
@@ -158,6 +159,12 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
             f"may keep take {least / 1e6:.4g} MB; ask for more, or prune it first"
         )
     return limit, None
+
+
+def _words_of_unit(task: GraphTask, loss: float | None) -> str:
+    if task.name != "feature-extraction":
+        return NATS[task.modality]
+    return f"of the vectors' energy, twice the {50 * (loss or 0):.3g}% that the cosine may lose"
 
 
 def _foresee_work(options: FrontierOptions, source: Checkpoint, samples: ProofSamples, limit: int | None) -> None:
@@ -523,6 +530,9 @@ class GraphMaker:
             assert samples.windows is not None
             names = ", ".join(path.name for path in self.options.held_out)
             data = "{} windows of {} tokens of {}".format(*samples.windows.shape, names)
+            if is_of_sentences(self.task.name, self.source.path):
+                texts = cut_texts(samples.windows, load_tokenizer(self.source.path))
+                data = f"the embeddings of {plural(len(texts), 'text')} cut from {data}"
         return Frontier(
             folder=self.options.output,
             place=str(as_named_in(self.options.output, self.options).model),

@@ -252,7 +252,7 @@ class Frontier:
             "MB": "MB: as written",
             "ms": "ms: what it takes of the work that a time is asked for, the fastest of several",
             "KL measured": "KL: how far the predictions are from MODEL's, the mean in nats",
-            "lost energy measured": "lost energy: the share of the vectors that differs from MODEL's",
+            "lost energy measured": "lost energy: what the vectors lose of theirs, twice what the cosine loses",
             f"{self.loss} predicted": "predicted: before the file was made, of the data that it was made by",
             f"{self.loss} 90%": "median, 90%: half, and 90% of the tokens, lose no more",
             "top-1": f"top-1: share of the {self.items} for which both put the same first",
