@@ -225,7 +225,8 @@ def commands_of(options: FrontierOptions, candidate: FileCandidate, maker: Maker
             ["calibrate", model, *trust, *data, "--collect", "moments,linears", "-o", "statistics"],
             [*export, "--statistics", "statistics", "-o", MADE_FILE],
         ]
-    return [shlex.join(["ckpt-prune", *words]) for words in found]
+    moved = [f"mv {PRUNED}/{GGUF_FILES[candidate.chosen]} {MADE_FILE}"] if candidate.prunes else []
+    return [*(shlex.join(["ckpt-prune", *words]) for words in found), *moved]
 
 
 def make_frontier(
@@ -256,7 +257,7 @@ def make_frontier(
 
 def write_frontier(frontier: Frontier, folder: Path, maker: Maker, best: MeasuredFile | None) -> None:
     """Write record, page, picture, commands and the best file into a folder."""
-    files, lines = list[str](), list[str]()
+    files = list[str]()
     if best is not None:
         candidate = best.candidate
         files.append(FILE)
@@ -264,5 +265,4 @@ def write_frontier(frontier: Frontier, folder: Path, maker: Maker, best: Measure
         if candidate.prunes:
             files.append(RECIPE)
             write_atomically(folder / RECIPE, yaml.safe_dump(maker.recipe(candidate, export=True), sort_keys=False))
-            lines.append(f"mv {PRUNED}/{GGUF_FILES[candidate.chosen]} {MADE_FILE}")
-    write_pages(frontier, folder, files, lines)
+    write_pages(frontier, folder, files)

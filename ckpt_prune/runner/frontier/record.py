@@ -274,8 +274,9 @@ class Frontier:
         notes = [self.legend] if self.found else []
         notes += [FEWER_TOKENS] if any(each.candidate.rows is not None for each in self.found) else []
         if self.commands:
-            script = shlex.quote(str(self.folder / COMMANDS))
-            return [*notes, self.sentence, f"sh {script} makes it again, beside itself; it runs there:", *self.commands]
+            script, folder = (shlex.quote(str(place)) for place in (self.folder / COMMANDS, self.folder))
+            own = f"sh {script} makes it again, beside itself, as these do:"
+            return [*notes, self.sentence, own, f"cd {folder}", *self.commands]
         return [*notes, self.sentence]
 
 
@@ -301,17 +302,12 @@ def _row(measured: Result) -> dict[str, Any]:
     }
 
 
-def write_pages(frontier: Frontier, folder: Path, files: Sequence[str], then: Sequence[str] = ()) -> None:
-    """Write record, page, picture and commands into a folder that holds the best file.
-
-    Args:
-        files: what is there.
-        then: lines of the shell behind the commands.
-    """
+def write_pages(frontier: Frontier, folder: Path, files: Sequence[str]) -> None:
+    """Write record, page, picture and commands into a folder that holds the best file; `files` is what is there."""
     files = [*files, PAGE, *([CHART] if frontier.found else []), *([COMMANDS] if frontier.best else [])]
     if frontier.best is not None:
         about = "# Makes it again beside this script, in whose folder the commands run."
-        lines = ["#!/bin/sh", about, "set -e", 'cd "$(dirname "$0")"', *frontier.commands, *then, ""]
+        lines = ["#!/bin/sh", about, "set -e", 'cd "$(dirname "$0")"', *frontier.commands, ""]
         write_atomically(folder / COMMANDS, "\n".join(lines))
     sentences = [frontier.sentence, f"{frontier.legend[0].upper()}{frontier.legend[1:]}."]
     if any(each.candidate.rows is not None for each in frontier.found):
