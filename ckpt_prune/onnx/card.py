@@ -37,6 +37,7 @@ def make_card(
     config: dict[str, Any],
     *,
     folder: Path,
+    name: str | None = None,
     proved: bool = True,
     genai: dict[str, Any] | str = "",
     validations: Sequence[Validation] = (),
@@ -46,6 +47,7 @@ def make_card(
 
     Args:
         folder: with the modules of an embedder.
+        name: for the title; None: that of the checkpoint.
         validations: of the graphs of each type, for what they lose beside their model, and beside a dense one.
         proved: whether there is a validation.json.
         genai: what is in genai_config.json, or why there is none.
@@ -64,7 +66,7 @@ def make_card(
         "tags: [ckpt-prune, onnx]",
         "---",
         "",
-        f"# {as_markdown(manifest.source.name)}, ONNX",
+        f"# {as_markdown(name or manifest.source.name)}, ONNX",
         "",
         "```python",
         make_snippet(manifest, folder),

@@ -568,6 +568,7 @@ class GraphMaker:
         if self.options.images:
             given["samples"] = self.options.held_out_samples or HELD_OUT_IMAGES
         words += words_of_options(as_named_in(self.options.output, check_options(ProofOptions, given)), given)
+        words += ["--dense", str(model)] if self.pruned_by else []
         words += [*(["--max-loss", "99%"] if candidate.dtype != "fp32" else []), "-o", MADE]
         return tuple(shlex.join(each) for each in (self.pruned_by, words) if each)
 
@@ -602,7 +603,7 @@ class GraphMaker:
             f"{own if self.pruned_by else ''}. `{PAGE}` shows what else was measured.",
         ]
         card = "README.md"
-        (folder / card).write_text(describe(manifest, proved=False, found=found), encoding="utf-8")
+        (folder / card).write_text(describe(manifest, name=frontier.model, proved=False, found=found), encoding="utf-8")
         return [*manifest.files, GRAPH_RECORD, card]
 
     def _read_generation(self, config: Any) -> GenerationConfig | None:
