@@ -416,6 +416,7 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
     """
     if options.format == "gguf":
         refuse_stacks("export to a GGUF file", options.model)
+    asked_size({"bytes": options.target_bytes}, None)
     check_texts(options.text)
     with without_collection():
         from ckpt_prune.runner.export import export_model

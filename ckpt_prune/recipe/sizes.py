@@ -100,6 +100,8 @@ _UNITS: dict[SizeKind, _Unit] = {
     ),
     "latency": _Unit("latency", {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}, "12ms (ns, us, ms or s)"),
 }
+_FEWEST_BYTES = 1000
+"""Fewer, without K or M, are a slip: no file of a model is as small."""
 _TIMED = re.compile(r"(?:(?P<prompt>\d{1,7})|(?P<token>token)(?::(?P<after>\d{1,7}))?)", re.ASCII)
 _GROUPED = r"\d{1,3}(?P<gap>[_, ])\d{3}(?:(?P=gap)\d{3}){0,8}"
 _PLAIN = r"\d{1,30}(?:\.\d{1,30})?(?:e\+?\d{1,2})?"
@@ -142,6 +144,9 @@ def parse_size(kind: SizeKind, text: str) -> Size:
         if kind == "latency":
             raise ValueError(f"{text!r} comes to less than 1ns: no model runs in so short a time")
         raise ValueError(f"{text!r} comes to less than 1: nothing of the model would be left")
+    if kind == "bytes" and scale == 1 and number < _FEWEST_BYTES:
+        share = f" or {number}%, a share of the dense model" if number <= 100 else ""
+        raise ValueError(f"{text!r} is {number} bytes: did you mean {number}MB{share}?")
     return Size(value=floor(number * scale))
 
 

@@ -144,6 +144,7 @@ def refuse_quantize(options: QuantizeOptions) -> None:
     refuse_stacks("quantize", options.model)
     if has_data(options) and options.statistics is not None:
         raise UserError("--statistics takes the place of --text: give one of them")
+    asked_size({"bytes": options.target_bytes}, None)
     check_supported(options.model, None, None)
     check_texts(options.text)
     _check_quality(options, options.model)

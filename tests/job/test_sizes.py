@@ -38,6 +38,8 @@ WHAT = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs"}
         ("bytes", "80M", 80_000_000),
         ("bytes", "2g", 2_000_000_000),
         ("bytes", "500 K", 500_000),
+        ("bytes", "0.5KB", 500),
+        ("bytes", "1000", 1000),
         ("params", "80M", 80_000_000),
         ("bytes", "9.5GiB", 10_200_547_328),
         ("bytes", "9.5gib", 10_200_547_328),
@@ -115,6 +117,8 @@ def test_what_is_no_size_is_told_what_is(kind, text):
         ),
         ("params", "0.7", "'0.7' is no size in parameters: did you mean 70%, a share of the dense model?"),
         ("bytes", "0.125", "'0.125' is no size in bytes: did you mean 12.5%, a share of the dense model?"),
+        ("bytes", "70", "'70' is 70 bytes: did you mean 70MB or 70%, a share of the dense model?"),
+        ("bytes", "999 B", "'999 B' is 999 bytes: did you mean 999MB?"),
         ("flops", "0%", "'0%' is not a share of the dense model: above 0% and at most 100% is allowed"),
         ("params", "100.1%", "'100.1%' is not a share of the dense model: above 0% and at most 100% is allowed"),
         (

@@ -124,9 +124,9 @@ def test_every_text_that_is_held_out_gives_an_equal_share_of_the_windows(place):
 
 
 def test_a_size_below_the_coarsest_types_and_fewest_columns_is_refused_at_once(place):
-    code, output = run(*command(place, "small", "--target-bytes", "80"))
+    code, output = run(*command(place, "small", "--target-bytes", "8000"))
     assert code == 2
-    assert output.startswith("Error: --target-bytes: 8e-05 MB are out of reach: the coarsest types make a file of ")
+    assert output.startswith("Error: --target-bytes: 0.008 MB are out of reach: the coarsest types make a file of ")
     assert not list(place.glob("small*"))
 
 
