@@ -20,6 +20,8 @@ from ckpt_prune.stages.vocabulary.records import pack_rows
 
 MOST_COLUMNS = 3
 """An MLP keeps more than one part of so many of its columns."""
+BY_BUDGET = "frontier"
+"""Name of the recipes of this module."""
 FOLDS = 4
 """Folds of the samples. Fewer columns are predicted with the last one held out."""
 _COLUMNS = "losses of columns"
@@ -107,7 +109,7 @@ def recipe_of(
 
     One with a file also says that all columns stay: recipes that name no space read no text, which the file needs.
     """
-    recipe: dict[str, Any] = {"version": 1, "name": "frontier"}
+    recipe: dict[str, Any] = {"version": 1, "name": BY_BUDGET}
     if export is not None:
         columns = columns or model.unit_counts(SPACE)
     if kept is not None:

@@ -9,6 +9,7 @@ from ckpt_prune.gguf.layout import CannotMapError, lay_out
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import RUNTIMES
+from ckpt_prune.runner.column_budgets import BY_BUDGET
 from ckpt_prune.stages.export.keys import Export
 from ckpt_prune.stages.quantize.choosing import linear_weights
 from ckpt_prune.stages.spaces.size_search import asked_size_of
@@ -24,13 +25,13 @@ def fewer_bits_line(prepared: Prepared) -> str | None:
     """Name the command that makes a model no larger than this one and loses less.
 
     None if there is none: the output is smaller than 4 bits make it, is rounded itself, was made for its latency or
-    FLOPs, is masked, or is a part of a model.
+    FLOPs, is masked, is a part of a model, or will be rounded by a budget, which has chosen to prune it first.
     """
     recipe, checkpoint, size = prepared.whole.recipe, prepared.job.model.checkpoint, asked_size_of(prepared)
     export = recipe.get(Export)
     is_rounded = export is not None and not {"f32", "f16", "bf16", "fp32", "fp16"}.issuperset(export.dtype)
     changes = {change for keys in recipe.stages for change in keys.changes(recipe, set())}
-    if changes & {"zeros", "few bits"} or is_rounded or checkpoint.within is not None:
+    if changes & {"zeros", "few bits"} or is_rounded or recipe.name == BY_BUDGET or checkpoint.within is not None:
         return None
     if size is not None and size.kind in ("latency", "flops"):
         return None
