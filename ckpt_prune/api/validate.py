@@ -36,13 +36,18 @@ def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
     """
     name = _folder_of(options.folder)
     options = options.model_copy(update={"folder": name})
-    if name.endswith(".gguf") and Path(name).is_file():
+    is_file = name.endswith(".gguf") and Path(name).is_file()
+    if options.max_loss_dense is not None and (is_file or options.runtime not in (None, "onnxruntime")):
+        raise UserError("--max-loss-dense goes with onnxruntime: what is lost is only measured elsewhere")
+    if is_file:
         return _validate_gguf(options)
     if options.runtime == "llama.cpp":
         raise UserError(
             f"{name} is no GGUF file, which llama.cpp runs: write one with `ckpt-prune export --format gguf`"
         )
     if options.runtime not in (None, "onnxruntime"):
+        if options.dense is not None:
+            raise UserError("--dense goes with onnxruntime and llama.cpp: --against MODEL compares with one model")
         return _validate_in_runtime(options)
     place = check_output_folder(Path(name))
     if not (place / GRAPH_RECORD).is_file() and any(place.glob("*.safetensors")):
@@ -99,10 +104,10 @@ def _validate_gguf(options: ValidateOptions) -> "RuntimeProof":
 
     from ckpt_prune.evaluation.device_map import spread
     from ckpt_prune.gguf.export import validate_gguf
-    from ckpt_prune.verification.dense_source import find_dense_source
+    from ckpt_prune.runner.export import dense_of_file
 
     with spread(options):
-        dense, trust = find_dense_source(resolve_model(str(against))), options.trust_remote_code
+        dense, trust = dense_of_file(options.dense, resolve_model(str(against))), options.trust_remote_code
         return validate_gguf(Path(options.folder), str(against), options, dense=dense, trust=trust)
 
 

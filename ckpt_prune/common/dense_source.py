@@ -33,8 +33,8 @@ class DenseSource:
         earlier = ""
         if self.verdict is not None:
             on = f" on {self.data}" if self.data else ""
-            earlier = f". Before this export, as a checkpoint, it was measured{on}: {self.verdict}"
+            earlier = f". As a checkpoint, it was measured{on}: {self.verdict}"
         return (
             f"not compared with the dense model: {self.name} lies neither beside the model, nor here, nor in the Hub's "
-            f"cache; `export --dense MODEL` names it{earlier}"
+            f"cache; `export` and `validate` take it as --dense MODEL{earlier}"
         )

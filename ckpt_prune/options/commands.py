@@ -627,12 +627,12 @@ class InspectOptions(OpeningOptions):
 
 
 class DenseOptions(Options):
-    """A second model that a graph is compared with."""
+    """A second model that a graph or a file is compared with."""
 
     group = MEASURE
     dense: AnyFolder = option(default=None, metavar="MODEL")
-    """A dense model: also measure what is lost against it. [default of `export`: the one that MODEL was pruned from, if
-    it lies beside it, in the current folder or in the Hub's cache]"""
+    """A dense model: also measure what is lost against it. [default of `export`, and for GGUF: the one that MODEL was
+    pruned from, if it lies beside it, in the current folder or in the Hub's cache]"""
     max_loss_dense: Accepts[float | str | None, Ratio | None] = option(default=None, gt=0)
     """What the task's metric may lose against --dense: 0.01 or 1%. [default: it is only measured]"""
 

@@ -1,5 +1,6 @@
 """`export`: a graph or a GGUF file is written, and compared with PyTorch before it takes its place."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_prune.checkpoint.model_folder import model_name, resolve_model
@@ -61,11 +62,7 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
     from ckpt_prune.gguf.writing import check_gguf_place
 
     check_gguf_place(options.output, overwrite=options.overwrite)
-    folder = resolve_model(options.model)
-    named = find_dense(options.dense, None, folder)
-    dense = None if named is None else DenseSource(model_name(named.folder), named.folder)
-    if dense is None and options.proof:
-        dense = find_dense_source(folder)
+    dense = dense_of_file(options.dense, resolve_model(options.model)) if options.proof or options.dense else None
     return export_gguf(
         options.model,
         options.output,
@@ -79,3 +76,9 @@ def _export_gguf(options: ExportOptions) -> "ExportedGguf":
         overwrite=options.overwrite,
         trust=options.trust_remote_code,
     )
+
+
+def dense_of_file(name: str | None, folder: Path) -> DenseSource | None:
+    """Return the dense model beside which a GGUF file of a checkpoint is measured: the one named, or the one found."""
+    named = find_dense(name, None, folder)
+    return find_dense_source(folder) if named is None else DenseSource(model_name(named.folder), named.folder)

@@ -68,7 +68,7 @@ def test_without_the_dense_model_an_export_says_what_the_checkpoint_lost_and_on_
     dense = find_dense_source(Path("out"))
     assert dense is not None
     assert dense.lacking.endswith(
-        "`export --dense MODEL` names it. Before this export, as a checkpoint, it was measured on 2 windows of 16 "
+        "`export` and `validate` take it as --dense MODEL. As a checkpoint, it was measured on 2 windows of 16 "
         f"tokens of calib.txt that it was not calibrated on: {read_json('out/ckpt_prune.json')['loss']['verdict']}"
     )
 

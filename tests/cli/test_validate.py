@@ -201,6 +201,10 @@ def test_a_model_of_a_type_of_its_own_is_read_where_it_is_trusted(place: Path, m
         ),
         ("vision-onnx --against vision --labels vision-onnx/config.json", "--labels goes with --images"),
         (
+            "decoder --runtime transformers --dense decoder",
+            "--dense goes with onnxruntime and llama.cpp: --against MODEL compares with one model",
+        ),
+        (
             "decoder-onnx --against decoder --text text.txt --window 33",
             "--window 33 is longer than the model's context of 32 tokens: give at most that",
         ),

@@ -89,6 +89,12 @@ def test_a_file_of_a_pruned_model_is_held_to_the_dense_one_too(model, tmp_path, 
     code, output = run(*how, "-o", "named.gguf", "--dense", "elsewhere")
     assert code == 0, output
     assert "beside elsewhere, on " in output
+    assert [loss["against"] for loss in validated(tmp_path / "alone.gguf", compare)["losses"]] == ["out"]
+    losses = validated(tmp_path / "alone.gguf", [*compare, "--dense", "elsewhere"])["losses"]
+    assert [loss["against"] for loss in losses] == ["out", "elsewhere"]
+    assert losses[1]["before"] == pytest.approx(perplexities[1])
+    code, output = run("validate", "alone.gguf", "--against", "out", "--dense", "elsewhere", "--max-loss-dense", "1%")
+    assert (code, "--max-loss-dense goes with onnxruntime" in output) == (2, True)
     (tmp_path / "model").mkdir()
     shutil.copytree(save(tmp_path / "another", "llama"), dense, dirs_exist_ok=True)
     code, output = run(*how, "-o", "other.gguf")
