@@ -4,7 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ckpt_prune.api.function import takes
-from ckpt_prune.checkpoint.model_folder import check_output_folder, find_recorded_source, resolve_model
+from ckpt_prune.checkpoint.model_folder import (
+    check_output_folder,
+    find_recorded_source,
+    resolve_model,
+    way_to_source,
+)
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import FRONTIER_FILE, FRONTIER_RECORD, GRAPH_RECORD
 from ckpt_prune.common.progress import Notices
@@ -96,9 +101,11 @@ def _validate_gguf(options: ValidateOptions) -> "RuntimeProof":
     from ckpt_prune.gguf import require_gguf
 
     require_gguf()
-    against = options.against or find_recorded_source(Path(options.folder).parent)
+    place = Path(options.folder).parent
+    against = options.against or find_recorded_source(place)
     if options.runtime == "onnxruntime" or against is None:
-        lacking = "llama.cpp runs it" if against else "give --against MODEL, the checkpoint that it was made from"
+        made_from = f"give --against MODEL, the checkpoint that it was made from{way_to_source(place)}"
+        lacking = "llama.cpp runs it" if against else made_from
         raise UserError(f"{options.folder} is a GGUF file: {lacking}")
     check_texts(options.text)
 

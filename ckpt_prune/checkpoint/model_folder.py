@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import stat
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ckpt_prune.checkpoint.journal import JOURNAL
 from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.quantised import refuse_by_config, refuse_gguf
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.filenames import FRONTIER_RECORD, GRAPH_RECORD
+from ckpt_prune.common.filenames import FRONTIER_COMMANDS, FRONTIER_PRUNED, FRONTIER_RECORD, GRAPH_RECORD
 from ckpt_prune.common.graph_types import STACK_FILES
 from ckpt_prune.common.similar_names import similar_siblings
 
@@ -141,6 +142,13 @@ def find_recorded_source(folder: Path) -> Path | None:
     record = folder / FRONTIER_RECORD
     source = read_json_object(record).get("source") if record.is_file() else None
     return folder / source if isinstance(source, str) and (folder / source / "config.json").is_file() else None
+
+
+def way_to_source(folder: Path) -> str:
+    """Return, in brackets, the command that makes what the best file of a folder of `frontier` was made of; or none."""
+    record, commands = folder / FRONTIER_RECORD, folder / FRONTIER_COMMANDS
+    is_made = record.is_file() and read_json_object(record).get("source") == FRONTIER_PRUNED and commands.is_file()
+    return f" (`sh {shlex.quote(str(commands))}` makes {folder / FRONTIER_PRUNED})" if is_made else ""
 
 
 def holds_graphs(folder: Path) -> bool:

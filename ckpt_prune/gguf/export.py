@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt_prune.checkpoint.files import check_place
+from ckpt_prune.checkpoint.model_folder import way_to_source
 from ckpt_prune.checkpoint.staging import disk_failures, staged_file
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.gguf.fitting import Fitter
 from ckpt_prune.gguf.importance import Importance, importance_of_statistics, read_imatrix
 from ckpt_prune.gguf.layout import lay_out
@@ -24,7 +26,7 @@ from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import prove
 from ckpt_prune.gguf.reading import open_gguf, type_of_file
 from ckpt_prune.gguf.rounding import check_rounding
-from ckpt_prune.gguf.tokenizer import read_tokenizer
+from ckpt_prune.gguf.tokenizer import load_stored_tokenizer, read_tokenizer
 from ckpt_prune.gguf.types import NO_OTHERS, default_type, describe_type, kinds_of, tensor_bytes, zero_bytes
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
@@ -211,10 +213,23 @@ def validate_gguf(
     """
     require_runtime()
     source = open_model(against, Opening(trust, packed=True))
-    kind, folder = type_of_file(file), source.checkpoint.whole
+    kind, folder, opened = type_of_file(file), source.checkpoint.whole, open_gguf(file)
+    tokens = len(opened.values.get("tokenizer.ggml.tokens", ()))
+    _check_tokens(file, tokens, folder, trust=trust)
     ends: tuple[int, ...] = ()
     with suppress(UserError):  # a tokenizer that only another tool writes
-        ends = read_tokenizer(folder, len(open_gguf(file).values["tokenizer.ggml.tokens"])).ends
-    shown = describe_type(kind, {name: tensor.kind for name, tensor in open_gguf(file).tensors.items()})
+        ends = read_tokenizer(folder, tokens).ends
+    shown = describe_type(kind, {name: tensor.kind for name, tensor in opened.tensors.items()})
     proof = prove(file, folder, shown, proving, ends=ends, dense=dense, trust=trust)
     return proof.model_copy(update={"other_weights": tuple(other_weights(file, source, kind))})
+
+
+def _check_tokens(file: Path, tokens: int, folder: Path, *, trust: bool) -> None:
+    """Refuse a checkpoint whose texts have tokens that a file lacks, or the other way round.
+
+    A file may lack rows of the embedding that no token of the tokenizer has.
+    """
+    rows = config_of(folder, trust=trust).get_text_config().vocab_size
+    if not min(rows, len(load_stored_tokenizer(folder))) <= tokens <= rows:
+        source = f"{'pruned ' if tokens < rows else ''}checkpoint that it was made of{way_to_source(file.parent)}"
+        raise UserError(f"{file} has {tokens:,} tokens and {folder} has {rows:,}: give --against the {source}")

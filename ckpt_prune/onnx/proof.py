@@ -14,10 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
-from ckpt_prune.checkpoint.model_folder import find_recorded_source, resolve_model
+from ckpt_prune.checkpoint.model_folder import find_recorded_source, resolve_model, way_to_source
 from ckpt_prune.common.check import run_check
 from ckpt_prune.common.errors import UserError, one_line
-from ckpt_prune.common.filenames import FRONTIER_COMMANDS, FRONTIER_PRUNED
 from ckpt_prune.common.formatting import format_distinctly
 from ckpt_prune.evaluation.batches import check_windows
 from ckpt_prune.evaluation.purpose import has_other_tokenizer
@@ -221,11 +220,9 @@ def find_source(folder: Path, manifest: Manifest) -> Path:
                 return place
         except UserError:  # another folder, or one that changed
             continue
-    is_made = manifest.source.name == FRONTIER_PRUNED and (folder / FRONTIER_COMMANDS).is_file()
-    where = f" (`sh {folder / FRONTIER_COMMANDS}` makes it there)" if is_made else ""
     raise UserError(
-        f"{folder} neither lies in nor beside {manifest.source.name}, which it was made from{where}: give --against "
-        "MODEL"
+        f"{folder} neither lies in nor beside {manifest.source.name}, which it was made from{way_to_source(folder)}: "
+        "give --against MODEL"
     )
 
 

@@ -188,6 +188,13 @@ def test_tokens_go_where_types_lose_more_and_the_recipe_makes_the_same_file(plac
     assert candidate["top1"] is None
     assert "drop all but 1,024 tokens" in found["sentence"]
     assert "; they predict other tokens than MODEL, so there is no median, 90% or top-1. " in output
+    against = ["--text", place / "held_out.txt", "--samples", 1, "--window", 48, "--against", place / "model"]
+    code, refused = run("validate", place / "fewer", *against)
+    made = f"`sh {place / 'fewer' / 'make.sh'}` makes {place / 'fewer' / 'pruned'}"
+    says = f"model.gguf has 1,024 tokens and {place / 'model'} has 2,048: give --against the pruned checkpoint that"
+    assert (code, f"{says} it was made of ({made})\n" in refused) == (2, True)
+    code, refused = run("validate", place / "fewer")
+    assert (code, f"the checkpoint that it was made from ({made})\n" in refused) == (2, True)
 
     monkeypatch.setattr("ckpt_prune.stages.vocabulary.settle.count_tokens", fail)
     monkeypatch.setattr("ckpt_prune.stages.vocabulary.settle.VocabularyChoice._lost", fail)

@@ -116,7 +116,7 @@ def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph
     assert lost < best["predicted_kl"] < 2 * lost
     monkeypatch.chdir(place / "narrow")
     code, output = run("validate", ".")
-    assert "which it was made from (`sh make.sh` makes it there): give --against MODEL" in output
+    assert "which it was made from (`sh make.sh` makes pruned): give --against MODEL" in output
     paste(printed, monkeypatch)
     assert Path("made/model_q4.onnx").read_bytes() == Path("model_q4.onnx").read_bytes()
     card, made = (Path(folder, "README.md").read_text() for folder in (".", "made"))
