@@ -5,12 +5,13 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib.util import find_spec
 from textwrap import wrap
 from typing import Any, ParamSpec, TypeVar
 
 from pydantic_core import PydanticUndefined
 
-from ckpt_prune.common.errors import to_user_error
+from ckpt_prune.common.errors import GgufFileError, to_user_error
 from ckpt_prune.common.progress import show_progress
 from ckpt_prune.options.option import GROUPS, Options, check_options, defining_class, shell_of
 
@@ -21,9 +22,15 @@ R = TypeVar("R")
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Raise UserError for an error of the system."""
+    """Raise UserError for an error of the system, and a better one for a GGUF file that `convert` does not take."""
     try:
         yield
+    except GgufFileError as error:
+        if find_spec("gguf") is not None:
+            from ckpt_prune.gguf.source import refuse_as_model
+
+            refuse_as_model(error.file)
+        raise
     except OSError as error:
         if error.errno == errno.EPIPE:  # nobody reads what is printed: click ends the program
             raise

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_prune.checkpoint.json_files import read_json_object
-from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.errors import GgufFileError, UserError
 
 QUANTISATION_KEY = "quantization_config"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
@@ -58,7 +58,8 @@ def refuse_gguf(path: Path) -> None:
             return
     if is_gguf(file):
         command = shlex.join(["ckpt-prune", "convert", str(file), "-o", f"{file.stem}-checkpoint"])
-        raise UserError(f"{file} is a GGUF file: `{command}` makes a checkpoint of it, which this command takes")
+        message = f"{file} is a GGUF file: `{command}` makes a checkpoint of it, which this command takes"
+        raise GgufFileError(message, file)
 
 
 def refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _UNREADABLE = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
@@ -10,6 +11,14 @@ _UNREADABLE = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, err
 
 class UserError(Exception):
     """Bad input: one line that names what is wrong and the remedy. The command line prints it and exits with code 2."""
+
+
+class GgufFileError(UserError):
+    """A GGUF file is given where a checkpoint is wanted."""
+
+    def __init__(self, message: str, file: Path) -> None:
+        super().__init__(message)
+        self.file = file
 
 
 class NoneLeftError(UserError):

@@ -96,7 +96,7 @@ class Keys:
         value = self.take(key)
         if isinstance(value, list):
             if len({str(each) for each in value}) != 1:
-                raise UserError(f"{self.where}: its blocks differ ({key}): prune the checkpoint that it was made from")
+                raise UserError(f"{self.where}: its blocks differ ({key}); prune the checkpoint that it was made from")
             value = value[0]
         value = absent if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST:

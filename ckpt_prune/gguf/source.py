@@ -95,6 +95,24 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
     )
 
 
+def refuse_as_model(path: Path) -> None:
+    """Refuse a file where a checkpoint is wanted and `convert` makes none of it, as far as its keys tell.
+
+    Raises:
+        UserError: it says why it is not converted and what to do, or that the file is damaged.
+    """
+    file = open_gguf(path)
+    try:
+        _config(file, _architecture(file))
+    except UserError as error:
+        reason = str(error).removeprefix(f"{path}: ").partition("; ")[0]
+        validated = f"`ckpt-prune validate {shlex.quote(str(path))} --against MODEL` compares the file with it"
+        raise UserError(
+            f"{path} is a GGUF file, and `convert` makes no checkpoint of it ({reason}): give the checkpoint that it "
+            f"was made from{f'; {validated}' if path.suffix == '.gguf' else ''}"
+        ) from None
+
+
 def comparison_with(
     path: Path, stock: StockCheckpoint, proving: ProofOptions, say: Announce, *, wanted: bool
 ) -> Compare | None:
@@ -161,7 +179,7 @@ def _architecture(file: GgufFile) -> Architecture:
             f"{file.path}: GGUF files of {str(name)[:60]} are not converted; of these they are: {convertible}"
         )
     if name == "openelm":
-        raise UserError(f"{file.path}: openelm is not converted: prune the checkpoint that the file was made from")
+        raise UserError(f"{file.path}: openelm is not converted; prune the checkpoint that the file was made from")
     # An OLMo 3 is an olmo2 with windows.
     windows = bool(file.values.get(f"{name}.attention.sliding_window"))
     return max(candidates, key=lambda each: each.window == windows)

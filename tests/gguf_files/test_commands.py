@@ -13,6 +13,7 @@ from ckpt_prune.cli.main import main
 from ckpt_prune.gguf import llama_cpp
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.runtimes.comparison import choose_windows, reference_logs
+from tests.gguf_files.test_source import edit_file
 from tests.gguf_files.tiny import proving, save
 
 
@@ -191,6 +192,30 @@ def test_a_command_that_is_given_a_file_names_convert(file, tmp_path, command, p
     named = f"{given} is a GGUF file: `ckpt-prune convert {given} -o {given.stem}-checkpoint` makes a checkpoint of it"
     assert named in output
     assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"general.architecture": "qwen3moe"}, "GGUF files of qwen3moe are not converted"),
+        ({"llama.expert_count": 4}, "llama.expert_count is '4', and no class of transformers is known to compute that"),
+        ({"llama.feed_forward_length": [48] * 5 + [32]}, "its blocks differ (feed_forward_length)"),
+    ],
+)
+def test_a_command_that_is_given_a_file_which_convert_refuses_says_why_and_does_not_name_it(
+    file, tmp_path, keys, reason
+):
+    given = edit_file(file, tmp_path / "m.gguf", **keys)
+    code, output = run("convert", given, "-o", tmp_path / "out")
+    assert (code, reason in output) == (2, True), output
+    text = ["--text", __file__]
+    for command in (["inspect", given], ["evaluate", given, *text], ["compare", given, given, *text]):
+        code, output = run(*command)
+        assert (code, output) == (
+            2,
+            f"Error: {given} is a GGUF file, and `convert` makes no checkpoint of it ({reason}): give the checkpoint "
+            f"that it was made from; `ckpt-prune validate {given} --against MODEL` compares the file with it\n",
+        )
 
 
 @pytest.mark.parametrize(

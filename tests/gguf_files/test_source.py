@@ -130,7 +130,7 @@ def test_whatever_is_written_over_a_header_is_read_or_refused(llama, place, byte
 def edit_file(file: Path, out: Path, **values: object) -> Path:
     """A copy of a file with other keys; None takes one away."""
     old = open_gguf(file)
-    writer = gguf.GGUFWriter(out, old.values["general.architecture"])
+    writer = gguf.GGUFWriter(out, (old.values | values)["general.architecture"])
     for key, value in (old.values | values).items():
         if key == "general.architecture" or value is None:
             continue
