@@ -351,9 +351,11 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         )
     if kind in GGUF_ROWS and any(shape.columns % _BLOCK for shape in shapes):
         shapes = tuple(shape._replace(columns=-(-shape.columns // _BLOCK) * _BLOCK) for shape in shapes)
+        # --for asks for rows that keep the type itself, which are multiples of 256 for many.
+        asked = f"for llama.cpp:{kind}" if GGUF_ROWS[kind] == _BLOCK else f"set spaces.mlp.multiple_of={_BLOCK}"
         notes.append(
-            f"columns are filled up with zeros to multiples of {_BLOCK} (prune with --for llama.cpp:{kind}, which "
-            "makes widths such multiples)"
+            f"columns are filled up with zeros to multiples of {_BLOCK} (prune with --{asked}, which makes widths such "
+            "multiples, unless units of all blocks are ranked in one list)"
         )
     if shapes != source.shapes:
         source = source.fill(shapes)

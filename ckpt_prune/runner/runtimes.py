@@ -39,7 +39,8 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
     rounded = ", ".join(f"{space} {multiple}" for space, multiple in multiples.items() if multiple > 1)
     if rounded:
         names = ", ".join([*(recipe.runs_on or []), *groups])
-        say(f"for {names} widths are multiples of these numbers: {rounded}")
+        but = f", but allocation {recipe.allocation} does not keep to them: take another" if recipe.ranks_blocks else ""
+        say(f"for {names} widths {'should be' if but else 'are'} multiples of these numbers: {rounded}{but}")
     return changed
 
 

@@ -5,7 +5,9 @@ import pytest
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.export import export_gguf
+from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.model.containers.opening import Opening, open_model
 from tests.gguf_files.tiny import LONGROPE, WINDOWED, proving, save
 from tests.pairs import first_of_each
 
@@ -93,6 +95,13 @@ def test_columns_are_filled_up_to_whole_blocks_of_a_type(tmp_path):
     exported = export_gguf(str(out), tmp_path / "m.gguf", proving(folder), kind="q8_0")
     assert exported.passed, exported.proof
     assert "zeros to multiples of 32 (prune with --for llama.cpp:q8_0, which makes" in "\n".join(exported.notes)
+    says = "zeros to multiples of 32 (prune with --set spaces.mlp.multiple_of=32, which makes widths such multiples, "
+    assert says in "\n".join(lay_out(open_model(str(out), Opening(trust=True)), "q4_k_m").notes)
+    out.rename(tmp_path / "odd")
+    even = open_model(str(prune_unevenly(folder, "spaces.mlp.multiple_of=32", recipe="flap")), Opening(trust=True))
+    widths = even.unit_counts("mlp")
+    assert widths == [64] * 6
+    assert "multiples of 32" not in "\n".join(lay_out(even, "q4_k_m").notes)
     tensors = open_gguf(exported.path).tensors
     assert {tensor.kind.name for name, tensor in tensors.items() if "ffn_down.weight" in name} == {"Q8_0"}
 
