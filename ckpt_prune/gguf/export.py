@@ -24,10 +24,18 @@ from ckpt_prune.gguf.importance import Importance, importance_of_statistics, rea
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.proof import prove
-from ckpt_prune.gguf.reading import open_gguf, type_of_file
+from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.tokenizer import load_stored_tokenizer, read_tokenizer
-from ckpt_prune.gguf.types import NO_OTHERS, default_type, describe_type, kinds_of, tensor_bytes, zero_bytes
+from ckpt_prune.gguf.types import (
+    NO_OTHERS,
+    default_type,
+    describe_type,
+    kinds_of,
+    tensor_bytes,
+    type_of_file,
+    zero_bytes,
+)
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.job.job import LiveSamples

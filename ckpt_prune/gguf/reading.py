@@ -85,17 +85,6 @@ def open_gguf(path: Path) -> GgufFile:
         raise UserError(f"cannot read {path} ({error.strerror or error})") from error
 
 
-def type_of_file(file: Path) -> str:
-    """The type of most bytes of the matrices in a file's blocks: the one whose limit a proof holds it to."""
-    sizes: dict[str, int] = {}
-    for name, tensor in open_gguf(file).tensors.items():
-        if len(tensor.shape) > 1 and name.startswith("blk."):
-            sizes[tensor.kind.name.lower()] = sizes.get(tensor.kind.name.lower(), 0) + tensor.bytes
-    if not sizes:
-        raise UserError(f"{file} has no matrices in blocks")
-    return max(sizes, key=lambda kind: sizes[kind])
-
-
 @cache
 def _is_decoded(kind: Kind) -> bool:
     """Whether gguf-py makes floats of a type."""

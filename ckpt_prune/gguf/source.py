@@ -25,8 +25,9 @@ from ckpt_prune.gguf.keys import MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.layout import GgufWeight, llama3_divisors
 from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
 from ckpt_prune.gguf.proof import prove
-from ckpt_prune.gguf.reading import GgufFile, open_gguf, type_of_file
+from ckpt_prune.gguf.reading import GgufFile, open_gguf
 from ckpt_prune.gguf.source_tokenizer import tokenizer_of
+from ckpt_prune.gguf.types import type_of_file
 from ckpt_prune.job.run import Announce
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.descriptions import known_families, load_family

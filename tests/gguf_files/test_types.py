@@ -18,11 +18,12 @@ from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.rounding import encode
-from ckpt_prune.gguf.types import OUTER, kinds_of, tensor_bytes
+from ckpt_prune.gguf.types import OUTER, kinds_of, tensor_bytes, type_of_file
 from ckpt_prune.job.layout import Output, layout_of
 from ckpt_prune.model.containers.container import stored_container
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.cost import cost_of
+from tests.gguf_files.test_source import edit_file
 from tests.gguf_files.tiny import proving, save
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "initializer_range": 0.03}
@@ -105,6 +106,12 @@ def test_rows_that_do_not_divide_get_other_types_and_a_line_says_so_before_work_
     exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="q4_k_m", proof=False)
     kinds = Counter(tensor.kind.name for tensor in open_gguf(exported.path).tensors.values())
     assert kinds == {"F32": 13, "Q5_0": 39, "Q8_0": 5}
+    assert type_of_file(exported.path) == "q4_k_m"
+    unstated = edit_file(exported.path, tmp_path / "unstated.gguf", **{"general.file_type": None})
+    assert type_of_file(unstated) == "f32"  # as its matrices were rewritten
+    proof = validate_gguf(exported.path, str(folder), proving(folder))
+    assert "no limit is put on what q4_k_m loses: it is measured" in proof.lines()
+    assert proof.passed
 
 
 def test_what_ggml_rounds_is_refused_before_work_where_it_is_not_installed(wide, tmp_path, monkeypatch):

@@ -3,7 +3,8 @@
 import pytest
 
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.reading import open_gguf, type_of_file
+from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.gguf.types import type_of_file
 from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.model.containers.opening import open_model
 from tests.gguf_files.tiny import WINDOWED, proving, save
