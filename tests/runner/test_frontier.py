@@ -130,6 +130,31 @@ def test_a_size_below_the_coarsest_types_and_fewest_columns_is_refused_at_once(p
     assert not list(place.glob("small*"))
 
 
+@pytest.mark.parametrize(
+    ("runtime", "module", "export"),
+    [
+        ("llama.cpp", "files", "--format gguf --dtype f32 -o OUT.gguf"),
+        ("onnxruntime", "graphs", "--dtype fp32 -o OUT"),
+        ("vllm", "checkpoints", None),
+    ],
+)
+def test_that_the_model_fits_as_it_is_is_said_before_the_work(place, monkeypatch, runtime, module, export):
+    monkeypatch.setattr(f"ckpt_prune.runner.frontier.{module}.open_staging", stop)
+    size = sum(4 * tensor.numel() for tensor in load_file(place / "model" / "model.safetensors").values())
+    if runtime == "llama.cpp":
+        code, output = run("export", place / "model", *export.split()[:-1], place / "whole.gguf", "--no-validate")
+        assert code == 0, output
+        size = (place / "whole.gguf").stat().st_size
+    _, output = run(*command(place, "fits", "--for", runtime, "--target-bytes", f"{size / 1e6 + 0.1:.3f}MB"))
+    how = "" if export is None else f" (`ckpt-prune export {place / 'model'} {export}`)"
+    said = f"in its own type MODEL takes {size / 1e6:.4g} MB{how}, and fits within "
+    assert said in output, output
+    assert output.index(said) < output.index(" steps: ")
+    _, output = run(*command(place, "fits", "--for", runtime, "--target-bytes", f"{size / 1e6 - 0.1:.3f}MB"))
+    assert " steps: " in output
+    assert "in its own type" not in output
+
+
 def test_a_size_that_nothing_reaches_is_said(place, monkeypatch):
     """Here between what a third of the columns would take and what is tried."""
     monkeypatch.setattr("ckpt_prune.runner.frontier.files.check_reach", lambda *_: None)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,6 +138,23 @@ def foresee_work(
         steps = [*steps, "the file" if files == 1 else f"about {files} files"]
         estimate = estimate_frontier(model, samples, options, files, limit).since_start()
         Notices()(f"{len(steps)} steps: {'; '.join(steps)}. This takes {estimate.line}")
+
+
+def say_if_whole_fits(options: FrontierOptions, limit: int | None, size: int, *words: str) -> None:
+    """Say that a model fits as it is, and by which words of `export` it is written, if it fits.
+
+    Args:
+        limit: bytes that are asked for; None: any.
+        size: bytes of what `export` writes in the checkpoint's own type.
+        words: options of `export`; none if nothing needs to be written.
+    """
+    if limit is None or size > limit or options.resume:
+        return
+    how = f" (`{shlex.join(['ckpt-prune', 'export', str(options.model), *words])}`)" if words else ""
+    Notices()(
+        f"in its own type MODEL takes {size / 1e6:.4g} MB{how}, and fits within {limit / 1e6:.4g} MB: stop this unless "
+        "it shall be smaller still, or faster"
+    )
 
 
 def as_named_in(folder: Path, options: Read) -> Read:

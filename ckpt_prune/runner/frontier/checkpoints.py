@@ -28,10 +28,19 @@ from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
 from ckpt_prune.model.containers.opening import open_fitted
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.options.commands import FrontierOptions, QuantizeOptions
 from ckpt_prune.options.data import words_of_windows
 from ckpt_prune.options.option import words_of_options
-from ckpt_prune.runner.frontier.asked import Texts, as_named_in, foresee_work, open_staging, read_target, read_texts
+from ckpt_prune.runner.frontier.asked import (
+    Texts,
+    as_named_in,
+    foresee_work,
+    open_staging,
+    read_target,
+    read_texts,
+    say_if_whole_fits,
+)
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.record import (
     MADE,
@@ -61,6 +70,7 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
     limit, loss = read_target(options, model)
     if limit is not None:
         check_reach(limit, model)
+    say_if_whole_fits(options, limit, cost_of(model).bytes)
     texts = read_texts(options, model, say)
     steps, files = ["importance of inputs", "what fewer bits lose"], 4 if limit is None else 3
     foresee_work(texts.options, model, texts.samples, steps, files, limit)

@@ -25,13 +25,21 @@ from ckpt_prune.gguf.llama_cpp import require_runtime
 from ckpt_prune.gguf.rounding import check_rounding
 from ckpt_prune.gguf.score import read_reference
 from ckpt_prune.gguf.timing import time_dense
+from ckpt_prune.gguf.types import default_type
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.recipe.sizes import Size
 from ckpt_prune.runner.file_budgets import CUT_FROM, FileBudgets, check_choosable, check_reach
-from ckpt_prune.runner.frontier.asked import foresee_work, open_staging, read_target, read_texts, read_time
+from ckpt_prune.runner.frontier.asked import (
+    foresee_work,
+    open_staging,
+    read_target,
+    read_texts,
+    read_time,
+    say_if_whole_fits,
+)
 from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
 from ckpt_prune.runner.frontier.graph_latency import AIM, ROOM, best_in_time, took
@@ -106,6 +114,9 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
     time, timed = read_time(options)
     if limit is not None:
         check_reach(limit, planner)
+    own = default_type(model.checkpoint)
+    words = "--format", "gguf", "--dtype", own, "-o", "OUT.gguf"
+    say_if_whole_fits(options, limit, planner.plan(own).bytes, *words)
     texts = read_texts(options, model, say)
     options, samples = texts.options, texts.samples
 

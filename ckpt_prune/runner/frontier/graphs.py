@@ -65,7 +65,14 @@ from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size, parse_size
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths, recipe_of
-from ckpt_prune.runner.frontier.asked import INPUTS, as_named_in, foresee_work, open_staging, read_time
+from ckpt_prune.runner.frontier.asked import (
+    INPUTS,
+    as_named_in,
+    foresee_work,
+    open_staging,
+    read_time,
+    say_if_whole_fits,
+)
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.record import (
@@ -112,6 +119,9 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
     task = choose_task(source.config, folder=source.path)
     check_padding(source.config, task)
     limit, loss = _read_target(options, source, task)
+    own: GraphType = "fp32" if source.dtype == torch.float32 else "fp16"
+    weights = sum(info.numel for info in source.tensors.values())
+    say_if_whole_fits(options, limit, weights * (4 if own == "fp32" else 2), "--dtype", own, "-o", "OUT")
     size, workload = _read_time(options, source)
     read = (*options.images, options.labels, *options.text, *options.held_out)
     check_output(
