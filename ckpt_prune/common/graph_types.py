@@ -11,6 +11,10 @@ FourToSixBits = Literal["iq4_xs", "iq4_nl", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_
 MixedGgufType = Literal[OneOrTwoBits, ThreeBits, FourToSixBits]
 GgufType = Literal[PlainGgufType, MixedGgufType]
 """Types of the matrices of a GGUF file. The mixtures have more bits in some matrices than in others."""
+GGUF_TYPES_IN_WORDS = (
+    f"{', '.join(get_args(PlainGgufType))}, or a mixture that llama.cpp rounds, such as q4_k_m: those listed from "
+    f"{get_args(MixedGgufType)[0]} to {get_args(MixedGgufType)[-1]}"
+)
 GGUF_ROWS = dict.fromkeys(get_args(MixedGgufType), 256) | dict.fromkeys(
     ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"), 32
 )

@@ -7,7 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 from pydantic import BeforeValidator, ConfigDict, WithJsonSchema, field_serializer, field_validator, model_validator
 
 from ckpt_prune.common.fields import Strict
-from ckpt_prune.common.graph_types import ROUNDED_TYPES, ExportType, GgufType, GraphType, OtherTypes, TensorType
+from ckpt_prune.common.graph_types import (
+    GGUF_TYPES_IN_WORDS,
+    ROUNDED_TYPES,
+    ExportType,
+    GgufType,
+    GraphType,
+    OtherTypes,
+    TensorType,
+)
 from ckpt_prune.common.ratios import Ratio
 from ckpt_prune.options.option import GRAPH, MODEL, Accepts, as_tuple, option
 
@@ -78,11 +86,13 @@ class GraphSettings(Strict):
         Accepts[ExportType | Sequence[ExportType], tuple[ExportType, ...]],
         BeforeValidator(as_tuple),
         WithJsonSchema(_ONE_OR_SEVERAL),
-    ] = option(default=())
-    """Type of the weights and of the computation. May be repeated: each makes a graph in OUT. int8: inputs are rounded
-    to 8 bits, too; those of text as they come, those of images to ranges measured on --images. int4: weights in blocks
-    of 4 bits. q4f16: the same, computed in fp16. For gguf f32, f16, bf16, q8_0, q4_0, q4_1, or a mixture from q2_k to
-    q6_k, such as q4_k_m, that llama.cpp rounds. [default: fp32; for gguf that of the checkpoint]"""
+    ] = option(
+        default=(),
+        description="Type of the weights and of the computation. May be repeated: each makes a graph in OUT. int8: "
+        "inputs are rounded to 8 bits, too; those of text as they come, those of images to ranges measured on "
+        "--images. int4: weights in blocks of 4 bits. q4f16: the same, computed in fp16. For gguf "
+        f"{GGUF_TYPES_IN_WORDS}. [default: fp32; for gguf that of the checkpoint]",
+    )
     cache: bool | None = option(default=None)
     """Make keys and values of earlier tokens inputs and outputs. [default: if the model generates text]"""
     optimize: Literal["cpu", "cuda", "none"] = option(default="none")

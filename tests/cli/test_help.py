@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
@@ -14,6 +15,7 @@ from ckpt_prune.api.commands import prune
 from ckpt_prune.api.function import group_of
 from ckpt_prune.cli.command import Command
 from ckpt_prune.cli.main import main
+from ckpt_prune.common.graph_types import MixedGgufType
 from ckpt_prune.options.option import check_options, flags_of, shell_of
 from tests.cli.running import ok, run
 
@@ -66,6 +68,15 @@ def test_examples_parse(name):
         given = EVERY[name].make_context(name, words[len(name.split()) :]).params
         given.pop("as_json", None)
         check_options(EVERY[name].options, {key: value for key, value in given.items() if value not in (None, ())})
+
+
+def test_the_types_of_files_that_are_named_are_those_that_are_listed():
+    page = " ".join(ok("export", "-h").split())
+    listed = re.search(r"--dtype \[([^]]+)\]", page)[1].split("|")
+    named, first, last = re.search(r"For gguf (.+?), or a mixture .* listed from (\w+) to (\w+)\.", page).groups()
+    mixtures = listed[listed.index(first) : listed.index(last) + 1]
+    assert [*named.split(", "), *mixtures] == listed[listed.index("f32") :]
+    assert mixtures == list(get_args(MixedGgufType))
 
 
 def test_version():
