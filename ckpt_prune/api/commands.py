@@ -355,9 +355,10 @@ def evaluate(options: EvaluateOptions) -> "Result":
 def compare(options: CompareOptions) -> "Comparison":
     """Compare what leaves every block of B with what leaves that of A, usually the dense model, on the same samples.
 
-    Both models have the same depth and hidden size. B may be an output of this tool, or a model that another tool
-    pruned, quantized or trained and saved as plain weights. Both run side by side, one block of each in memory at a
-    time.
+    Both models have the same hidden size and, but for an output of this tool that lost whole blocks, the same depth. B
+    may be an output of this tool, or a model that another tool pruned, quantized or trained and saved as plain weights.
+    Both run side by side, one block of each in memory at a time. Where B lost blocks, each of its blocks stands for
+    those of A that the table names: the one that it was, and those that are gone behind it.
 
     MSE is the mean squared difference of hidden states. Relative error is the squared difference over A's squared
     length. Cosine is the mean over tokens. CKA is linear centred kernel alignment, which no rotation of the states

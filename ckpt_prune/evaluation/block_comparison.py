@@ -44,14 +44,24 @@ class SharesOfError:
 
 @dataclass(frozen=True)
 class BlockComparison:
-    """How alike the hidden states are that leave a block, and where their difference comes from."""
+    """How alike the hidden states are that leave a block, and where their difference comes from.
+
+    Attributes:
+        reference: the reference's blocks that it stands for, if these have other numbers: more than one where it lost
+            blocks behind this one.
+    """
 
     block: int
     states: Similarity
     errors: SharesOfError
+    reference: Sequence[int] = ()
+
+    @property
+    def partners(self) -> list[int]:
+        return [*self.reference] or [self.block]
 
     def data(self) -> dict[str, Any]:
-        return {"block": self.block, **asdict(self.states), **asdict(self.errors)}
+        return {"block": self.block, "reference_blocks": self.partners, **asdict(self.states), **asdict(self.errors)}
 
 
 @dataclass(frozen=True)
@@ -95,17 +105,21 @@ def compare(
 ) -> Comparison:
     """Run two models side by side and compare what leaves every block, and the outputs.
 
-    Both have as many blocks and hidden dimensions, in the same basis. Every block of both is run once, and the
-    reference's on the model's states, too. Memory: two blocks, the hidden states of both and of that run, and in the
-    end everything outside the blocks of both with the outputs of `readout.READOUT_TOKENS` tokens.
+    Both have as many hidden dimensions, in the same basis, and as many blocks, but for those that the reference's view
+    skips. Every block of both is run once, and the reference's on the model's states, too. Memory: two blocks, the
+    hidden states of both and of that run, and in the end everything outside the blocks of both with the outputs of
+    `readout.READOUT_TOKENS` tokens.
     """
     theirs, ours = (each.stream(samples, compute_dtype, allocate=allocate) for each in (reference, model))
     comparisons: list[BlockComparison] = []
     between = allocate(tuple(ours.states.shape), ours.states.dtype)
     for block in track(range(model.model.blocks), "comparing", total=model.model.blocks):
         entering = sum(_distance(theirs.states[rows], ours.states[rows]) for _, rows in ours.batches)
-        tensors = reference.block(block)
-        theirs.pass_through(theirs.factory.build_block(block, tensors), block, ours.states, between)
+        tensors, states, numbers = dict[str, Tensor](), ours.states, list[int]()
+        for number, tensors in reference.stretch(block):
+            theirs.pass_through(theirs.factory.build_block(number, tensors), number, states, between)
+            states = between
+            numbers.append(number)
         theirs.advance(block, tensors)
         ours.advance(block, model.block(block))
         sums = StateSimilarity()
@@ -115,7 +129,8 @@ def compare(
             sum(_distance(a[rows], b[rows]) if b is not None else _energy(a[rows]) for _, rows in ours.batches)
             for a, b in ((theirs.states, between), (between, ours.states), (theirs.states, None))
         )
-        comparisons.append(BlockComparison(block, sums.figures(), SharesOfError.of(entering, carried, own, energy)))
+        errors = SharesOfError.of(entering, carried, own, energy)
+        comparisons.append(BlockComparison(block, sums.figures(), errors, () if numbers == [block] else numbers))
     readout = theirs.readout()
     (divergence,) = measure_divergences(readout, theirs.states, samples, [(ours.readout(), ours.states)])
     return Comparison(

@@ -1,6 +1,6 @@
 """The section about a comparison of two models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.evaluation.block_comparison import BlockComparison, Comparison
@@ -28,8 +28,13 @@ def show_comparison(comparison: Comparison) -> Section:
         "growth": lambda block: block.errors.growth,
     }
     picks = [*columns.values(), *shares.values()]
+    others = any(each.reference for each in comparison.blocks)
     rows = [
-        [str(each.block), *(MISSING if (value := pick(each)) is None else f"{value:.4g}" for pick in picks)]
+        [
+            str(each.block),
+            *([_name(each.partners)] if others else []),
+            *(MISSING if (value := pick(each)) is None else f"{value:.4g}" for pick in picks),
+        ]
         for each in comparison.blocks
     ]
     figures = [
@@ -49,5 +54,9 @@ def show_comparison(comparison: Comparison) -> Section:
         f"{what} {comparison.divergence:.4g}{' nats' if comparison.logits else ''}, mean over "
         f"{plural(comparison.samples, 'sample')} of {plural(comparison.tokens, 'token')}"
     )
-    table = Table(["block", *columns, *shares], rows)
+    table = Table(["block", *(["of A"] if others else []), *columns, *shares], rows)
     return Section("Hidden states, block by block", [sentence], tables=[table], figures=figures)
+
+
+def _name(blocks: Sequence[int]) -> str:
+    return str(blocks[0]) if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"

@@ -1,6 +1,6 @@
 """A model as blocks are read from it and run: as it is stored, or in another basis of its residual stream."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,6 +58,14 @@ class ModelView:
         # Blocks in another basis are built as the output's are, which may have biases that nothing is absorbed into.
         fill_biases(self.model.family, block, self.container.biases, tensors)
         return tensors
+
+    def stretch(self, block: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield what the stream runs as one block: numbers and tensors, with those that are left out behind it."""
+        if self.skips is None:
+            yield block, self.block(block)
+            return
+        for number in self.skips.dense_range(block):
+            yield number, self.skips.whole.read_block(number)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         return (self.model.checkpoint if self.basis is None else self.basis).read(names)

@@ -1,6 +1,7 @@
 """Whole blocks that go, from the command line."""
 
 import json
+import re
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,27 @@ def test_a_dry_run_says_how_many_and_what_is_measured(here) -> None:
         "unless you say --samples)",
         "everything that needs no measuring is checked, nothing written",
     ]
+
+
+def test_a_block_is_compared_with_those_that_it_stands_for(here) -> None:
+    ok(*GIVEN, "-o", "out")
+    table = ok("compare", "deep", "out", *TEXT).splitlines()
+    rows = [re.split(r" {2,}", line.strip())[:2] for line in table[:4]]
+    assert rows == [["block", "of A"], ["0", "0 to 1"], ["1", "2 to 4"], ["2", "5"]]
+    blocks = json.loads(ok("compare", "deep", "out", *TEXT, "--json"))["blocks"]
+    assert [each["reference_blocks"] for each in blocks] == [[0, 1], [2, 3, 4], [5]]
+    ids, dense = windows(), stock(Path("deep"))
+    theirs, ours = states(dense, ids), states(stock(Path("out")), ids)
+    for each, (first, end) in zip(blocks, [(0, 2), (2, 5), (5, 6)], strict=True):
+        stretch, number = stock(Path("deep")), each["block"]
+        stretch.model.layers = stretch.model.layers[first:end]
+        stretch.model.layers[0].register_forward_pre_hook(lambda _, args, at=number: (ours[at], *args[1:]))
+        carried = states(stretch, ids)[-1]
+        expected = ((theirs[end] - carried).norm(), (carried - ours[number + 1]).norm())
+        # Where both enter alike nothing is carried on.
+        shares = [float(part / theirs[end].norm()) for part in expected]
+        assert [each["input_error"], each["local_error"]] == pytest.approx(shares, rel=1e-4, abs=1e-6)
+    assert blocks[0]["growth"] is None
 
 
 def test_two_gaps_and_their_maps(here) -> None:
