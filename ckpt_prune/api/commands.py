@@ -379,7 +379,7 @@ def inspect(options: InspectOptions) -> "Description | PartsDescription":
     An encoder-decoder has two stacks of blocks: both are printed, unless --part names one. Only the config and the
     headers of the weights are read, unless --sparsity is given. For counting, a folder with nothing but a config.json
     is enough. If MODEL's family has no description, the output says which family it is like,
-    what differs, and which description to start from. Of a folder that `export` wrote, the graphs are printed: types,
+    what differs, and which description to start from. For a folder that `export` wrote, the graphs are printed: types,
     bytes, what they were made from, and whether they were proven.
     """
     refuse_inspect(options)

@@ -27,7 +27,7 @@ FRONTIER_RECORD = "frontier.json"
 """Record of a folder that `frontier` wrote: its source, and all that it measured."""
 
 FRONTIER_FILE, FRONTIER_COMMANDS, FRONTIER_PRUNED = "model.gguf", "make.sh", "pruned"
-"""What else is there: the best file, the commands that make it, and the smaller model that they may make it of."""
+"""Other names there: the best GGUF file, the commands that make it again, and the pruned model that these write."""
 
 VALIDATION = "validation.json"
 """Result of comparing an exported graph with PyTorch."""

@@ -147,7 +147,7 @@ def test_blocks_of_one_kind_may_go(hybrid: str) -> None:
 
 
 def test_the_stream_behind_linear_attention_is_what_the_mlp_reads(place: Path) -> None:
-    """What target drift fits it to: not the block's output, as of an mlp."""
+    """Target drift fits linear attention to the stream in front of the mlp, not to the block's output."""
     with quiet_transformers():
         make_model("qwen3_next").save_pretrained("hybrid")
     model, samples = open_model("hybrid"), TokenWindows(torch.randint(3, 40, (2, 9)))

@@ -99,7 +99,7 @@ def test_what_llama_cpp_reads_is_written_and_read_again(model, statistics, tmp_p
 
 
 def test_every_expert_has_an_importance_of_its_own(tmp_path):
-    """Of its own tokens; each is rounded by it, and the router is not."""
+    """It is measured on the expert's own tokens, and lowers the weighed error of each. The router has none."""
     folder = save(tmp_path / "mixture", "qwen3_moe", **MIXTURE | {"norm_topk_prob": True, "num_hidden_layers": 2})
     statistics = families.calibrate(folder, tmp_path / "stats", collect=("moments", "linears"))
     model = opened(folder)

@@ -40,7 +40,7 @@ logarithm in nats is not made."""
 CLOSE = 1.15
 """For a loss, what is made is chosen again if it loses less than allowed by more than this factor, or too much."""
 STEEPEST = 3.0
-"""What is allowed for a loss changes by the measured change to this power at most, and to its inverse at least."""
+"""The largest exponent of a correction that two tries tell; the smallest is its inverse."""
 USUAL_LOSS = 0.05
 """Growth of the perplexity that is allowed if neither a size nor a loss is asked for."""
 SMALLEST = ("smallest within the loss", "smallest within the loss, second try", "smallest within the loss, third try")
@@ -66,9 +66,9 @@ def choose_for_loss(
 ) -> Iterator[tuple[str, T]]:
     """Yield names, each with what a budget chooses, until what is made keeps closely to `loss`.
 
-    Predictions of all weights at once are off by much the same factor: the second loss is corrected by it, to the
-    middle of what is close. From two tries the third is told by a secant of their logarithms. It ends, too, if no
-    choice is left, or it is the one before.
+    Predictions of all weights at once are off by much the same factor, which corrects the second try. The third follows
+    a secant through the logarithms of the first two. Both aim at the middle of what is close. It also ends if no choice
+    is left, or if a choice repeats.
 
     Args:
         results: what was measured; the caller adds what it makes for each name.
@@ -94,13 +94,13 @@ def choose_for_loss(
 
 
 def _correction(tries: Sequence[tuple[float, float]]) -> float:
-    """Return the growth of what is allowed for one of what is measured, of their logarithms in the last two tries."""
+    """Return the slope of the logarithm of what is allowed over that of what is measured, in the last two tries."""
     if len(tries) < 2:
         return 1.0
     (before, lost_before), (after, lost) = tries[-2:]
     rise = math.log(lost / lost_before)
     slope = math.log(after / before) / rise if rise else 1.0
-    # A noisy pair of tries does not lead astray.
+    # Noise may make it far too steep or flat.
     return min(max(slope, 1 / STEEPEST), STEEPEST)
 
 
