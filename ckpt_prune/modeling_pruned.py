@@ -304,17 +304,13 @@ class PrunedMixin:
         if getattr(model, model.base_model_prefix, model) is model:  # loaded without the head that the path begins at
             path = path.removeprefix(f"{model.base_model_prefix}.")
         layers = model.get_submodule(path)
-        module: Any
         for index in range(len(layers)):
             own = layer_config(config, index)
             layer = make_block(layers[index], own, blocks, index)
-            for name, buffer in layers[index].named_buffers():  # some models give their blocks what these do not make
-                owner, _, attribute = name.rpartition(".")
-                module = _find(layer, owner)
-                if module is not None and not hasattr(module, attribute):
-                    module.register_buffer(attribute, buffer.clone(), persistent=False)
+            _copy_buffers(layers[index], layer)
             # transformers that know the key always have something under it.
             uneven = getattr(config, "is_heterogeneous", bool(getattr(config, "per_layer_config", None)))
+            module: Any
             for module in layer.modules():
                 if hasattr(module, "config"):
                     module.config = BlockConfig(shared, own) if uneven else shared
@@ -725,6 +721,15 @@ def _find(layer: nn.Module, path: str) -> nn.Module | None:
         return layer.get_submodule(path)
     except AttributeError:
         return None
+
+
+def _copy_buffers(stock: nn.Module, layer: nn.Module) -> None:
+    """Give a block the buffers that the stock model gives its blocks, which these do not make themselves."""
+    for path, buffer in stock.named_buffers():
+        owner, _, name = path.rpartition(".")
+        module = _find(layer, owner)
+        if module is not None and not hasattr(module, name):
+            module.register_buffer(name, buffer.clone(), persistent=False)
 
 
 def _set(layer: nn.Module, path: str, module: nn.Module) -> None:

@@ -139,16 +139,21 @@ def _download(model: str, *, config_alone: bool = False) -> Path:
 
 def find_recorded_source(folder: Path) -> Path | None:
     """Return the checkpoint that the best file of a folder of `frontier` was made of; None if it is no longer there."""
-    record = folder / FRONTIER_RECORD
-    source = read_json_object(record).get("source") if record.is_file() else None
-    return folder / source if isinstance(source, str) and (folder / source / "config.json").is_file() else None
+    source = _recorded_place(folder)
+    return folder / source if source is not None and (folder / source / "config.json").is_file() else None
 
 
 def way_to_source(folder: Path) -> str:
     """Return, in brackets, the command that makes what the best file of a folder of `frontier` was made of; or none."""
-    record, commands = folder / FRONTIER_RECORD, folder / FRONTIER_COMMANDS
-    is_made = record.is_file() and read_json_object(record).get("source") == FRONTIER_PRUNED and commands.is_file()
+    commands = folder / FRONTIER_COMMANDS
+    is_made = _recorded_place(folder) == FRONTIER_PRUNED and commands.is_file()
     return f" (`sh {shlex.quote(str(commands))}` makes {folder / FRONTIER_PRUNED})" if is_made else ""
+
+
+def _recorded_place(folder: Path) -> str | None:
+    record = folder / FRONTIER_RECORD
+    place = read_json_object(record).get("source") if record.is_file() else None
+    return place if isinstance(place, str) else None
 
 
 def holds_graphs(folder: Path) -> bool:

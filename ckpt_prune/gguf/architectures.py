@@ -118,8 +118,6 @@ _SOFTCAPS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Keys of config.json that say how many experts the mixtures here have."""
 _CHOSEN = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
 
@@ -184,6 +182,8 @@ ARCHITECTURES = (
                  {"norm_topk_prob": (False,), "clip_qkv": (None,)}, counts=_CHOSEN, whole=("heads", "kv_heads")),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
+EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.counts}
+"""Keys of config.json that say how many experts the mixtures here have."""
 
 _DECI = dict.fromkeys(("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), LLAMA)
 DIFFERENT = (

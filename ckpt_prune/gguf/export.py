@@ -221,7 +221,8 @@ def validate_gguf(
     """
     require_runtime()
     source = open_model(against, Opening(trust, packed=True))
-    kind, folder, opened = type_of_file(file), source.checkpoint.whole, open_gguf(file)
+    folder, opened = source.checkpoint.whole, open_gguf(file)
+    kind = type_of_file(opened)
     tokens = len(opened.values.get("tokenizer.ggml.tokens", ()))
     _check_tokens(file, tokens, folder, trust=trust)
     ends: tuple[int, ...] = ()

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
-from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, OUTPUT, QUERY, VALUE, Architecture
+from ckpt_prune.gguf.architectures import (
+    ARCHITECTURES,
+    DIFFERENT,
+    EXPERTS,
+    KEY,
+    MIXTRAL,
+    OUTPUT,
+    QUERY,
+    VALUE,
+    Architecture,
+)
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import changes_of_config, refusal
@@ -20,11 +30,10 @@ from ckpt_prune.model.skeleton import is_stored_buffer
 
 _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
-_OF_EXPERTS = (
-    *("mlp.experts.gate_proj", "mlp.experts.up_proj"),
-    *("block_sparse_moe.experts.w1", "block_sparse_moe.experts.w3"),
+_OF_EXPERTS, _DOWN_OF_EXPERTS = (
+    tuple(module for module, tensor in (EXPERTS | MIXTRAL).items() if tensor in tensors)
+    for tensors in (("ffn_gate_exps", "ffn_up_exps"), ("ffn_down_exps",))
 )
-_DOWN_OF_EXPERTS = ("mlp.experts.down_proj", "block_sparse_moe.experts.w2")
 _DOWN = ("mlp.down_proj", "mlp.c_proj", *_DOWN_OF_EXPERTS)
 _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _ORIGINAL = "original_max_position_embeddings"

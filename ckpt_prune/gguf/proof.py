@@ -109,10 +109,11 @@ def _allowed_kl(folder: Path, kind: str, *, trust: bool, same_weights: bool) -> 
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if kind == "f32" and activation in TANH_GELU:
         kind = "f16"
-    if kind not in ("f32", "f16", "bf16") and any(getattr(config, key, None) for key in EXPERT_COUNTS):
-        return None
-    if same_weights and kind not in ("f32", "f16", "bf16"):
-        return _SAME_WEIGHTS
+    if kind not in ("f32", "f16", "bf16"):
+        if any(getattr(config, key, None) for key in EXPERT_COUNTS):
+            return None
+        if same_weights:
+            return _SAME_WEIGHTS
     return LARGEST_KL.get(kind)
 
 

@@ -51,12 +51,12 @@ def encode(name: str, tensor: Tensor, kind: Kind, importance: Array | None = Non
     Raises:
         UserError: a weight is NaN, Inf, or beyond float16.
     """
-    if not all_finite(tensor):
-        raise UserError(f"{name} has NaN or Inf: repair the checkpoint first")
     if importance is not None and importance.ndim > 1:
         for part, own in zip(tensor, importance, strict=True):
             yield from encode(name, part, kind, own)
         return
+    if not all_finite(tensor):
+        raise UserError(f"{name} has NaN or Inf: repair the checkpoint first")
     rows = tensor.reshape(-1, tensor.shape[-1])
     size = max(1, _CHUNK // rows.shape[1])
 

@@ -146,7 +146,7 @@ def comparison_with(
 
 def _compare(path: Path, proving: ProofOptions, ends: Sequence[int], folder: Path) -> RuntimeProof:
     try:
-        proof = prove(path, folder, type_of_file(path), proving, ends=ends, same_weights=True)
+        proof = prove(path, folder, type_of_file(open_gguf(path)), proving, ends=ends, same_weights=True)
     except UserError as error:
         raise UserError(f"{error}; nothing is written (--no-validate leaves the comparison out)") from error
     # Both have the same weights: what the file's own rounding in llama.cpp costs is no loss of the checkpoint.

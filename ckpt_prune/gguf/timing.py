@@ -108,9 +108,7 @@ def time_types(
     layout = lay_out(planner.model, _BASE)
     untimed = _untimed(layout, timed)
     counted = {
-        name: weight
-        for name, weight in layout.tensors.items()
-        if len(weight.shape) == 2 and is_matrix(name, weight) and name not in untimed
+        name: weight for name, weight in layout.tensors.items() if is_matrix(name, weight) and name not in untimed
     }
 
     def names_for(kind: Kind) -> list[str]:

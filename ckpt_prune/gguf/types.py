@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Container, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import gguf
@@ -16,7 +15,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType, OtherTypes, TensorType
 from ckpt_prune.gguf.layout import GgufWeight, Layout
 from ckpt_prune.gguf.mixtures import FALLBACKS, LEAST, MIXTURES, MatrixPlace, Mixture
-from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.gguf.reading import GgufFile
 
 OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
@@ -45,22 +44,21 @@ def file_type(chosen: GgufType) -> int:
     return int(gguf.LlamaFileType["ALL_F32" if chosen == "f32" else f"MOSTLY_{chosen.upper()}"])
 
 
-def type_of_file(file: Path) -> str:
+def type_of_file(file: GgufFile) -> str:
     """The type of a file: what it says of rounded weights, else the type of most bytes of the matrices in its blocks.
 
     A mixture whose rows do not divide has mostly other types. It is the one whose limit a proof holds the file to.
     """
-    opened = open_gguf(file)
-    stated = opened.values.get("general.file_type")
+    stated = file.values.get("general.file_type")
     kind: str | None = next((each for each in GGUF_ROWS if file_type(each) == stated), None)
     if kind is not None:
         return kind
     sizes: dict[str, int] = {}
-    for name, tensor in opened.tensors.items():
+    for name, tensor in file.tensors.items():
         if len(tensor.shape) > 1 and name.startswith("blk."):
             sizes[tensor.kind.name.lower()] = sizes.get(tensor.kind.name.lower(), 0) + tensor.bytes
     if not sizes:
-        raise UserError(f"{file} has no matrices in blocks")
+        raise UserError(f"{file.path} has no matrices in blocks")
     return max(sizes, key=lambda kind: sizes[kind])
 
 

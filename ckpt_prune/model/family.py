@@ -283,8 +283,8 @@ class Family(StrictModel):
         """
         attention = self.attention
         labels = {attention.value: "v", attention.key: "k", attention.query: "q", attention.output: "o"}
-        for space in self.consumers.values():
-            if space.units == "linear_heads":
+        for name, space in self.consumers.items():
+            if name == "linear_heads":
                 labels |= dict.fromkeys(space.readers, "in") | {space.consumer: "out"}
             elif space.consumer not in labels:
                 *gates, up = dict.fromkeys(space.readers)
@@ -315,7 +315,7 @@ class Family(StrictModel):
 
     @property
     def blocks_prefix(self) -> str:
-        """What the on-disk names of all blocks' tensors begin with."""
+        """The start that the on-disk names of all blocks' tensors have in common."""
         return self.block.partition("{block}")[0]
 
     def scale(self, block: int, space: SpaceName) -> str | None:

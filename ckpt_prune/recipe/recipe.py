@@ -472,17 +472,17 @@ class Recipe(Strict):
         pruned = {name: settings for name, settings in self.spaces.items() if settings.ratio != 0}
         if self.allocation == "least-error" and pruned and len(pruned) < len(self.spaces):
             return self._with_spaces(pruned).at(family)
-        # What is said of columns of experts is said of those of an mlp in place of experts, and what is said of heads
-        # of those of linear attention, if nothing else is.
-        for other, named in ALIKE.items():
-            varies = (self.widths != "uniform" or self.ranks_blocks) and family.spaces.get(other)
-            if (
-                other in prunable
-                and named in self.spaces
-                and other not in self.spaces
-                and not (varies and varies.uniform)
-            ):
-                return self._with_spaces({**self.spaces, other: self.spaces[named]}).at(family)
+        # An mlp in place of experts has their settings, and heads of linear attention those of heads, by default. They
+        # stay whole where blocks may differ and the model has room for one width of them.
+        may_differ = self.widths != "uniform" or self.ranks_blocks
+        added = {
+            other: self.spaces[named]
+            for other, named in ALIKE.items()
+            if named in self.spaces and other in prunable - self.spaces.keys()
+            if not (may_differ and family.spaces[other].uniform)
+        }
+        if added:
+            return self._with_spaces(self.spaces | added).at(family)
         # One config key says their width: what is said of the first is said of the others.
         alike = [recipe_space(name) for name, space in family.spaces.items() if space.units in family.together]
         shared = next((self.spaces[name] for name in alike if name in self.spaces), None)

@@ -8,7 +8,6 @@ from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.gguf.layout import CannotMapError, lay_out
 from ckpt_prune.job.prepared import Prepared
 from ckpt_prune.model.model import Model
-from ckpt_prune.model.runtimes import RUNTIMES
 from ckpt_prune.runner.column_budgets import BY_BUDGET
 from ckpt_prune.stages.export.keys import Export
 from ckpt_prune.stages.quantize.choosing import linear_weights
@@ -61,8 +60,6 @@ def _is_checkpoint(prepared: Prepared) -> bool:
 
 def _has_file(model: Model, kind: GgufType) -> bool:
     """Whether llama.cpp computes a model; no weight is read."""
-    if model.family.model_type not in (RUNTIMES["llama.cpp"].families or ()):
-        return False
     try:
         lay_out(model, kind)
     except CannotMapError:

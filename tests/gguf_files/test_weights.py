@@ -21,7 +21,7 @@ def save_as_gguf(folder, kind, model_type="llama"):
 
 
 def wrong(file, model):
-    return other_weights(file, model, type_of_file(file))
+    return other_weights(file, model, type_of_file(open_gguf(file)))
 
 
 @pytest.mark.parametrize(("kind", "model_type"), dealt(TYPES, FAMILIES))

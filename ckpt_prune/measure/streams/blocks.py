@@ -51,7 +51,7 @@ class BlockFactory:
         self.family, self.config = model.family, model.config
         self.names = Names(self.skeleton)
         self._layers: Any = self.skeleton.get_submodule(self.family.layers)
-        self._buffers: dict[tuple[int, int | None], dict[str, Tensor]] = {}
+        self._buffers: dict[tuple[int, tuple[int, ...]], dict[str, Tensor]] = {}
         self._facts = block_facts(self.family, model.dimension)
         self._experts = self.family.expert_modules
         of_block = re.escape(self.family.block).replace(re.escape("{block}"), r"(\d+)")
@@ -92,7 +92,8 @@ class BlockFactory:
             if experts:
                 split_experts(module, self.family.experts, self.family.model_type, len(experts))
         self.fill(module, f"{self.family.layers}.{index}", tensors, dtype=dtype)
-        self._give_buffers(module, layer_config, index, widths.get("linear_heads"))
+        as_wide = tuple(widths[name] for name, space in self.family.spaces.items() if space.uniform and name in widths)
+        self._give_buffers(module, layer_config, index, as_wide)
         return module.eval()
 
     def find_experts(self, block: nn.Module) -> SplitExperts | None:
@@ -111,28 +112,22 @@ class BlockFactory:
             return recipe_space(key)
         return self._experts[key][1] if key in self._experts else key
 
-    def _give_buffers(self, block: nn.Module, config: "PreTrainedConfig", index: int, heads: int | None) -> None:
+    def _give_buffers(self, block: nn.Module, config: "PreTrainedConfig", index: int, as_wide: tuple[int, ...]) -> None:
         """Make the buffers of a block that no checkpoint stores, also those that the model gives its blocks.
 
         Args:
-            heads: of linear attention, which some buffers are as wide as; None: the block has none.
+            as_wide: widths that some of these have (`Space.uniform`).
         """
         buffers = dict(block.named_buffers())
         given = [name for name, _ in self._layers[index].named_buffers() if name not in buffers]
         lacking = [name for name, buffer in buffers.items() if buffer.is_meta] + given
-        if lacking and (index, heads) not in self._buffers:
-            self._buffers[index, heads] = {
-                name: buffer.to(self.device)
-                for name, buffer in self._real(
-                    config,
-                    self.config if heads is None else config,
-                    index,
-                    bool(given) or self.family.stage is not None,
-                ).named_buffers()
-            }
+        if lacking and (index, as_wide) not in self._buffers:
+            within, whole = bool(given) or self.family.stage is not None, config if as_wide else self.config
+            real = self._real(config, whole, index, within)
+            self._buffers[index, as_wide] = {name: buffer.to(self.device) for name, buffer in real.named_buffers()}
         for path in lacking:
             owner, _, name = path.rpartition(".")
-            block.get_submodule(owner).register_buffer(name, self._buffers[index, heads][path], persistent=False)
+            block.get_submodule(owner).register_buffer(name, self._buffers[index, as_wide][path], persistent=False)
 
     def _real(self, config: "PreTrainedConfig", whole: "PreTrainedConfig", index: int, within: bool) -> nn.Module:
         """Return a block with real buffers and no parameters, by itself or as it is within the model.

@@ -420,14 +420,15 @@ class Describer:
         self.add_dimension("linear_heads", count, [key])
         own = key.partition("_")[0]  # runs of several sizes add up in many ways, if any dimension counts
         named = {name: size for name, size in self.named_sizes(sizes).items() if name.startswith(("linear", own))}
-        places, owner = self._places(run, trace, unit, count, named), trace.consumer.rpartition(".")[0]
+        places = self._places(run, trace, unit, count, named)
         if places is None:
             return "its heads lie in an order that a description cannot say"
+        mixer = run.block.get_submodule(trace.consumer.rpartition(".")[0])
         self.spaces["linear_heads"] = {
             "units": "linear_heads",
             **places,
             "config": {key: [], **of_all},
-            **({"uniform": True} if [*run.block.get_submodule(owner).buffers()] else {}),
+            **({"uniform": True} if [*mixer.buffers()] else {}),
             **self._effect(run, trace),
         }
         return None

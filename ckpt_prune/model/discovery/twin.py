@@ -89,8 +89,7 @@ _NUMBERS: dict[str, int] = {
     r"ssm_state_size|mamba_d_state|state_size": 12,
     r"mamba_num_heads|mamba_n_heads|n_mamba_heads": 4,
     r"time_step_rank|mamba_dt_rank": 7,
-    r"mamba_chunk_size|chunk_size|block_multiple_of|ffn_round_up_to_multiple_of|attention_chunk_size": CHUNK,
-    r"attention_window": CHUNK,
+    r"mamba_chunk_size|chunk_size|block_multiple_of|ffn_round_up_to_multiple_of|attention_(chunk_size|window)": CHUNK,
     r"hidden_size_per_layer_input": 20,
     r"n_shared_experts": 2,
     r"expert_layer_period|attn_layer_period|decoder_sparse_step|\w*_interval|\w*every_n_layers|"

@@ -133,10 +133,9 @@ class Prices:
         at = solve(sites)
         _, widths = read_choices(sites, at)
         kept = tuple(widths[block] for block in columns) if widths != units else ()
-        predicted, cost = (
-            sum(float(each[index]) for each, index in zip(of_sites, at, strict=True))
-            for of_sites in ([site.errors for site in sites], [site.costs for site in sites])
-        )
+        taken = list(zip(sites, at, strict=True))
+        predicted = sum(float(site.errors[index]) for site, index in taken)
+        cost = sum(float(site.costs[index]) for site, index in taken)
         return ColumnChoice(kept, predicted, sum(losses[block][width] for block, width in widths.items()), cost)
 
     def _choose(self, at: Sequence[int], sites: Sequence[Choices]) -> Choice:
