@@ -1,7 +1,7 @@
 """The predictions of a GGUF file in llama.cpp beside those of a model in PyTorch, at every token."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
+from ckpt_prune.evaluation.fewer_tokens import TokenParts, WrittenWindows, write_with
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.perplexity import PredictionSums
 from ckpt_prune.evaluation.whole_model import load_model
@@ -25,10 +26,6 @@ _TOKENS = 128
 """Tokens whose logits are held at once."""
 _CHECKED = 32
 """Tokens at which a model's logits are compared with those of its head."""
-
-
-TokenParts = Callable[[int], Sequence[int]]
-"""A model's token → the tokens of a model with fewer that stand in its place."""
 
 
 @dataclass(frozen=True)
@@ -107,29 +104,18 @@ def diverge_from(reference: TextPredictions, folder: Path, parts: TokenParts | N
     """
     if parts is None:
         return _compare(*_read_states(folder, reference.windows, trust=True), reference)[0].mean_kl
-    ids, ranges = _write_with(reference.windows, parts)
-    nll = _add_nll(*_read_states(folder, ids, trust=True), ids, ranges)
+    written = write_with(reference.windows, parts)
+    nll = _add_nll(*_read_states(folder, written.windows, trust=True), written)
     return (sum(nll) - sum(reference.nll)) / reference.windows[:, 1:].numel()
 
 
-def _write_with(windows: Tensor, parts: TokenParts) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return windows as a model with fewer tokens writes them, filled up at their ends, and what is predicted of each.
-
-    That begins behind the first token of a window, and ends where it is filled up.
-    """
-    written = [[parts(token) for token in window] for window in windows.tolist()]
-    flat = [[part for token in window for part in token] for window in written]
-    longest = max(map(len, flat))
-    ids = torch.tensor([ids + ids[:1] * (longest - len(ids)) for ids in flat])
-    return ids, [(len(window[0]), len(ids)) for window, ids in zip(written, flat, strict=True)]
-
-
-def _add_nll(head: Head, states: Tensor, windows: Tensor, ranges: Sequence[tuple[int, int]]) -> list[float]:
-    """Return −Σ log p of the tokens in a range of each window, in nats."""
+def _add_nll(head: Head, states: Tensor, written: WrittenWindows) -> list[float]:
+    """Return −Σ log p of the tokens that count in each window, in nats."""
     sums, reached = PredictionSums(), [0.0]
-    for hidden, ids, (start, stop) in zip(track(states, "comparing", unit="window"), windows, ranges, strict=True):
-        for part in torch.split(torch.arange(start - 1, stop - 1), _TOKENS):
-            sums.add([head.logits(hidden[part])], ids[part + 1])
+    each_window = zip(track(states, "comparing", unit="window"), written.windows, written.scored, strict=True)
+    for hidden, ids, counted in each_window:
+        for part in torch.split(torch.nonzero(counted)[:, 0], _TOKENS):
+            sums.add([head.logits(hidden[part - 1])], ids[part])
         reached.append(sums.nll[0])
     return [after - before for before, after in pairwise(reached)]
 
@@ -198,7 +184,8 @@ def score_file(
     Raises:
         UserError: llama.cpp is not installed, or cannot load the file.
     """
-    windows, ranges = (reference.windows, []) if parts is None else _write_with(reference.windows, parts)
+    written = None if parts is None else write_with(reference.windows, parts)
+    windows = reference.windows if written is None else written.windows
     task = LlamaCppTask(
         model=str(file),
         context=windows.shape[1],
@@ -210,8 +197,8 @@ def score_file(
     answer = run_llama_cpp(task, scratch)
     size, head, states = file.stat().st_size, _head_of(file), torch.from_numpy(answer.states)
     speeds = (answer.prompt_speed, answer.generation_speed)
-    if parts is not None:
-        nll, tokens = _add_nll(head, states, windows, ranges), reference.windows[:, 1:].numel()
+    if written is not None:
+        nll, tokens = _add_nll(head, states, written), reference.windows[:, 1:].numel()
         lost = [own - dense for own, dense in zip(nll, reference.nll, strict=True)]
         perplexity = math.exp(sum(nll) / tokens)
         return FileScore(size, sum(lost) / tokens, perplexity, speeds, kl_of=reference.split(lost))

@@ -38,6 +38,7 @@ class ColumnBudgets:
         folder: for statistics.
         journal: of what is done.
         device, compute_dtype: that blocks run in.
+        measured: statistics of the samples that have Grams; None: they are measured when columns are asked for.
     """
 
     model: Model
@@ -47,6 +48,7 @@ class ColumnBudgets:
     journal: Journal
     device: torch.device
     compute_dtype: torch.dtype
+    measured: Path | None = None
 
     @property
     def score(self) -> str:
@@ -64,24 +66,16 @@ class ColumnBudgets:
 
     @cached_property
     def _predicted(self) -> PredictedColumns:
-        notes, place, model, samples = self.journal.notes, self.folder / "grams", self.model, self.samples
+        notes, model, samples = self.journal.notes, self.model, self.samples
+        place = self.measured or self.folder / "grams"
         how: dict[str, Any] = {"device": self.device, "compute_dtype": self.compute_dtype}
         if _COLUMNS not in notes:
             if not place.is_dir():
-                measure_statistics(
-                    model,
-                    samples,
-                    place,
-                    seed=self.seed,
-                    folds=min(FOLDS, len(samples)),
-                    collect=("moments", "gram", "fisher"),
-                    finish=lambda statistics: add_gradients(
-                        model, statistics, samples, spaces=[SPACE], distances=False, **how
-                    ),
-                    **how,
-                )
+                of: dict[str, Any] = {"seed": self.seed, "folds": min(FOLDS, len(samples))}
+                measure_statistics(model, samples, place, collect=("moments", "gram"), **of, **how)
+            statistics = add_gradients(model, Statistics(place), samples, spaces=[SPACE], distances=False, **how)
             multiple = _multiple_of(column_widths(model)[-1])
-            predicted = predict_columns(model, Statistics(place), multiple, self.device)
+            predicted = predict_columns(model, statistics, multiple, self.device)
             self.journal.record(_COLUMNS, note=asdict(predicted))
         note = notes[_COLUMNS]
         losses = note["losses"].items()

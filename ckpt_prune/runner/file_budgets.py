@@ -3,8 +3,7 @@
 `frontier` makes the file that these figures favour and measures it; `prune --target-bytes … --for llama.cpp` makes it.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -23,39 +22,27 @@ from ckpt_prune.gguf.timing import FileTimes, time_types
 from ckpt_prune.gguf.types import OUTER
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.sizes import Timed
-from ckpt_prune.runner.column_budgets import MOST_COLUMNS, ColumnBudgets, column_widths
-from ckpt_prune.runner.rounding_trials import RoundingTrials
-from ckpt_prune.runner.vocabularies import (
-    SHARES,
-    SmallerVocabulary,
-    is_embedding_large,
-    plan_with_rows,
-    price_vocabularies,
-)
+from ckpt_prune.runner.column_budgets import MOST_COLUMNS, column_widths
+from ckpt_prune.runner.pruning_budgets import PruningBudgets
+from ckpt_prune.runner.vocabularies import SHARES, SmallerVocabulary, is_embedding_large, plan_with_rows
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
-from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
 
-PRUNE_FROM = 0.15
-"""Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
-CUT_FROM = 0.05
-"""Nats from which on fewer tokens are."""
 HEAD = 4096
 """Bytes that the head of a file may grow by where blocks differ in width."""
 _LOSSES = "losses of types"
-_VOCABULARIES = "smaller vocabularies"
 _TIMES = "times of types"
 """Entries of the journal."""
 
 
 @dataclass(frozen=True)
-class FileBudgets(RoundingTrials):
+class FileBudgets(PruningBudgets[TypeBudget]):
     """The budgets of a model's file.
 
     Attributes:
         planner: of the model's files.
     """
 
-    planner: FilePlanner
+    planner: FilePlanner = field(kw_only=True)
     _narrow: dict[int, FilePlanner] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -79,52 +66,25 @@ class FileBudgets(RoundingTrials):
         return replace(self.types, losses=self._losses.fitted)
 
     @cached_property
-    def joint(self) -> TypeBudget:
-        """The budget of types and columns together; of types alone where MLPs differ or have few columns.
-
-        Fewer columns are predicted when it is asked for first.
-        """
+    def joint(self) -> list[TypeBudget]:
+        """The budget of types and columns together; none where MLPs differ or have few columns."""
         losses = self.columns.losses
-        return replace(self.fitted, columns=losses, alike=not self._may_differ) if losses else self.fitted
+        return [replace(self.fitted, columns=losses, alike=not self._may_differ)] if losses else []
 
-    @cached_property
-    def columns(self) -> ColumnBudgets:
-        """The columns that MLPs may keep, and what is predicted to be lost by them."""
-        return ColumnBudgets(self.model, self.samples, self.options.seed, self.folder, self.journal, **self.how)
+    def with_rows(self, budget: TypeBudget, vocabulary: SmallerVocabulary) -> TypeBudget:
+        kept = vocabulary.kept
+        return replace(budget, planner=self._plan(kept), rows=len(kept), by_rows=vocabulary.lost)
 
     @property
     def _may_differ(self) -> bool:
         tied = "output.weight" not in lay_out(self.model).tensors
         return takes_different_blocks(str(self.model.checkpoint.config["model_type"]), tied=tied)
 
-    @property
-    def _priced(self) -> list[SmallerVocabulary]:
-        """Smaller vocabularies whose cost is known, the largest first."""
-        notes = self.journal.notes.get(_VOCABULARIES, [])
-        return [SmallerVocabulary(unpack_rows(kept), lost) for kept, lost in notes]
-
-    @cached_property
-    def _pricing(self) -> Iterator[SmallerVocabulary]:
-        """The others that are in question."""
-        return price_vocabularies(self.model, self.options, SHARES[len(self._priced) :])
-
-    def _vocabularies(self) -> Iterator[SmallerVocabulary]:
-        """Yield smaller vocabularies, the largest first. What one costs is measured when it is asked for first."""
-        yield from self._priced
-        for each in self._pricing:
-            known = self.journal.notes.get(_VOCABULARIES, [])
-            self.journal.record(_VOCABULARIES, note=[*known, [pack_rows(each.kept), each.lost]])
-            yield each
-
     def _plan(self, kept: Sequence[int]) -> FilePlanner:
         """Return the planner of files with some of the tokens."""
         if len(kept) not in self._narrow:
             self._narrow[len(kept)] = plan_with_rows(self.model, kept, self.folder / "tokenizers" / str(len(kept)))
         return self._narrow[len(kept)]
-
-    def kept_rows(self, rows: int | None) -> Sequence[int] | None:
-        """Return the tokens of a choice that has so many; None if all stay."""
-        return next((each.kept for each in self._priced if len(each.kept) == rows), None)
 
     def at_bytes(self, limit: int) -> TypeChoice:
         """Return what loses least: types, and columns or tokens that go if types lose much; BudgetError if none fit."""
@@ -134,12 +94,12 @@ class FileBudgets(RoundingTrials):
             is_full = choice.columns and choice.bytes > limit - HEAD
             return budget.at_bytes(limit - HEAD) if is_full else choice
 
-        return self._least(fit)
+        return self.least(fit)
 
     def at_time(self, limit: float, timed: Timed) -> TypeChoice:
         """Return as `at_bytes` what loses least of files that take at most `limit` nanoseconds of some work."""
         times = self.times(timed)
-        return self._least(lambda budget: budget.at_time(limit, times))
+        return self.least(lambda budget: budget.at_time(limit, times))
 
     def at_loss(self, limit: float) -> TypeChoice:
         """Return the smallest file that is predicted to lose at most `limit` nats, by types, columns and tokens.
@@ -147,7 +107,7 @@ class FileBudgets(RoundingTrials):
         BudgetError if none does.
         """
         self.fitted.at_loss(limit)  # what no types keep to, no types of fewer columns do
-        return self._least(lambda budget: budget.at_loss(limit), by=lambda choice: choice.bytes, may_lose=limit)
+        return self.least(lambda budget: budget.at_loss(limit), by=lambda choice: choice.bytes, may_lose=limit)
 
     def times(self, timed: Timed) -> FileTimes:
         """Return the times of weights of every type in question."""
@@ -174,49 +134,6 @@ class FileBudgets(RoundingTrials):
             for name in OUTER
             if name in budget.losses and fewest < 1
         )
-
-    def _least(
-        self,
-        solve: Callable[[TypeBudget], TypeChoice],
-        by: Callable[[TypeChoice], float] = lambda choice: choice.kl,
-        may_lose: float = 0.0,
-    ) -> TypeChoice:
-        """Return what is best by any budget, the least of `by`; the BudgetError of the last one if none is kept to.
-
-        Fewer tokens and columns are in question where types alone lose much, or `may_lose` allows much.
-        """
-        found: list[TypeChoice] = []
-        failed: list[BudgetError] = []
-
-        def lost() -> float:
-            return max(may_lose, min((choice.kl for choice in found), default=math.inf))
-
-        def best() -> float:
-            return min(map(by, found), default=math.inf)
-
-        def add(budget: TypeBudget) -> None:
-            try:
-                found.append(solve(budget))
-            except BudgetError as error:
-                failed.append(error)
-
-        def add_with_fewer_tokens(budget: TypeBudget) -> None:
-            for each in self._vocabularies():
-                before = best()
-                # Rounding the rows that stay is taken to lose as much.
-                add(replace(budget, planner=self._plan(each.kept), rows=len(each.kept), by_rows=each.lost))
-                if math.isfinite(before) and best() >= before:  # each further token costs more, and saves as much
-                    return
-
-        add(self.fitted)
-        if lost() > CUT_FROM:
-            add_with_fewer_tokens(self.fitted)
-        if lost() > PRUNE_FROM and len(column_widths(self.model)) > 1:
-            add(self.joint)
-            add_with_fewer_tokens(self.joint)
-        if not found:
-            raise failed[-1]
-        return min(found, key=by)
 
 
 def _without_losses(planner: FilePlanner) -> tuple[TypeBudget, Fraction]:

@@ -5,7 +5,7 @@ others, so that nothing is predicted on what it was fitted to.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ckpt_prune.common.spread import spread_evenly
 from ckpt_prune.measure.moments.inputs import Moments, sum_folds
 from ckpt_prune.measure.moments.kinds import select_input_moments
 from ckpt_prune.measure.samples.samples import SampleRange, Samples
+from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.measure.statistics.fisher import LIMITS
 from ckpt_prune.measure.statistics.folder import Statistics, write_tensors
 from ckpt_prune.measure.statistics.measurement import measure_statistics
@@ -83,6 +84,16 @@ class RoundingTrials:
             return []
         return spread_evenly(min(TRIED, self.model.blocks), self.model.blocks)
 
+    @property
+    def collected(self) -> tuple[Collect, ...]:
+        """What the statistics hold."""
+        return "moments", "linears"
+
+    @property
+    def has_grams(self) -> bool:
+        """Whether the statistics have Grams of all blocks, not only of those that error feedback is tried on."""
+        return "gram" in Statistics(self.statistics).index.collect
+
     @cached_property
     def statistics(self) -> Path:
         """Statistics that tell how much each input of a matrix matters."""
@@ -94,7 +105,7 @@ class RoundingTrials:
                 place,
                 seed=self.options.seed,
                 folds=self.folds,
-                collect=("moments", "linears"),
+                collect=self.collected,
                 grams=self._tried,
                 see_stream=self._see_stream if self._tried else None,
                 **self.how,
@@ -119,6 +130,8 @@ class RoundingTrials:
         readers = {model.moments_name(block, first): modules for first, modules in model.inputs(block).items()}
         for name, folds in Statistics(self.statistics).read_moments(block, readers).items():
             moments = sum_folds(select_input_moments(folds)[1 if self.folds > 1 else 0 :])
+            if block not in self._tried:
+                moments = replace(moments, gram=None)
             by_weight |= {model.tensor(block, module): moments for module in readers[name]}
         return by_weight
 

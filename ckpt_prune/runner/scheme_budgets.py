@@ -1,52 +1,117 @@
-"""The bytes and the predicted loss of every way to store each weight of a checkpoint for vLLM.
+"""The bytes and the predicted loss of every way to store each weight of a checkpoint for vLLM, and of every width.
 
-`frontier --for vllm` makes the checkpoint that these figures favour and measures it; `quantize --target-bytes` makes
-it, too.
+`frontier --for vllm` makes the checkpoint that these figures favour and measures it. `quantize --target-bytes` makes
+one of all columns and tokens.
 """
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.job.layout import Layout, layout_of
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import QuantizeOptions
 from ckpt_prune.recipe.sizes import parse_size
-from ckpt_prune.runner.rounding_trials import RoundingTrials
+from ckpt_prune.runner.column_budgets import column_widths
+from ckpt_prune.runner.column_budgets import recipe_of as columns_recipe
+from ckpt_prune.runner.pruning_budgets import PruningBudgets
 from ckpt_prune.runner.runtimes import fit_to_runtimes
+from ckpt_prune.runner.vocabularies import SHARES, SmallerVocabulary, is_embedding_large
 from ckpt_prune.stages.quantize.choosing import (
     SchemeBudget,
     SchemeChoice,
+    Shape,
     linear_weights,
     predict_scheme_losses,
     schemes_for,
 )
 from ckpt_prune.stages.quantize.keys import QuantizeRecipe, quantize_recipe
 from ckpt_prune.stages.quantize.output import check_model
+from ckpt_prune.stages.spaces.effects.column_losses import SPACE
+from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows, vocabulary_tensors
 
+COLUMNS = 64
+"""Columns that an MLP keeps are a multiple of so many, which kernels of runtimes want, and most groups of columns."""
 _LOSSES = "losses of ways to store weights"
 """Entry of the journal."""
 
 
 @dataclass(frozen=True)
-class SchemeBudgets(RoundingTrials):
-    """The budget of a checkpoint, once what each way to store each weight loses is predicted."""
+class SchemeBudgets(PruningBudgets[SchemeBudget]):
+    """The budget of a checkpoint, once what each way to store each weight loses is predicted.
+
+    All MLPs keep as many columns, since runtimes of quantised weights run no code of our own.
+    """
 
     @cached_property
-    def schemes(self) -> SchemeBudget:
+    def fitted(self) -> SchemeBudget:
         notes = self.journal.notes
         if _LOSSES not in notes:
             moments = dict(pair for block in range(self.model.blocks) for pair in self.moments(block).items())
             self.journal.record(_LOSSES, note=predict_scheme_losses(self.model, self.few, moments, **self.how))
         return SchemeBudget(self.model, notes[_LOSSES])
+
+    @cached_property
+    def joint(self) -> list[SchemeBudget]:
+        losses = self.columns.losses
+        *fewer, _ = column_widths(self.model) or [0]
+        return [
+            replace(self.fitted, shape=self._shape(width, None, sum(by_width[width] for by_width in losses.values())))
+            for width in fewer
+            if width % COLUMNS == 0
+        ]
+
+    def with_rows(self, budget: SchemeBudget, vocabulary: SmallerVocabulary) -> SchemeBudget:
+        columns, lost = (None, 0.0) if budget.shape is None else (budget.shape.columns, budget.shape.lost)
+        return replace(budget, shape=self._shape(columns, vocabulary.kept, lost + vocabulary.lost))
+
+    def _shape(self, columns: int | None, kept: Sequence[int] | None, lost: float) -> Shape:
+        model = self.model if kept is None else keep_rows(self.model, None, kept)
+        return Shape(pruned_layout(model, columns), columns, None if kept is None else len(kept), lost)
+
+    def at_bytes(self, limit: int) -> SchemeChoice:
+        """Return what loses least: forms of weights, and columns or tokens that go if forms alone lose much.
+
+        BudgetError if nothing fits.
+        """
+        return self.least(lambda budget: budget.at_bytes(limit))
+
+    def at_loss(self, limit: float) -> SchemeChoice:
+        """Return the smallest checkpoint that is predicted to lose at most `limit` nats; BudgetError if none does."""
+        return self.least(lambda budget: budget.at_loss(limit), by=lambda choice: choice.bytes, may_lose=limit)
+
+    def recipe(self, choice: SchemeChoice) -> dict[str, Any]:
+        """Return the recipe of `prune` that makes a choice with fewer columns or tokens."""
+        shape = choice.shape
+        assert shape is not None
+        columns = [] if shape.columns is None else [shape.columns] * self.model.blocks
+        score = self.columns.score if columns else "obs"
+        recipe = columns_recipe(self.model, columns, self.kept_rows(shape.rows), score, None) | {"runs_on": ["vllm"]}
+        if not choice.rounds:
+            return recipe
+        keys = recipe_of(self.model, choice).quantize.model_dump(exclude_none=True, exclude_defaults=True)
+        # Types name every weight. With a size of groups of its own, columns would have to be multiples of that.
+        return recipe | {"quantize": {key: keys[key] for key in keys if key != "group_size" or "types" not in keys}}
+
+
+def pruned_layout(model: Model, columns: int | None) -> Layout:
+    """Return the files of a model whose MLPs keep some of their columns, with their tensors."""
+    layout = layout_of(model)
+    if columns is None:
+        return layout
+    shapes = model.shapes_at([own | {SPACE: columns} for own in model.dense_widths])
+    return {file: {name: shapes[name] for name in tensors} for file, tensors in layout.items()}
 
 
 def recipe_of(model: Model, choice: SchemeChoice) -> QuantizeRecipe:
@@ -62,19 +127,25 @@ def check_storable(model: Model) -> None:
     fit_to_runtimes(quantize_recipe("int8", None, "gptq").model_copy(update={"runs_on": ["vllm"]}), model, Notices())
 
 
-def check_reach(limit: int, model: Model) -> None:
-    """Refuse a size below that of 4 bits for all linear weights."""
-    losses = {
-        name: dict.fromkeys((way.name for way in schemes_for(spec[1][1])), 0.0)
-        for name, spec in linear_weights(model).items()
-    }
-    least = SchemeBudget(model, losses).least
+def check_reach(limit: int, model: Model, *, pruned: bool = False) -> None:
+    """Refuse a size below that of 4 bits for all linear weights, if `pruned` with the fewest columns and tokens."""
+    specs = linear_weights(model)
+    losses = {name: dict.fromkeys((way.name for way in schemes_for(spec[1][1])), 0.0) for name, spec in specs.items()}
+    budget = SchemeBudget(model, losses)
+    least = budget.least
+    if pruned:
+        columns = next((width for width in column_widths(model) if width % COLUMNS == 0), None)
+        least = replace(budget, shape=Shape(pruned_layout(model, columns))).least
+        if is_embedding_large(model):
+            tables = sum(model.checkpoint.tensors[name].nbytes for name in vocabulary_tensors(model))
+            least -= round((1 - SHARES[-1] / 100) * tables)
     if limit < least:
         outside = sum(info.nbytes for name, info in model.checkpoint.tensors.items() if name not in losses)
+        fewest = f", with the fewest columns and tokens that are tried {least / 1e6:.4g} MB" if pruned else ""
         raise UserError(
             f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: with 4 bits for all linear weights "
-            f"{model.checkpoint.name} takes {least / 1e6:.4g} MB, {outside / 1e6:.4g} MB of them for the embedding and "
-            "what else stays as it is; ask for more, or prune it first"
+            f"{model.checkpoint.name} takes {budget.least / 1e6:.4g} MB, {outside / 1e6:.4g} MB of them for the "
+            f"embedding and what else stays as it is{fewest}; ask for more{'' if pruned else ', or prune it first'}"
         )
 
 
@@ -85,7 +156,7 @@ def choose_for_bytes(options: QuantizeOptions, model: Model, samples: Samples, s
     with disk_failures(options.output):
         folder = Path(mkdtemp(prefix=f".{options.output.name}-", dir=options.output.absolute().parent))
     try:
-        choice = SchemeBudgets(model, samples, options, folder, Journal(folder, "schemes")).schemes.at_bytes(limit)
+        choice = SchemeBudgets(model, samples, options, folder, Journal(folder, "schemes")).fitted.at_bytes(limit)
     except BudgetError as error:
         raise UserError(f"--target-bytes: nothing has {limit / 1e6:.4g} MB: ask for more") from error
     finally:

@@ -1,8 +1,8 @@
 """Smaller vocabularies for a file: what they cost, what their files would be, and how their tokens write a text."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows, number_ro
 
 SHARES = (75, 50, 25, 12)
 """Per cent of the rows of the embedding that are in question, besides all of them."""
+LEAST_OF_FORESEEN = 0.5
+"""A vocabulary is measured if it helps at this share of the price that is foreseen."""
 _LEAST_PART = 0.2
 """Share of the parameters from which on an embedding is large enough to be in question."""
 
@@ -44,22 +46,52 @@ def is_embedding_large(model: Model) -> bool:
     return prod(embedding.shape) >= _LEAST_PART * cost_of(model).parameters
 
 
-def price_vocabularies(model: Model, options: SampleOptions, shares: Sequence[int]) -> Iterator[SmallerVocabulary]:
-    """Measure on `--text` what vocabularies of some shares cost, each when it is asked for.
+@dataclass(frozen=True)
+class VocabularyPrices:
+    """Prices smaller vocabularies of a model on `--text`, the largest first, each when it is asked for.
 
     There are none if the embedding is a small part of the model. A line says so if its tokenizer cannot be made
     smaller, or the text is too short to hold a part of it out.
     """
-    if not shares or not is_embedding_large(model):
-        return
-    try:
-        choice = VocabularyChoice(model, Vocabulary.model_validate({}), options)
-        keep_rows(model, choice.pieces, choice.kept_without(0))
-        for share in shares:
-            kept, lost = choice.price(vocabulary_rows(model) * share // 100)
-            yield SmallerVocabulary(kept, max(0.0, lost))
-    except UserError as error:
-        Notices()(f"no smaller vocabulary is tried: {error}")
+
+    model: Model
+    options: SampleOptions
+
+    @cached_property
+    def _choice(self) -> VocabularyChoice | None:
+        if not is_embedding_large(self.model):
+            return None
+        try:
+            choice = VocabularyChoice(self.model, Vocabulary.model_validate({}), self.options)
+            keep_rows(self.model, choice.pieces, choice.kept_without(0))
+        except UserError as error:
+            Notices()(f"no smaller vocabulary is tried: {error}")
+            return None
+        return choice
+
+    def price_next(
+        self, priced: Sequence[SmallerVocabulary], helps: Callable[[SmallerVocabulary], bool]
+    ) -> SmallerVocabulary | None:
+        """Return the next smaller vocabulary; None if there is none, or if it is not worth its price.
+
+        Args:
+            priced: those before it.
+            helps: whether a vocabulary at some price is worth it. It is asked with a share of what each further token
+                of the text would cost if it cost as much as those that the last vocabulary adds.
+        """
+        choice = self._choice if len(priced) < len(SHARES) else None
+        if choice is None:
+            return None
+        try:
+            kept = choice.rows_of(vocabulary_rows(self.model) * SHARES[len(priced)] // 100)
+            if priced and (grown := choice.growth({*priced[-1].kept})):
+                foreseen = priced[-1].lost * choice.growth({*kept}) / grown
+                if not helps(SmallerVocabulary(kept, LEAST_OF_FORESEEN * foreseen)):
+                    return None
+            return SmallerVocabulary(kept, max(0.0, choice.price(kept)))
+        except UserError as error:
+            Notices()(f"no smaller vocabulary is tried: {error}")
+            return None
 
 
 def plan_with_rows(model: Model, kept: Sequence[int], folder: Path) -> FilePlanner:

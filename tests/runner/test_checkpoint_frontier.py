@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ckpt_prune.evaluation.whole_model import quiet_transformers
 from ckpt_prune.measure.samples.samples import TokenWindows
@@ -48,7 +48,8 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_checkpoint(place, size
     assert by_name["int8 everywhere, GPTQ"]["kl"] < best["kl"] < by_name["int4 everywhere, GPTQ"]["kl"]
     assert (found["measured_in"], found["loss"]) == ("PyTorch", "KL")
     assert found["sentence"] in sized
-    assert "3 steps: importance of inputs; what fewer bits lose; about 3 files. This takes about " in sized
+    steps = "importance of inputs; what fewer bits lose; what fewer tokens and columns lose, if fewer bits lose much"
+    assert f"4 steps: {steps}; about 4 files. This takes about " in sized
     assert {"config.json", "tokenizer.json", "frontier.svg"} <= {path.name for path in (place / "sized").iterdir()}
     counts = re.search(
         r"of the 14 weights of linear layers in the blocks \(embedding and head stay as they are\) store (.*), rounded",
@@ -124,11 +125,52 @@ def test_the_smallest_checkpoint_within_a_loss_is_found(place):
     find_smallest(place, command(place, "loss", "--max-loss", "10%"))
 
 
-def test_a_size_below_4_bits_is_refused_at_once(place):
-    code, output = run(*command(place, "small", "--target-bytes", "1MB"))
+def test_a_size_that_nothing_reaches_is_refused_at_once(place):
+    whole = "with 4 bits for all linear weights model takes 1.09 MB, 1.05 MB of them"
+    code, output = run(*command(place, "small", "--target-bytes", "100KB"))
     assert code == 2
-    assert "1 MB are out of reach: with 4 bits for all linear weights model takes 1.09 MB, 1.05 MB of them" in output
+    assert f"0.1 MB are out of reach: {whole}" in output
+    assert "with the fewest columns and tokens that are tried 0.16" in output
+    data = ["--text", place / "text.txt", "--samples", 4, "--window", 48]
+    code, output = run(
+        "quantize", place / "model", "--format", "int4", "--target-bytes", "1MB", *data, "-o", place / "small"
+    )
+    assert code == 2
+    assert f"1 MB are out of reach: {whole}" in output
+    assert "or prune it first" in output
     assert not list(place.glob("small*"))
+
+
+def test_below_what_bits_reach_tokens_and_columns_go_in_one_recipe(place, monkeypatch):
+    """What it costs is what stock transformers find for the texts, written by stock tokenizers."""
+    limit = 205_000
+    code, output = run(*command(place, "cut", "--target-bytes", limit))
+    assert code == 0, output
+    found = read(place, "cut")
+    best, folder = best_of(found), place / "cut"
+    assert found["sentence"].startswith("within 0.2 MB: drop all but 320 tokens and columns of MLPs and refit what")
+    assert best["pruned"] == {"mlp": [64, 64], "vocabulary": 320}
+    assert 0.97 * limit < (folder / "model.safetensors").stat().st_size == best["bytes"] <= limit
+    code, output = run("verify", folder, "--against", place / "model")
+    assert code == 0, output
+
+    dense, fewer = (AutoTokenizer.from_pretrained(each) for each in (place / "model", folder))
+    windows = torch.tensor(dense((place / "held_out.txt").read_text())["input_ids"])[: 2 * 48].view(2, 48).tolist()
+    lost = 0.0
+    with quiet_transformers(), torch.no_grad():
+        models = [AutoModelForCausalLM.from_pretrained(each).eval() for each in (place / "model", folder)]
+        for window in windows:
+            parts = [fewer.convert_tokens_to_ids(fewer.tokenize(dense.decode([token]))) for token in window]
+            written, first = [part for own in parts for part in own], len(parts[0])
+            for sign, model, ids, start in ((-1, models[0], window, 1), (1, models[1], written, first)):
+                predicted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+                lost -= sign * float(predicted[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
+    assert best["kl"] == pytest.approx(lost / (2 * 47), abs=2e-4)
+
+    monkeypatch.chdir(folder)
+    code, output = run(*shlex.split(found["commands"][0])[1:])
+    assert code == 0, output
+    assert Path("made/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 # ---- the budget ------------------------------------------------------------------------------------------------------

@@ -71,6 +71,12 @@ class Texts:
         windows, length = self.held_out.shape
         return f"{windows} windows of {length} tokens of {', '.join(path.name for path in self.options.held_out)}"
 
+    def by_text(self) -> dict[str, Tensor]:
+        """Return the held-out windows of each text, by its name; of one text alone, its name is empty."""
+        names = self.names or [""] * len(self.held_out)
+        places = {name: [place for place, own in enumerate(names) if own == name] for name in names}
+        return {name: self.held_out[own] for name, own in places.items()}
+
     def parts(self, model: Model) -> dict[str, str]:
         """Return fingerprints of what a search depends on, besides its options, each under its name."""
         return {

@@ -69,8 +69,10 @@ class RoundedCandidate:
         kinds: way to store a weight → how many are stored so.
         counted: which weights `kinds` counts, in words.
         by_budget: a budget chose how each weight is stored, so that the size must be named to make it again.
-        columns: that the MLP of each block keeps, if the model was pruned first; else empty.
+        columns: that the MLP of each block keeps, if the model was pruned; else empty.
         commands: that make it.
+        rows: tokens that stay; None: all.
+        recipe: that prunes and rounds it, if one does both.
     """
 
     name: str
@@ -82,13 +84,16 @@ class RoundedCandidate:
     by_budget: bool = False
     columns: tuple[int, ...] = ()
     commands: tuple[str, ...] = ()
-    rows: None = None
+    rows: int | None = None
+    recipe: dict[str, Any] | None = None
 
     @property
     def advice(self) -> str:
         """How to store the weights, in words."""
         if self.dtype == "fp32":
             return "store them in float32"
+        if set(self.kinds) == {DENSE}:
+            return "store what stays as it is"
         how = "by GPTQ" if self.rounding == "gptq" else "to the nearest"
         most_first = sorted(self.kinds.items(), key=lambda kind: -kind[1])
         words = [f"{count} {_words_of_kind(kind)}" for kind, count in most_first]

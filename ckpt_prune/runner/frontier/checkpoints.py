@@ -1,9 +1,11 @@
 """`frontier --for vllm`: in how many bits each weight of a checkpoint, for this size or loss?
 
-1. The model is measured once, and what each way to store each weight loses is predicted from that.
-2. One budget says how each weight is stored. int4 and int8 everywhere stand beside it.
-3. Each checkpoint is made as `quantize` makes it, run in PyTorch and held against the model on other text. What is done
-   stands in a journal, so that an interrupted run goes on.
+1. The model is measured once, and what each way to store each weight loses is predicted from that. Where that is much,
+   it is also measured what fewer tokens lose, and predicted what fewer columns of all MLPs do.
+2. One budget says how each weight is stored, and what goes. int4 and int8 everywhere stand beside it, and fewer bits
+   alone.
+3. Each checkpoint is made as `quantize` or `prune` makes it, run in PyTorch and held against the model on other text.
+   What is done stands in a journal, so that an interrupted run goes on.
 4. The best one within the target is kept, with a picture and the command that makes it.
 """
 
@@ -14,16 +16,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import yaml
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.model_folder import model_name
-from ckpt_prune.checkpoint.staging import Staging
+from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.common.progress import Notices
+from ckpt_prune.evaluation.fewer_tokens import TokenParts, write_with
 from ckpt_prune.evaluation.file_score import FileScore
-from ckpt_prune.evaluation.perplexity import LanguageModel, compare
+from ckpt_prune.evaluation.perplexity import LanguageModel, PerplexityScore, compare, perplexity
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
@@ -42,8 +46,10 @@ from ckpt_prune.runner.frontier.asked import (
     say_if_whole_fits,
 )
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
+from ckpt_prune.runner.frontier.pruning import prune_by
 from ckpt_prune.runner.frontier.record import (
     MADE,
+    RECIPE,
     USABLE,
     Frontier,
     best_within,
@@ -51,14 +57,17 @@ from ckpt_prune.runner.frontier.record import (
     words_of_target,
     write_pages,
 )
+from ckpt_prune.runner.pruning_budgets import loses_much
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.runner.scheme_budgets import SchemeBudgets, check_reach, check_storable, recipe_of
-from ckpt_prune.stages.quantize.choosing import SchemeBudget, SchemeChoice
+from ckpt_prune.runner.vocabularies import parts_of_tokens
+from ckpt_prune.stages.quantize.choosing import SchemeChoice
 
 DATA = ("choose", "bos", "compute_dtype", "device")
 """Options of the samples, beside their number and length, that `quantize` has, too."""
 COUNTED = "weights of linear layers in the blocks (embedding and head stay as they are)"
 """Weights that `quantize` rounds."""
+LAST = ("--evaluate-samples", "0", "-o", MADE)
 Choose = Callable[[], SchemeChoice]
 
 
@@ -69,16 +78,18 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
     check_storable(model)
     limit, loss = read_target(options, model)
     if limit is not None:
-        check_reach(limit, model)
+        check_reach(limit, model, pruned=True)
     say_if_whole_fits(options, limit, cost_of(model).bytes)
     texts = read_texts(options, model, say)
-    steps, files = ["importance of inputs", "what fewer bits lose"], 4 if limit is None else 3
+    fewer = "what fewer tokens and columns lose, if fewer bits lose much"
+    steps, files = ["importance of inputs", "what fewer bits lose", fewer], 4
     foresee_work(texts.options, model, texts.samples, steps, files, limit)
     with open_staging(texts.options, texts.parts(model), say) as staging:
-        budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal)
+        deep = loses_much(model, limit, loss)
+        budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal, deep)
         maker = CheckpointMaker(texts, budgets, staging)
         results: list[MeasuredRounded] = []
-        for name, choose in _candidates(budgets.schemes, results, limit, loss):
+        for name, choose in _candidates(budgets, results, limit, loss):
             results.append(maker.measure(name, choose, say))
         frontier = maker.record(results, limit, loss)
         maker.publish(frontier)
@@ -86,17 +97,31 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
 
 
 def _candidates(
-    budget: SchemeBudget, results: list[MeasuredRounded], limit: int | None, loss: float | None
+    budgets: SchemeBudgets, results: list[MeasuredRounded], limit: int | None, loss: float | None
 ) -> Iterator[tuple[str, Choose]]:
     """Yield what is to be measured next, by what was measured so far."""
-    yield "int4 everywhere, GPTQ", partial(budget.everywhere, "int4")
-    yield "int8 everywhere, GPTQ", partial(budget.everywhere, "int8")
+    bits = budgets.fitted
+    yield "int4 everywhere, GPTQ", partial(bits.everywhere, "int4")
+    yield "int8 everywhere, GPTQ", partial(bits.everywhere, "int8")
     if limit is not None:
-        yield "by budget, GPTQ", partial(budget.at_bytes, limit)
+        with suppress(BudgetError):
+            alone = bits.at_bytes(limit)
+            if alone.rounds:
+                yield "by budget, GPTQ", lambda: alone
+        with suppress(BudgetError):
+            pruned = budgets.at_bytes(limit)
+            if pruned.shape is not None:
+                yield "pruned, by budget, GPTQ", lambda: pruned
         return
     assert loss is not None
-    for name, choice in choose_for_loss(loss, results, budget.at_loss):
-        yield name, lambda choice=choice: choice  # type: ignore[misc]
+    found: SchemeChoice | None = None
+    for name, found in choose_for_loss(loss, results, budgets.at_loss):
+        yield name, lambda choice=found: choice  # type: ignore[misc]
+    # What pruning loses is predicted too low where much goes, and fewer bits alone may be all that keeps to the loss.
+    if found is not None and found.shape is not None and results[-1].score.kl > loss:
+        with suppress(BudgetError):
+            least = bits.at_loss(loss)
+            yield "fewer bits alone within the loss", lambda: least
 
 
 @dataclass
@@ -111,6 +136,7 @@ class CheckpointMaker:
     budgets: SchemeBudgets
     staging: Staging
     dense: float | None = field(default=None, init=False)
+    _dense_scores: dict[str, PerplexityScore] = field(default_factory=dict, init=False)
 
     def _place(self, name: str) -> Path:
         return self.staging.scratch / name.replace(" ", "-").replace(",", "")
@@ -125,10 +151,14 @@ class CheckpointMaker:
         choice = choose()
         if not place.is_dir():
             self._make(choice, place, say)
-        mixed = len(choice.counts) > 1
+        mixed, shape = len(choice.counts) > 1, choice.shape
         dtype = "int4" if mixed else choice.usual.format
         candidate = RoundedCandidate(name, dtype, choice.kl, "gptq", choice.counts, COUNTED, mixed)
-        score = self._score(place)
+        if shape is not None:
+            columns = () if shape.columns is None else (shape.columns,) * self.budgets.model.blocks
+            recipe = self.budgets.recipe(choice)
+            candidate = replace(candidate, columns=columns, rows=shape.rows, recipe=recipe)
+        score = self._score(place, candidate)
         result = Measured(replace(candidate, commands=(self._command(candidate, score.bytes),)), score)
         journal.record(name, note={"found": result.note(), "dense": self.dense})
         say(result.line(self.dense or 0))
@@ -136,6 +166,9 @@ class CheckpointMaker:
 
     def _make(self, choice: SchemeChoice, place: Path, say: Notices) -> None:
         budgets, options = self.budgets, self.texts.options
+        if choice.shape is not None:
+            prune_by(budgets.recipe(choice), options, budgets.samples, place)
+            return
         source = ", ".join(map(str, options.text))
         live = LiveSamples(budgets.samples, 1, budgets.compute_dtype, seed=options.seed, source=source)
         job = Job(budgets.model, recipe_of(budgets.model, choice), live=live, device=budgets.device)
@@ -150,11 +183,14 @@ class CheckpointMaker:
         streamed = StreamedModel.open(folder, self.budgets.device, torch.float32)
         return streamed or load_model(folder, device=str(self.budgets.device), dtype=torch.float32, unpack=True)
 
-    def _score(self, place: Path) -> FileScore:
+    def _score(self, place: Path, candidate: RoundedCandidate) -> FileScore:
         """Run a checkpoint, and compare it with the model."""
+        size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+        kept = self.budgets.kept_rows(candidate.rows)
+        if kept is not None:
+            return self._score_in_fewer_tokens(place, size, parts_of_tokens(self.budgets.model, kept))
         both = compare(self._open(place), self._reference, self.texts.held_out)
         self.dense = both.reference_score.perplexity
-        size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
         score = FileScore(size, both.kl, both.score.perplexity, (), top1=both.top1_agreement)
         if both.spread is None:
             return score
@@ -165,20 +201,39 @@ class CheckpointMaker:
         quantiles: dict[str, Any] = both.spread.data()
         return replace(score, kl_of=means, **quantiles)
 
+    def _score_in_fewer_tokens(self, place: Path, size: int, parts: TokenParts) -> FileScore:
+        """Return what the texts cost more with fewer tokens (`FileScore`)."""
+        model, more, counts = self._open(place), dict[str, float](), dict[str, int]()
+        for name, windows in self.texts.by_text().items():
+            dense, fewer = self._reference_of(name), perplexity(model, write_with(windows, parts))
+            counts[name] = dense.tokens
+            more[name] = (fewer.nll * fewer.tokens - dense.nll * dense.tokens) / dense.tokens
+        total = sum(counts.values())
+        kl = sum(more[name] * counts[name] for name in more) / total
+        nll = sum(self._reference_of(name).nll * counts[name] for name in more) / total
+        self.dense = math.exp(nll)
+        return FileScore(size, kl, math.exp(nll + kl), (), kl_of=more if len(more) > 1 else {})
+
+    def _reference_of(self, text: str) -> PerplexityScore:
+        if text not in self._dense_scores:
+            self._dense_scores[text] = perplexity(self._reference, self.texts.by_text()[text])
+        return self._dense_scores[text]
+
     def _command(self, candidate: RoundedCandidate, size: int) -> str:
         options, samples = as_named_in(self.texts.options.output, self.texts.options), self.budgets.samples
+        data = words_of_windows(options.text, len(samples), samples.tokens, options.seed)
+        if candidate.recipe is not None:
+            data += words_of_options(options, DATA)
+            return shlex.join(["ckpt-prune", "prune", str(options.model), "--recipe", RECIPE, *data, *LAST])
         words = ["ckpt-prune", "quantize", str(options.model), "--format", candidate.dtype]
         words += ["--target-bytes", options.target_bytes or str(size)] if candidate.by_budget else []
-        words += words_of_windows(options.text, len(samples), samples.tokens, options.seed)
-        words += words_of_options(options, [name for name in DATA if name in QuantizeOptions.model_fields])
-        return shlex.join([*words, "--evaluate-samples", "0", "-o", MADE])
+        data += words_of_options(options, [name for name in DATA if name in QuantizeOptions.model_fields])
+        return shlex.join([*words, *data, *LAST])
 
     def record(self, results: list[MeasuredRounded], limit: int | None, loss: float | None) -> Frontier:
         """Return the record of what was measured."""
-        best, reach, options = best_within(results, limit, loss), None, self.texts.options
-        with suppress(BudgetError):
-            reach = self.budgets.schemes.at_loss(math.log(USABLE)).bytes
-        return Frontier(
+        best, options = best_within(results, limit, loss), self.texts.options
+        found = Frontier(
             folder=options.output,
             place=str(as_named_in(options.output, options).model),
             model=model_name(self.budgets.model.checkpoint.path),
@@ -187,11 +242,16 @@ class CheckpointMaker:
             best=best,
             asked=words_of_target(limit, loss),
             beyond_use="",
-            reach=reach,
+            reach=None,
             commands=() if best is None else best.candidate.commands,
             data_words=self.texts.words,
             runtime="PyTorch",
         )
+        if found.passed:
+            return found
+        with suppress(BudgetError):
+            return replace(found, reach=self.budgets.at_loss(math.log(USABLE)).bytes)
+        return found
 
     def publish(self, frontier: Frontier) -> None:
         """Write the record and the best checkpoint, and put the folder in place."""
@@ -200,5 +260,9 @@ class CheckpointMaker:
             for path in sorted(self._place(frontier.best.candidate.name).iterdir()):
                 path.rename(folder / path.name)
                 files.append(path.name)
+            recipe = cast(MeasuredRounded, frontier.best).candidate.recipe
+            if recipe is not None:
+                write_atomically(folder / RECIPE, yaml.safe_dump(recipe, sort_keys=False))
+                files.append(RECIPE)
         write_pages(frontier, folder, files)
         self.staging.publish()

@@ -15,9 +15,10 @@ from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.common.graph_types import GGUF_FILES, GgufType
 from ckpt_prune.common.progress import Notices, show_progress
+from ckpt_prune.evaluation.fewer_tokens import TokenParts
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.export import export_gguf
-from ckpt_prune.gguf.score import TextPredictions, TokenParts, diverge_from, score_file
+from ckpt_prune.gguf.score import TextPredictions, diverge_from, score_file
 from ckpt_prune.gguf.timing import FileTimes, time_file
 from ckpt_prune.gguf.types import NO_OTHERS
 from ckpt_prune.job.job import LiveSamples
@@ -25,17 +26,16 @@ from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
-from ckpt_prune.options.commands import FrontierOptions, PruneOptions
+from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.data import ProofOptions, words_of_windows
-from ckpt_prune.options.option import check_options, words_of_options
+from ckpt_prune.options.option import words_of_options
 from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.column_budgets import recipe_of
 from ckpt_prune.runner.file_budgets import FileBudgets, export_of
 from ckpt_prune.runner.frontier.asked import as_named_in
 from ckpt_prune.runner.frontier.candidates import FileCandidate, Measured, MeasuredFile
+from ckpt_prune.runner.frontier.pruning import prune_by
 from ckpt_prune.runner.frontier.record import FILE, MADE, PRUNED, RECIPE, Frontier, write_pages
-from ckpt_prune.runner.prune import prune_model
-from ckpt_prune.runner.read_recipe import read_recipe
 from ckpt_prune.runner.vocabularies import parts_of_tokens
 
 MIXTURES: tuple[GgufType, ...] = (
@@ -115,33 +115,14 @@ class Maker:
         file = export_of(candidate.chosen, candidate.others) if export else None
         return recipe_of(self.budgets.model, candidate.columns, self.budgets.kept_rows(candidate.rows), score, file)
 
-    def prune_options(self) -> dict[str, Any]:
-        """Return the options of `prune` that make a candidate by its recipe."""
-        return {
-            "model": self.options.model,
-            "text": self.options.text,
-            "samples": len(self.samples),
-            "window": self.samples.tokens,
-            "seed": self.options.seed,
-            "evaluate_samples": 0,
-            **{name: getattr(self.options, name) for name in (*DATA, "device", "trust_remote_code")},
-            "progress": self.options.progress,
-        }
-
     def _model(self, candidate: FileCandidate) -> Model:
         """Return the model of a candidate, pruned unless that is done."""
         if not candidate.prunes:
             return self.budgets.model
         digest = hashlib.sha256(json.dumps([candidate.columns, candidate.rows]).encode()).hexdigest()[:12]
         place = self.staging.scratch / f"{PRUNED}-{digest}"
-        out, recipe = place / PRUNED, place / "recipe.yaml"  # a file says the name of the folder
-        if not out.is_dir():
-            place.mkdir(exist_ok=True)
-            recipe.write_text(yaml.safe_dump(self.recipe(candidate, export=False), sort_keys=False))
-            resume = out.with_name(f"{out.name}.partial").exists()
-            given = {"recipe": str(recipe), "output": str(out), "resume": resume}
-            options = check_options(PruneOptions, self.prune_options() | given)
-            prune_model(options, read_recipe(options))
+        out = place / PRUNED  # a file says the name of the folder
+        prune_by(self.recipe(candidate, export=False), self.options, self.samples, out)
         return open_model(str(out), Opening(True))
 
     def place(self, candidate: FileCandidate) -> Path:

@@ -31,7 +31,7 @@ from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.recipe.sizes import Size
-from ckpt_prune.runner.file_budgets import CUT_FROM, FileBudgets, check_choosable, check_reach
+from ckpt_prune.runner.file_budgets import FileBudgets, check_choosable, check_reach
 from ckpt_prune.runner.frontier.asked import (
     foresee_work,
     open_staging,
@@ -51,6 +51,7 @@ from ckpt_prune.runner.frontier.record import (
     choose_for_loss,
     words_of_target,
 )
+from ckpt_prune.runner.pruning_budgets import CUT_FROM, loses_much
 
 IN_QUESTION = 1.5
 """A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
@@ -126,7 +127,8 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
         reference = read_reference(
             model.checkpoint.whole, texts.held_out, texts=texts.names, trust=options.trust_remote_code
         )
-        budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, planner)
+        deep = loses_much(model, limit, loss)
+        budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, deep, planner=planner)
         maker = Maker(options, budgets, reference, staging, timed)
         search = _Search(maker, limit, loss, None if time is None else _limit_of(time, maker))
         say(_foresee(search))
@@ -267,7 +269,7 @@ def _reach(search: _Search) -> int | None:
     if search.time is not None:
         return None
     budgets = search.maker.budgets
-    budget = budgets.joint if search.choice is not None and search.choice.columns else budgets.fitted
+    budget = budgets.joint[0] if search.choice is not None and search.choice.columns else budgets.fitted
     try:
         return budget.at_loss(math.log(USABLE)).bytes
     except BudgetError:

@@ -157,8 +157,7 @@ class Frontier:
     @property
     def source(self) -> str:
         """The checkpoint that the best one is made of, as it is called in `folder`."""
-        best = None if self.best is None else self.best.candidate
-        return PRUNED if best is not None and (best.columns or best.rows is not None) else self.place
+        return PRUNED if any(command.endswith(f" -o {PRUNED}") for command in self.commands) else self.place
 
     @property
     def pareto(self) -> list[Result]:

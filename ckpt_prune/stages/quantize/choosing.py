@@ -1,7 +1,7 @@
 """How each weight of a checkpoint is stored, by budget: int4 in groups, int8 by rows, or as it is.
 
 What each way loses is predicted (`budget.rounding_losses`). Weights that read one input share a way, since vLLM joins
-them. The embedding and the head stay, as `quantize` leaves them.
+them. The embedding and the head stay, as `quantize` leaves them, but for tokens that go.
 """
 
 import json
@@ -92,6 +92,23 @@ def predict_scheme_losses(model: Model, samples: Samples, moments: Mapping[str, 
 
 
 @dataclass(frozen=True)
+class Shape:
+    """A model with fewer columns and tokens.
+
+    Attributes:
+        layout: of its files.
+        columns: that each MLP keeps; None: all.
+        rows: tokens that stay; None: all.
+        lost: what the absence of the others is predicted to add, in nats a token.
+    """
+
+    layout: Layout
+    columns: int | None = None
+    rows: int | None = None
+    lost: float = 0.0
+
+
+@dataclass(frozen=True)
 class SchemeChoice:
     """How each weight is stored.
 
@@ -99,16 +116,23 @@ class SchemeChoice:
         names: weight → name of its scheme, or dense.
         bytes: of the files.
         kl: what it is predicted to lose, in nats a token.
+        shape: of the model that is stored so; None: as it is.
     """
 
     names: dict[str, str]
     bytes: int
     kl: float
+    shape: Shape | None = None
 
     @property
     def counts(self) -> dict[str, int]:
         """Way to store a weight → how many are."""
         return dict(Counter(self.names.values()).most_common())
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any weight is rounded."""
+        return set(self.counts) != {DENSE}
 
     @property
     def usual(self) -> PackingScheme:
@@ -138,16 +162,33 @@ class SchemeChoice:
 class SchemeBudget:
     """The ways to store a model's weights, with the bytes and the predicted loss of each.
 
+    Of a matrix that keeps a share of its elements, rounding adds that share of what it adds to the whole matrix.
+
     Attributes:
         losses: of every weight, as `predict_scheme_losses` tells them.
+        shape: that the model has then; None: as it is.
     """
 
     model: Model
     losses: Losses
+    shape: Shape | None = None
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return layout_of(self.model) if self.shape is None else self.shape.layout
+
+    @property
+    def _by_pruning(self) -> float:
+        return 0.0 if self.shape is None else self.shape.lost
 
     @cached_property
     def _weights(self) -> dict[str, TensorSpec]:
-        return {name: spec for name, spec in linear_weights(self.model).items() if name in self.losses}
+        specs = {name: spec for tensors in self._layout.values() for name, spec in tensors.items()}
+        return {name: specs[name] for name in linear_weights(self.model) if name in self.losses}
+
+    def _lost(self, name: str, way: str) -> float:
+        share = prod(self._weights[name][1]) / self.model.checkpoint.tensors[name].numel
+        return share * self.losses[name][way]
 
     @cached_property
     def _together(self) -> list[list[str]]:
@@ -167,12 +208,16 @@ class SchemeBudget:
         return [Choices.of(self._choices(names)) for names in self._together]
 
     def _choices(self, names: Sequence[str]) -> list[tuple[dict[str, str], float, float]]:
-        ways: list[PackingScheme | None] = [*schemes_for(self._weights[names[0]][1][1]), None]
+        known = self.losses[names[0]]  # rows that are shorter may divide into more
+        ways: list[PackingScheme | None] = [
+            *(each for each in schemes_for(self._weights[names[0]][1][1]) if each.name in known),
+            None,
+        ]
         choices = []
         for scheme in ways:
             label = DENSE if scheme is None else scheme.name
             cost = sum(_stored_bytes(name, self._weights[name], scheme) for name in names)
-            lost = 0.0 if scheme is None else sum(self.losses[name][label] for name in names)
+            lost = 0.0 if scheme is None else sum(self._lost(name, label) for name in names)
             choices.append((dict.fromkeys(names, label), float(cost), lost))
         return choices
 
@@ -180,7 +225,7 @@ class SchemeBudget:
     def _outside(self) -> int:
         """Bytes of the files that no choice changes."""
         dense = sum(_stored_bytes(name, spec, None) for name, spec in self._weights.items())
-        return file_bytes(layout_of(self.model)) - dense
+        return file_bytes(self._layout) - dense
 
     @property
     def least(self) -> int:
@@ -198,7 +243,7 @@ class SchemeBudget:
 
     def at_loss(self, limit: float) -> SchemeChoice:
         """Return the smallest files that are predicted to lose at most `limit`; BudgetError if none do."""
-        return self._of(save(self._sites, limit))
+        return self._of(save(self._sites, limit - self._by_pruning))
 
     def everywhere(self, kind: Format) -> SchemeChoice:
         """Return the choice that stores all weights as `quantize` does by default."""
@@ -213,14 +258,14 @@ class SchemeBudget:
     def _as(self, ways: Mapping[str, str]) -> SchemeChoice:
         names = {name: ways[name] for name in self._weights}
         schemes = {name: scheme for name, way in names.items() if (scheme := PackingScheme.parse(way)) is not None}
-        kl = sum(self.losses[name][way] for name, way in names.items() if way != DENSE)
-        return SchemeChoice(names, file_bytes(packed_layout(self.model, schemes)), kl)
+        kl = self._by_pruning + sum(self._lost(name, way) for name, way in names.items() if way != DENSE)
+        return SchemeChoice(names, file_bytes(_pack(self._layout, schemes)), kl, self.shape)
 
 
-def packed_layout(model: Model, schemes: Schemes) -> Layout:
-    """Return the files of a model whose weights are stored so, with their tensors."""
+def _pack(dense: Layout, schemes: Schemes) -> Layout:
+    """Return files with their tensors once weights are stored so."""
     layout: Layout = {}
-    for file, tensors in layout_of(model).items():
+    for file, tensors in dense.items():
         layout[file] = {}
         for name, (dtype, shape) in tensors.items():
             if name in schemes:

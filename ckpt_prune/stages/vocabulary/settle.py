@@ -257,14 +257,14 @@ class VocabularyChoice:
         tokens = sum(each.total() for each in self._held)
         return self.growth(stay) / tokens if tokens else 0.0
 
-    def price(self, rows: int) -> tuple[list[int], float]:
-        """Return the rows that stay of so many, a few more if these must, and what they cost, measured on text.
+    def rows_of(self, count: int) -> list[int]:
+        """Return the rows that stay of so many, a few more if these must."""
+        return self.kept_without(max(0, len(self._among) - count))
 
-        Cost: nats a token of the held-out text, as all tokens write it.
-        """
-        kept = self.kept_without(max(0, len(self._among) - rows))
+    def price(self, kept: Sequence[int]) -> float:
+        """Return what it costs that some rows alone stay, nats a token of the held-out text as all tokens write it."""
         more = sum(each.more for each in self._lost(kept))
-        return kept, more * log(2) / sum(each.total() for each in self._held)
+        return more * log(2) / sum(each.total() for each in self._held)
 
     # ---- the choice ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,164 @@
+"""Budgets of fewer bits, and of fewer columns and tokens where fewer bits alone lose much.
+
+What a budget is made of is measured when it is asked for first, and stands in a journal then.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, Protocol, TypeVar
+
+from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.measure.statistics.files import Collect
+from ckpt_prune.model.cost import cost_of
+from ckpt_prune.model.model import Model
+from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths
+from ckpt_prune.runner.rounding_trials import RoundingTrials
+from ckpt_prune.runner.vocabularies import SmallerVocabulary, VocabularyPrices
+from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
+
+PRUNE_FROM = 0.15
+"""Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
+CUT_FROM = 0.05
+"""Nats from which on fewer tokens are."""
+FEW_BITS = 4
+"""Bits a weight below which fewer bits alone will lose so much that columns are in question."""
+_VOCABULARIES = "smaller vocabularies"
+"""Entry of the journal."""
+
+
+class Choice(Protocol):
+    """What a budget chooses: its bytes, and what it is predicted to lose in nats a token."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def kl(self) -> float: ...
+
+
+B = TypeVar("B")
+"""A budget."""
+C = TypeVar("C", bound=Choice)
+
+
+def loses_much(model: Model, limit: int | None, loss: float | None) -> bool:
+    """Return whether columns will be in question for a file of so many bytes, or for a loss in nats a token.
+
+    Their moments are then measured together with those that tell what fewer bits lose.
+    """
+    if len(column_widths(model)) < 2:
+        return False
+    if limit is None:
+        return (loss or 0.0) > PRUNE_FROM
+    return 8 * limit < FEW_BITS * cost_of(model).parameters
+
+
+@dataclass(frozen=True)
+class PruningBudgets(RoundingTrials, ABC, Generic[B]):
+    """The budgets of a model's file.
+
+    Attributes:
+        deep: columns will be in question (`loses_much`).
+    """
+
+    deep: bool = False
+
+    @property
+    @abstractmethod
+    def fitted(self) -> B:
+        """The budget of fewer bits alone, rounded by error feedback."""
+
+    @property
+    @abstractmethod
+    def joint(self) -> Sequence[B]:
+        """Budgets with fewer columns, too, which are predicted when this is asked for first; none if none may go."""
+
+    @abstractmethod
+    def with_rows(self, budget: B, vocabulary: SmallerVocabulary) -> B:
+        """Return a budget of the model with some of its tokens. Rounding the rows that stay loses as much."""
+
+    @property
+    def collected(self) -> tuple[Collect, ...]:
+        return ("moments", "gram", "linears") if self.deep else super().collected
+
+    @cached_property
+    def columns(self) -> ColumnBudgets:
+        """The columns that MLPs may keep, and what is predicted to be lost by them."""
+        how = self.model, self.samples, self.options.seed, self.folder, self.journal, self.device, self.compute_dtype
+        return ColumnBudgets(*how, self.statistics if self.has_grams else None)
+
+    @property
+    def _priced(self) -> list[SmallerVocabulary]:
+        """Smaller vocabularies whose cost is known, the largest first."""
+        notes = self.journal.notes.get(_VOCABULARIES, [])
+        return [SmallerVocabulary(unpack_rows(kept), lost) for kept, lost in notes]
+
+    @cached_property
+    def _prices(self) -> VocabularyPrices:
+        return VocabularyPrices(self.model, self.options)
+
+    def _vocabularies(self, helps: Callable[[SmallerVocabulary], bool]) -> Iterator[SmallerVocabulary]:
+        """Yield smaller vocabularies, the largest first, as far as they may help (`VocabularyPrices.price_next`)."""
+        yield from self._priced
+        while (each := self._prices.price_next(self._priced, helps)) is not None:
+            known = self.journal.notes.get(_VOCABULARIES, [])
+            self.journal.record(_VOCABULARIES, note=[*known, [pack_rows(each.kept), each.lost]])
+            yield each
+
+    def kept_rows(self, rows: int | None) -> Sequence[int] | None:
+        """Return the tokens of a choice that has so many; None if all stay."""
+        return next((each.kept for each in self._priced if len(each.kept) == rows), None)
+
+    def least(
+        self,
+        solve: Callable[[B], C],
+        by: Callable[[C], float] = lambda choice: choice.kl,
+        may_lose: float = 0.0,
+    ) -> C:
+        """Return what is best by any budget, the least of `by`; the BudgetError of the last one if none is kept to.
+
+        Fewer tokens and columns are in question where fewer bits alone lose much, or `may_lose` allows much.
+        """
+        found: list[C] = []
+        failed: list[BudgetError] = []
+
+        def lost() -> float:
+            return max(may_lose, min((choice.kl for choice in found), default=math.inf))
+
+        def best(choices: Sequence[C]) -> float:
+            return min(map(by, choices), default=math.inf)
+
+        def solved(budgets: Sequence[B]) -> list[C]:
+            choices = []
+            for budget in budgets:
+                try:
+                    choices.append(solve(budget))
+                except BudgetError as error:
+                    failed.append(error)
+            return choices
+
+        def add_with_fewer_tokens(budgets: Sequence[B]) -> None:
+            def cut(vocabulary: SmallerVocabulary) -> list[C]:
+                return solved([self.with_rows(budget, vocabulary) for budget in budgets])
+
+            def helps(vocabulary: SmallerVocabulary) -> bool:
+                return not found or best(cut(vocabulary)) < best(found)
+
+            for each in self._vocabularies(helps):
+                before, fewer = best(found), cut(each)
+                found.extend(fewer)
+                if math.isfinite(before) and best(fewer) >= before:  # each further token costs more, and saves as much
+                    return
+
+        found += solved([self.fitted])
+        if lost() > CUT_FROM:
+            add_with_fewer_tokens([self.fitted])
+        if lost() > PRUNE_FROM:
+            found += solved(self.joint)
+            add_with_fewer_tokens(self.joint)
+        if not found:
+            raise failed[-1]
+        return min(found, key=by)

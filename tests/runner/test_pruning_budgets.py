@@ -1,0 +1,66 @@
+"""What budgets with fewer columns and tokens measure, and what they leave out."""
+
+import pytest
+
+from ckpt_prune.checkpoint.journal import Journal
+from ckpt_prune.common.progress import Notices
+from ckpt_prune.measure.samples.choose import choose_samples
+from ckpt_prune.model.containers.opening import open_model
+from ckpt_prune.options.commands import FrontierOptions
+from ckpt_prune.options.option import check_options
+from ckpt_prune.runner.pruning_budgets import loses_much
+from ckpt_prune.runner.scheme_budgets import SchemeBudgets
+from ckpt_prune.runner.vocabularies import LEAST_OF_FORESEEN, SmallerVocabulary, VocabularyPrices
+from ckpt_prune.stages.vocabulary.settle import VocabularyChoice
+from tests.runner.frontiers import fail, make_place
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    place = make_place(tmp_path_factory.mktemp("budgets"))
+    given = {"model": place / "model", "text": place / "text.txt", "held_out": place / "held_out.txt"}
+    options = check_options(FrontierOptions, given | {"output": place / "out", "samples": 8, "window": 48})
+    return open_model(str(place / "model")), options
+
+
+def test_one_pass_over_the_samples_predicts_columns_as_two_do(asked, tmp_path, monkeypatch):
+    model, options = asked
+    samples = choose_samples(model, options, say=Notices())
+    found = []
+    for deep in (False, True):
+        folder = tmp_path / str(deep)
+        folder.mkdir()
+        budgets = SchemeBudgets(model, samples, options, folder, Journal(folder, "budgets"), deep)
+        assert budgets.has_grams == deep
+        if deep:
+            monkeypatch.setattr("ckpt_prune.runner.column_budgets.measure_statistics", fail)
+        found.append((budgets.columns.losses, budgets.fitted.losses))
+    assert found[0] == found[1]
+    assert found[0][0].keys() == {0, 1}
+
+
+def test_columns_are_expected_to_go_below_four_bits_a_weight(asked):
+    model, _ = asked
+    weights = sum(info.numel for info in model.checkpoint.tensors.values())
+    assert loses_much(model, weights // 2 - 1, None)
+    assert not loses_much(model, weights // 2, None)
+    assert loses_much(model, None, 0.2)
+    assert not loses_much(model, None, 0.05)
+
+
+def test_a_smaller_vocabulary_is_not_measured_if_it_cannot_help(asked, monkeypatch):
+    """The first is; the next is asked for at half of what its further tokens cost at the price of the first."""
+    model, options = asked
+    prices = VocabularyPrices(model, options)
+    first = prices.price_next([], fail)
+    assert first is not None
+    monkeypatch.setattr(VocabularyChoice, "price", fail)
+    monkeypatch.setattr(VocabularyChoice, "growth", lambda _self, stay: 4096 - 2 * len(stay))
+    foreseen = []
+    priced = [SmallerVocabulary(first.kept, 0.5)]
+    assert prices.price_next(priced, lambda each: bool(foreseen.append(each))) is None
+    (each,) = foreseen
+    assert len(each.kept) == 1024
+    assert each.lost == pytest.approx(LEAST_OF_FORESEEN * 0.5 * 2048 / (4096 - 2 * len(first.kept)))
+    with pytest.raises(AssertionError, match="measured again"):
+        prices.price_next(priced, lambda _: True)
