@@ -128,9 +128,9 @@ def frontier(options: FrontierOptions) -> "Frontier":
     size that such bits do not reach, or at which they lose much, columns of each MLP are chosen with them. MODEL may be
     an encoder, too, or with --images a model of images, which is measured on images that it was not fitted to. With
     --for vllm each weight of a checkpoint gets 4 or 8 bits, or stays, as `quantize --target-bytes` does it; where that
-    loses much, tokens go, and as many columns of each MLP. OUT holds the file, the commands or the recipe that make it, a picture and all figures. What is predicted of a file is the sum
-    of what each type of each matrix, and each share of the columns, did on --text by itself. The exit code is 1 if
-    nothing usable was found.
+    loses much, tokens go, and as many columns of each MLP. OUT holds the file, the commands or the recipe that make it,
+    a picture and all figures. What is predicted of a file is the sum of what each type of each matrix, and each share
+    of the columns, did on --text by itself. The exit code is 1 if nothing usable was found.
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """
