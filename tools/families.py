@@ -42,6 +42,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "emu3": {"vocabulary_map": {"<image>": 90, "<|visual token 000000|>": 91}},
     "esm": {"mask_token_id": 32, "pad_token_id": 1},
+    "gemma4": {"text_config": {"num_hidden_layers": 42, "num_kv_shared_layers": 18}},  # as E4B has it
     **{name: {"decoder_start_token_id": 0} for name in ("longt5", "t5", "umt5")},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "xmod": {"default_language": "en_XX"},
@@ -275,15 +276,16 @@ def write_tiny(model_type: str, architecture: str, folder: Path) -> Path:
 
 def build_whole(config: dict[str, Any], sizes: Any) -> Any:
     """Return a small random model that is made of several, which text alone may not run."""
-    from ckpt_prune.model.discovery.twin import make_model, make_skeleton_config, small_configs
+    from ckpt_prune.common.errors import one_line
+    from ckpt_prune.model.discovery.twin import commonest_reason, make_model, make_skeleton_config, small_configs
 
-    reason: Exception | None = None
+    reasons: list[str] = []
     for small, _ in small_configs(config, sizes):
         try:
             return make_model(make_skeleton_config(small), load_composite(small).architecture)
         except Exception as error:  # whatever the class runs into with sizes that it does not take
-            reason = error
-    raise UserError(str(reason))
+            reasons.append(one_line(error))
+    raise UserError(commonest_reason(reasons))
 
 
 def prune_and_verify(source: Path, description: dict[str, Any], *options: str, part: str | None = None) -> None:

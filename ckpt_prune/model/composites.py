@@ -230,12 +230,11 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
         whole = whole.ignore([stored for stored in whole.tensors if names.ignores(stored)])
     config = _part_config(part, parse_config(whole.config))
     if part.described is None and config["model_type"] not in known_families():
-        if part.auto == "AutoModel" and part.stack is None:
-            raise UserError(
-                f"--part {name} of {composite.model_type} is a {config['model_type']}, which this version has no "
-                "description of"
-            )
         from ckpt_prune.model.discovery.discover import Stack, discover
+        from ckpt_prune.model.discovery.parts import find_class
+
+        if part.stack is None:
+            config["architectures"] = [find_class(config["model_type"], [part.auto])[1]]
 
         stack = None if part.stack is None else Stack(composite.architecture, composite.auto, part.stack)
         found = discover(config, stack)

@@ -110,6 +110,7 @@ class Family(StrictModel):
     width_switches: dict[str, bool] = Field(default_factory=dict)
     positions_behind: str | None = None
     passes_on: bool = False
+    shares_keys: bool = False
     sliding_window: str | None = None
     norm_offset: float = 0.0
     residual: ResidualKeys | None = None

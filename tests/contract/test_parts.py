@@ -82,6 +82,11 @@ DEPTH = {
     "reassemble_factors": [2, 1, 0.5],
     "fusion_hidden_size": 8,
 }
+CLIP = {
+    "text_config": TOWER,
+    "vision_config": EYES | {"intermediate_size": 24, "projection_dim": 8},
+    "projection_dim": 8,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "dpt": DEPTH | {"is_hybrid": False},
     "depth_anything": DEPTH | {"reassemble_hidden_size": 16, "patch_size": 4},
@@ -93,11 +98,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "auxiliary_in_channels": 16,
         "num_labels": 5,
     },
-    "clip": {
-        "text_config": TOWER,
-        "vision_config": EYES | {"intermediate_size": 24, "projection_dim": 8},
-        "projection_dim": 8,
-    },
+    "clip": CLIP,
+    "metaclip_2": CLIP,
     "gemma3": {
         "text_config": TEXT | {"head_dim": 8, "sliding_window": 5},
         "vision_config": EYES | {"intermediate_size": 24, "vision_use_head": False},
@@ -206,7 +208,7 @@ class PartCase:
             return Seen(windows, torch.randn(4, ROWS**2, 96, generator=torch.Generator().manual_seed(9)))
         if self.model_type.startswith("qwen") or self.model_type in NO_IMAGES:
             return TokenWindows(windows)
-        if self.model_type != "clip":
+        if "clip" not in self.model_type:
             windows[:, 1 : 1 + PATCHES] = IMAGE
         return Shown(windows, torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(9)))
 
@@ -286,6 +288,7 @@ MLP = (("mlp", 0.25),)
 CASES = [
     PartCase("clip", "text", MLP),
     PartCase("clip", "vision", MLP),
+    PartCase("metaclip_2", "vision", MLP),
     PartCase("gemma3", "text", (("heads", 0.5), *MLP)),
     PartCase("llava", "text", (("heads", 0.5), *MLP)),
     PartCase("llava", "vision", (("heads", 0.5), ("mlp", 0.5))),

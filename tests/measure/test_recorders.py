@@ -16,11 +16,11 @@ TOKENS = torch.randint(3, 64, (5, 6), generator=torch.Generator().manual_seed(1)
 BATCHES = (slice(0, 2), slice(2, 4), slice(4, 5))
 
 
-def record(model: Any, layers: Any, inputs: Tensor) -> tuple[HandedArguments, list[Tensor]]:
+def record(model: Any, layers: Any, inputs: Tensor, shares: bool = False) -> tuple[HandedArguments, list[Tensor]]:
     """Run a model with recorders, batch by batch: what its blocks were passed, and what entered the first."""
     outside = [module for module in model.modules() if not any(module is each for each in layers.modules())]
     recorders = Recorders(list(layers), outside, "toy")
-    handed, entering = HandedArguments(len(inputs), allocate_in_memory, "toy"), []
+    handed, entering = HandedArguments(len(inputs), allocate_in_memory, "toy", shares=shares), []
     for rows in BATCHES:
         recorders.run(lambda rows=rows: model(inputs[rows], use_cache=False))
         handed.keep(rows, recorders.handed)
@@ -31,7 +31,7 @@ def record(model: Any, layers: Any, inputs: Tensor) -> tuple[HandedArguments, li
 
 
 @torch.no_grad()
-def check_replay(model: Any, layers: Any, inputs: Tensor) -> None:
+def check_replay(model: Any, layers: Any, inputs: Tensor, shares: bool = False) -> None:
     """Compare every block that runs alone with what it returns inside the model, to the bit."""
     own: list[Tensor] = []
     first = lambda value: value if isinstance(value, Tensor) else value[0]  # noqa: E731
@@ -40,13 +40,11 @@ def check_replay(model: Any, layers: Any, inputs: Tensor) -> None:
         model(inputs[rows], use_cache=False)
     for hook in hooks:
         hook.remove()
-    handed, entering = record(model, layers, inputs)
-    own.reverse()
-    for rows, states in zip(BATCHES, entering, strict=True):
-        count = rows.stop - rows.start
-        for index, layer in enumerate(layers):
-            states = handed.call(layer, index, states, rows, count)
-            assert torch.equal(states, own.pop())
+    handed, states = record(model, layers, inputs, shares)
+    for index, layer in enumerate(layers):
+        for batch, rows in enumerate(BATCHES):
+            states[batch] = handed.call(layer, index, states[batch], rows, rows.stop - rows.start)
+            assert torch.equal(states[batch], own[batch * len(layers) + index])
 
 
 @pytest.mark.parametrize("model_type", every(3, sorted(CONFIGS)))
@@ -180,6 +178,12 @@ def test_blocks_that_do_not_run_one_by_one_are_refused(model: Toy, reason: str) 
     with pytest.raises(UserError) as caught:
         record(model, model.layers, TOKENS)
     assert str(caught.value) == f"blocks of toy cannot run one by one: {reason}"
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_keys_that_later_blocks_read_are_kept_for_each_sample(model_type: str) -> None:
+    model = make_model(model_type, num_kv_shared_layers=2)
+    check_replay(model, blocks_of(model), TOKENS, shares=True)
 
 
 def test_blocks_that_hand_later_ones_more_are_refused() -> None:

@@ -161,6 +161,8 @@ class BlockFactory:
 
     def split(self, disk: str, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a tensor on disk into the rows of the parameters that it holds."""
+        if len(self.find_parameters(disk)) == 1:  # perhaps a number alone
+            return (tensor,)
         rows = self.names.rows(disk)
         return torch.split(tensor, rows) if rows is not None else tensor.chunk(len(self.find_parameters(disk)))
 

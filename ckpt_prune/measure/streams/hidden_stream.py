@@ -119,9 +119,12 @@ class HiddenStream:
             for fold, run in enumerate(split_folds(len(samples), folds))
             for start in range(max(run.start, share.start), min(run.stop, share.stop), per_batch)
         ]
-        self._handed: HandedArguments | HandedAlone = HandedArguments(len(self.samples), allocate, factory.name)
-        if alone:
-            self._handed = HandedAlone(allocate, factory.name)
+        shares, count = factory.family.shares_keys, len(self.samples)
+        self._handed: HandedArguments | HandedAlone = (
+            HandedAlone(allocate, factory.name, shares=shares)
+            if alone
+            else HandedArguments(count, allocate, factory.name, shares=shares)
+        )
         self._enter(set() if alone else set(sizes))
 
     # no_grad and not inference_mode throughout: what is recorded here also goes through blocks that are being trained.
@@ -377,7 +380,10 @@ class HiddenStream:
         return leaving
 
     def reads_results(self, index: int) -> bool:
-        """Return whether a block is passed what the one before it returned beside hidden states."""
+        """Return whether a block is passed what the one before it returned beside hidden states, or keys of others."""
+        family = self.factory.family
+        if family.shares_keys and family.tensor(index, family.attention.key) not in self._tensors:
+            return True
         return isinstance(self._handed, HandedArguments) and self._handed.is_carried_to(index)
 
     def readout(self) -> Readout:

@@ -5,8 +5,10 @@ inputs made for every block) is kept while the model runs with recorders, and pa
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -157,7 +159,7 @@ class Recorders:
             self.entering = states
             if self._first is not None:
                 states, *self._others = self._first(states, handed)
-        elif states is not self._states:
+        elif not _is_view_of(states, self._states):
             if not self._adds or states.shape != self._states.shape:
                 raise _OtherResultsError
             handed = handed._replace(added=states)
@@ -188,15 +190,20 @@ class Recorders:
                 hook.remove()
 
 
+Shared = Mapping[Any, tuple[Tensor, ...]]
+"""What blocks have put into a mapping that all are passed, by its keys: keys and values that later ones read."""
+
+
 class HandedAlone:
     """The arguments of all blocks' calls for samples that are entered, and run, one by one (`HandedArguments`).
 
     What blocks share is kept once for a sample. The arguments are those of `HandedArguments`.
     """
 
-    def __init__(self, allocate: Allocate, name: str) -> None:
-        self._allocate, self._name = allocate, name
+    def __init__(self, allocate: Allocate, name: str, *, shares: bool = False) -> None:
+        self._allocate, self._name, self._shares = allocate, name, shares
         self._of: dict[int, list[Handed]] = {}
+        self._shared: dict[int, dict[Any, tuple[Tensor, ...]]] = defaultdict(dict)  # of each sample
 
     def keep(self, rows: slice, handed: Sequence[Handed]) -> None:
         """Keep what blocks were passed with one sample."""
@@ -224,8 +231,13 @@ class HandedAlone:
         for number, one in zip(numbers, torch.split(states, 1), strict=True):
             handed = self._of[number][block]
             leaves = (leaf.to(states.device) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(handed))
-            outputs.append(_run(module, block, _replace(handed, leaves), one, self._name)[0])
+            keep = partial(self._share, number) if self._shares else None
+            known = {**self._shared[number]}
+            outputs.append(_run(module, block, _replace(handed, leaves), one, self._name, known, keep)[0])
         return torch.cat(outputs)
+
+    def _share(self, number: int, made: Shared) -> None:
+        self._shared[number] |= {key: tuple(each.detach() for each in values) for key, values in made.items()}
 
 
 class HandedArguments:
@@ -238,10 +250,13 @@ class HandedArguments:
         samples: how many there are.
         allocate: makes the tensors that are kept of every sample.
         name: of the model, for messages.
+        shares: whether blocks read what others before them have put into a mapping that all are passed. The last that
+            was put under a key is kept for every sample.
     """
 
-    def __init__(self, samples: int, allocate: Allocate, name: str) -> None:
-        self._samples, self._allocate, self._name = samples, allocate, name
+    def __init__(self, samples: int, allocate: Allocate, name: str, *, shares: bool = False) -> None:
+        self._samples, self._allocate, self._name, self._shares = samples, allocate, name, shares
+        self._shared: dict[Any, tuple[Tensor, ...]] = {}
         self._of_size: dict[int, list[Handed]] = {}
         self._of_samples: dict[tuple[int, int], Tensor] = {}
         self._carried: dict[tuple[int, int], Any] = {}  # block and place among its results → those of its last run
@@ -293,7 +308,9 @@ class HandedArguments:
         if any(isinstance(leaf, Carried) for leaf in _leaves(handed)):
             leaves = (self._of_last(block, leaf, rows, states.device) for leaf in _leaves(handed))
             handed = _replace(handed, leaves)
-        results = _run(module, block, handed, states, self._name)
+        known = {key: tuple(each[rows].to(states.device) for each in kept) for key, kept in self._shared.items()}
+        keep = partial(self._share, rows) if self._shares else None
+        results = _run(module, block, handed, states, self._name, known, keep)
         following = self._of_size[count][block + 1 : block + 2]
         for place in {leaf.place for leaf in _leaves(following) if isinstance(leaf, Carried)}:
             values = results[place]
@@ -305,6 +322,15 @@ class HandedArguments:
             self._carried[block, place][rows] = values.detach().cpu()
         return results[0]
 
+    def _share(self, rows: Rows, made: Shared) -> None:
+        for key, values in made.items():
+            kept = self._shared.get(key)
+            if kept is None or [each.shape[1:] for each in kept] != [each.shape[1:] for each in values]:
+                kept = tuple(self._allocate((self._samples, *each.shape[1:]), each.dtype) for each in values)
+                self._shared[key] = kept
+            for place, value in zip(kept, values, strict=True):
+                place[rows] = value.detach().cpu()
+
     def is_carried_to(self, block: int) -> bool:
         """Return whether a block is passed results of the one before it."""
         return any(isinstance(leaf, Carried) for each in self._of_size.values() for leaf in _leaves(each[block]))
@@ -314,14 +340,27 @@ class HandedArguments:
         return kept[rows].to(device) if isinstance(leaf, Carried) and isinstance(kept, Tensor) else kept
 
 
-def _run(module: nn.Module, block: int, handed: Handed, states: Tensor, name: str) -> tuple[Tensor, ...]:
+def _run(
+    module: nn.Module,
+    block: int,
+    handed: Handed,
+    states: Tensor,
+    name: str,
+    known: Shared,
+    keep: Callable[[Shared], None] | None,
+) -> tuple[Tensor, ...]:
     """Return what a block makes, hidden states first.
 
-    UserError if the block reads what an earlier one has put into a mapping that all are passed: others have changed
-    that by then.
+    Args:
+        known: what earlier blocks have put into the mapping that all are passed: others have changed that by then.
+        keep: is given what the block puts there, also if its run ends before its last module.
+
+    UserError if the block reads there what is not known.
     """
     states = states if handed.added is None else states + handed.added
     shared = [leaf for leaf in _leaves(handed) if isinstance(leaf, MutableMapping)]
+    for mapping in shared:
+        mapping.update(known)
     try:
         output = module(states, *handed.arguments, **handed.options)
     except KeyError as error:
@@ -332,6 +371,8 @@ def _run(module: nn.Module, block: int, handed: Handed, states: Tensor, name: st
         ) from error
     finally:
         for mapping in shared:
+            if keep is not None:
+                keep({key: value for key, value in mapping.items() if value is not known.get(key)})
             mapping.clear()
     return results_of(output)
 
@@ -366,6 +407,14 @@ def _is_of_size(first: Tensor, value: Tensor, count: int) -> bool:
     if value is not first:
         return first.shape == value.shape and torch.equal(first, value)
     return value.dim() == 0 or len(value) != count or torch.equal(value, value[:1].expand_as(value))
+
+
+def _is_view_of(states: Any, other: Tensor) -> bool:
+    """Return whether something is a tensor, or all of it: some models cut out the tokens that they need, here all."""
+    if states is other:
+        return True
+    shown = isinstance(states, Tensor) and (states.data_ptr(), states.shape) == (other.data_ptr(), other.shape)
+    return shown and states.stride() == other.stride()
 
 
 def sample_axis(shape: Sequence[int], tokens: int) -> int | None:

@@ -25,6 +25,7 @@ from ckpt_prune.model.discovery.trace import (
     is_shared,
     join_units,
     lines_of_units,
+    reads_of_others,
     trace_block,
 )
 from ckpt_prune.model.discovery.twin import IMAGE, RATIO, Twin
@@ -167,6 +168,10 @@ class Describer:
         if not (self.dimensions["hidden"] or self.derived) or not self.dimensions["layers"]:
             raise UserError("no config key states its hidden size or number of blocks")
         attention = self._attention(traces) if self.stage is None else self._unknown_attention(traces)
+        shares_keys = any(map(reads_of_others, self.runs))
+        for name in ("queries", "heads") if shares_keys else ():
+            self.spaces.pop(name, None)
+            self.whole[name] = "other blocks read the keys and values of its heads"
         experts = self._experts()
         self._columns(traces)
         if not self.spaces and self.stage is not None:
@@ -187,6 +192,7 @@ class Describer:
             "base": model.base_model_prefix,
             **outside,
             **({"passes_on": True} if self._first_is_needed else {}),
+            **({"shares_keys": True} if shares_keys else {}),
             "layers": self.layers,
             "block": self.prefix,
             "lookups": [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)],
@@ -366,7 +372,7 @@ class Describer:
             self.add_dimension("logits", 0, ["qk_head_dim", "qk_nope_head_dim", "head_dim"])
             return attention, "keys and values of all heads are made of one latent vector of a token"
         if shared:
-            return attention, "its queries or keys are normalised over all heads together"
+            return attention, "a norm covers all of its heads together"
         if count in (1, len(unit)) or len(unit) % count or not 1 < count <= self.twin.sizes.heads:
             return attention, "its heads depend on one another"
         return attention, self._add_heads(run, trace, unit, count, heads)
@@ -471,6 +477,8 @@ class Describer:
             owner = lines_of_units(counted, unit)
             if owner is None:
                 return None
+            if bool((owner < 0).all()):  # what all units read
+                continue
             before, rows = self._rows_on_disk(f"{run.path}.{path}.weight", len(owner))
             if not rows:
                 return None
@@ -499,8 +507,8 @@ class Describer:
             flat = depends.flatten(1)
             if all(bool(flat[unit == each].any(0).all()) for each in range(count)):
                 continue  # every unit reads all of it
-            # A convolution of every channel by itself has a row of its weight for each.
-            front = depends.dim() in (4, 5) and depends.shape[2] == 1
+            # A convolution of every channel by itself has a row of its weight for each, and a state space of its decay.
+            front = depends.dim() == 3 or (depends.dim() in (4, 5) and depends.shape[2] == 1)
             owner = (
                 lines_of_units(depends.flatten(2).any(2) if front else depends, unit)
                 if front or depends.dim() == 2
@@ -540,10 +548,20 @@ class Describer:
             for trace in sorted(own, key=lambda each: -each.columns):  # the widest is the MLP
                 # A convolution may stand between the linear modules of an MLP; attention reads several of them.
                 is_of_mlp = not trace.mixes or (self.stage is not None and len(trace.producers) == 1)
-                if is_of_mlp and self.on_disk(run, trace.consumer) not in self.consumers():
+                if (is_of_mlp or self._is_of_channels(trace)) and self.on_disk(
+                    run, trace.consumer
+                ) not in self.consumers():
                     why = self._add_columns(name, run, trace)
                     if why is not None:
                         self.whole.setdefault(trace.consumer, why)
+
+    def _is_of_channels(self, trace: Trace) -> bool:
+        """Return whether tokens mix in each column by itself, in a state space of no heads (Mamba)."""
+        return (
+            not self.dimensions["query_heads"]
+            and len(trace.used) > 1
+            and int(join_units(trace).max()) == trace.columns - 1
+        )
 
     @property
     def _has_experts(self) -> bool:
@@ -601,9 +619,14 @@ class Describer:
             self._derive(units, key, run, trace)
         self.add_dimension(units, count, _keys(key))
         named = {units: count, **({each[0]: self.twin.config[each[0]]} if each else {})}
+        if all(is_shared(depends) for depends in trace.rows.values()):
+            return f"a norm covers all columns of {trace.consumer} together"
         places = self._places(run, trace, unit, count, named)
-        if places is None:
+        also = self._also_reads(run, trace, unit) if trace.mixes else []
+        if places is None or also is None:
             return f"the columns of {trace.consumer} lie in an order that a description cannot say"
+        if also:
+            places["tables"] = [*places.get("tables", []), *also]
         self.spaces[name] = {
             **({"unit": "column for each shared expert"} if each else {}),
             "units": units,
@@ -613,6 +636,30 @@ class Describer:
             **self._effect(run, trace),
         }
         return None
+
+    def _also_reads(self, run: BlockRun, trace: Trace, unit: torch.Tensor) -> list[dict[str, Any]] | None:
+        """Return the weights of other linear modules whose columns are units, too; None if these lie in another order.
+
+        A state space makes its steps and what it writes and reads of all channels (Mamba's `x_proj`).
+        """
+        owners = {path: lines_of_units(rows, unit) for path, rows in trace.rows.items()}
+        found: list[dict[str, Any]] = []
+        for inner in trace_block(run, inner=True):
+            seen = torch.full((inner.columns,), -1)
+            for path, depends in inner.rows.items():
+                owner = owners.get(path)
+                if owner is None:
+                    continue
+                for column, rows in enumerate(depends):
+                    of = {*owner[rows].tolist()} - {-1}
+                    if len(of) > 1:
+                        return None
+                    seen[column] = of.pop() if of else seen[column]
+            if bool((seen >= 0).any()):
+                if not torch.equal(seen, unit):
+                    return None
+                found.append({"module": f"{self.on_disk(run, inner.consumer)}.weight"})
+        return found
 
     def _multiple(self, count: int) -> dict[str, Any] | None:
         """Return by which key the config states columns as a multiple of the hidden size; None if by none."""

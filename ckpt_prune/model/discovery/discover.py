@@ -156,12 +156,6 @@ def _find(plain: dict[str, Any], architecture: str, auto: str, stack: str | None
     import transformers
 
     start = time.process_time()
-    borrowing = getattr(parse_config(plain), "num_kv_shared_layers", 0)
-    if borrowing:
-        raise UserError(
-            f"the last {borrowing} blocks of this {plain['model_type']} read keys and values that others made "
-            "(num_kv_shared_layers), and this version prunes blocks one by one"
-        )
     draft, other = _draft(plain, architecture, auto, stack)
     proofs = _prove(draft, other)
     if not draft.description["spaces"]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.descriptions import count_stages
+from ckpt_prune.model.descriptions import count_stages, known_families, load_family
 from ckpt_prune.model.skeleton import RefusedConfigError, build_skeleton, parse_config
 
 _MAPPINGS = {
@@ -44,12 +44,15 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
     whole_auto, architecture = find_class(model_type, [*_MAPPINGS][:-1])
     config = parse_config(values)
     text: Any = config.text_config
-    auto, own = find_class(text.model_type, _TEXT)
+    auto, own = find_class(text.model_type, [*_TEXT, "AutoModel"])
     try:
-        whole, part = build_skeleton(config, architecture), build_skeleton(text, own)
+        whole = build_skeleton(config, architecture)
+        modules = _find_modules(whole, build_skeleton(text, own))
+        if not modules and auto != "AutoModel":  # the whole may have a head of its own
+            auto, base = find_class(text.model_type, ["AutoModel"])
+            modules = _find_modules(whole, build_skeleton(text, base))
     except RefusedConfigError as error:
         raise UserError(f"{model_type} is made of several models, and cannot be built: {error.rule}") from error
-    modules = _find_modules(whole, part)
     if not modules:
         raise UserError(f"{model_type} is made of several models, and holds no {own}")
     seen = next((kind for kind in ("vision", "audio") if hasattr(config, f"{kind}_config")), None)
@@ -58,9 +61,25 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         "model_type": model_type,
         "architecture": architecture,
         "auto": whole_auto,
-        "parts": {"text": {"config": "text_config", "auto": auto, "modules": modules, "note": note}},
+        "parts": {
+            "text": {
+                "config": "text_config",
+                "auto": auto,
+                "modules": modules,
+                "keeps": _fixed_spaces(text.model_type),
+                "note": note,
+            }
+        },
         "refused": {"vision": "this version has no description of its vision tower"} if seen == "vision" else {},
     }
+
+
+def _fixed_spaces(model_type: str) -> dict[str, str]:
+    """Return spaces of a described family that own code alone states, which parts have none of, with the reason."""
+    if model_type not in known_families():
+        return {}
+    fixed = {name: space.fixed for name, space in load_family(model_type).consumers.items()}
+    return {name: why.format(model_type=model_type) for name, why in fixed.items() if why is not None}
 
 
 def find_class(model_type: str, autos: Sequence[str], declared: Sequence[str] = ()) -> tuple[str, str]:

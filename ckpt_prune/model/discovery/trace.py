@@ -7,7 +7,7 @@ belong together: units are the connected parts of this relation, in whatever ord
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,7 +36,8 @@ class Trace:
         across: producer → whether other tokens read a row's output, bool (rows,).
         used: other parameters of the block that the consumer's input depends on.
         depend: computes `depends`, one derivative for each column.
-        effect: how the output reaches the stream: `added`, `multiplied` (by `factor`), `gated`, `scaled`, or `changed`.
+        effect: how the output reaches the stream: `added`, `multiplied` (by `factor`), `gated`, `scaled`, `changed`, or
+            through other linear modules alone: `none`.
         factor: the number, of `multiplied`.
     """
 
@@ -116,7 +117,8 @@ def find_stage(twin: Twin, number: int, count: int) -> tuple[str, list[BlockRun]
     """
     alike: dict[str, dict[str, int]] = {}
     for path, module in twin.model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1:
+        listed = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        if listed and len({type(each) for each in module.children()}) == 1:
             weights = sum(each.numel() for each in module.parameters())
             alike.setdefault(re.sub(r"\d+", "", path), {})[path] = weights
     fitting = [lists for lists in alike.values() if len(lists) == count]
@@ -165,17 +167,33 @@ def _record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
     return runs
 
 
+@torch.no_grad()
+def reads_of_others(run: BlockRun) -> bool:
+    """Return whether a block reads what others have put into a mapping that all are passed: it cannot run without."""
+    emptied = {
+        name: type(value)() if isinstance(value, MutableMapping) else value for name, value in run.options.items()
+    }
+    if not any(isinstance(value, MutableMapping) for value in emptied.values()):
+        return False
+    try:
+        run.block(run.states, *run.arguments, **emptied)
+    except KeyError:
+        return True
+    return False
+
+
 def is_linear(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def trace_block(run: BlockRun, opaque: Sequence[str] = ()) -> list[Trace]:
+def trace_block(run: BlockRun, opaque: Sequence[str] = (), *, inner: bool = False) -> list[Trace]:
     """Return every consumer of a block.
 
     Args:
         opaque: modules inside which nothing is looked for, such as experts; their output is a leaf.
+        inner: return the linear modules that read no stream and make none instead: others read their outputs.
     """
     block = run.block.requires_grad_()
     noise = torch.randn(run.states.shape, generator=torch.Generator().manual_seed(4))
@@ -189,7 +207,8 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = ()) -> list[Trace]:
         output = block(entering, *run.arguments, **run.options)
         leaving: Tensor = output[0] if isinstance(output, tuple | list) else output
         once = [path for path in leaves if calls[path] == 1 and path not in opaque]
-        taken = [name for name, _ in block.named_parameters() if not name.startswith(tuple(f"{p}." for p in linears))]
+        ran = tuple(f"{path}." for path in linears if calls[path])  # a class may multiply by the weight of another
+        taken = [name for name, _ in block.named_parameters() if not name.startswith(ran)]
         parameters = {name: block.get_parameter(name) for name in taken}
         traces = []
         for path in once:
@@ -197,9 +216,8 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = ()) -> list[Trace]:
             if not target.requires_grad or target.numel() % (target.shape[-1] * prod(run.places)):
                 continue
             target = target.reshape(*run.places, -1)  # some classes put all tokens in one axis
-            trace = _trace(
-                path, target, entering, leaving, {p: leaves[p] for p in once if p != path}, leaves[path], parameters
-            )
+            others = {p: leaves[p] for p in once if p != path}
+            trace = _trace(path, target, entering, leaving, others, leaves[path], parameters, inner)
             if trace is not None:
                 traces.append(trace)
     return traces
@@ -250,6 +268,7 @@ def _trace(
     others: Mapping[str, Tensor],
     leaf: Tensor,
     parameters: Mapping[str, nn.Parameter],
+    inner: bool,
 ) -> Trace | None:
     generator = torch.Generator().manual_seed(2)
     noise = torch.randn(target.shape, generator=generator)
@@ -260,7 +279,7 @@ def _trace(
     if not producers:
         return None
     effect, factor = _effect(leaf, leaving, generator)
-    if effect == "none":
+    if (effect == "none") != inner:
         return None
     if target.shape[-1] > _MOST_COLUMNS:
         raise UserError(f"{path} still has {target.shape[-1]} columns in a model that was made small")

@@ -5,7 +5,7 @@ and computes something.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import gcd
@@ -96,7 +96,6 @@ _NUMBERS: dict[str, int] = {
     r"\w*sliding_window_pattern|layer_group_size": 2,
     r"first_k_dense_replace|num_dense_layers|expert_layer_offset|attn_layer_offset|moe_layer_start_index": 1,
     r"rotary_dim": 8,
-    r"num_kv_shared_layers": 0,
     r"image_size": IMAGE,
     r"base_channels": 32,
 }
@@ -109,6 +108,8 @@ RATIO = r"mlp_ratios?"
 _BACKBONE = ("_out_features", "_out_indices", "out_features", "out_indices", "stage_names", "pool_scales")
 """Keys that name blocks which other models read, by numbers that a small model may not have."""
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks"
+_SHARING = "num_kv_shared_layers"
+"""The config key of how many of the last blocks read keys and values of others."""
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
 _TOKEN = re.compile(r"(\w*_)?(token_id|token_index)|unk_index|mask_index")
 _MOST_COUNT = 2
@@ -155,7 +156,7 @@ def run(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dict[str, Any], Sizes]]:
     """Yield configs to try: first with every size free, then with those that classes derive or check against others."""
-    full = parse_config(dict(config)).to_dict()
+    full = _listed(parse_config(dict(config)).to_dict())
     full.pop("auto_map", None)
     divided = {"head": sizes.hidden // sizes.heads}
     alone = {"groups": sizes.heads}
@@ -170,6 +171,13 @@ def small_configs(config: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[dic
                 if fills:  # defaults that a published config states and the class does not
                     small |= {key: fill_in(key, value, vars(changed)) for key, value in small.items()}
                 yield small, changed
+
+
+def _listed(value: Any) -> Any:
+    """Return values of a config as JSON has them: some classes' defaults are tuples."""
+    if isinstance(value, dict):
+        return {key: _listed(own) for key, own in value.items()}
+    return [_listed(own) for own in value] if isinstance(value, list | tuple) else value
 
 
 def fill_in(key: str, value: Any, roles: Mapping[str, int]) -> Any:
@@ -197,7 +205,8 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
             ratio = roles["ratio"]
             small[key] = [type(own)(ratio) for own in value] if isinstance(value, list) else type(value)(ratio)
         elif re.fullmatch(_STAGES, key) and isinstance(value, list):
-            small[key] = [min(2, len(value))] * len(value)
+            # Some classes read one block's number at the number of its stage (cvt): it has as many as that, then.
+            small[key] = [2 if keeps_lists else max(2, number) for number in range(1, len(value) + 1)]
         elif key == "window_size" and has_stages:
             small[key] = min(WINDOW, value)
         elif key == "hidden_size" and has_stages:
@@ -222,13 +231,8 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
                 small[key] = 2
             elif key == "image_size":
                 small[key] = [IMAGE for _ in value]
-            elif (
-                depth
-                and value
-                and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
-                and "layer" in key
-            ) or "idx" in key:
-                small[key] = [each for each in value if each < len(blocks)]
+            elif depth and _numbers_blocks(key, value):
+                small[key] = [each if each < 0 else blocks.index(each) for each in value if each < 0 or each in blocks]
             else:
                 small[key] = value
         elif value is None and re.fullmatch(_KEYS["mlp"], key):
@@ -237,6 +241,8 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
             small[key] = value
         elif key in counts:
             small[key] = len(blocks)
+        elif key == _SHARING:
+            small[key] = sum(block >= depth - value for block in blocks)
         else:
             times = value // hidden if hidden and value > 0 and value % hidden == 0 else 1
             is_hidden = re.fullmatch(_KEYS["hidden"], key) and not key.startswith("adapter_")
@@ -302,12 +308,21 @@ def _small_number(key: str, value: int, roles: Mapping[str, int]) -> int:
 def _picked_blocks(values: Mapping[str, Any], depth: int) -> list[int]:
     """Return blocks that stand for all: the first of every kind that per-layer lists tell apart, four at least."""
     lists = [value for value in values.values() if isinstance(value, list) and len(value) == depth]
+    numbers = [value for key, value in values.items() if _numbers_blocks(key, value) and len(value) != depth]
+    last = range(depth - (values.get(_SHARING) or 0), depth)
     kinds: dict[str, int] = {}
     for block in range(depth):
-        kinds.setdefault(str([each[block] for each in lists]), block)
+        kinds.setdefault(str([each[block] for each in lists] + [block in each for each in (*numbers, last)]), block)
     picked = sorted(kinds.values())[:_MOST_LAYERS]
     more = [block for block in range(depth) if block not in picked]
     return sorted(picked + more[: max(0, min(4, depth) - len(picked))])
+
+
+def _numbers_blocks(key: str, value: Any) -> bool:
+    """Return whether a value of a config lists numbers of blocks."""
+    if not isinstance(value, list) or not re.search(r"layer|idx", key):
+        return False
+    return bool(value) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
 
 
 def _relate(small: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -343,8 +358,8 @@ def _relate(small: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def build_twin(config: Mapping[str, Any], architecture: str, sizes: Sizes) -> Twin:
-    """Build the twin of a config.json; UserError with the last reason if the class cannot be made small."""
-    reason = "its config has no sizes"
+    """Build the twin of a config.json; UserError with the commonest reason if the class cannot be made small."""
+    reasons: list[str] = []
     tried: list[dict[str, Any]] = []
     for small, changed in small_configs(config, sizes):
         if small in tried:
@@ -353,8 +368,20 @@ def build_twin(config: Mapping[str, Any], architecture: str, sizes: Sizes) -> Tw
         try:
             return _build(small, architecture, changed)
         except Exception as error:  # whatever the class runs into with sizes that it does not take
-            reason = one_line(error)
-    raise UserError(f"{architecture} cannot be built small ({len(tried)} configs tried; the last: {reason[:160]})")
+            reasons.append(one_line(error))
+    reason = commonest_reason(reasons)
+    raise UserError(
+        f"{architecture} cannot be built small ({len(tried)} configs tried; most fail with: {reason[:160]})"
+    )
+
+
+def commonest_reason(reasons: Sequence[str]) -> str:
+    """Return why most configs failed, whatever the numbers in it; of several reasons that of the first config.
+
+    The first ones have every size of the user's config; the last ones differ most from it.
+    """
+    alike = [re.sub(r"\d+", "0", reason) for reason in reasons]
+    return reasons[alike.index(max(alike, key=alike.count))]
 
 
 def _build(small: dict[str, Any], architecture: str, sizes: Sizes) -> Twin:

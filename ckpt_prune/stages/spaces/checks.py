@@ -189,9 +189,12 @@ def check_spaces(family: Family, recipe: Recipe) -> None:
     """
     whole_recipe, recipe = recipe, recipe.at(family)
     if whole_recipe.spaces and not recipe.spaces:
+        kept = {name: space.whole for name, space in family.spaces.items() if space.whole is not None}
+        reasons = {name: (kept | family.absent).get(name) for name in whole_recipe.spaces}
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
         raise UserError(
             f"recipe {recipe.name} prunes {' and '.join(whole_recipe.spaces)} where there is any, and this "
-            f"{family.model_type} has none: nothing is left to do"
+            f"{family.model_type} has none{why and f' ({why})'}: nothing is left to do"
         )
     for space in recipe.spaces:
         if space not in family.spaces:

@@ -17,7 +17,7 @@ from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.model.discovery.layouts import find_incidences
 from ckpt_prune.model.discovery.proofs import Prover
 from ckpt_prune.model.discovery.trace import find_blocks, join_units, trace_block
-from ckpt_prune.model.discovery.twin import FIRST, OTHER, build_twin
+from ckpt_prune.model.discovery.twin import FIRST, OTHER, build_twin, commonest_reason, small_configs
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.spaces import Incidence
 
@@ -49,6 +49,7 @@ FOUND = {
     ("jais2", "Jais2ForCausalLM"): {"queries", "heads", "mlp"},  # columns that are zero at most tokens
     ("diffllama", "DiffLlamaForCausalLM"): {"mlp"},  # it halves its groups
     ("gemma4_text", "Gemma4ForCausalLM"): {"mlp"},  # blocks with numbers of their own
+    ("falcon_mamba", "FalconMambaForCausalLM"): {"mlp"},  # channels of a state space
 }
 
 
@@ -73,17 +74,34 @@ def test_interleaved_experts_with_biases_beside_heads_with_sinks():
     assert [found["experts"][key] for key in keys] == [gate, gate, down, True, True, True, True]
 
 
+def test_channels_of_a_state_space_lie_on_all_that_it_reads_and_keeps_of_each():
+    mlp = discover(config("falcon_mamba", "FalconMambaForCausalLM")).description["spaces"]["mlp"]
+    assert mlp["rows"] == [{"module": "mixer.in_proj", "copies": 2}]
+    front, last = ("A_log", "conv1d.weight", "dt_proj.weight"), ("D", "conv1d.bias", "dt_proj.bias", "x_proj.weight")
+    tables = {each["module"]: each.get("front", False) for each in map(_incidence, mlp["tables"])}
+    assert tables == {f"mixer.{name}": name in front for name in (*front, *last)}
+
+
+def _incidence(short: str | dict[str, Any]) -> dict[str, Any]:
+    return {"module": short} if isinstance(short, str) else short
+
+
 @pytest.mark.parametrize(
     ("named", "reason"),
     [
-        (("blt", "BltForCausalLM"), "BltForCausalLM cannot be built small (5 configs tried; the last: it still has "),
         (
-            ("mamba", "MambaForCausalLM"),
-            "no space of MambaForCausalLM was found: queries: no config key counts its",
+            ("blt", "BltForCausalLM"),
+            "BltForCausalLM cannot be built small (5 configs tried; most fail with: it still has ",
+        ),
+        (
+            ("mamba2", "Mamba2ForCausalLM"),
+            "no space of Mamba2ForCausalLM was found: queries: no config key counts its heads; heads: no config key "
+            "counts its heads; mixer.out_proj: a norm covers all columns of mixer.out_proj together",
         ),
         (
             ("gemma3n_text", "Gemma3nForCausalLM"),
-            "the last 15 blocks of this gemma3n_text read keys and values",
+            "no space of Gemma3nForCausalLM is proven: queries: other blocks read the keys and values of its heads; "
+            "heads: other blocks read the keys and values of its heads; mlp.down_proj: columns of mlp.down_proj depend",
         ),
     ],
 )
@@ -92,6 +110,20 @@ def test_a_class_without_proven_spaces_is_refused(named, reason):
         discover(config(*named))
     assert str(caught.value).startswith(reason)
     assert "\n" not in str(caught.value)
+
+
+def test_the_reason_is_the_commonest_whatever_its_numbers():
+    reasons = ["it needs timm", "64 is no multiple of 12", "32 is no multiple of 12", "it needs timm!"]
+    assert commonest_reason(reasons) == "64 is no multiple of 12"
+    assert commonest_reason(reasons[:1] + reasons[3:]) == "it needs timm"
+
+
+def test_blocks_of_a_twin_keep_the_numbers_that_lists_give_them():
+    """Of a kind that only a list of numbers tells apart there is one, too."""
+    usual = {"num_hidden_layers": 12, "attn_layer_indices": [5, 9], "layer_types": ["conv"] * 11 + ["moe"]}
+    small, _ = next(small_configs(config("llama", "LlamaForCausalLM") | usual, FIRST))
+    assert (small["num_hidden_layers"], small["attn_layer_indices"]) == (4, [2])
+    assert small["layer_types"] == ["conv", "conv", "conv", "moe"]
 
 
 # ---- proofs ----------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_thirty_types(model_type):
     "model_type",
     [
         *("gpt_neo", "moshi", "lara_mini", "olmo_hybrid", "bloom", "lfm2_moe", "pegasus", "openai-gpt", "rwkv", "zaya"),
-        *("deepseek_v4", "git", "prophetnet", "glm_moe_dsa"),
+        *("deepseek_v4", "git", "prophetnet", "glm_moe_dsa", "mamba"),
     ],
 )
 def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
@@ -69,6 +69,7 @@ def test_blocks_that_are_told_or_stored_in_ways_of_their_own(model_type):
         ("gemma4", {"mlp"}),
         ("gemma4_unified", {"mlp"}),
         ("fuyu", {"mlp"}),
+        ("modernvbert", {"mlp"}),  # it has a head of its own, and its text's class has heads of one width
         ("emu3", {"queries", "heads", "mlp"}),
         ("llama4", {"queries", "heads", "mlp", "shared", "experts"}),  # experts in stacks
         ("qwen3_5_moe", {"queries", "heads", "linear_heads", "mlp", "shared", "experts"}),
@@ -122,7 +123,13 @@ def test_a_composite_states_a_width_that_the_class_of_its_part_derives(ratio, tm
 
 
 @pytest.mark.parametrize(
-    ("model_type", "spaces"), [("ijepa", {"heads", "mlp"}), ("vit_msn", {"heads", "mlp"}), ("data2vec-vision", {"mlp"})]
+    ("model_type", "spaces"),
+    [
+        ("ijepa", {"heads", "mlp"}),
+        ("vit_msn", {"heads", "mlp"}),
+        ("data2vec-vision", {"mlp"}),
+        ("cvt", {"mlp"}),  # stages that count their steps in numbers of their own
+    ],
 )
 def test_classes_of_images_are_found(model_type, spaces):
     found = try_type(model_type, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[model_type])
