@@ -6,7 +6,9 @@ A family's own architecture has one shape for all blocks. Two have shapes per bl
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from gguf import ExpertGatingFuncType
 
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 QUERY, KEY, VALUE, OUTPUT = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"
@@ -34,12 +36,50 @@ SHARED = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
+SHARED_ALWAYS = {
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+"""Of shared experts that no gate weighs."""
 MIXTRAL = {
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w3": "ffn_up_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
 }
+SHORT_CONVOLUTION = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    QUERY: "attn_q",
+    KEY: "attn_k",
+    VALUE: "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+}
+
+DELTA_NET = {
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+}
+"""Gated linear attention of Qwen3-Next and Qwen3.5, by the names that `linear_attention` gives."""
 
 SILU = ("silu", "swish")
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
@@ -52,7 +92,8 @@ class Architecture:
     Attributes:
         name: of the architecture in llama.cpp.
         model_type: of the config.json that it computes.
-        block: module of a block in transformers → tensor in GGUF, without "blk.N." and ".weight" or ".bias".
+        block: module of a block in transformers → tensor in GGUF, without "blk.N." and ".weight" or ".bias"; a tensor
+            that is no weight or bias of a module has its whole name, and so has what it becomes.
         outer: module outside the blocks → tensor in GGUF.
         neighbours: llama.cpp rotates pairs of neighbouring rows where transformers rotates the halves of a head, so
             that rows of q and k are reordered.
@@ -70,8 +111,18 @@ class Architecture:
         constants: further GGUF keys that it asks for, with their values.
         epsilon: GGUF key of the norms' epsilon.
         differs: blocks may have different shapes.
-        whole: counts of a block, of queries or of keys and values, whose heads must be together as wide as the model.
-        counts: of a mixture of experts, GGUF key → key of config.json with a whole number.
+        whole: heads of queries, or also those of keys and values, must be together as wide as the model. If a norm
+            takes all of them together ("kv_heads"), none may be added.
+        counts: GGUF key → key of config.json with a whole number.
+        own_keys: every head of queries has one of keys and values.
+        widths: GGUF keys that say how many columns each expert, or all shared ones, have.
+        hybrid: blocks without attention have another mixer of tokens, and the file says which by no heads of keys and
+            values ("kv_heads") or by how often attention comes ("interval").
+        gated: queries come with a gate, head by head in one module.
+        sections: the file says which rotary pairs are for time, height and width, which in a text are all the same.
+        leading: the first blocks have no experts, and the file says how many.
+        halves: tensor with rows of gate and of up → the two tensors that it is split into.
+        alternating: rows of gate and of up take turns in it.
     """
 
     name: str
@@ -92,8 +143,16 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     epsilon: str = "layer_norm_rms_epsilon"
     differs: bool = False
-    whole: tuple[str, ...] = ()
+    whole: Literal["", "heads", "kv_heads"] = ""
     counts: Mapping[str, str] = field(default_factory=dict)
+    own_keys: bool = False
+    widths: tuple[str, ...] = ()
+    hybrid: Literal["", "kv_heads", "interval"] = ""
+    gated: bool = False
+    sections: bool = False
+    leading: bool = False
+    halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    alternating: bool = False
 
     def query_scalar(self, blocks: int, hidden: int, heads: int, head_dim: int) -> int:
         """Return the number by whose root llama.cpp divides products of queries and keys."""
@@ -118,7 +177,63 @@ _SOFTCAPS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 
+_EXPERT, _SHARED = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+_GRANITE = {
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+}
+_GRANITE_ABSENT = {"residual_scale": 1.0, "embedding_scale": 1.0, "attention.scale": None}
+_GRANITE_EXPERTS = (
+    NORMS
+    | ATTENTION
+    | {
+        "block_sparse_moe.router.layer": "ffn_gate_inp",
+        "block_sparse_moe.gate_linear": "ffn_gate_exps",
+        "block_sparse_moe.up_linear": "ffn_up_exps",
+        "block_sparse_moe.output_linear": "ffn_down_exps",
+        "shared_mlp.gate_linear": "ffn_gate_shexp",
+        "shared_mlp.up_linear": "ffn_up_shexp",
+        "shared_mlp.output_linear": "ffn_down_shexp",
+    }
+)
+_GRANITE_HALVES = {
+    f"{module}.input_linear.weight": (f"{module}.gate_linear.weight", f"{module}.up_linear.weight")
+    for module in ("block_sparse_moe", "shared_mlp")
+}
+_OSS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.experts.down_proj.shift": "ffn_down_exps.bias",
+}
+_OSS_ONLY: dict[str, tuple[Any, ...]] = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
+_OSS_HALVES = {
+    f"mlp.experts.gate_up_proj.{kind}": (f"mlp.experts.gate_proj.{kind}", f"mlp.experts.up_proj.{kind}")
+    for kind in ("weight", "bias")
+}
 _CHOSEN = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_SIGMOID = {"expert_gating_func": int(ExpertGatingFuncType.SIGMOID)}
+_SIGMOID_SUM = _SIGMOID | {"expert_weights_norm": True}
+_SCALED = {"expert_weights_scale": "routed_scaling_factor"}
+_ONE_GROUP: dict[str, tuple[Any, ...]] = {"n_group": (1,), "topk_group": (1,)}
+_ROUTED = EXPERTS | SHARED_ALWAYS | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+_ROUTED_COUNTS = {
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+}
+_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_LFM2 = OUTER | {"model.embedding_norm": "token_embd_norm"}
 _EXPERTS_ALONE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
 
 ARCHITECTURES = (
@@ -143,10 +258,8 @@ ARCHITECTURES = (
                  constants={"attention.sliding_window": 0}, partial=True),
     Architecture("olmo2", "olmo2", _OLMO, only=_SILU, biases=_NONE),
     Architecture("olmo2", "olmo3", _OLMO, only=_SILU, biases=_NONE, window=True, pattern=4),
-    Architecture("granite", "granite", neighbours=True, only=_SILU, table=True,
-                 absent={"residual_scale": 1.0, "embedding_scale": 1.0, "attention.scale": None}, values={
-                 "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
-                 "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}),
+    Architecture("granite", "granite", neighbours=True, only=_SILU, table=True, absent=_GRANITE_ABSENT,
+                 values=_GRANITE),
     Architecture("starcoder2", "starcoder2", NORMS | ATTENTION | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
                  only={"hidden_act": TANH_GELU}, epsilon="layer_norm_epsilon"),
     Architecture("command-r", "cohere", {"input_layernorm": "attn_norm"} | ATTENTION | GATED, only=_SILU, biases=_NONE,
@@ -163,7 +276,7 @@ ARCHITECTURES = (
                  values={"logit_scale": "logit_scale"}, absent={"logit_scale": None}, epsilon="layer_norm_epsilon",
                  window=True, pattern=4),
     Architecture("exaone4", "exaone4", _OLMO, only=_SILU | {"sliding_window": (None,)}, biases=_NONE, table=True,
-                 whole=("heads",)),
+                 whole="heads"),
     Architecture("glm4", "glm4", {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
                  "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"} | ATTENTION |
                  {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}, only=_SILU, biases=_INPUTS, partial=True),
@@ -173,16 +286,53 @@ ARCHITECTURES = (
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}),
     Architecture("qwen2moe", "qwen2_moe", NORMS | ATTENTION | EXPERTS | SHARED, biases=_INPUTS, only=_SILU |
                  _EXPERTS_ALONE | {"norm_topk_prob": (False,), "use_sliding_window": (False,)},
-                 counts=_CHOSEN | {"expert_feed_forward_length": "moe_intermediate_size",
-                                   "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}),
+                 counts=_CHOSEN, widths=(_EXPERT, _SHARED)),
     Architecture("qwen3moe", "qwen3_moe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
                  _EXPERTS_ALONE | {"norm_topk_prob": (True,), "use_sliding_window": (False,)},
-                 counts=_CHOSEN | {"expert_feed_forward_length": "moe_intermediate_size"}),
+                 counts=_CHOSEN, widths=(_EXPERT,)),
     Architecture("olmoe", "olmoe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
-                 {"norm_topk_prob": (False,), "clip_qkv": (None,)}, counts=_CHOSEN, whole=("heads", "kv_heads")),
+                 {"norm_topk_prob": (False,), "clip_qkv": (None,)}, counts=_CHOSEN, whole="kv_heads"),
+    *(Architecture("granitemoe", each, _GRANITE_EXPERTS, neighbours=True, only=_SILU, biases=_NONE, table=True,
+                   absent=_GRANITE_ABSENT, values=_GRANITE, halves=_GRANITE_HALVES, widths=widths,
+                   counts=_CHOSEN | {"expert_count": "num_local_experts"})
+      for each, widths in (("granitemoe", ()), ("granitemoeshared", (_SHARED,)))),
+    Architecture("gpt-oss", "gpt_oss", ATTENTION | _OSS, only=_SILU | _OSS_ONLY, window=True, pattern=2,
+                 counts=_CHOSEN | {"expert_count": "num_local_experts"}, widths=(_EXPERT,), halves=_OSS_HALVES,
+                 alternating=True),
+    Architecture("lfm2", "lfm2", SHORT_CONVOLUTION, _LFM2, only={"conv_bias": (False,)}, biases=_NONE,
+                 whole="heads", counts={"shortconv.l_cache": "conv_L_cache"}, hybrid="kv_heads"),
+    Architecture("lfm2moe", "lfm2_moe", SHORT_CONVOLUTION | {
+                 "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias",
+                 "feed_forward.experts.w1": "ffn_gate_exps", "feed_forward.experts.w3": "ffn_up_exps",
+                 "feed_forward.experts.w2": "ffn_down_exps"}, _LFM2, biases=_NONE, whole="heads", only={
+                 "conv_bias": (False,), "norm_topk_prob": (True,), "routed_scaling_factor": (1,),
+                 "use_expert_bias": (True,)}, counts=_CHOSEN | {"shortconv.l_cache": "conv_L_cache"},
+                 widths=(_EXPERT,), constants=_SIGMOID, hybrid="kv_heads",
+                 leading=True),
+    Architecture("qwen3next", "qwen3_next", DELTA_NET | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
+                 norm_offset=1, only=_SILU | _EXPERTS_ALONE | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _DELTA,
+                 widths=(_EXPERT, _SHARED), partial=True, hybrid="interval", gated=True),
+    Architecture("qwen35", "qwen3_5_text", DELTA_NET | ATTENTION | HEAD_NORMS | GATED, biases=_NONE, norm_offset=1,
+                 only=_SILU, counts=_DELTA, partial=True, hybrid="interval", gated=True, sections=True),
+    Architecture("qwen35moe", "qwen3_5_moe_text", DELTA_NET | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
+                 norm_offset=1, only=_SILU, counts=_CHOSEN | _DELTA, widths=(_EXPERT, _SHARED), partial=True,
+                 hybrid="interval", gated=True, sections=True),
+    Architecture("ernie4_5-moe", "ernie4_5_moe", LLAMA | EXPERTS | SHARED_ALWAYS | {
+                 "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias"}, only=_SILU | {
+                 "moe_layer_interval": (1,)}, biases=_NONE, leading=True, counts={
+                 "expert_count": "moe_num_experts", "expert_used_count": "moe_k",
+                 "expert_shared_count": "moe_num_shared_experts"}, widths=(_EXPERT, _SHARED),
+                 constants={"interleave_moe_layer_step": 1}),
+    Architecture("glm4moe", "glm4_moe", {"input_layernorm": "attn_norm",
+                 "post_attention_layernorm": "post_attention_norm"} | ATTENTION | HEAD_NORMS | GATED | _ROUTED,
+                 biases=_INPUTS, only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, partial=True, leading=True,
+                 values=_SCALED, counts=_CHOSEN | _ROUTED_COUNTS, widths=(_EXPERT,), constants=_SIGMOID_SUM),
+    Architecture("dots1", "dots1", LLAMA | HEAD_NORMS | _ROUTED, biases=_NONE, leading=True, values=_SCALED,
+                 only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _ROUTED_COUNTS,
+                 widths=(_EXPERT,), constants=_SIGMOID_SUM, own_keys=True),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
-EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.counts}
+EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if "expert_count" in each.counts}
 """Keys of config.json that say how many experts the mixtures here have."""
 
 _DECI = dict.fromkeys(("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), LLAMA)

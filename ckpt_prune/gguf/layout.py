@@ -14,15 +14,17 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType
 from ckpt_prune.gguf.architectures import (
     ARCHITECTURES,
+    ATTENTION,
     DIFFERENT,
-    EXPERTS,
+    GATED,
     KEY,
-    MIXTRAL,
     OUTPUT,
     QUERY,
     VALUE,
     Architecture,
 )
+from ckpt_prune.gguf.gguf_weight import GgufWeight
+from ckpt_prune.gguf.linear_attention import DeltaHeads, order_heads
 from ckpt_prune.model.containers.no_attention import ABSENT_KEY
 from ckpt_prune.model.model import Model
 from ckpt_prune.model.runtimes import changes_of_config, refusal
@@ -30,16 +32,15 @@ from ckpt_prune.model.skeleton import is_stored_buffer
 
 _FUSED_ATTENTION, _FUSED_GATES = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 _INPUTS = tuple(f"{module}.weight" for module in (QUERY, KEY, VALUE))
-_OF_EXPERTS, _DOWN_OF_EXPERTS = (
-    tuple(module for module, tensor in (EXPERTS | MIXTRAL).items() if tensor in tensors)
-    for tensors in (("ffn_gate_exps", "ffn_up_exps"), ("ffn_down_exps",))
-)
-_DOWN = ("mlp.down_proj", "mlp.c_proj", *_DOWN_OF_EXPERTS)
 _GATES = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+_DELTA_HEADS = "ssm.time_step_rank"
+"""Key of the heads of values of a gated delta net."""
+_MIXERS = ("shortconv.", "ssm_")
+"""Beginnings of names of what mixes tokens without attention."""
 _ORIGINAL = "original_max_position_embeddings"
-_YARN = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None}
+_YARN = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "truncate": None}
 """Settings of YaRN that may be stated → the value that llama.cpp has; None: any."""
-_EXPERT = re.compile(r"(?P<before>.+\.experts)\.(?P<number>\d+)(?P<after>\..+)")
+_EXPERT = re.compile(r"(?P<before>.+)\.(?P<number>\d+)(?P<after>\..+)")
 _BLOCK = 32
 """Columns that share a scale; the mixtures have 256, and their rows that are no multiple of it get other types."""
 
@@ -48,66 +49,21 @@ class CannotMapError(UserError):
     """No architecture of llama.cpp computes what a checkpoint computes."""
 
 
-@dataclass(frozen=True)
-class GgufWeight:
-    """A tensor that is read and changed when it is asked for.
-
-    Attributes:
-        zeros: elements that it was filled up with.
-    """
-
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    zeros: int = 0
-
-    def apply(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "GgufWeight":
-        """Return the same tensor in float32, changed."""
-        return GgufWeight(shape or self.shape, lambda: change(self.read().float()), self.zeros)
-
-    def fill(self, axis: int, now: tuple[int, ...], filled: tuple[int, ...]) -> "GgufWeight":
-        """Return it with zeros behind what an axis holds.
-
-        Args:
-            axis: of the tensor.
-            now: how the axis divides, such as (groups, heads of a group, rows of a head).
-            filled: how the axis divides once zeros fill it up.
-        """
-        if now == filled:
-            return self
-        shape = (*self.shape[:axis], math.prod(filled), *self.shape[axis + 1 :])
-
-        def change(tensor: Tensor) -> Tensor:
-            new = tensor.new_zeros(*shape[:axis], *filled, *shape[axis + 1 :])
-            part = (slice(None),) * axis + tuple(slice(size) for size in now)
-            new[part] = tensor.reshape(*shape[:axis], *now, *shape[axis + 1 :])
-            return new.reshape(shape)
-
-        return replace(self.apply(change, shape), zeros=self.zeros + math.prod(shape) - math.prod(self.shape))
-
-    def rows(self, start: int, stop: int) -> "GgufWeight":
-        return self.apply(lambda tensor: tensor[start:stop], (stop - start, *self.shape[1:]))
-
-    def pair_neighbours(self, heads: int, *, back: bool = False) -> "GgufWeight":
-        """Reorder the rows of each head so that rotary pairs, which are its halves, are neighbours, or back."""
-        sizes = (heads, -1, 2) if back else (heads, 2, -1)
-        return self.apply(
-            lambda tensor: tensor.reshape(*sizes, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        )
-
-    def times(self, factor: float) -> "GgufWeight":
-        return self if factor == 1 else self.apply(lambda tensor: tensor * factor)
-
-
 Block = Mapping[str, GgufWeight]
 """Name of a tensor in its block, such as "self_attn.q_proj.weight" → the tensor."""
 
 
 class BlockShape(NamedTuple):
-    """Counts of a block."""
+    """Counts of a block: no heads where it has no attention; columns of each of its experts if it has `experts`.
+
+    `shared` are the columns of all its shared experts together.
+    """
 
     heads: int
     kv_heads: int
     columns: int
+    experts: bool = False
+    shared: int = 0
 
     @property
     def group(self) -> int:
@@ -117,11 +73,16 @@ class BlockShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GgufSource:
-    """The tensors of a checkpoint, outside the blocks and in each, by the names of transformers."""
+    """The tensors of a checkpoint, outside the blocks and in each, by the names of transformers.
+
+    Attributes:
+        candidates: architectures of llama.cpp for its family, which say what its modules are.
+    """
 
     model: Model
     outer: Block
     blocks: tuple[Block, ...]
+    candidates: tuple[Architecture, ...]
 
     @classmethod
     def of(cls, model: Model, read: Callable[[str], Tensor] | None = None) -> "GgufSource":
@@ -141,7 +102,10 @@ class GgufSource:
             index, _, inner = name.removeprefix(start).partition(".")
             inside = name.startswith(start) and index.isdigit() and int(index) < len(blocks)
             (blocks[int(index)] if inside else outer)[inner if inside else name] = weight
-        return cls(model, outer, tuple(map(_stack_experts, blocks)))
+        model_type = str(checkpoint.config["model_type"])
+        candidates = tuple(each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type)
+        stacked = map(_stack_experts, blocks)
+        return cls(model, outer, tuple(_split_halves(block, candidates[:1]) for block in stacked), candidates)
 
     def value(self, key: str) -> Any:
         """Return a value of config.json that all blocks share, or the default of its class."""
@@ -151,6 +115,26 @@ class GgufSource:
     @property
     def tied(self) -> bool:
         return "lm_head.weight" not in self.outer
+
+    @cached_property
+    def modules(self) -> Mapping[str, str]:
+        """Module of a block → tensor in GGUF, whichever architecture it is."""
+        known = {module: tensor for each in self.candidates for module, tensor in each.block.items()}
+        return ATTENTION | GATED | known
+
+    def find(self, block: Block, *tensors: str) -> GgufWeight | None:
+        """Return the weight of a block that is one of these tensors in GGUF."""
+        names = [name for name in block if name.endswith(".weight") and self.modules.get(_module(name)) in tensors]
+        return block[names[0]] if names else None
+
+    def is_recurrent(self, block: Block) -> bool:
+        """Whether a block has a mixer of tokens other than attention."""
+        return any(self.modules.get(_module(name), "").startswith(_MIXERS) for name in block)
+
+    @cached_property
+    def has_gates(self) -> bool:
+        """Whether queries come with a gate, in the same module."""
+        return any(each.gated for each in self.candidates)
 
     @cached_property
     def head_dim(self) -> int:
@@ -163,12 +147,11 @@ class GgufSource:
         return tuple(self._shape(index, block) for index, block in enumerate(self.blocks))
 
     def _shape(self, index: int, block: Block) -> BlockShape:
-        down, output = (
-            next((block[name] for name in names if name in block), None)
-            for names in ([f"{module}.weight" for module in _DOWN], [f"{OUTPUT}.weight"])
-        )
-        if down is not None and output is None and index in self._without_attention:
-            return BlockShape(0, 0, down.shape[-1])
+        down, output = self.find(block, "ffn_down", "ffn_down_exps"), self.find(block, "attn_output")
+        shared = self.find(block, "ffn_down_shexp")
+        experts = self.find(block, "ffn_down_exps") is not None, 0 if shared is None else shared.shape[1]
+        if down is not None and output is None and (index in self.without_attention or self.is_recurrent(block)):
+            return BlockShape(0, 0, down.shape[-1], *experts)
         if down is None or output is None:
             config = self.model.checkpoint.config
             raise CannotMapError(
@@ -181,15 +164,16 @@ class GgufSource:
             kv_heads = (fused.shape[0] // dim - heads) // 2
             fits = fused.shape[0] == (heads + 2 * kv_heads) * dim
         else:
-            rows = [block[name].shape[0] for name in _INPUTS if name in block]
+            found = [self.find(block, each) for each in ("attn_q", "attn_k", "attn_v")]
+            rows = [each.shape[0] for each in found if each is not None]
             kv_heads = rows[1] // dim if len(rows) == 3 else 0
-            fits = rows == [heads * dim, kv_heads * dim, kv_heads * dim]
+            fits = rows == [(1 + self.has_gates) * heads * dim, kv_heads * dim, kv_heads * dim]
         if not fits:
             raise self._other_heads(index)
-        return BlockShape(heads, kv_heads, down.shape[-1])
+        return BlockShape(heads, kv_heads, down.shape[-1], *experts)
 
     @cached_property
-    def _without_attention(self) -> set[int]:
+    def without_attention(self) -> set[int]:
         """Blocks that have none, by config.json."""
         return set((self.model.checkpoint.config.get(ABSENT_KEY) or {}).get("blocks", ()))
 
@@ -200,7 +184,7 @@ class GgufSource:
         for index, shape in enumerate(self.shapes):
             values: Mapping[str, Any] = stated.get(index, {})
             heads = values.get("num_attention_heads", self.value("num_attention_heads"))
-            if index not in self._without_attention and shape.heads != heads:
+            if self.find(self.blocks[index], "attn_output") is not None and shape.heads != heads:
                 raise self._other_heads(index)
 
     def _other_heads(self, index: int) -> CannotMapError:
@@ -219,17 +203,19 @@ class GgufSource:
     def _fill_block(self, block: Block, now: BlockShape, then: BlockShape, stored: Block) -> Block:
         dim = self.head_dim
         heads = (now.kv_heads, now.group, dim), (then.kv_heads, then.group, dim)
-        groups, columns = ((now.kv_heads, dim), (then.kv_heads, dim)), ((now.columns,), (then.columns,))
+        queries = tuple((*each[:2], (1 + self.has_gates) * dim) for each in heads)
+        groups = (now.kv_heads, dim), (then.kv_heads, dim)
+        columns, shared = (((getattr(now, name),), (getattr(then, name),)) for name in ("columns", "shared"))
         places = {
-            **{QUERY: (0, heads), KEY: (0, groups), VALUE: (0, groups), OUTPUT: (1, heads)},
-            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.c_fc"), (0, columns)),
-            **dict.fromkeys(("mlp.down_proj", "mlp.c_proj"), (1, columns)),
-            **dict.fromkeys(_OF_EXPERTS, (1, columns)),
-            **dict.fromkeys(_DOWN_OF_EXPERTS, (2, columns)),
+            **{"attn_q": (0, queries), "attn_k": (0, groups), "attn_v": (0, groups), "attn_output": (1, heads)},
+            **dict.fromkeys(("ffn_gate", "ffn_up"), (0, columns)),
+            **dict.fromkeys(("ffn_down", "ffn_gate_exps", "ffn_up_exps"), (1, columns)),
+            **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), (0, shared)),
+            **{"ffn_down_exps": (2, columns), "ffn_down_shexp": (1, shared)},
         }
         filled = dict(block)
         for name, weight in filled.items():
-            axis, sizes = places.get(name.rpartition(".")[0], (0, None))
+            axis, sizes = places.get(self.modules.get(_module(name), ""), (0, None))
             if sizes is not None and axis < len(weight.shape):
                 filled[name] = weight.fill(axis, *sizes)
         for fused, parts in ((_FUSED_ATTENTION, _INPUTS), (_FUSED_GATES, _GATES)):
@@ -261,6 +247,21 @@ class GgufSource:
 
         return replace(self, blocks=tuple(map(split_block, self.blocks, self.shapes)))
 
+    def order_delta_heads(self, architecture: Architecture) -> "GgufSource":
+        """Return the same with the heads of linear attention in the order that llama.cpp has."""
+        keys, values = (int(self.value(architecture.counts[key])) for key in ("ssm.group_count", _DELTA_HEADS))
+        rows = int(self.value("linear_key_head_dim"))
+        if rows != int(self.value("linear_value_head_dim")):
+            raise CannotMapError("heads of its linear attention have as many rows of keys as of values")
+        heads = DeltaHeads(keys, values, rows)
+        for index, block in enumerate(self.blocks):
+            decay = block.get("linear_attn.A_log")
+            if decay is not None and decay.shape != (values,):
+                raise CannotMapError(
+                    f"all blocks have {values} heads of linear attention, and block {index} has {decay.shape[0]}"
+                )
+        return replace(self, blocks=tuple(order_heads(block, heads) for block in self.blocks))
+
     def absorb_scales(self) -> "GgufSource":
         """Return the same with Granite's factors multiplied into its weights."""
         residual, embedding = self.value("residual_multiplier"), self.value("embedding_multiplier")
@@ -274,6 +275,12 @@ class GgufSource:
 
         blocks = tuple(scale_block(block, inner) for block in self.blocks)
         return replace(self, outer=scale_block(self.outer, outer), blocks=blocks)
+
+
+def _module(name: str) -> str:
+    """Return the module that a tensor is of; a tensor that is no weight or bias of one is its own."""
+    module, _, kind = name.rpartition(".")
+    return module if kind in ("weight", "bias") else name
 
 
 def _read(model: Model, name: str) -> Tensor:
@@ -316,15 +323,14 @@ def lay_out(model: Model, kind: GgufType | None = None, read: Callable[[str], Te
 
 def _choose(model: Model, kind: GgufType | None, read: Callable[[str], Tensor] | None) -> Layout:
     source = GgufSource.of(model, read)
-    model_type = str(model.checkpoint.config["model_type"])
-    candidates = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.model_type == model_type]
-    if not candidates:
+    if not source.candidates:
+        model_type = model.checkpoint.config["model_type"]
         supported = ", ".join(sorted({each.model_type for each in ARCHITECTURES}))
         raise CannotMapError(f"{model_type} is not written as GGUF; these are: {supported}")
     reasons: list[str] = []
     alike = len(set(source.shapes)) == 1
     # Rather an architecture that takes blocks as they are than one that needs zeros.
-    for candidate in sorted(candidates, key=lambda each: each.differs != (not alike)):
+    for candidate in sorted(source.candidates, key=lambda each: each.differs != (not alike)):
         try:
             return _lay_out(source, candidate, kind)
         except CannotMapError as error:
@@ -337,29 +343,37 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
     _check_experts(source, architecture)
     source.check_heads()
     hidden = int(source.value("hidden_size"))
-    if any(getattr(shape, name) * source.head_dim != hidden for shape in source.shapes for name in architecture.whole):
+    attending = [shape for shape in source.shapes if shape.heads]
+    if architecture.whole == "kv_heads" and any(
+        each * source.head_dim != hidden for shape in attending for each in shape[:2]
+    ):
         raise CannotMapError("its heads are together as wide as the model, and here some are not")
+    if architecture.own_keys and any(shape.heads != shape.kv_heads for shape in attending):
+        raise CannotMapError("each of its heads has keys and values of its own, and here several share them")
+    if architecture.hybrid and len(attending) in (0, len(source.shapes)):
+        raise CannotMapError("some of its blocks have attention and some have none, and here all are alike")
     notes = []
     shapes = source.shapes
-    if architecture.name != "deci" and any(shape.heads == 0 for shape in shapes):
+    if architecture.name != "deci" and source.without_attention:
         raise CannotMapError("all of its blocks have attention, and here some have none")
-    if shapes[0].heads == 0:
+    if architecture.name == "deci" and shapes[0].heads == 0:
         source = source.with_first_head()
         shapes = source.shapes
         notes.append("block 0 has no attention, and gets one head of zeros: llama.cpp wants one in the first block")
-    if not architecture.differs and len(set(shapes)) > 1:
-        if wrong := next((shape for shape in shapes if shape.heads != shape.group * shape.kv_heads), None):
-            raise CannotMapError(f"{wrong.heads} heads do not share {wrong.kv_heads} of keys and values evenly")
-        groups, kv_heads, columns = (
-            max(getattr(shape, name) for shape in shapes) for name in ("group", "kv_heads", "columns")
-        )
-        shapes = (BlockShape(groups * kv_heads, kv_heads, columns),) * len(shapes)
+    if not architecture.differs and (widest := _widest(source, architecture)) != shapes:
+        shapes = widest
+        sizes = [f"{max(shape.heads for shape in shapes)} heads"]
+        for experts, words in ((False, "columns"), (True, "of each expert")):
+            sizes += [f"{columns} {words}" for columns in {each.columns for each in shapes if each.experts == experts}]
+        alike = len({(each.heads > 0, each.experts) for each in shapes}) == len(set(source.shapes))
+        why = "heads are together as wide as the model" if alike else "blocks have one shape"
+        hint = "" if alike else " (--recipe best-uniform makes blocks alike)"
         notes.append(
-            f"blocks differ, and {architecture.name} has one shape for all: they are filled up with zeros to "
-            f"{groups * kv_heads} heads and {columns} columns (--recipe best-uniform makes blocks alike)"
+            f"in {architecture.name} all {why}: they are filled up with zeros to {', '.join(sizes[:-1])} and "
+            f"{sizes[-1]}{hint}"
         )
-    if kind in GGUF_ROWS and any(shape.columns % _BLOCK for shape in shapes):
-        shapes = tuple(shape._replace(columns=-(-shape.columns // _BLOCK) * _BLOCK) for shape in shapes)
+    if kind in GGUF_ROWS and any(shape.columns % _BLOCK or shape.shared % _BLOCK for shape in shapes):
+        shapes = tuple(_round_up(shape, _shared_experts(source, architecture)) for shape in shapes)
         # --for asks for rows that keep the type itself, which are multiples of 256 for many.
         asked = f"for llama.cpp:{kind}" if GGUF_ROWS[kind] == _BLOCK else f"set spaces.mlp.multiple_of={_BLOCK}"
         notes.append(
@@ -368,18 +382,63 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
         )
     if shapes != source.shapes:
         source = source.fill(shapes)
+    if _DELTA_HEADS in architecture.counts:
+        source = source.order_delta_heads(architecture)
     if architecture.differs:
         source = source.split()
         source = source.absorb_scales() if architecture.model_type == "granite" else source
     rotary, factors, context = _rotary(source, architecture)
     if context < int(source.value("max_position_embeddings")):
         notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")
+    if bounds_are_exact(source.model.config):
+        notes.append("llama.cpp rounds the bounds of YaRN to whole pairs, which config.json forbids (truncate: false)")
     tensors = dict(_tensors(source, architecture)) | factors
     values = _values(source, architecture, context) | rotary
     for key, value in values.items():
         if not _fits(value):
             raise CannotMapError(f"a GGUF file cannot hold its {key} {str(value)[:40]}")
     return Layout(architecture, values, tensors, tuple(notes))
+
+
+def _round_up(shape: BlockShape, shared_experts: int) -> BlockShape:
+    """Return a shape with multiples of 32 columns."""
+    columns, shared = (-(-each // _BLOCK) * _BLOCK for each in (shape.columns, shape.shared))
+    return shape._replace(columns=columns, shared=columns * shared_experts if shared and shared_experts else shared)
+
+
+def _shared_experts(source: GgufSource, architecture: Architecture) -> int:
+    """Return how many shared experts of a block are as wide as any other; 0 if they have a width of their own."""
+    count = architecture.counts.get("expert_shared_count")
+    return 0 if count is None else int(source.value(count) or 0)
+
+
+def _widest(source: GgufSource, architecture: Architecture) -> tuple[BlockShape, ...]:
+    """Return shapes of blocks with as many heads, and columns, as the widest block of their kind has."""
+    shapes = source.shapes
+    attending = [shape for shape in shapes if shape.heads]
+    wanted = int(source.value("hidden_size")) // source.head_dim if architecture.whole else None
+    differ = len({shape[:2] for shape in attending}) > 1 or any(shape.heads != wanted for shape in attending if wanted)
+    kv_heads, group = (max((getattr(shape, name) for shape in attending), default=0) for name in ("kv_heads", "group"))
+    if differ and (wrong := next((each for each in attending if each.heads != each.group * each.kv_heads), None)):
+        raise CannotMapError(f"{wrong.heads} heads do not share {wrong.kv_heads} of keys and values evenly")
+    if differ and wanted is not None:
+        if wanted % group or wanted * source.head_dim != int(source.value("hidden_size")):
+            raise CannotMapError(f"its heads are together as wide as the model, and groups of {group} are not")
+        kv_heads = max(kv_heads, wanted // group)
+    shared = max(shape.shared for shape in shapes)
+    columns = {each.experts: max(other.columns for other in shapes if other.experts == each.experts) for each in shapes}
+    if (times := _shared_experts(source, architecture)) and shared:
+        columns[True] = max(columns[True], -(-shared // times))
+        shared = columns[True] * times
+    return tuple(
+        BlockShape(
+            *((kv_heads * group, kv_heads) if differ and shape.heads else shape[:2]),
+            columns[shape.experts],
+            shape.experts,
+            shared if shape.shared else 0,
+        )
+        for shape in shapes
+    )
 
 
 def _fits(value: Any) -> bool:
@@ -410,13 +469,20 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
 
 
 def _check_experts(source: GgufSource, architecture: Architecture) -> None:
-    """Refuse blocks whose experts are not as many as config.json says of all."""
-    if not architecture.counts:
+    """Refuse blocks whose experts are not as many as config.json says of all, and blocks without any elsewhere."""
+    if "expert_count" not in architecture.counts:
         return
     wanted = int(source.value(architecture.counts["expert_count"]))
-    found = {weight.shape[0] for block in source.blocks for name, weight in block.items() if ".experts." in name}
+    of_experts = {module for module, tensor in source.modules.items() if tensor.endswith("_exps")}
+    found = {
+        weight.shape[0] for block in source.blocks for name, weight in block.items() if _module(name) in of_experts
+    }
     if found != {wanted}:
         raise CannotMapError(f"all its blocks have {wanted} experts by config.json, and here some have {sorted(found)}")
+    first = next(index for index, shape in enumerate(source.shapes) if shape.experts) if architecture.leading else 0
+    if without := [index for index, shape in enumerate(source.shapes) if index >= first and not shape.experts]:
+        behind = " behind the first with experts" if architecture.leading else ""
+        raise CannotMapError(f"all of its blocks{behind} have experts, and here block {without[0]} has none")
 
 
 def _lasts(architecture: Architecture, blocks: int) -> list[bool]:
@@ -427,17 +493,7 @@ def _lasts(architecture: Architecture, blocks: int) -> list[bool]:
 def _values(source: GgufSource, architecture: Architecture, context: int) -> dict[str, Any]:
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
     epsilon = next(value for name in names if (value := source.value(name)) is not None)
-    counts = {
-        key: [getattr(shape, name) for shape in source.shapes]
-        if architecture.differs
-        else getattr(source.shapes[0], name)
-        for key, name in (
-            ("feed_forward_length", "columns"),
-            ("attention.head_count", "heads"),
-            ("attention.head_count_kv", "kv_heads"),
-        )
-    }
-    values = counts | {
+    values = _counts(source, architecture) | {
         "block_count": len(source.blocks),
         "context_length": context,
         "embedding_length": int(source.value("hidden_size")),
@@ -446,9 +502,6 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
         "attention.value_length": source.head_dim,
         "vocab_size": source.outer["model.embed_tokens.weight"].shape[0],
     }
-    values |= {key: int(source.value(name)) for key, name in architecture.counts.items()}
-    if "expert_feed_forward_length" in architecture.counts:
-        values["expert_feed_forward_length"] = source.shapes[0].columns
     stated = {key: source.value(name) for key, name in architecture.values.items()}
     values |= {key: float(value) for key, value in stated.items() if value is not None}
     if architecture.window and source.value("sliding_window"):
@@ -457,6 +510,40 @@ def _values(source: GgufSource, architecture: Architecture, context: int) -> dic
         if full != _lasts(architecture, len(full)):
             values["attention.sliding_window_pattern"] = [not each for each in full]
     return values | dict(architecture.constants)
+
+
+def _counts(source: GgufSource, architecture: Architecture) -> dict[str, Any]:
+    """Return how many heads, columns and experts blocks have."""
+    shapes = source.shapes
+    heads, kv_heads = next((shape[:2] for shape in shapes if shape.heads), (None, None))
+    values: dict[str, Any] = {key: int(source.value(name)) for key, name in architecture.counts.items()}
+    values |= {
+        "feed_forward_length": next((shape for shape in shapes if not shape.experts), shapes[0]).columns,
+        "attention.head_count": heads or int(source.value("num_attention_heads")),
+        "attention.head_count_kv": kv_heads or int(source.value("num_key_value_heads")),
+    }
+    if architecture.differs:
+        values["feed_forward_length"] = [shape.columns for shape in shapes]
+        values["attention.head_count"] = [shape.heads for shape in shapes]
+    if architecture.differs or architecture.hybrid == "kv_heads":
+        values["attention.head_count_kv"] = [shape.kv_heads for shape in shapes]
+    widths = {"expert_feed_forward_length": shapes[-1].columns, "expert_shared_feed_forward_length": shapes[-1].shared}
+    values |= {key: widths[key] for key in architecture.widths}
+    if architecture.hybrid == "interval":
+        values |= _intervals([shape.heads > 0 for shape in shapes])
+    if _DELTA_HEADS in architecture.counts:
+        values["ssm.inner_size"] = values[_DELTA_HEADS] * values["ssm.state_size"]
+    if architecture.leading:
+        values["leading_dense_block_count"] = sum(not shape.experts for shape in shapes)
+    return values
+
+
+def _intervals(attends: list[bool]) -> dict[str, Any]:
+    """Return the key that says which blocks have attention: the last of every so many, or a list of the others."""
+    every = attends.index(True) + 1 if any(attends) else len(attends) + 1
+    if attends == [(index + 1) % every == 0 for index in range(len(attends))]:
+        return {"full_attention_interval": every}
+    return {"attention.recurrent_layers": [not each for each in attends]}
 
 
 def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, Any], dict[str, GgufWeight], int]:
@@ -482,6 +569,8 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
     window = source.value("sliding_window") if source.value("use_sliding_window") is not False else None
     if window and not architecture.window:
         context = min(context, int(window))
+    if architecture.sections:
+        values["rope.dimension_sections"] = [len(range(part, rotated // 2, 3)) for part in range(3)] + [0]
     kind, tables = parameters.get("rope_type", "default"), dict[str, Tensor]()
     if kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(parameters, "factor")}
@@ -509,6 +598,11 @@ def _rotary(source: GgufSource, architecture: Architecture) -> tuple[dict[str, A
         raise CannotMapError(f"it does not scale rotary positions as config.json says ({kind})")
     tensors = {f"{name}.weight": GgufWeight(tuple(table.shape), table.float) for name, table in tables.items()}
     return values, tensors, context
+
+
+def bounds_are_exact(config: Any) -> bool:
+    """Return whether YaRN's bounds are not rounded to whole rotary pairs, as llama.cpp rounds them."""
+    return (getattr(config, "rope_parameters", None) or {}).get("truncate") is False
 
 
 def _mapping(parameters: Any) -> Mapping[str, Any]:
@@ -543,7 +637,7 @@ def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[s
     scaled, factor = _query_factor(source, architecture)
     for index, (block, shape) in enumerate(zip(source.blocks, source.shapes, strict=True)):
         for name, weight in block.items():
-            module = name.rpartition(".")[0]
+            module = _module(name)
             heads = {QUERY: shape.heads, KEY: shape.kv_heads}.get(module)
             if architecture.name == "openelm" and module in (KEY, VALUE):
                 continue
@@ -553,7 +647,8 @@ def _tensors(source: GgufSource, architecture: Architecture) -> Iterator[tuple[s
             if architecture.neighbours and heads:
                 weight = weight.pair_neighbours(heads)
             mapped = _map_name(architecture, architecture.block, name)
-            yield f"blk.{index}.{mapped}", _offset(architecture, name, weight).times(factor if module == scaled else 1)
+            weight = _offset(architecture, name, weight).times(factor if module == scaled else 1)
+            yield f"blk.{index}.{mapped}", _as_stored(mapped, weight)
 
 
 def _query_factor(source: GgufSource, architecture: Architecture) -> tuple[str, float]:
@@ -571,6 +666,8 @@ def _query_factor(source: GgufSource, architecture: Architecture) -> tuple[str, 
 
 
 def _map_name(architecture: Architecture, names: Mapping[str, str], name: str) -> str:
+    if name in names:
+        return names[name]
     module, _, kind = name.rpartition(".")
     has_place = kind == "weight" or (kind == "bias" and (architecture.biases is None or module in architecture.biases))
     if module not in names or not has_place:
@@ -578,8 +675,19 @@ def _map_name(architecture: Architecture, names: Mapping[str, str], name: str) -
     return f"{names[module]}.{kind}"
 
 
+def _as_stored(tensor: str, weight: GgufWeight) -> GgufWeight:
+    """Return a tensor in the shape that llama.cpp has for it."""
+    if tensor in ("shortconv.conv.weight", "ssm_conv1d.weight"):  # (channels, 1, tokens)
+        return weight.apply(lambda each: each.squeeze(1), (weight.shape[0], weight.shape[-1]))
+    if tensor == "ssm_a":
+        return weight.apply(lambda each: -each.exp())
+    if tensor == "exp_probs_b.bias":
+        return weight.apply(lambda each: each.flatten(), (math.prod(weight.shape),))
+    return weight
+
+
 def _offset(architecture: Architecture, name: str, weight: GgufWeight) -> GgufWeight:
-    is_norm = architecture.norm_offset and name.endswith("norm.weight")
+    is_norm = architecture.norm_offset and name.endswith("norm.weight") and not name.startswith("linear_attn.")
     return weight.apply(lambda tensor: tensor + architecture.norm_offset) if is_norm else weight
 
 
@@ -598,6 +706,20 @@ def _stack_experts(block: dict[str, GgufWeight]) -> dict[str, GgufWeight]:
         shape = (len(parts), *parts[0].shape)
         stacked[name] = GgufWeight(shape, lambda parts=parts: torch.stack([part.read() for part in parts]))  # type: ignore[misc]
     return stacked
+
+
+def _split_halves(block: dict[str, GgufWeight], candidates: tuple[Architecture, ...]) -> dict[str, GgufWeight]:
+    """Return the tensors of a block with those that hold rows of gate and of up as two."""
+    for architecture in candidates:
+        for name in architecture.halves.keys() & block.keys():
+            weight = block.pop(name)
+            axis = len(weight.shape) - (2 if name.endswith(".weight") else 1)
+            places = torch.arange(weight.shape[axis])
+            halves = places.reshape(-1, 2).T if architecture.alternating else places.reshape(2, -1)
+            block |= {
+                part: weight.take(axis, rows) for part, rows in zip(architecture.halves[name], halves, strict=True)
+            }
+    return block
 
 
 def _fuse(parts: list[GgufWeight]) -> GgufWeight:

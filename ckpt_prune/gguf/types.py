@@ -13,12 +13,15 @@ from gguf import GGMLQuantizationType as Kind
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GGUF_ROWS, GgufType, OtherTypes, TensorType
-from ckpt_prune.gguf.layout import GgufWeight, Layout
+from ckpt_prune.gguf.gguf_weight import GgufWeight
+from ckpt_prune.gguf.layout import Layout
 from ckpt_prune.gguf.mixtures import FALLBACKS, LEAST, MIXTURES, MatrixPlace, Mixture
 from ckpt_prune.gguf.reading import GgufFile
 
 OUTER = ("token_embd.weight", "output.weight")
 """The embedding, and the head if it has weights of its own."""
+_FLOAT32 = ("_norm.", ".ffn_gate_inp", ".ssm_conv1d.", ".shortconv.conv.")
+"""Parts of names of what llama.cpp keeps in float32."""
 NO_OTHERS = OtherTypes()
 
 
@@ -112,8 +115,8 @@ def kinds_of(
 
 
 def is_matrix(name: str, weight: GgufWeight) -> bool:
-    """Return whether a tensor of a file may have few bits: it is no vector, of no norm, and chooses no experts."""
-    return len(weight.shape) > 1 and "_norm." not in name and ".ffn_gate_inp" not in name
+    """Return whether a tensor of a file may have few bits: no vector, no norm or convolution, and no router."""
+    return len(weight.shape) > 1 and name.endswith(".weight") and not any(each in name for each in _FLOAT32)
 
 
 def _asked_kinds(layout: Layout, others: OtherTypes) -> dict[str, Kind]:
@@ -203,9 +206,9 @@ def _choose_kind(layout: Layout, name: str, chosen: GgufType, *, weighted: bool)
         return mixture.head if divides else Kind.Q8_0
     if not name.startswith("blk."):
         return (mixture.embedding if name in OUTER else None) or mixture.base
-    _, number, matrix, _ = name.split(".")
+    _, number, matrix = name.removesuffix(".weight").split(".", 2)
     heads, kv_heads = (_first(layout.values[f"attention.head_count{which}"]) for which in ("", "_kv"))
-    shared = heads / max(1, kv_heads)
+    shared = heads / kv_heads if kv_heads else 0  # llama.cpp asks the first block, which may have no attention
     place = MatrixPlace(int(number), int(layout.values["block_count"]), shared, weighted)
     kind = mixture.kind_of(re.sub("_(sh)?exps?$", "", matrix), place)
     if matrix == "attn_v" and place.blocks == 80 and shared > 1 and kind in (Kind.Q3_K, Kind.Q4_K):

@@ -8,7 +8,7 @@ from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
-from tests.gguf_files.tiny import LONGROPE, WINDOWED, proving, save
+from tests.gguf_files.tiny import DELTA, HYBRID, LONGROPE, WINDOWED, proving, save
 from tests.pairs import first_of_each
 
 GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
@@ -23,6 +23,8 @@ FORMS = {
     "qwen3-untied": ("qwen3", {"head_dim": 16}, "qwen3"),
     "gemma3_text": ("gemma3_text", WINDOWED, "gemma3"),
     "olmo2": ("olmo2", {}, "olmo2"),
+    "lfm2": ("lfm2", HYBRID | {"block_auto_adjust_ff_dim": False}, "lfm2"),
+    "qwen3_5_text": ("qwen3_5_text", DELTA, "qwen35"),
     "phi3-longrope": ("phi3", LONGROPE, "phi3"),
     "starcoder2": ("starcoder2", {"sliding_window": None}, "starcoder2"),
 }

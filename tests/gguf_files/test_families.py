@@ -13,7 +13,7 @@ from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import open_model
-from tests.gguf_files.tiny import LONGROPE, WINDOWED, proving, save
+from tests.gguf_files.tiny import DELTA, HYBRID, LONGROPE, MIXTURE, ROUTED, WINDOWED, proving, save
 from tests.pairs import every
 from tests.runner.frontiers import run
 
@@ -33,7 +33,16 @@ PARTS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}
-MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+OSS = {
+    "num_local_experts": 5,
+    "head_dim": 64,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "max_position_embeddings": 131072,
+    "rope_parameters": YARN
+    | {"rope_theta": 1.5e5, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -55,9 +64,11 @@ FAMILIES = {
     "gemma3-pattern": ("gemma3_text", WINDOWED | {"layer_types": ["full_attention"] + ["sliding_attention"] * 5}),
     "gemma2-scale": ("gemma2", WINDOWED | {"query_pre_attn_scalar": 40}),
     "gemma3-scale": ("gemma3_text", WINDOWED | {"query_pre_attn_scalar": 5, "final_logit_softcapping": 3.0}),
-    "granite": (
-        "granite",
-        {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "granite": ("granite", GRANITE),
+    "granitemoe": ("granitemoe", MIXTURE | GRANITE | {"num_local_experts": 5}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        MIXTURE | GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 40},
     ),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
     "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
@@ -73,6 +84,21 @@ FAMILIES = {
     "qwen2_moe": ("qwen2_moe", MIXTURE | {"shared_expert_intermediate_size": 40}),
     "qwen3_moe": ("qwen3_moe", MIXTURE | {"norm_topk_prob": True, "head_dim": 16}),
     "olmoe": ("olmoe", MIXTURE | {"num_key_value_heads": 4}),
+    "gpt_oss": ("gpt_oss", MIXTURE | OSS),
+    "lfm2": ("lfm2", HYBRID | {"block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2_moe", MIXTURE | HYBRID | {"num_dense_layers": 2}),
+    "qwen3_next": ("qwen3_next", MIXTURE | DELTA | {"shared_expert_intermediate_size": 40, "norm_topk_prob": True}),
+    "qwen3_5_text": ("qwen3_5_text", DELTA | {"layer_types": ["full_attention", *["linear_attention"] * 5]}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", MIXTURE | DELTA | {"shared_expert_intermediate_size": 40}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        ROUTED | {"n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True, "routed_scaling_factor": 1.5},
+    ),
+    "dots1": ("dots1", ROUTED | {"num_key_value_heads": 4, "n_shared_experts": 2, "norm_topk_prob": True}),
     "nemotron": ("nemotron", {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
 
@@ -86,6 +112,9 @@ def test_a_file_computes_what_pytorch_does(name, tmp_path):
     assert exported.proof.kl < 1e-5
     assert exported.proof.top1 == 1
     assert (tmp_path / "m.gguf").stat().st_size == exported.bytes
+    exact = "truncate" in changes.get("rope_parameters", {})
+    assert any("rounds the bounds of YaRN" in note for note in exported.notes) == exact
+    assert (exported.proof.allowed == 1e-3) == (exact or "gemma" in name or name == "starcoder2")
 
 
 @pytest.mark.parametrize(("model_type", "blocks"), [("gemma2", 46), ("gemma3_text", 62)])
@@ -115,6 +144,13 @@ def test_the_scale_of_the_largest_gemmas_goes_by_their_number_of_blocks(model_ty
             "it scales no rotary positions in windows, and has others there in gemma3 alone",
         ),
         ("qwen2", {"rope_parameters": YARN | {"beta_fast": 16}}, "its YaRN has 32 and 1 turns as bounds"),
+        (
+            "dots1",
+            ROUTED | {"norm_topk_prob": True, "n_shared_experts": 2},
+            "each of its heads has keys and values of its own, and here",
+        ),
+        ("qwen3_5_text", DELTA | {"layer_types": ["full_attention"] * 6}, "some of its blocks have attention and some"),
+        ("qwen3_5_text", DELTA | {"linear_value_head_dim": 16}, "have as many rows of keys as of values"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(model_type, changes, says, tmp_path):
@@ -123,17 +159,22 @@ def test_what_llama_cpp_computes_otherwise_is_refused(model_type, changes, says,
         export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
 
 
-def test_experts_are_filled_up_to_whole_blocks_of_a_type(tmp_path):
-    """24 columns of every expert become 32, and what is added is zero."""
-    model = open_model(str(save(tmp_path / "model", "qwen3_moe", **MIXTURE | {"norm_topk_prob": True})))
+@pytest.mark.parametrize(("name", "dense", "shared"), [("qwen3_moe", 32, None), ("ernie4_5_moe", 64, 64)])
+def test_experts_are_filled_up_to_whole_blocks_of_a_type(name, dense, shared, tmp_path):
+    """24 columns of every expert become 32, 2 x 24 of shared ones 64, and what is added is zero."""
+    model = open_model(str(save(tmp_path / "model", FAMILIES[name][0], **FAMILIES[name][1])))
     stored, filled = lay_out(model, "f32"), lay_out(model, "q4_0")
-    for module, axis in (("gate", 1), ("up", 1), ("down", 2)):
-        name = f"blk.2.ffn_{module}_exps.weight"
-        before, after = (layout.tensors[name].read() for layout in (stored, filled))
-        assert (before.shape[axis], after.shape[axis]) == (24, 32)
-        assert torch.equal(after.narrow(axis, 0, 24), before)
-        assert not after.narrow(axis, 24, 8).any()
+    widths = [("exps", 24, 32, 0), ("shexp", 48, shared, 1)]
+    for kind, width, wide, axes in widths[: 1 if shared is None else 2]:
+        for module, axis in (("gate", 1), ("up", 1), ("down", 2)):
+            tensor = f"blk.2.ffn_{module}_{kind}.weight"
+            before, after = (layout.tensors[tensor].read().movedim(axis - axes, 0) for layout in (stored, filled))
+            assert (len(before), len(after)) == (width, wide)
+            assert torch.equal(after[:width], before)
+            assert not after[width:].any()
     assert filled.values["expert_feed_forward_length"] == 32
+    assert filled.values["feed_forward_length"] == dense
+    assert filled.values.get("expert_shared_feed_forward_length") == shared
 
 
 def test_blocks_that_llama_cpp_reads_otherwise_are_refused(tmp_path):

@@ -40,6 +40,17 @@ LONGROPE = {
     "max_position_embeddings": 512,
 }
 """Phi-3's rotary positions for long texts."""
+HYBRID = {"layer_types": ["conv", "full_attention", "conv"] * 2}
+DELTA = {
+    "head_dim": 16,
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 3,
+}
+MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 6, "first_k_dense_replace": 1}
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x + {i * i} * y  # it's {i}\n\n" for i in range(200))
 
 
@@ -54,6 +65,9 @@ def save(folder: Path, model_type: str, **changes: Any) -> Path:
                 parameter.normal_(std=0.3)
             elif parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # of routers
+                buffer.normal_(std=0.3)
     model.save_pretrained(folder)
     shutil.copy(DEMO / "tokenizer.json", folder)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}

@@ -1,0 +1,62 @@
+"""A tensor of a GGUF file that is read and changed when it is asked for."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GgufWeight:
+    """A tensor that is read and changed when it is asked for.
+
+    Attributes:
+        zeros: elements that it was filled up with.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    zeros: int = 0
+
+    def apply(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "GgufWeight":
+        """Return the same tensor in float32, changed."""
+        return GgufWeight(shape or self.shape, lambda: change(self.read().float()), self.zeros)
+
+    def fill(self, axis: int, now: tuple[int, ...], filled: tuple[int, ...]) -> "GgufWeight":
+        """Return it with zeros behind what an axis holds.
+
+        Args:
+            axis: of the tensor.
+            now: how the axis divides, such as (groups, heads of a group, rows of a head).
+            filled: how the axis divides once zeros fill it up.
+        """
+        if now == filled:
+            return self
+        shape = (*self.shape[:axis], math.prod(filled), *self.shape[axis + 1 :])
+
+        def change(tensor: Tensor) -> Tensor:
+            new = tensor.new_zeros(*shape[:axis], *filled, *shape[axis + 1 :])
+            part = (slice(None),) * axis + tuple(slice(size) for size in now)
+            new[part] = tensor.reshape(*shape[:axis], *now, *shape[axis + 1 :])
+            return new.reshape(shape)
+
+        return replace(self.apply(change, shape), zeros=self.zeros + math.prod(shape) - math.prod(self.shape))
+
+    def take(self, axis: int, places: Tensor) -> "GgufWeight":
+        """Return what stands at these places of an axis, in their order."""
+        shape = (*self.shape[:axis], len(places), *self.shape[axis + 1 :])
+        return self.apply(lambda tensor: tensor.index_select(axis, places), shape)
+
+    def rows(self, start: int, stop: int) -> "GgufWeight":
+        return self.apply(lambda tensor: tensor[start:stop], (stop - start, *self.shape[1:]))
+
+    def pair_neighbours(self, heads: int, *, back: bool = False) -> "GgufWeight":
+        """Reorder the rows of each head so that rotary pairs, which are its halves, are neighbours, or back."""
+        sizes = (heads, -1, 2) if back else (heads, 2, -1)
+        return self.apply(
+            lambda tensor: tensor.reshape(*sizes, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        )
+
+    def times(self, factor: float) -> "GgufWeight":
+        return self if factor == 1 else self.apply(lambda tensor: tensor * factor)
