@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import SwinConfig, SwinForImageClassification
 
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.runner.frontier import graphs
 from ckpt_prune.runner.frontier.candidates import Measured, RoundedCandidate
 from ckpt_prune.runner.frontier.record import Frontier
 from tests.graphs import traced_once
-from tests.images import write_images, write_vit
+from tests.images import write_images, write_processor, write_vit
 from tests.runner.frontiers import best_of, fail, make_command, make_place, paste, read, run, stop
 from tests.sentence_folders import make_sentences
+from tests.seq2seq import write_model as write_seq2seq
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +199,27 @@ def test_models_of_images_are_measured_on_other_images(place):
     assert found["dense_perplexity"] is None
     assert all(each["perplexity"] is None and 0 <= each["top1"] <= 1 for each in found["candidates"])
     assert "perplexity" not in output
+
+
+def test_models_in_stages_keep_their_columns(place):
+    """No graph takes a hundredth of the time; models that can be pruned would be."""
+    sizes = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "image_size": 32}
+    SwinForImageClassification(SwinConfig(**sizes)).save_pretrained(place / "swin")
+    write_processor(place / "swin", size={"height": 32, "width": 32})
+    write_images(place / "photos", [f"{number}.png" for number in range(20)])
+    words = ["frontier", place / "swin", "--for", "onnxruntime", "--images", place / "photos", "--held-out-samples", 4]
+    code, output = run(*words, "--target-latency", "1%", "-o", place / "stages")
+    assert code == 1, output
+    found = [each["name"] for each in read(place, "stages")["candidates"]]
+    assert found == ["float32", "int8 everywhere", "int4 everywhere, GPTQ"]
+
+
+def test_an_encoder_decoder_is_refused(place):
+    write_seq2seq(place / "t5", "t5")
+    texts = ["--text", place / "text.txt", "--held-out", place / "held_out.txt", "--target-bytes", "60KB"]
+    code, output = run("frontier", place / "t5", "--for", "onnxruntime", *texts, "-o", place / "both")
+    assert code == 2
+    assert "t5 is an encoder-decoder, of which two graphs are made: frontier finds one; `ckpt-prune export " in output
 
 
 def test_an_embedder_is_measured_on_short_texts_and_its_loss_is_said_of_the_cosine(place):

@@ -36,6 +36,9 @@ class Maker(Protocol):
     @property
     def int8(self) -> Decider: ...
 
+    @property
+    def may_prune(self) -> bool: ...
+
     def prune(self, share: Fraction) -> Self: ...
 
 
@@ -49,7 +52,7 @@ def within_time(maker: M, found: list[MeasuredRounded], size: Size) -> Iterator[
     yield maker, "int4 everywhere, GPTQ", "int4", lambda: maker.int4.by_gptq().as_first()
     whole = {each.candidate.dtype: each for each in found}
     limit = limit_of(size, found)
-    for dtype in ("fp32", "int8", "int4"):
+    for dtype in ("fp32", "int8", "int4") if maker.may_prune else ():
         own = whole[dtype]
         share, last = limit / took(own), own
         for _ in range(1 + CORRECTED):

@@ -46,6 +46,7 @@ from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer
+from ckpt_prune.model.composites import is_encoder_decoder
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
 from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.export import complete_folder, count_graph_bytes, measure_for, save_entry
@@ -115,7 +116,12 @@ SAMPLING = (*INPUTS, "seed", "choose", "bos", "compute_dtype", "device", "trust_
 def explore_graphs(options: FrontierOptions) -> Frontier:
     """Find the graph that is as small as is asked for and loses least (`ckpt_prune.frontier`)."""
     say = Notices()
-    source = open_checkpoint(options.model, Opening(options.trust_remote_code))
+    source = open_checkpoint(options.model, Opening(options.trust_remote_code, whole=True))
+    if is_encoder_decoder(source.config):
+        raise UserError(
+            f"{source.name} is an encoder-decoder, of which two graphs are made: frontier finds one; "
+            f"`ckpt-prune export {shlex.quote(str(options.model))} --dtype int4 -o OUT` writes both"
+        )
     task = choose_task(source.config, folder=source.path)
     check_padding(source.config, task)
     limit, loss = _read_target(options, source, task)
@@ -283,6 +289,11 @@ class GraphMaker:
         self._reference_folder: Path = source.whole if dense is None else dense._reference_folder
         self._dense = dense
         self.columns = () if dense is None else tuple(Model.of(source).unit_counts(SPACE))
+
+    @property
+    def may_prune(self) -> bool:
+        """Whether the model can be pruned: not if its blocks are in stages."""
+        return _model_of(self.source) is not None
 
     def prune(self, share: Fraction) -> Self:
         """Return the maker of the same model, pruned to a share of its time, unless an earlier run has pruned it."""
