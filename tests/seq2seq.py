@@ -42,6 +42,42 @@ STACKS: dict[str, Any] = {
 T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
 LED = STACKS | {"attention_window": 8}  # texts are padded to windows, of 512 tokens by default
 TYPES = ("bart", "marian", "m2m_100", "t5", "mt5")
+_SPECIAL = {key: TOKENS[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
+_GEMMA: dict[str, Any] = {
+    **_SPECIAL,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+ENCODER = _GEMMA | {"num_hidden_layers": 2, "intermediate_size": 48}
+DECODER = _GEMMA | {"num_hidden_layers": 3, "intermediate_size": 56, "layer_types": ["sliding_attention"] * 3}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+}
+NESTED: dict[str, dict[str, Any]] = {
+    "t5gemma": {"encoder": ENCODER, "decoder": DECODER, "vocab_size": 99},
+    "t5gemma2": {
+        "encoder": {
+            "text_config": ENCODER,
+            "vision_config": {"model_type": "siglip_vision_model", "patch_size": 8, **VISION},
+            "mm_tokens_per_image": 4,
+            "eoi_token_index": 97,
+            "boi_token_index": 96,
+        },
+        "decoder": DECODER,
+        "image_token_index": 98,
+    },
+}
+"""Configs of the stacks in that of the whole."""
 
 
 WHISPER: dict[str, Any] = {
@@ -63,8 +99,9 @@ def write_model(folder: Path, model_type: str, **others: Any) -> PreTrainedModel
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
-    sizes = {"whisper": WHISPER, "led": LED}.get(model_type, T5 if "t5" in model_type else STACKS)
-    config = AutoConfig.for_model(model_type, **(TOKENS | sizes | others))
+    sizes = {"whisper": WHISPER, "led": LED, **NESTED}.get(model_type, T5 if "t5" in model_type else STACKS)
+    named = {} if model_type in NESTED else TOKENS
+    config = AutoConfig.for_model(model_type, **(named | sizes | others))
     auto = AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM
     model: PreTrainedModel = auto.from_config(config).eval()
     randomise(model, 7)

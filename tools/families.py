@@ -55,10 +55,11 @@ edit. A family has the name of the `model_type` in its config.json. [README](REA
 one, or how to prune one that has no description.
 
 *Spaces* are what recipes can prune: `heads` (attention heads or KV groups), `queries` (query heads inside KV groups),
-`linear_heads` (of linear attention or state spaces), `qk`, `rotary` and `values` (dimensions inside heads), `mlp`
-(columns), `experts`, `shared` and `dense` (whole experts, columns of shared ones, and of MLPs in their place). *Stays
-whole* are spaces that are measured and masked, and lose no unit. *Rotates* says whether recipes may rotate the residual
-stream. *Also stored as* are stock types that an output may have if the family's own cannot state its shape.
+`cross_heads` (of cross-attention), `linear_heads` (of linear attention or state spaces), `qk`, `rotary` and `values`
+(dimensions inside heads), `mlp` (columns), `experts`, `shared` and `dense` (whole experts, columns of shared ones,
+and of MLPs in their place). *Stays whole* are spaces that are measured and masked, and lose no unit. *Rotates* says
+whether recipes may rotate the residual stream. *Also stored as* are stock types that an output may have if the
+family's own cannot state its shape.
 """
 _COLUMNS = {"mlp", "dense", "shared"}
 _TABLE = "| family | classes | spaces | stays whole | rotates | also stored as |\n|---|---|---|---|---|---|\n"
@@ -102,15 +103,17 @@ def page() -> str:
         text += f"\n## {kind}\n\n{_TABLE}{rows[kind]}"
     text += "\n## Parts of composites\n\n`--part PART` prunes one model inside another.\n\n"
     text += "| composite | parts | cannot be pruned |\n|---|---|---|\n"
+    pairs = json.loads(DISCOVERED.read_text(encoding="utf-8"))["types"]["pairs"]
     for composite in map(shipped_composite, known_composites()):
         refused = "; ".join(f"`{part}`: {why}" for part, why in composite.refused.items()) or "-"
         if composite.model_type in encoder_decoders():
-            refused = "heads of either stack, which stay whole: `inspect` says why"
+            why = pairs[composite.model_type]["why"]
+            refused = f"{why}: `inspect` says why" if why else "-"
         text += f"| `{composite.model_type}` | {_codes(composite.parts)} | {refused} |\n"
     text += "\n## Not supported\n\n| family | why |\n|---|---|\n"
     for model_type, why in json.loads((ROOM / "unsupported.json").read_text(encoding="utf-8")).items():
         text += f"| `{model_type}` | {why} |\n"
-    return text + (discovered_page() if DISCOVERED.is_file() else "")
+    return text + discovered_page()
 
 
 def discovered_page() -> str:
@@ -212,7 +215,7 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
 
 
 def try_stacks(source: Path) -> dict[str, Any]:
-    """Prune and verify both stacks of an encoder-decoder; `spaces` that both have and whether `pruned`."""
+    """Prune and verify both stacks of an encoder-decoder; `spaces` of either and whether `pruned`."""
     from ckpt_prune.checkpoint.checkpoint import Checkpoint
     from ckpt_prune.model.composites import extract_part
 
@@ -220,9 +223,10 @@ def try_stacks(source: Path) -> dict[str, Any]:
     stacks = [
         extract_part(checkpoint, part).config[descriptions.OUTSIDE_KEY]["spaces"] for part in ("encoder", "decoder")
     ]
-    spaces = {name: space for name, space in stacks[0].items() if name in stacks[1]}
-    prune_and_verify(source, {"spaces": spaces}, part="all")
-    return {"spaces": list(spaces), "pruned": True, "why": "heads stay whole" if "heads" not in spaces else ""}
+    prune_and_verify(source, {"spaces": stacks[0] | stacks[1]}, part="all")
+    whole = [name for name, own in zip(("encoder", "decoder"), stacks, strict=True) if "heads" not in own]
+    why = f"heads {f'of the {whole[0]} ' if len(whole) == 1 else ''}stay whole" if whole else ""
+    return {"spaces": list(stacks[0] | stacks[1]), "pruned": True, "why": why}
 
 
 def try_part(source: Path, *, images: bool = False) -> dict[str, Any]:

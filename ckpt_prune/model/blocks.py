@@ -9,6 +9,7 @@ import transformers
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import load_family, parse_family
 from ckpt_prune.model.family import Family
+from ckpt_prune.model.nested_keys import set_key
 from ckpt_prune.model.skeleton import Names, build_skeleton, parse_config
 from ckpt_prune.model.spaces import ConsumerSpace, Dimension, product
 
@@ -67,13 +68,13 @@ def _stock_config(family: Family, blocks: int | None) -> "PreTrainedConfig":
         return parse_config(family.found.config)
     config = transformers.AutoConfig.for_model(family.model_type, **({variant: True} if variant else {}))
     if blocks is not None:
-        setattr(config, family.dimensions["layers"][0], blocks)
+        set_key(config, family.dimensions["layers"][0], blocks)
     for dimension, keys in family.dimensions.items():
-        if keys and getattr(config, keys[0], 0) is None:  # some classes do not fill in their own defaults
+        if keys and family.read_key(config, keys[0]) is None:  # some classes do not fill in their own defaults
             try:
-                setattr(config, keys[0], family.dimension(config, dimension))
+                set_key(config, keys[0], family.dimension(config, dimension))
             except UserError:  # published configs state it
-                setattr(config, keys[0], _ANY_SIZE)
+                set_key(config, keys[0], _ANY_SIZE)
     return config
 
 

@@ -282,7 +282,8 @@ def _shared_widths(family: "Family", tensors: Mapping[str, Any], config: Any) ->
         if family.shares_width(space):
             width = tensors[family.tensor(0, space.consumer)].shape[1]
             multiple = family.multiples.get(space.units)
-            values |= dict.fromkeys(space.config, width)
+            units = width // space.columns.per_unit(lambda name: family.dimension(config, name))
+            values |= dict.fromkeys(space.config, units)
             if multiple is not None:
                 values = {multiple.key: multiple.ratio(family.dimension(config, "hidden"), width)}
     return values
@@ -320,15 +321,28 @@ def merge_part_config(part: "Checkpoint", config: Mapping[str, Any]) -> dict[str
     for key, value in list(place.items()):  # names of a width that its class takes away (LFM2's block_ff_dim)
         if key not in part.config and type(value) is int and value in derived.values():
             del place[key]
+    if is_stack:
+        _merge_stack(place, config, before)
+        return merged
     for key, value in config.items():
         is_same = key in before and before[key] == value
-        if key in place and is_stack:  # its config may have fewer blocks already
-            is_same = place[key] == value
         # A derived width of heads stays derived if no head goes.
         is_derived = key == "head_dim" and all(part.config.get(each) == config.get(each) for each in heads)
         if not is_same and not is_derived:
             place[key] = value
     return merged
+
+
+def _merge_stack(place: dict[str, Any], config: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Put into a whole's config.json, in place, what is another value in that of a stack than it was before.
+
+    The whole's may have fewer blocks already.
+    """
+    for key, value in config.items():
+        if isinstance(place.get(key), dict) and isinstance(value, dict):
+            _merge_stack(place[key], value, before.get(key, {}))
+        elif key in place or key not in before or before[key] != value:
+            place[key] = value
 
 
 def _part_config(part: Part, config: "PreTrainedConfig") -> dict[str, Any]:

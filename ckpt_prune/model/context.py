@@ -23,6 +23,8 @@ def reserved_positions(config: Any) -> int:
 
 def context_length(config: Any) -> int | None:
     """Return how many tokens a text model reads at most, or None if its config does not say."""
+    nested = getattr(config, "decoder", None)  # of an encoder-decoder whose stacks have configs of their own
+    config = nested if hasattr(nested, "max_position_embeddings") else config
     positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
     return None if positions is None or positions < 0 else int(positions) - reserved_positions(config)
 

@@ -11,6 +11,7 @@ from torch import nn
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.family import KINDS
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.nested_keys import find_key, read_key, with_keys
 from ckpt_prune.model.skeleton import RefusedConfigError, parse_config, stock_names, stored_key
 
 PER_BLOCK = ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types")
@@ -58,12 +59,23 @@ def shorten_model(model: Model, kept: Sequence[int]) -> Model:
 def shorten_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:
     """Return the config.json of some blocks, ascending."""
     values, config = copy.deepcopy(model.checkpoint.config), model.config
-    count = next(key for key in model.family.dimensions["layers"] if getattr(config, key, None) is not None)
+    count = next(key for key in model.family.dimensions["layers"] if read_key(config, key) is not None)
+    place, _, count = count.rpartition(".")
+    if not place:
+        return _shorten_values(values, config, count, kept, model.blocks)
+    own = _shorten_values(find_key(values, place), read_key(config, place), count, kept, model.blocks)
+    return with_keys(values, {place: own})
+
+
+def _shorten_values(
+    values: dict[str, Any], config: Any, count: str, kept: Sequence[int], blocks: int
+) -> dict[str, Any]:
+    """Return a config.json of some of so many blocks, or one within it, which states their number under `count`."""
     changes: dict[str, Any] = {count: len(kept)}
     for key in PER_BLOCK:
         # Written out even if the class derives it from a pattern: with fewer blocks it would derive another.
         per_block = getattr(config, key, None)
-        if isinstance(per_block, list) and len(per_block) == model.blocks and not _is_derived(config, key):
+        if isinstance(per_block, list) and len(per_block) == blocks and not _is_derived(config, key):
             changes[key] = [per_block[block] for block in kept]
     for key in NUMBERS:
         if numbers := getattr(config, key, None):

@@ -11,6 +11,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.cuts import list_cuts, remaining_lines
 from ckpt_prune.model.descriptions import known_families
 from ckpt_prune.model.family import QUOTIENTS, Family
+from ckpt_prune.model.nested_keys import read_key, with_keys
 from ckpt_prune.model.skeleton import (
     Names,
     RefusedConfigError,
@@ -124,7 +125,7 @@ def _check_modules(family: Family, modules: Mapping[str, Any], names: Names, blo
     if family.layers not in modules or len(modules[family.layers]) != blocks:
         raise UserError(f"layers: {family.architecture} has no list {family.layers} of {blocks} blocks")
     for key, path in (("embedding", family.embedding), *(("pooled", path) for path in family.pooled)):
-        if path is not None and path not in modules:
+        if path is not None and path not in modules and not names.parameters(f"{path}.weight"):
             raise UserError(f"{key}: {family.architecture} has no module {path}")
     if family.head is not None and not names.parameters(f"{family.head}.weight"):
         raise UserError(f"architectures.{family.architecture}.head: it has no {family.head}.weight")
@@ -179,11 +180,11 @@ def _check_linears(family: Family, blocks: Sequence[Shapes]) -> Family:
 def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> None:
     """Check that biases are exactly where their slots are open: with no key true, and with each alone."""
     keys = sorted({slot for slot in family.bias_slots.values() if isinstance(slot, str)})
-    if unknown := [key for key in keys if not hasattr(parsed, key)]:
+    if unknown := [key for key in keys if read_key(parsed, key) is None]:
         raise UserError(f"bias_slots: {type(parsed).__name__} has no key {unknown[0]}")
     for opened in [set[str](), *({key} for key in keys)]:
         settings = {key: key in opened for key in keys}
-        changed = parse_config(config | settings)
+        changed = parse_config(with_keys(config, settings))
         stock = Names(build_skeleton(changed, family.architecture)).shapes
         shapes = _shapes_inside(family, stock, family.dimension(changed, "layers"))
         for module in family.linears:
@@ -297,22 +298,22 @@ def _check_widths(
         return
     kept = units - 1
     for key in space.config:
-        if not isinstance(getattr(parsed, key, None), int):
+        if not isinstance(family.read_key(parsed, key), int):
             raise UserError(f"spaces.{name}.config: config.json has no number under {key}")
         dense, factors = units * product(space.config[key], dimension), [space.units, *space.config[key]]
-        if getattr(parsed, key) != dense:
-            stated, said = getattr(parsed, key), " times ".join(map(str, factors))
+        if family.read_key(parsed, key) != dense:
+            stated, said = family.read_key(parsed, key), " times ".join(map(str, factors))
             raise UserError(f"spaces.{name}.config: {key} is {stated} in config.json, and {said} is {dense}")
     others = {other.units: other.count(dimension) for other in family.spaces.values() if other.units != space.units}
     values = {}
     for key, factors in space.config.items():
         values[key] = kept * product(factors, lambda each: others[each] if each in others else dimension(each))
-    states_head = hasattr(parsed, "head_dim") or "head_dim" in family.dimensions["head_dim"]
+    states_head = hasattr(parsed, "head_dim") or bool(family.dimensions["head_dim"])
     if not isinstance(getattr(type(parsed), "head_dim", None), property) and states_head:
-        values["head_dim"] = dimension("head_dim")
+        values[family.head_key] = dimension("head_dim")
     changes = {stored_key(key, config, parsed): value for key, value in values.items()}
     try:
-        stock = Names(build_skeleton(parse_config(config | changes), family.architecture)).shapes
+        stock = Names(build_skeleton(parse_config(with_keys(config, changes)), family.architecture)).shapes
     except RefusedConfigError:
         return  # by a rule of the class beyond shapes (`choosing.unprunable_spaces`)
     shapes = _shapes_inside(family, stock, family.dimension(parsed, "layers"))

@@ -12,6 +12,7 @@ from pydantic import Field
 from ckpt_prune.checkpoint.sentence_modules import ModulesUse
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.family_keys import Attention, Experts, FamilyClass, Found, Multiple, Refusal, ResidualKeys
+from ckpt_prune.model.nested_keys import read_key
 from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose, purpose_of_class, stock_classes
 from ckpt_prune.model.settings import unknown_settings
 from ckpt_prune.model.spaces import (
@@ -42,6 +43,10 @@ QUOTIENTS = {"group": ("query_heads", "kv_heads"), "linear_group": ("linear_valu
 """Dimensions that are so many of one for each of another: heads that share their keys."""
 
 
+_MIXING = ("cross_heads", "linear_heads")
+"""Spaces of what mixes tokens beside self-attention."""
+
+
 def linears_of(spaces: Mapping[SpaceName, Space]) -> list[str]:
     """Return every linear module that some of a block's spaces name, once: those of attention logits first."""
     named = [space for space in spaces.values() if isinstance(space, LogitSpace)]
@@ -52,7 +57,7 @@ def inputs_of(spaces: Mapping[SpaceName, Space]) -> dict[str, tuple[str, ...]]:
     """Return `Family.inputs` of a block with these spaces."""
     inputs: dict[str, tuple[str, ...]] = {}
     for space in _consumers(spaces):
-        producers = tuple(dict.fromkeys(space.readers))
+        producers = tuple(each for each in dict.fromkeys(space.readers) if each not in space.elsewhere)
         inputs |= {producers[0]: producers, space.consumer: (space.consumer,)}
     return inputs
 
@@ -196,9 +201,14 @@ class Family(StrictModel):
         """Return the config key that states the width of a space."""
         return self.multiples[space.units].key if space.units in self.multiples else next(iter(space.config))
 
+    @property
+    def head_key(self) -> str:
+        """The config key that states the width of a head, or would if the class had one."""
+        return next(iter(self.dimensions["head_dim"]), "head_dim")
+
     def read_key(self, config: Any, key: str) -> Any:
         """Return what a config has under a key, of a list of all stages that of this one; None if it has nothing."""
-        value = getattr(config, key, None)
+        value = read_key(config, key)
         return value[self.stage] if self.stage is not None and isinstance(value, list | tuple) else value
 
     @property
@@ -238,14 +248,14 @@ class Family(StrictModel):
     def part_spaces(self, part: str) -> dict[SpaceName, ConsumerSpace]:
         """Return those by whose consumers a part of a block, attention or mlp, adds to the residual stream.
 
-        Linear attention and state spaces are of neither.
+        Linear attention and state spaces are of neither, and cross-attention is of attention.
         """
         consumers = {name: space for name, space in self.consumers.items() if name != "linear_heads"}
         return {name: s for name, s in consumers.items() if self.mixes(name) == (part == "attention")}
 
     def mixes(self, space: SpaceName) -> bool:
         """Return whether what a space ends in mixes tokens: attention, linear attention or a state space."""
-        return space == "linear_heads" or self.columns[space].consumer == self.attention.output
+        return space in _MIXING or self.columns[space].consumer == self.attention.output
 
     @property
     def logits(self) -> dict[SpaceName, LogitSpace]:
@@ -285,7 +295,10 @@ class Family(StrictModel):
         attention = self.attention
         labels = {attention.value: "v", attention.key: "k", attention.query: "q", attention.output: "o"}
         for name, space in self.consumers.items():
-            if name == "linear_heads":
+            if name == "cross_heads":
+                keys, values = space.elsewhere[0], space.elsewhere[-1]
+                labels |= {keys: "k", values: "v", space.readers[0]: "q", space.consumer: "o"}
+            elif name == "linear_heads":
                 labels |= dict.fromkeys(space.readers, "in") | {space.consumer: "out"}
             elif space.consumer not in labels:
                 *gates, up = dict.fromkeys(space.readers)
@@ -295,8 +308,8 @@ class Family(StrictModel):
 
     def linears_of(self, part: Literal["mlp", "attention"] | None) -> list[str]:
         """Return linear modules of a block: those of its attention, or of what stands in its place, others, or all."""
-        linear = self.spaces.get("linear_heads")
-        attention = {*self.attention.modules, *([] if linear is None else linear.modules)}
+        mixing = [space for name in _MIXING if (space := self.spaces.get(name)) is not None]
+        attention = {*self.attention.modules, *(module for space in mixing for module in space.modules)}
         return [each for each in self.linears if part is None or (each in attention) == (part == "attention")]
 
     @property

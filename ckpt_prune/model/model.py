@@ -28,8 +28,9 @@ from ckpt_prune.model.described import is_as_described
 from ckpt_prune.model.family import Family, inputs_of, linears_of
 from ckpt_prune.model.family_keys import GROUPED
 from ckpt_prune.model.matching import match_family, orient_checkpoint, tied_by_description
+from ckpt_prune.model.nested_keys import set_key
 from ckpt_prune.model.skeleton import PAIRS, is_stored_buffer, parse_config, stock_class
-from ckpt_prune.model.spaces import AnySpace, Axis, Kind, SpaceName, axis_dim, product, spaces_among
+from ckpt_prune.model.spaces import AnySpace, Axis, Kind, SpaceName, axis_dim, product, recipe_space, spaces_among
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -208,6 +209,12 @@ class Model:
         units = self.family.spaces[space].units
         return units in self.family.together and units == self.family.spaces[other].units
 
+    def counted_as(self, space: SpaceName) -> str:
+        """Return the first space, by recipes' names, that one config key gives as many units as this one."""
+        return next(
+            recipe_space(name) for name in self.family.spaces if name == space or self.share_width_key(name, space)
+        )
+
     def unit_columns(self, space: SpaceName) -> int:
         """Return the columns of the consumer per unit; 1 for a space without a consumer."""
         columns = self.family.columns.get(space)
@@ -233,9 +240,9 @@ class Model:
         config = copy.copy(self.config)
         if not self.family.attention.latent and not isinstance(getattr(type(config), "head_dim", None), property):
             # A config without it would derive it from the head count, which may change.
-            config.head_dim = self.dimension("head_dim")
+            set_key(config, self.family.head_key, self.dimension("head_dim"))
         for key, value in self.config_values(widths).items():
-            setattr(config, key, value)
+            set_key(config, key, value)
         return self.with_config(config)
 
     def widths_of(self, block: int, tensors: Mapping[str, Tensor]) -> dict[SpaceName, int]:

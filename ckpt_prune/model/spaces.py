@@ -15,7 +15,9 @@ from pydantic_core import PydanticCustomError
 if TYPE_CHECKING:
     from torch import Tensor
 
-KnownSpace = Literal["qk", "rotary", "queries", "heads", "values", "linear_heads", "mlp", "dense", "shared", "experts"]
+KnownSpace = Literal[
+    "qk", "rotary", "queries", "heads", "values", "cross_heads", "linear_heads", "mlp", "dense", "shared", "experts"
+]
 """Spaces that recipes name."""
 SPACES: tuple[str, ...] = get_args(KnownSpace)
 
@@ -85,6 +87,7 @@ KIND_OF_SPACE: dict[str, KindOfSpace] = {
     "queries": "columns",
     "heads": "columns",
     "values": "values",
+    "cross_heads": "columns",
     "linear_heads": "columns",
     "mlp": "columns",
     "dense": "columns",
@@ -92,7 +95,7 @@ KIND_OF_SPACE: dict[str, KindOfSpace] = {
     "experts": "experts",
 }
 """The kind of each space is the same in every family, so that recipes are checked without a model."""
-ALIKE: dict[SpaceName, SpaceName] = {"dense": "mlp", "linear_heads": "heads"}
+ALIKE: dict[SpaceName, SpaceName] = {"dense": "mlp", "cross_heads": "heads", "linear_heads": "heads"}
 """Spaces that a recipe prunes as it does others, unless it says something of them."""
 BESIDE: frozenset[str] = frozenset({"qk", "rotary", "queries", "values"})
 """Spaces with copies side by side (`Space.for_each`) that keep equally many units, in every family that has them."""
@@ -218,7 +221,7 @@ class Space(StrictModel):
 
     @property
     def readers(self) -> list[str]:
-        """Linear modules that make the space, all from the same input."""
+        """Linear modules that make the space, the first from the input that is observed."""
         return [incidence.module for incidence in self.rows]
 
     def count(self, dimension: Dimension) -> int:
@@ -244,10 +247,12 @@ class ConsumerSpace(Space):
     """A space that ends in the columns of one linear module, the consumer, which compensation rewrites.
 
     A space that is `part_of` another shares its moments and metric, which are of the consumer's input and output.
+    Of cross-attention, linear modules of keys and values stand `elsewhere`: they read what the encoder has made.
     """
 
     columns: Incidence
     part_of: SpaceName | None = None
+    elsewhere: list[str] = []
     scale: str | None = None
     multiplier: str | None = None
     gate: str | None = None

@@ -482,7 +482,10 @@ class Recipe(Strict):
             if not (may_differ and family.spaces[other].uniform)
         }
         if added:
-            return self._with_spaces(self.spaces | added).at(family)
+            spaces: dict[SpaceName, SpaceRecipe] = {}
+            for name, settings in self.spaces.items():  # each behind that which it is pruned like
+                spaces |= {name: settings, **{other: own for other, own in added.items() if ALIKE[other] == name}}
+            return self._with_spaces(spaces).at(family)
         # One config key says their width: what is said of the first is said of the others.
         alike = [recipe_space(name) for name, space in family.spaces.items() if space.units in family.together]
         shared = next((self.spaces[name] for name in alike if name in self.spaces), None)

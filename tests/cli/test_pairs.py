@@ -3,7 +3,9 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from tests.encoders import STRENGTH
 from tests.hub_server import Hub, Repo
 from tests.oracles import closed_forms, scores
 from tests.pairs import choose_cases
-from tests.seq2seq import STACKS, TYPES, write_model, write_pairs, write_sounds
+from tests.seq2seq import NESTED, STACKS, TYPES, write_model, write_pairs, write_sounds
 
 DATA = ("--data", "pairs.jsonl", "--samples", "24", "--choose", "first")
 RIDGE = (
@@ -58,9 +60,17 @@ def texts(count: int) -> list[dict[str, Tensor]]:
 
 @torch.no_grad()
 def prune_by_hand(
-    model: PreTrainedModel, paths: list[str], ratio: float, pairs: list[dict[str, Tensor]] | None = None
+    model: PreTrainedModel,
+    paths: list[str],
+    ratio: float,
+    pairs: list[dict[str, Tensor]] | None = None,
+    heads: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Drop columns of MLPs by score rcpu and refit by ridge, all on the dense model; in float64, edited in place."""
+    """Drop columns of MLPs by score rcpu and refit by ridge, all on the dense model; in float64, edited in place.
+
+    Of the last projections of attention in `heads`, half of the heads go, or of the groups of so many columns.
+    """
+    paths = [*paths, *heads]
     read: dict[str, list[Tensor]] = {path: [] for path in paths}
     hooks = [
         model.get_submodule(path).register_forward_pre_hook(
@@ -75,8 +85,11 @@ def prune_by_hand(
     for path in paths:
         consumer: Any = model.get_submodule(path)
         W, X = consumer.weight.numpy(), torch.cat(read[path]).numpy()
-        keep = W.shape[1] - int(np.ceil(W.shape[1] * ratio))
-        kept = scores.kept_units(scores.SCORES["rcpu"](W, X), 1, keep)
+        columns = heads.get(path, 1)
+        units = W.shape[1] // columns
+        keep = units // 2 if path in heads else units - int(np.ceil(units * ratio))
+        kept_units = scores.kept_units(scores.SCORES["rcpu"](W, X), columns, keep)
+        kept = [unit * columns + column for unit in kept_units for column in range(columns)]
         strength = STRENGTH * float(np.mean(np.sum(X[:, kept] ** 2, axis=0)))
         weight, bias = closed_forms.ridge(W[:, kept], X[:, kept], X @ W.T, strength)
         consumer.weight.zero_()
@@ -148,7 +161,8 @@ def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
     output, found = result.stdout, "spaces of bart are found and proven on a small random model of its class, "
     assert (result.exit_code, result.stderr.count(found)) == (0, 1)
     check_whole(dry, output)
-    assert output.count("spaces.heads is left out: heads stay whole: the class does not load with fewer units\n") == 2
+    why = "its class makes them as wide together as the hidden size, however many there are"
+    assert output.count(f"spaces.heads is left out: heads stay whole: {why}\n") == 2
     assert output.index("of the encoder part of this bart") < output.index("of the decoder part of this bart")
     assert (output.count("written to out\n"), Path("out.encoder").exists()) == (1, False)
     report = read_json("out/ckpt_prune.json")
@@ -182,7 +196,7 @@ def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
     assert re.search(r"^kept units \(decoder\) +ok$", failed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("model_type", ["bart", "t5"])
+@pytest.mark.parametrize("model_type", ["bart", "t5", "t5gemma2"])
 def test_blocks_of_both_stacks_go(model_type: str, place: Path, bart: PreTrainedModel) -> None:
     """What stays computes what the stock model computes with the same lists of blocks without those that are gone."""
     whole: Any = write_model(place / model_type, model_type)
@@ -194,7 +208,8 @@ def test_blocks_of_both_stacks_go(model_type: str, place: Path, bart: PreTrained
     pruned = AutoModelForSeq2SeqLM.from_pretrained("out").eval()
     last = read_json("out/ckpt_prune.json")
     for report in (last, *last["others"]):
-        stack = whole.get_submodule(f"{'' if model_type == 't5' else 'model.'}{report['part']}")
+        text = ".text_model" if model_type == "t5gemma2" and report["part"] == "encoder" else ""
+        stack = whole.get_submodule(f"{'' if model_type == 't5' else 'model.'}{report['part']}{text}")
         blocks = stack.block if model_type == "t5" else stack.layers
         kept = torch.nn.ModuleList(blocks[number] for number in report["depth"]["kept"])
         assert len(kept) == len(blocks) - 1
@@ -328,14 +343,69 @@ OTHERS = [each for each in encoder_decoders() if each != "bart"]
 
 
 @pytest.mark.usefixtures("bart")
-@pytest.mark.parametrize("model_type", choose_cases(OTHERS, lambda each: each in TYPES))
+@pytest.mark.parametrize("model_type", choose_cases(OTHERS, lambda each: each in (*TYPES, "t5gemma2")))
 def test_other_types(model_type: str) -> None:
     write_model(Path("other"), model_type)
     ok("prune", "other", "--recipe", "ridge", "--ratio", "0.25", *DATA, "-o", "out")
     assert "FAILED" not in ok("verify", "out", "--against", "other")
     config = AutoModelForSeq2SeqLM.from_pretrained("out").config
+    if model_type in NESTED:
+        own = config.encoder if model_type == "t5gemma" else config.encoder.text_config
+        assert (own.intermediate_size, config.decoder.intermediate_size) == (36, 42)
+        return
     widths = {config.d_ff: 36} if "t5" in model_type else {config.encoder_ffn_dim: 36, config.decoder_ffn_dim: 42}
     assert all(width == expected for width, expected in widths.items())
+
+
+HEADS = {
+    "t5gemma": ("model.{stack}.layers.{block}.", ("self_attn.o_proj",), ("cross_attn.o_proj",), "mlp.down_proj", 16),
+    "umt5": (
+        "{stack}.block.{block}.layer.",
+        ("0.SelfAttention.o",),
+        ("1.EncDecAttention.o",),
+        "{last}.DenseReluDense.wo",
+        8,
+    ),
+}
+"""Type → prefix of a block, consumers of self-attention and cross-attention, and of the MLP, and columns of a unit."""
+
+
+@pytest.mark.usefixtures("bart")
+@pytest.mark.parametrize("model_type", HEADS)
+def test_heads_of_both_attentions_are_pruned_as_by_hand(model_type: str) -> None:
+    """Each attention of each block loses heads of its own; one key counts them, of umt5 those of both stacks."""
+    whole = write_model(Path("other"), model_type).double()
+    fitted = ("--set", f"spaces.heads.compensation.lambda={STRENGTH}", "--set", "spaces.heads.ratio=0.5")
+    if model_type == "t5gemma":  # a class that is told how many query heads read one key
+        beside = {"score": "rcpu", "compensation.method": "ridge", "ratio": 0.5}
+        queries = [word for key, value in beside.items() for word in ("--set", f"spaces.queries.{key}={value}")]
+        ok("prune", "other", "--part", "encoder", "--recipe", "ridge", *queries, *DATA, "-o", "fewer")
+        assert read_json("fewer/config.json")["encoder"]["num_attention_heads"] == 2
+    output = ok("prune", "other", *RIDGE, *fitted, *DATA, "-o", "out")
+    assert "spaces.cross_heads is added: it is pruned as heads is" in output
+    assert "FAILED" not in ok("verify", "out", "--against", "other")
+    pruned = AutoModelForSeq2SeqLM.from_pretrained("out").double().eval()
+    prefix, own, cross, mlp, columns = HEADS[model_type]
+    for stack, blocks in (("encoder", 2), ("decoder", 3)):
+        starts = [prefix.format(stack=stack, block=block) for block in range(blocks)]
+        consumers = own if stack == "encoder" else own + cross
+        prune_by_hand(
+            whole,
+            [start + mlp.format(last=len(consumers)) for start in starts],
+            0.25,
+            heads={start + consumer: columns for start in starts for consumer in consumers},
+        )
+    config = pruned.config
+    counts = (
+        [(each.num_attention_heads, each.num_key_value_heads) for each in (config.encoder, config.decoder)]
+        if model_type == "t5gemma"
+        else [config.num_heads]
+    )
+    assert counts == ([(2, 1), (2, 1)] if model_type == "t5gemma" else [2])
+    with torch.no_grad():
+        for pair in texts(6):
+            ours, theirs = pruned(**pair).logits, whole(**pair).logits
+            assert (ours - theirs).abs().max() <= 5e-4 * theirs.abs().max()
 
 
 def test_one_width_of_both_stacks(place: Path, bart: PreTrainedModel) -> None:
@@ -357,7 +427,10 @@ def test_one_width_of_both_stacks(place: Path, bart: PreTrainedModel) -> None:
     assert "d_ff of t5 states one for all: recipe ridge takes its place" in default.stderr
     assert default.stdout.count("mlp 36/48 (ratio 0.25)") == 2
     whole = ok("inspect", "t5", "--part", "decoder").splitlines()
-    assert "heads: whole, by its config the heads of t5 are together not as wide as layer.1.EncDecAttention.q" in whole
+    assert (
+        "heads: whole, layer.0.SelfAttention.relative_attention_bias.weight of one block is of the heads of all, which "
+        "would have to lose the same ones"
+    ) in whole
     ok("prune", "t5", *RIDGE, *DATA, "-o", "out")
     pruned = AutoModelForSeq2SeqLM.from_pretrained("out").double().eval()
     whole = AutoModelForSeq2SeqLM.from_pretrained("t5").double().eval()

@@ -15,6 +15,7 @@ from ckpt_prune.evaluation.perplexity import perplexity
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs, read_pairs
 from ckpt_prune.measure.samples.samples import SampleRange, SpreadSamples, counted_tokens, scored_tokens
+from ckpt_prune.measure.streams.drift import ResidualBlock
 from ckpt_prune.measure.streams.hidden_stream import open_stream
 from ckpt_prune.model.containers.opening import Opening, open_model
 from ckpt_prune.model.model import Model
@@ -69,6 +70,19 @@ def test_moments_are_those_of_the_stock_model(model_type: str, stack: Stack, tmp
         gram = read.T @ read
         bound = (1 + block) * len(read) * 2**-24 * float(gram.abs().max())
         torch.testing.assert_close(moments.gram.double(), gram, rtol=0, atol=bound)
+
+
+def test_the_stream_behind_cross_attention_is_what_the_mlp_reads(tmp_path: Path) -> None:
+    """What the encoder's states add comes behind what self-attention adds, where norms come first."""
+    _, model, samples = open_stack(tmp_path, "umt5", "decoder")
+    stream = open_stream(model, samples, device=torch.device("cpu"), compute_dtype=torch.float32)
+    residual = ResidualBlock(stream, 0, model.read_block(0), ["cross_heads"])
+    seen: list[Tensor] = []
+    residual.block.get_submodule("layer.2").register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
+    residual.whole = True  # it would end before the mlp
+    with torch.no_grad():
+        residual.run(slice(0, FEW))
+    torch.testing.assert_close(residual.after("cross_heads"), seen[0].flatten(0, 1).double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ckpt_prune.measure.streams.experts import SplitExperts, split_experts
 from ckpt_prune.model.blocks import block_facts
 from ckpt_prune.model.family import KINDS
-from ckpt_prune.model.model import Model
+from ckpt_prune.model.model import BlockWidths, Model
 from ckpt_prune.model.skeleton import (
     PAIRS,
     Names,
@@ -20,7 +20,7 @@ from ckpt_prune.model.skeleton import (
     on_meta_device,
     parameters_on_meta,
 )
-from ckpt_prune.model.spaces import recipe_space
+from ckpt_prune.model.spaces import product, recipe_space
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -84,6 +84,7 @@ class BlockFactory:
         with on_meta_device():
             if self.family.is_stack:  # a stack tells its blocks what no config says (T5's is_decoder)
                 module = copy.deepcopy(self._layers[index])
+                self._set_counts(module, widths)
             else:
                 module = modeling_pruned.make_block(self._layers[index], layer_config, self._facts, index)
         _replace_transposed(module)
@@ -95,6 +96,26 @@ class BlockFactory:
         as_wide = tuple(widths[name] for name, space in self.family.spaces.items() if space.uniform and name in widths)
         self._give_buffers(module, layer_config, index, as_wide)
         return module.eval()
+
+    def _set_counts(self, block: nn.Module, widths: BlockWidths) -> None:
+        """Set the numbers of a stack's block, in place, that count its heads (`Space.attributes`)."""
+        units = {self.family.spaces[name].units: count for name, count in widths.items()}
+        for name, count in widths.items():
+            for path, factors in self.family.spaces[name].attributes.items():
+                owner, _, attribute = path.rpartition(".")
+                number = count * product(factors, lambda each: units.get(each) or self.model.dimension(each))
+                setattr(block.get_submodule(owner), attribute, number)
+
+    def set_counts_beside(self, model: nn.Module) -> None:
+        """Set the numbers of another stack's blocks in a model, in place, that count its heads: it may have fewer."""
+        checkpoint = self.model.checkpoint
+        for prefix in () if checkpoint.within is None else checkpoint.within.other_prefixes:
+            for name, space in self.family.consumers.items():
+                of_consumer = re.compile(rf"{re.escape(prefix)}\d+\.{re.escape(space.consumer)}\.weight")
+                for disk in filter(of_consumer.fullmatch, checkpoint.tensors if space.attributes else ()):
+                    units = checkpoint.tensors[disk].shape[1] // space.columns.per_unit(self.model.dimension)
+                    path = self.find_parameters(disk)[0].removesuffix(f".{space.consumer}.weight")
+                    self._set_counts(model.get_submodule(path), {name: units})
 
     def find_experts(self, block: nn.Module) -> SplitExperts | None:
         """Return the experts of a block that was built here, or None if it has none."""

@@ -173,6 +173,9 @@ class ResidualBlock:
         self._stream, self._index = stream, index
         family, factory = stream.factory.family, stream.factory
         self._columns = family.columns
+        asked = spaces
+        if any(self._columns[space].elsewhere for space in spaces):
+            spaces = {*spaces, "heads"}  # which stand before those of cross-attention
         self.block = factory.build_block(index, tensors)
         names = {space: family.scale(index, space) for space in spaces}
         self._scales = {s: tensors[n].to(factory.device, torch.float64) for s, n in names.items() if n is not None}
@@ -187,7 +190,7 @@ class ResidualBlock:
             for space, norm in norms.items()
         }
         self.whole = False
-        self._spaces, self._awaited = tuple(spaces), set[str]()
+        self._spaces, self._awaited = tuple(asked), set[str]()
         self._attention_alone = all(self._is_attention(space) for space in spaces)
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
@@ -249,7 +252,10 @@ class ResidualBlock:
         """Return the residual stream after a space's consumer and before any norm of it, (tokens, hidden) float64."""
         if self.ends(space):
             return _rows(self.left)
-        before = self._entered if self._is_attention(space) else self.inputs[self._columns[space].readers[0]]
+        if self._columns[space].elsewhere and not self._is_post_norm:  # cross-attention adds to what the other left
+            return self.after("heads") + self.addition(space)
+        enters = self._is_attention(space) and not self._columns[space].elsewhere
+        before = self._entered if enters else self.inputs[self._columns[space].readers[0]]
         return _rows(before) + self.addition(space)
 
     def addition(self, space: SpaceName) -> Tensor:

@@ -115,6 +115,8 @@ def load_outside(factory: Surroundings, tensors: Iterable[str], read: ReadTensor
     # The blocks' own modules are shared with the skeleton, not copied.
     shells = {id(layer): copy.copy(layer) for layer in layers}
     model: Any = copy.deepcopy(factory.skeleton, dict(shells)).to("meta")
+    if isinstance(factory, BlockFactory):
+        factory.set_counts_beside(model)
     parameters = {name: factory.find_parameters(name) for name in tensors if not is_stored_buffer(name)}
     parameters = {name: own for name, own in parameters.items() if own and is_outside(factory, own[0])}
     for name, own in parameters.items():  # one by one: each takes its room twice while it is cast

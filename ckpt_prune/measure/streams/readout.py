@@ -81,7 +81,8 @@ class Readout:
         self.logits = factory.family.gives_logits
         # What tokens look up, the last block's states take the place of: it needs room only if a head shares it.
         embedding, ties = f"{factory.family.embedding}.weight", factory.names.ties
-        self._model: Any = load_outside(factory, tensors, read, {embedding} - ties.keys() - set(ties.values()))
+        looked_up = {embedding, *factory.names.parameters(embedding)} - ties.keys() - set(ties.values())
+        self._model: Any = load_outside(factory, tensors, read, looked_up)
         if factory.family.reads_tokens:
             allow_several_texts(self._model)
         self._sliced: bool | None = None

@@ -20,6 +20,7 @@ from ckpt_prune.model.containers.remote import BLOCKS_KEY, MLX_KEY, RANKS_KEY, R
 from ckpt_prune.model.descriptions import load_family
 from ckpt_prune.model.family import REMOTE_PREFIX, Family
 from ckpt_prune.model.model import Model
+from ckpt_prune.model.nested_keys import find_key, with_keys
 from ckpt_prune.model.skeleton import RefusedConfigError, parse_config, quiet_transformers, stored_key
 from ckpt_prune.model.spaces import SpaceName, first_expert_spaces, recipe_space
 
@@ -354,8 +355,8 @@ def _refusal(container: Container, model: Model) -> str | None:
             parse_config(container.config)
     except RefusedConfigError as error:
         keys = {key for space in model.family.spaces.values() for key in space.config}
-        values = {key: container.config[key] for key in keys & container.config.keys()}
-        changed = {key: value for key, value in values.items() if value != model.checkpoint.config.get(key)}
+        values = {key: find_key(container.config, key) for key in keys}
+        changed = {key: value for key, value in values.items() if value != find_key(model.checkpoint.config, key)}
         shape = " and ".join(f"{key} {changed[key]}" for key in sorted(changed)) or "a narrower stream"
         name = type(model.config).__name__ if container.model_type == model.family.model_type else container.model_type
         return f"{name} of transformers refuses {shape} ({error.rule.rstrip('.')})"
@@ -443,14 +444,14 @@ def _build(candidate: Family, output: _Output, *, remote: bool, reasons: list[st
     has_own_keys = remote or not any(stated_otherwise)
     units = (multiples if remote else {}) | first
     changes = model.config_values(units) if has_own_keys else _stock_values(output)
-    values |= {stored_key(key, values, model.config): value for key, value in changes.items()}
+    values = with_keys(values, {stored_key(key, values, model.config): value for key, value in changes.items()})
     if model.checkpoint.ignored:
         values |= {key: 0 for key in _AHEAD_KEYS if values.get(key)}
     on_heads = [family.spaces[name] for name in first if family.attention.output in family.spaces[name].modules]
     if any(space.fixed is None for space in on_heads) or (remote and family.logits):
-        values["head_dim"] = model.dimension("head_dim")
+        values = with_keys(values, {candidate.head_key: model.dimension("head_dim")})
     switches, opened = _open_slots(candidate, output.biases)
-    values |= switches
+    values = with_keys(values, switches)
     if not remote:
         note = None if is_same else f"stored as {candidate.model_type}: {'; '.join(reasons) or 'on request'}"
         return Container(candidate.model_type, values, None, opened, note, candidate.architecture)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isqrt
+from math import isqrt, prod
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.context import patches
 from ckpt_prune.model.descriptions import count_stages
 from ckpt_prune.model.discovery.experts import chooses_others, find_experts, packed_modules
-from ckpt_prune.model.discovery.layouts import find_incidences
+from ckpt_prune.model.discovery.layouts import factors_of, find_incidences
 from ckpt_prune.model.discovery.switches import WidthSwitchError, find_switch
 from ckpt_prune.model.discovery.trace import (
     BlockRun,
@@ -30,6 +30,7 @@ from ckpt_prune.model.discovery.trace import (
 )
 from ckpt_prune.model.discovery.twin import IMAGE, RATIO, Twin
 from ckpt_prune.model.family import QUOTIENTS
+from ckpt_prune.model.nested_keys import flat_keys, read_key, with_keys
 from ckpt_prune.model.skeleton import Names, RefusedConfigError, build_skeleton, parse_config
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "experts_per_token", "moe_k")
@@ -64,6 +65,7 @@ class Describer:
         else:
             self.layers, self.runs = find_stage(twin, self.stage, count_stages(usual))
         self.prefix = self._find_prefix()
+        self.values = flat_keys(twin.config, stack or "")
         self.dimensions: dict[str, list[str]] = {}
         self.sizes: dict[str, int] = {}
         self.derived: dict[str, list[str | int]] = {}
@@ -71,6 +73,7 @@ class Describer:
         self.multiples: dict[str, dict[str, Any]] = {}
         self.whole: dict[str, str] = {}
         self.spaces: dict[str, dict[str, Any]] = {}
+        self.norm_offset = 0.0
 
     # ---- names ---------------------------------------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ class Describer:
     @cached_property
     def whole_numbers(self) -> dict[str, int]:
         """Config keys whose values are whole numbers."""
-        values = self.twin.config.items()
+        values = self.values.items()
         return {key: value for key, value in values if isinstance(value, int) and not isinstance(value, bool)}
 
     def key_of(self, size: int, pattern: str = r".*") -> str | None:
@@ -106,7 +109,7 @@ class Describer:
         keys = [
             key
             for key, value in self.whole_numbers.items()
-            if value == size and not key.endswith("_token_id") and isinstance(getattr(self.twin.parsed, key, None), int)
+            if value == size and not key.endswith("_token_id") and isinstance(read_key(self.twin.parsed, key), int)
         ]
         fitting = [key for key in keys if re.search(pattern, key)]
         sides = ("decoder", "encoder")  # of two stacks, that of the blocks
@@ -185,8 +188,8 @@ class Describer:
         outside = self._images() if "pixel_values" in self.twin.batch else self._texts()
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
         for key in used - self.dimensions.keys() - QUOTIENTS.keys():
-            self.add_dimension(key, self.twin.config[key], [key])
-        order = ("queries", "heads", "linear_heads", "mlp", "dense", "shared", "experts")
+            self.add_dimension(key, self.values[key], [key])
+        order = ("queries", "heads", "cross_heads", "linear_heads", "mlp", "dense", "shared", "experts")
         description: dict[str, Any] = {
             "model_type": self.twin.parsed.model_type,
             "base": model.base_model_prefix,
@@ -204,16 +207,18 @@ class Describer:
             "transposed": self._transposed(),
             "spaces": {name: self.spaces[name] for name in order if name in self.spaces},
             "absent": {name: why for name, why in self.whole.items() if name in order},
-            "rope": getattr(self.twin.parsed, "rope_parameters", None) is not None,
+            "rope": any(key.rpartition(".")[2] == "rope_parameters" and value for key, value in self.values.items()),
             "bias_slots": {},
+            **({"norm_offset": self.norm_offset} if self.norm_offset else {}),
             "residual": None,
             "unrotatable": "its description was found on a random model, which does not say what its norms feed",
             "no_rotary": "its description was found on a random model, which does not say how pairs lie",
         }
         if experts is not None:
             description["experts"] = experts
-        columns = [space["units"] for name, space in self.spaces.items() if name in ("mlp", "dense", "shared")]
-        description["together"] = [units for units in dict.fromkeys(columns) if columns.count(units) > 1]
+        alike = ("heads", "cross_heads", "mlp", "dense", "shared")
+        units = [space["units"] for name, space in self.spaces.items() if name in alike]
+        description["together"] = [each for each in dict.fromkeys(units) if units.count(each) > 1]
         named = {*modules_of(self.spaces.values())}
         description["spaceless"] = self._spaceless(named)
         description["bias_slots"] = self._bias_slots(named)
@@ -224,13 +229,16 @@ class Describer:
         """Return what a description says of a model of texts outside its blocks."""
         model: Any = self.twin.model
         embedding = self._stored_path(model.get_input_embeddings())
-        tied = self.names.ties.get(f"{embedding}.weight")  # two stacks may read one table, each in a module of its own
         head = self._stored_path(model.get_output_embeddings())
+        # Two stacks may read one table, each in a module of its own, or tables of their own, of which one is the head.
+        ties = self.names.ties
+        tied = ties.get(f"{head}.weight") or ties.get(f"{embedding}.weight")
+        embedding = embedding and self.names.saved_as(tied or f"{embedding}.weight").removesuffix(".weight")
         head = head and self.names.saved_as(f"{head}.weight").removesuffix(".weight")
         return {
             "architectures": {self.twin.architecture: {"auto": self.auto} | ({"head": head} if head else {})},
             **({} if self.stack is None else {"modality": "pairs"}),
-            "embedding": tied.removesuffix(".weight") if tied else embedding,
+            "embedding": embedding,
         }
 
     def _images(self) -> dict[str, Any]:
@@ -316,7 +324,8 @@ class Describer:
         """
         mixing = [(run, each) for run, own in traces for each in own if each.mixes]
         mixing.sort(key=lambda found: len(found[1].used))  # attention has no tensors of its own beside linear modules
-        ways = {(each.consumer, each.producers): (run, each) for run, each in mixing}
+        found = {(each.consumer, each.producers): (run, each) for run, each in mixing}
+        ways = {key: way for key, way in found.items() if not way[1].elsewhere}
         heads = self.key_of(self.twin.sizes.heads, "head|^n_head") or self.key_of(self.twin.sizes.heads)
         if not ways or heads is None:
             unknown = "no config key counts its heads" if ways else "no linear module reads what mixes tokens"
@@ -336,9 +345,9 @@ class Describer:
                 break
         if "heads" not in self.spaces:
             self.whole |= dict.fromkeys(("queries", "heads"), next(iter(reasons.values())))
-        for run, trace in ways.values():
+        for run, trace in found.values():
             if trace.consumer != chosen:
-                why = self._add_linear_heads(run, trace)
+                why = self._add_cross_heads(run, trace) if trace.elsewhere else self._add_linear_heads(run, trace)
                 if why is not None:
                     self.whole[trace.consumer] = reasons.get(trace.consumer, why)
         return attention
@@ -386,7 +395,10 @@ class Describer:
         if kv_key is None or count * group != self.twin.sizes.heads:
             return "no config key counts its groups of keys and values"
         self.add_dimension("kv_heads", count, list(dict.fromkeys([kv_key, heads])))
-        key = self.key_of(width, "head_dim|kv_channels|d_head|dim_head|head_size")
+        lacking = self._table_of_one_block(run, trace, unit, count)
+        if lacking is not None:
+            return f"{lacking} of one block is of the heads of all, which would have to lose the same ones"
+        key = self.key_of(width, "head_dim|kv_channels|d_head|dim_head|head_size|d_kv")
         own = "head_dim" if hasattr(type(self.twin.parsed), "head_dim") else None  # of several widths, that of most
         self.add_dimension("head_dim", width, _keys(key or own))
         sizes = {"head_dim": width, "group": group, "kv_heads": count, "query_heads": self.twin.sizes.heads}
@@ -402,9 +414,68 @@ class Describer:
             "config": {heads: ["group"], kv_key: []} if group > 1 else {heads: []},
             **self._effect(run, trace),
         }
+        self.spaces["heads"] |= self._attributes(run, trace, self.spaces["heads"], sizes)
         within = self._places(run, trace, inner, count * group, named, queries) if group > 1 else None
         if within is not None:
             self.spaces["queries"] = {"units": "group", **within, "config": {heads: ["kv_heads"]}}
+            self.spaces["queries"] |= self._attributes(run, trace, self.spaces["queries"], sizes)
+        return None
+
+    def _add_cross_heads(self, run: BlockRun, trace: Trace) -> str | None:
+        """Add the heads of cross-attention, which the config counts by the keys of self-attention's, or say why not."""
+        own = self.spaces.get("heads")
+        if own is None:
+            return "one config key counts these heads and those of self-attention, which stay whole"
+        unit, count = join_units(trace), self.sizes["kv_heads"]
+        if int(unit.max()) + 1 != count or len(unit) % count:
+            return "its heads depend on one another"
+        several = self.sizes["query_heads"] // count
+        sizes = {name: self.sizes[name] for name in ("head_dim", "kv_heads", "query_heads")} | {"group": several}
+        named = self.named_sizes(sizes)
+        if several == 1:
+            named.pop("group")
+        places = self._places(run, trace, unit, count, named)
+        if places is None:
+            return "its heads lie in an order that a description cannot say"
+        elsewhere = [self.on_disk(run, path) for path in trace.elsewhere]
+        places["rows"].sort(key=lambda rows: rows["module"] in elsewhere)  # queries first, which are observed
+        space = {"units": "kv_heads", **places, "config": own["config"], "elsewhere": elsewhere}
+        self.spaces["cross_heads"] = space | self._effect(run, trace) | self._attributes(run, trace, space, sizes)
+        if self.spaces.pop("queries", None):
+            self.whole["queries"] = "one config key counts the query heads of self-attention and of cross-attention"
+        return None
+
+    def _attributes(
+        self, run: BlockRun, trace: Trace, space: Mapping[str, Any], sizes: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Return numbers of a stack's attention that are others with fewer units: blocks are copied from the whole."""
+        owner, count = trace.consumer.rpartition(".")[0], sizes[space["units"]]
+        for kept in range(count - 1, 0, -1) if self.stack is not None and self.stage is None else ():
+            values = {key: kept * prod(sizes[each] for each in factors) for key, factors in space["config"].items()}
+            width = dict.fromkeys(self.dimensions["head_dim"], sizes["head_dim"])
+            try:
+                model: Any = build_skeleton(
+                    parse_config(with_keys(self.twin.config, values | width)), self.twin.architecture
+                )
+            except RefusedConfigError:  # of some numbers, such as those that do not divide the hidden size
+                continue
+            before = vars(run.block.get_submodule(owner))
+            after = vars(model.get_submodule(f"{run.path}.{owner}"))
+            counted = {
+                f"{owner}.{key}": factors_of(value // count, sizes)
+                for key, value in before.items()
+                if type(value) is int and value * kept == after[key] * count != value * count
+            }
+            return {"attributes": counted} if counted else {}
+        return {}
+
+    def _table_of_one_block(self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int) -> str | None:
+        """Return a tensor with a part of its own for each unit that other blocks lack, whose blocks are passed it."""
+        alike = [each.block for each in self.runs if trace.consumer in dict(each.block.named_modules())]
+        for name, depends in trace.tables.items():
+            is_everywhere = all(name in dict(block.named_parameters()) for block in alike)
+            if not is_everywhere and self._has_parts(depends, unit, count):
+                return self.on_disk(run, name, "")
         return None
 
     def _add_linear_heads(self, run: BlockRun, trace: Trace) -> str | None:
@@ -504,9 +575,8 @@ class Describer:
         """Return tensors of which each unit has its own part; None if one has it in a way that cannot be said."""
         tables: list[dict[str, Any]] = []
         for name, depends in trace.tables.items():
-            flat = depends.flatten(1)
-            if all(bool(flat[unit == each].any(0).all()) for each in range(count)):
-                continue  # every unit reads all of it
+            if not self._has_parts(depends, unit, count):
+                continue
             # A convolution of every channel by itself has a row of its weight for each, and a state space of its decay.
             front = depends.dim() == 3 or (depends.dim() in (4, 5) and depends.shape[2] == 1)
             owner = (
@@ -514,6 +584,8 @@ class Describer:
                 if front or depends.dim() == 2
                 else None
             )
+            if depends.dim() == 3 and (owner is None or not bool((owner >= 0).any())):
+                front, owner = False, lines_of_units(depends.any(1), unit)  # a column for each head
             stored = self.names.shapes[self.names.saved_as(f"{run.path}.{name}")]
             if stored != run.block.get_parameter(name).shape:  # files have it in parts
                 return None
@@ -523,6 +595,11 @@ class Describer:
             tables += [each | ({"front": True} if front else {}) for each in found]
         return tables
 
+    def _has_parts(self, depends: torch.Tensor, unit: torch.Tensor, count: int) -> bool:
+        """Return whether units read parts of a tensor, and not each of them all of it."""
+        flat = depends.flatten(1)
+        return not all(bool(flat[unit == each].any(0).all()) for each in range(count))
+
     def _effect(self, run: BlockRun, trace: Trace) -> dict[str, Any]:
         """Return what a consumer's output passes before it is added to the stream, as far as it is known."""
         if trace.effect == "multiplied":
@@ -531,12 +608,38 @@ class Describer:
             ]
             key = next((key for key in keys if "multiplier" in key or "scale" in key), None)
             return {} if key is None else {"multiplier": key}
+        if trace.effect == "changed":
+            norm = self._norm_behind(run, trace.consumer)
+            return {} if norm is None else {"norm": self.on_disk(run, norm)}
         if trace.effect == "gated":
             owner = trace.consumer.rpartition(".")[0].rpartition(".")[0]
             for path, module in run.block.named_modules():
                 if path.startswith(owner) and isinstance(module, nn.Linear) and module.out_features == 1:
                     return {"gate": self.on_disk(run, path)}
         return {}
+
+    @torch.no_grad()
+    def _norm_behind(self, run: BlockRun, consumer: str) -> str | None:
+        """Return the RMSNorm that a consumer's output passes; notes what norms add to their weights."""
+        passed: dict[str, tuple[tuple[Any, ...], Any]] = {}
+
+        def see(path: str) -> Any:
+            return lambda _module, arguments, output: passed.setdefault(path, (arguments, output)) and None
+
+        hooks = [module.register_forward_hook(see(path)) for path, module in run.block.named_modules() if path]
+        run.block(run.states, *run.arguments, **run.options)
+        for hook in hooks:
+            hook.remove()
+        output = passed[consumer][1]
+        for path, (arguments, normed) in passed.items():
+            weight: Any = getattr(run.block.get_submodule(path), "weight", None)
+            if arguments and arguments[0] is output and weight is not None and weight.dim() == 1:
+                plain = output * output.pow(2).mean(-1, keepdim=True).rsqrt()
+                for offset in (0.0, 1.0):
+                    if bool(((weight + offset) * plain - normed).abs().max() <= 1e-3 * normed.abs().max()):
+                        self.norm_offset = offset
+                        return path
+        return None
 
     # ---- columns and experts -------------------------------------------------------------------------------------
 
@@ -608,7 +711,7 @@ class Describer:
                 return f"no config key states the columns of {trace.consumer}"
         if multiple is not None:
             self.multiples[units] = multiple
-        elif key is not None and self.twin.config[key] == 2 * count:
+        elif key is not None and self.values[key] == 2 * count:
             self.times_in_config[units] = 2
         elif key is None:
             fixed = f"the {name} of {{model_type}} is always {count // hidden} times as wide as the hidden size"
@@ -736,11 +839,11 @@ class Describer:
     def _bias_slots(self, modules: set[str]) -> dict[str, str | bool]:
         """Return linear module → the config key that gives it a bias, or true: keys are turned on and off."""
         config = self.twin.config
-        keys = [key for key, value in config.items() if "bias" in key and isinstance(value, bool)]
+        keys = [key for key, value in self.values.items() if "bias" in key and isinstance(value, bool)]
 
         def with_bias(opened: Sequence[str]) -> set[str]:
             try:
-                parsed = parse_config(config | {key: key in opened for key in keys})
+                parsed = parse_config(with_keys(config, {key: key in opened for key in keys}))
                 names = Names(build_skeleton(parsed, self.twin.architecture)).shapes
             except RefusedConfigError:
                 return set()
@@ -759,7 +862,7 @@ class Describer:
         odd = next(count for count in range(3, hidden + 2) if hidden % count)
         keys = {*self.dimensions["query_heads"], *self.dimensions["kv_heads"]}
         try:
-            parse_config(self.twin.config | dict.fromkeys(keys, odd))
+            parse_config(with_keys(self.twin.config, dict.fromkeys(keys, odd)))
         except UserError:
             return True
         return False
@@ -770,7 +873,9 @@ def drop_space(draft: Draft, name: str, why: str) -> None:
     description = draft.description
     spaces = description["spaces"]
     before = set(modules_of(spaces.values()))
-    gone = [name, *(["queries"] if name == "heads" and "queries" in spaces else [])]
+    of_attention = ("heads", "queries", "cross_heads")  # one config key counts those of both attentions
+    beside = {"heads": of_attention, "cross_heads": of_attention}.get(name, ())
+    gone = [name, *(each for each in beside if each != name and each in spaces)]
     if name == "mlp" and description.pop("experts", None) and "experts" in spaces:
         gone.append("experts")
     for each in gone:
@@ -783,6 +888,8 @@ def drop_space(draft: Draft, name: str, why: str) -> None:
     description["spaceless"] += sorted(before - left - routed)
     description["bias_slots"] = {module: slot for module, slot in description["bias_slots"].items() if module in left}
     description["absent"] |= dict.fromkeys(gone, why)
+    units = [space["units"] for space in spaces.values()]
+    description["together"] = [each for each in description["together"] if units.count(each) > 1]
 
 
 def _keys(key: str | None) -> list[str]:

@@ -200,7 +200,10 @@ def _prove(draft: Draft, twin: Twin) -> dict[str, SpaceProof]:
             prover = prover or Prover(family, twin)
             proof = prover.prove(name)
         except Exception as error:  # whatever the class runs into with fewer units
-            drop_space(draft, name, f"the class does not load with fewer units: {one_line(error)[:120]}")
+            why = f"the class does not load with fewer units: {one_line(error)[:120]}"
+            if "heads" in name and "modality" in draft.description and not draft.description["dimensions"]["head_dim"]:
+                why = "its class makes them as wide together as the hidden size, however many there are"
+            drop_space(draft, name, why)
             continue
         if proof.holds:
             proofs[name] = proof

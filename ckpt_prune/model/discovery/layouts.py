@@ -74,6 +74,11 @@ def _runs(owner: Tensor, unit: int) -> list[tuple[int, int]]:
     return runs
 
 
+def factors_of(size: int, named: Mapping[str, int]) -> list[str | int]:
+    """Return dimensions, and perhaps a number, whose product is a size; the size itself if there are none."""
+    return _products(named).get(size, [size])
+
+
 def _products(named: Mapping[str, int]) -> dict[int, list[str | int]]:
     """Return size → factors of a product that has it, the shortest product first."""
     found: dict[int, list[str | int]] = {}

@@ -19,6 +19,7 @@ from ckpt_prune.model.cuts import list_cuts, remaining_lines
 from ckpt_prune.model.discovery.twin import Twin, make_skeleton_config, run
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.family_keys import SpaceProof
+from ckpt_prune.model.nested_keys import find_key, with_keys
 from ckpt_prune.model.skeleton import Names, stock_class
 from ckpt_prune.model.spaces import AnySpace, Axis, Incidence, Kind, expert_of, first_expert_spaces, product
 
@@ -111,16 +112,19 @@ class Prover:
         return stack.mT if experts is not None and experts.transposed and part.endswith(".weight") else stack
 
     @torch.no_grad()
-    def _outputs(self, state: Mapping[str, Tensor], config: Any = None, *, narrow: bool = False) -> Tensor:
+    def _outputs(
+        self, state: Mapping[str, Tensor], config: Any = None, *, narrow: Mapping[str, int] | None = None
+    ) -> Tensor:
         """Return what the stock class computes with these tensors; UserError if it does not load them all.
 
         Args:
-            narrow: its linear modules take the shapes of the tensors, as remote code makes them, whatever its config.
+            narrow: its linear modules take the shapes of the tensors, as remote code makes them, whatever its config,
+                and these numbers of modules (`Space.attributes`) are others.
         """
         parsed = make_skeleton_config(self.twin.config if config is None else config)
         joined = self._joined(state)
-        if narrow:
-            return self._narrow_outputs(joined, parsed)
+        if narrow is not None:
+            return self._narrow_outputs(joined, parsed, narrow)
         model, weights = self._loaded
         if config is None and weights.keys() == joined.keys():  # to build another would take most of the time
             for name, tensor in joined.items():
@@ -145,7 +149,7 @@ class Prover:
             self._loaded = model, {name: tensor for name, tensor in model.state_dict().items() if name in joined}
         return run(model.eval(), self.twin.batch)
 
-    def _narrow_outputs(self, state: Mapping[str, Tensor], parsed: Any) -> Tensor:
+    def _narrow_outputs(self, state: Mapping[str, Tensor], parsed: Any, numbers: Mapping[str, int]) -> Tensor:
         names, model = Names(self.class_(parsed)), self.class_(parsed).float()
         for disk, tensor in state.items():
             for parameter in names.parameters(disk):  # one: fused tensors are of spaces that are not fixed
@@ -154,6 +158,9 @@ class Prover:
                 getattr(module, attribute).data = tensor
                 if hasattr(module, "nf"):  # Conv1D
                     module.nf = tensor.shape[-1]
+        for path, number in numbers.items():
+            owner, _, attribute = path.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, number)
         return run(model.eval(), self.twin.batch)
 
     def _is_dense(self, state: Mapping[str, Tensor]) -> bool:
@@ -241,7 +248,7 @@ class Prover:
             named += [each for each, own in spaces.items() if own.units == space.units and each not in named]
         first = {each: spaces[each].first(kept, self.dimension) for each in named}
         narrow = space.fixed is not None or self.family.shares_width(space)
-        config = None if narrow else self.twin.config | self._values(space, kept)
+        config = None if narrow else with_keys(self.twin.config, self._values(space, kept))
         shapes = {}
         pruned = [spaces[each] for each in named]
         for module in {module for own in pruned for module in [*own.modules, *(each.module for each in own.tables)]}:
@@ -272,15 +279,21 @@ class Prover:
             }
             self._outputs({each: tensor for each, tensor in cut.items() if each not in gone}, config)
             return None
-        return is_same(self._outputs(cut, config, narrow=narrow), self._outputs(zeroed))
+        numbers = {
+            f"{self.family.layers}.{block}.{path}": kept * product(factors, self.dimension)
+            for each in named
+            for path, factors in spaces[each].attributes.items()
+            for block in self._blocks_with(spaces[each])
+        }
+        return is_same(self._outputs(cut, config, narrow=numbers if narrow else None), self._outputs(zeroed))
 
     def _values(self, space: AnySpace, kept: int) -> dict[str, Any]:
         if space.units in self.family.multiples:
             multiple = self.family.multiples[space.units]
             return multiple.values(self.twin.parsed, self.family.stage, multiple.ratio(self.dimension("hidden"), kept))
         values = {key: kept * product(factors, self.dimension) for key, factors in space.config.items()}
-        if "head_dim" in self.twin.config and self.family.dimensions["head_dim"]:
-            values["head_dim"] = self.dimension("head_dim")
+        if find_key(self.twin.config, self.family.head_key) is not None and self.family.dimensions["head_dim"]:
+            values[self.family.head_key] = self.dimension("head_dim")
         return values
 
 

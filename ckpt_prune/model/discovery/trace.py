@@ -34,6 +34,7 @@ class Trace:
         producers: linear modules whose outputs it reads, in the order in which they ran.
         mixes: whether a token's input depends on other tokens.
         across: producer → whether other tokens read a row's output, bool (rows,).
+        elsewhere: producers that read nothing of the block: of cross-attention those that read the encoder's states.
         used: other parameters of the block that the consumer's input depends on.
         depend: computes `depends`, one derivative for each column.
         effect: how the output reaches the stream: `added`, `multiplied` (by `factor`), `gated`, `scaled`, `changed`, or
@@ -46,6 +47,7 @@ class Trace:
     producers: tuple[str, ...]
     mixes: bool
     across: Mapping[str, Tensor]
+    elsewhere: tuple[str, ...]
     used: tuple[str, ...]
     depend: Callable[[], Mapping[str, Tensor]]
     effect: str
@@ -219,7 +221,8 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = (), *, inner: bool = Fals
             others = {p: leaves[p] for p in once if p != path}
             trace = _trace(path, target, entering, leaving, others, leaves[path], parameters, inner)
             if trace is not None:
-                traces.append(trace)
+                elsewhere = tuple(producer for producer in trace.producers if not inputs[producer].requires_grad)
+                traces.append(replace(trace, elsewhere=elsewhere))
     return traces
 
 
@@ -314,7 +317,7 @@ def _trace(
                     depends[name][column] = moved.flatten(0, -2).any(0) if name in leaves else moved
         return depends
 
-    return Trace(path, target.shape[-1], tuple(producers), mixes, across, tuple(used), depend, effect, factor)
+    return Trace(path, target.shape[-1], tuple(producers), mixes, across, (), tuple(used), depend, effect, factor)
 
 
 def _effect(leaf: Tensor, leaving: Tensor, generator: torch.Generator) -> tuple[str, float]:

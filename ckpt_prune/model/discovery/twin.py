@@ -61,7 +61,7 @@ _KEYS: dict[str, str] = {
     "heads": r"num_attention_heads(_per_layer)?|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads|"
     r"num_(de|en)coder_attention_heads|swa_num_attention_heads|linear_num_heads",
     "groups": r"(swa_)?num_key_value_heads|num_kv_heads|multi_query_group_num|kv_n_heads|num_query_groups",
-    "head": r"(swa_|global_)?head_dim|kv_channels|d_head|dim_head|attention_head_size",
+    "head": r"(swa_|global_)?head_dim|kv_channels|d_head|dim_head|attention_head_size|d_kv",
     "experts": r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts",
 }
 _NUMBERS: dict[str, int] = {
@@ -306,7 +306,12 @@ def _small_number(key: str, value: int, roles: Mapping[str, int]) -> int:
 
 
 def _picked_blocks(values: Mapping[str, Any], depth: int) -> list[int]:
-    """Return blocks that stand for all: the first of every kind that per-layer lists tell apart, four at least."""
+    """Return blocks that stand for all: the first of every kind that per-layer lists tell apart, four at least.
+
+    A single one stands twice, as nothing else tells the number in its name.
+    """
+    if depth == 1:
+        return [0, 0]
     lists = [value for value in values.values() if isinstance(value, list) and len(value) == depth]
     numbers = [value for key, value in values.items() if _numbers_blocks(key, value) and len(value) != depth]
     last = range(depth - (values.get(_SHARING) or 0), depth)

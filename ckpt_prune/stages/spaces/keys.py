@@ -117,7 +117,7 @@ class Spaces(StageKeys):
         differ = recipe.widths == "per_layer"
         is_changed: dict[Change, bool] = {
             "widths": differ and bool(spaces & {"mlp", "shared", "experts"}),
-            "heads": differ and bool(spaces & {"heads", "queries", "linear_heads"}),
+            "heads": differ and bool(spaces & {"heads", "queries", "cross_heads", "linear_heads"}),
             "qk": "qk" in spaces,
             "rotary": "rotary" in spaces,
             "values": "values" in spaces,

@@ -54,6 +54,7 @@ _SPACES = {
     "mlp": _Space("MLP", "columns of the MLP"),
     "dense": _Space("MLP in place of experts", "columns of the MLP in place of experts"),
     "heads": _Space("Attention heads", "heads, or KV groups"),
+    "cross_heads": _Space("Heads of cross-attention", "heads of cross-attention, or its KV groups"),
     "linear_heads": _Space("Heads of linear attention", "heads of linear attention, or of state spaces"),
     "queries": _Space("Query heads in groups", "query heads inside KV groups"),
     "values": _Space("Values", "directions of values"),

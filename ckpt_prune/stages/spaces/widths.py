@@ -276,13 +276,13 @@ def _least_error_counts(
 ) -> dict[Site, int]:
     if prepared.recipe.widths == "per_layer":
         return _counts_per_block(curves, budget, crossed)
-    by_space: dict[str, list[Curve]] = {}
+    model, by_space = prepared.model, dict[str, list[Curve]]()
     for site, curve in curves.items():
-        by_space.setdefault(recipe_space(site.space), []).append(curve)
-    blocks = prepared.model.blocks
+        by_space.setdefault(model.counted_as(site.space), []).append(curve)
+    blocks = model.blocks
     crossings = [Crossing(c.inside, {sharing: cost * blocks for sharing, cost in c.shared.items()}) for c in crossed]
     kept = least_error({space: merge_curves(members) for space, members in by_space.items()}, budget, crossings)
-    return {site: kept[recipe_space(site.space)] for site in curves}
+    return {site: kept[model.counted_as(site.space)] for site in curves}
 
 
 def _counts_per_block(curves: Mapping[Site, Curve], budget: float, crossed: Sequence[CrossedSpaces]) -> dict[Site, int]:

@@ -158,7 +158,7 @@ def test_blocks_of_several_kinds(model_type, spaces, whole, tmp_path: Path):
     prune_and_verify(source, description)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "qwen3_moe", "bert", "vit", "dinov2"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "phi3", "qwen3_moe", "bert", "vit", "dinov2"])
 def test_what_is_described_by_hand_is_found(model_type):
     """Incidences of the same lines, and the same config keys or other names of them."""
     known, names = load_family(model_type), CONFIG_MAPPING[model_type].attribute_map
@@ -166,12 +166,13 @@ def test_what_is_described_by_hand_is_found(model_type):
     assert {"mlp"} <= found.spaces.keys() & known.spaces.keys()
     for name in found.spaces.keys() & known.spaces.keys():
         space, given = (own.spaces[name].model_dump(exclude_defaults=True) for own in (found, known))
-        for key in ("units", "experts", "for_each", "part_of", "tables"):
+        for key in ("units", "experts", "for_each", "part_of", "tables", "norm"):
             assert space.get(key) == given.get(key), (name, key)
         configs = [{names.get(key, key): value for key, value in each["config"].items()} for each in (space, given)]
         assert configs[0] == configs[1], name
         assert _sorted(space.get("columns")) == _sorted(given.get("columns")), name
         assert _sorted(_runs(space)) == _sorted(_runs(given)), name
+        assert space.get("norm") is None or found.norm_offset == known.norm_offset
 
 
 def _runs(space):
