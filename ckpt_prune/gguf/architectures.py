@@ -115,12 +115,13 @@ class Architecture:
             takes all of them together ("kv_heads"), none may be added.
         counts: GGUF key → key of config.json with a whole number.
         own_keys: every head of queries has one of keys and values.
-        widths: GGUF keys that say how many columns each expert, or all shared ones, have.
+        widths: GGUF key that says how many columns each expert, or all shared ones, have → key of config.json; "" if
+            that follows from others.
         hybrid: blocks without attention have another mixer of tokens, and the file says which by no heads of keys and
             values ("kv_heads") or by how often attention comes ("interval").
         gated: queries come with a gate, head by head in one module.
         sections: the file says which rotary pairs are for time, height and width, which in a text are all the same.
-        leading: the first blocks have no experts, and the file says how many.
+        leading: key of config.json that says how many blocks have no experts, if the first have none.
         halves: tensor with rows of gate and of up → the two tensors that it is split into.
         alternating: rows of gate and of up take turns in it.
     """
@@ -146,13 +147,18 @@ class Architecture:
     whole: Literal["", "heads", "kv_heads"] = ""
     counts: Mapping[str, str] = field(default_factory=dict)
     own_keys: bool = False
-    widths: tuple[str, ...] = ()
+    widths: Mapping[str, str] = field(default_factory=dict)
     hybrid: Literal["", "kv_heads", "interval"] = ""
     gated: bool = False
     sections: bool = False
-    leading: bool = False
+    leading: str = ""
     halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     alternating: bool = False
+
+    @property
+    def experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return "expert_count" in self.counts
 
     def query_scalar(self, blocks: int, hidden: int, heads: int, head_dim: int) -> int:
         """Return the number by whose root llama.cpp divides products of queries and keys."""
@@ -177,7 +183,9 @@ _SOFTCAPS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 
-_EXPERT, _SHARED = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+SHARED_WIDTH = "expert_shared_feed_forward_length"
+_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+_WIDTHS = _WIDTH | {SHARED_WIDTH: "shared_expert_intermediate_size"}
 _GRANITE = {
     "logit_scale": "logits_scaling",
     "residual_scale": "residual_multiplier",
@@ -221,6 +229,7 @@ _CHOSEN = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_
 _SIGMOID = {"expert_gating_func": int(ExpertGatingFuncType.SIGMOID)}
 _SIGMOID_SUM = _SIGMOID | {"expert_weights_norm": True}
 _SCALED = {"expert_weights_scale": "routed_scaling_factor"}
+_LEADING = "first_k_dense_replace"
 _ONE_GROUP: dict[str, tuple[Any, ...]] = {"n_group": (1,), "topk_group": (1,)}
 _ROUTED = EXPERTS | SHARED_ALWAYS | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
 _ROUTED_COUNTS = {
@@ -286,53 +295,53 @@ ARCHITECTURES = (
                  counts=_CHOSEN | {"expert_count": "num_local_experts"}),
     Architecture("qwen2moe", "qwen2_moe", NORMS | ATTENTION | EXPERTS | SHARED, biases=_INPUTS, only=_SILU |
                  _EXPERTS_ALONE | {"norm_topk_prob": (False,), "use_sliding_window": (False,)},
-                 counts=_CHOSEN, widths=(_EXPERT, _SHARED)),
+                 counts=_CHOSEN, widths=_WIDTHS),
     Architecture("qwen3moe", "qwen3_moe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
                  _EXPERTS_ALONE | {"norm_topk_prob": (True,), "use_sliding_window": (False,)},
-                 counts=_CHOSEN, widths=(_EXPERT,)),
+                 counts=_CHOSEN, widths=_WIDTH),
     Architecture("olmoe", "olmoe", NORMS | ATTENTION | HEAD_NORMS | EXPERTS, biases=_NONE, only=_SILU |
                  {"norm_topk_prob": (False,), "clip_qkv": (None,)}, counts=_CHOSEN, whole="kv_heads"),
     *(Architecture("granitemoe", each, _GRANITE_EXPERTS, neighbours=True, only=_SILU, biases=_NONE, table=True,
                    absent=_GRANITE_ABSENT, values=_GRANITE, halves=_GRANITE_HALVES, widths=widths,
                    counts=_CHOSEN | {"expert_count": "num_local_experts"})
-      for each, widths in (("granitemoe", ()), ("granitemoeshared", (_SHARED,)))),
+      for each, widths in (("granitemoe", {}), ("granitemoeshared", {SHARED_WIDTH: "shared_intermediate_size"}))),
     Architecture("gpt-oss", "gpt_oss", ATTENTION | _OSS, only=_SILU | _OSS_ONLY, window=True, pattern=2,
-                 counts=_CHOSEN | {"expert_count": "num_local_experts"}, widths=(_EXPERT,), halves=_OSS_HALVES,
-                 alternating=True),
+                 counts=_CHOSEN | {"expert_count": "num_local_experts"}, halves=_OSS_HALVES, alternating=True,
+                 widths=dict.fromkeys(_WIDTH, "intermediate_size")),
     Architecture("lfm2", "lfm2", SHORT_CONVOLUTION, _LFM2, only={"conv_bias": (False,)}, biases=_NONE,
                  whole="heads", counts={"shortconv.l_cache": "conv_L_cache"}, hybrid="kv_heads"),
     Architecture("lfm2moe", "lfm2_moe", SHORT_CONVOLUTION | {
                  "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias",
                  "feed_forward.experts.w1": "ffn_gate_exps", "feed_forward.experts.w3": "ffn_up_exps",
                  "feed_forward.experts.w2": "ffn_down_exps"}, _LFM2, biases=_NONE, whole="heads", only={
-                 "conv_bias": (False,), "norm_topk_prob": (True,), "routed_scaling_factor": (1,),
+                 "conv_bias": (False,), "norm_topk_prob": (True,), "routed_scaling_factor": (1.0,),
                  "use_expert_bias": (True,)}, counts=_CHOSEN | {"shortconv.l_cache": "conv_L_cache"},
-                 widths=(_EXPERT,), constants=_SIGMOID, hybrid="kv_heads",
-                 leading=True),
+                 widths=_WIDTH, constants=_SIGMOID, hybrid="kv_heads",
+                 leading="num_dense_layers"),
     Architecture("qwen3next", "qwen3_next", DELTA_NET | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
                  norm_offset=1, only=_SILU | _EXPERTS_ALONE | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _DELTA,
-                 widths=(_EXPERT, _SHARED), partial=True, hybrid="interval", gated=True),
+                 widths=_WIDTHS, partial=True, hybrid="interval", gated=True),
     Architecture("qwen35", "qwen3_5_text", DELTA_NET | ATTENTION | HEAD_NORMS | GATED, biases=_NONE, norm_offset=1,
                  only=_SILU, counts=_DELTA, partial=True, hybrid="interval", gated=True, sections=True),
     Architecture("qwen35moe", "qwen3_5_moe_text", DELTA_NET | ATTENTION | HEAD_NORMS | EXPERTS | SHARED, biases=_NONE,
-                 norm_offset=1, only=_SILU, counts=_CHOSEN | _DELTA, widths=(_EXPERT, _SHARED), partial=True,
+                 norm_offset=1, only=_SILU, counts=_CHOSEN | _DELTA, widths=_WIDTHS, partial=True,
                  hybrid="interval", gated=True, sections=True),
     Architecture("ernie4_5-moe", "ernie4_5_moe", LLAMA | EXPERTS | SHARED_ALWAYS | {
                  "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias"}, only=_SILU | {
-                 "moe_layer_interval": (1,)}, biases=_NONE, leading=True, counts={
+                 "moe_layer_interval": (1,)}, biases=_NONE, leading="moe_layer_start_index", counts={
                  "expert_count": "moe_num_experts", "expert_used_count": "moe_k",
-                 "expert_shared_count": "moe_num_shared_experts"}, widths=(_EXPERT, _SHARED),
+                 "expert_shared_count": "moe_num_shared_experts"}, widths=_WIDTH | {SHARED_WIDTH: ""},
                  constants={"interleave_moe_layer_step": 1}),
     Architecture("glm4moe", "glm4_moe", {"input_layernorm": "attn_norm",
                  "post_attention_layernorm": "post_attention_norm"} | ATTENTION | HEAD_NORMS | GATED | _ROUTED,
-                 biases=_INPUTS, only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, partial=True, leading=True,
-                 values=_SCALED, counts=_CHOSEN | _ROUTED_COUNTS, widths=(_EXPERT,), constants=_SIGMOID_SUM),
-    Architecture("dots1", "dots1", LLAMA | HEAD_NORMS | _ROUTED, biases=_NONE, leading=True, values=_SCALED,
+                 biases=_INPUTS, only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, partial=True, leading=_LEADING,
+                 values=_SCALED, counts=_CHOSEN | _ROUTED_COUNTS, widths=_WIDTH, constants=_SIGMOID_SUM),
+    Architecture("dots1", "dots1", LLAMA | HEAD_NORMS | _ROUTED, biases=_NONE, leading=_LEADING, values=_SCALED,
                  only=_SILU | _ONE_GROUP | {"norm_topk_prob": (True,)}, counts=_CHOSEN | _ROUTED_COUNTS,
-                 widths=(_EXPERT,), constants=_SIGMOID_SUM, own_keys=True),
+                 widths=_WIDTH, constants=_SIGMOID_SUM, own_keys=True),
 )  # fmt: skip
 """Architectures whose blocks all have one shape, by `model_type`."""
-EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if "expert_count" in each.counts}
+EXPERT_COUNTS = {each.counts["expert_count"] for each in ARCHITECTURES if each.experts}
 """Keys of config.json that say how many experts the mixtures here have."""
 
 _DECI = dict.fromkeys(("llama", "mistral", "qwen2", "seed_oss", "granite", "phi3"), LLAMA)

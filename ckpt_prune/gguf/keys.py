@@ -11,7 +11,19 @@ from ckpt_prune.common.errors import UserError
 
 _MOST = 2**31
 _EXPERTS = ("expert_", "leading_dense_block_count", "interleave_moe_layer_step", "moe_every_n_layers")
-"""Beginnings of keys that change nothing in a model without experts, which one with experts is refused for."""
+"""Beginnings of keys that change nothing in a model without experts."""
+MIXTURE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_weights_scale": (0, 1),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
+    "moe_every_n_layers": (0, 1),
+}
+"""Key of a mixture of experts → the values at which it changes nothing where it is not taken."""
 MODEL_WITHOUT_EFFECT = {
     "vocab_size": "the rows of token_embd.weight say it",
     "tensor_data_layout": "a note for people",
@@ -129,15 +141,17 @@ class Keys:
         """Take all keys that begin so. Return what follows → value."""
         return {key.removeprefix(start): self.take(key) for key in self._values if key.startswith(start)}
 
-    def check_others(self, without_effect: Mapping[str, str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-        """Refuse a key that was not taken and may change what is computed."""
+    def check_others(
+        self, without_effect: Mapping[str, str], neutral: Mapping[str, tuple[Any, ...]], *, experts: bool = False
+    ) -> None:
+        """Refuse a key that was not taken and may change what is computed, if experts are there also one of these."""
         for key, value in self._values.items():
             if key in self._taken:
                 continue
             if key in neutral:
                 if not any(_is_like(value, each) for each in neutral[key]):
                     raise self.refuse(key, "and no class of transformers is known to compute that")
-            elif key not in without_effect and not key.startswith(_EXPERTS):
+            elif key not in without_effect and (experts or not key.startswith(_EXPERTS)):
                 raise self.refuse(key, "a key that ckpt-prune does not know: it may change what is computed")
 
 

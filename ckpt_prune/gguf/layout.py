@@ -470,7 +470,7 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
 
 def _check_experts(source: GgufSource, architecture: Architecture) -> None:
     """Refuse blocks whose experts are not as many as config.json says of all, and blocks without any elsewhere."""
-    if "expert_count" not in architecture.counts:
+    if not architecture.experts:
         return
     wanted = int(source.value(architecture.counts["expert_count"]))
     of_experts = {module for module, tensor in source.modules.items() if tensor.endswith("_exps")}

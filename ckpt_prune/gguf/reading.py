@@ -4,7 +4,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
@@ -51,9 +51,12 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     stamp: Stamp
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor in float32."""
+    def read(self, name: str, place: int | None = None) -> Tensor:
+        """Return a tensor in float32, or what stands at a place of its first axis."""
         info = self.tensors[name]
+        if place is not None:
+            size = info.bytes // info.shape[0]
+            info = replace(info, shape=info.shape[1:], offset=info.offset + place * size, bytes=size)
         with open_input(self.path) as handle:
             handle.seek(info.offset)
             data = np.fromfile(handle, np.uint8, info.bytes)

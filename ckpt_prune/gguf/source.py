@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.json_files import pretty_json
@@ -20,9 +21,9 @@ from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.common.memory import available_bytes
 from ckpt_prune.conversion.stock_checkpoint import Compare, NewTensor, StockCheckpoint
-from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, QUERY, Architecture
+from ckpt_prune.gguf.architectures import ARCHITECTURES, DIFFERENT, KEY, QUERY, SHARED_WIDTH, Architecture
 from ckpt_prune.gguf.gguf_weight import GgufWeight
-from ckpt_prune.gguf.keys import MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
+from ckpt_prune.gguf.keys import MIXTURE_NEUTRAL, MODEL_NEUTRAL, MODEL_WITHOUT_EFFECT, Keys
 from ckpt_prune.gguf.layout import llama3_divisors
 from ckpt_prune.gguf.llama_cpp import INSTALL, has_runtime
 from ckpt_prune.gguf.proof import prove
@@ -31,7 +32,6 @@ from ckpt_prune.gguf.source_tokenizer import tokenizer_of
 from ckpt_prune.gguf.types import type_of_file
 from ckpt_prune.job.run import Announce
 from ckpt_prune.model.containers.checking import check_shapes
-from ckpt_prune.model.descriptions import known_families, load_family
 from ckpt_prune.model.skeleton import RefusedConfigError, stock_names
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import RuntimeProof
@@ -43,7 +43,7 @@ _IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9][0-9]{0,3})\.(?P<tensor>.+)")
 _LLAMA3_TABLE = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Rotary settings that all Llama 3 models share. A file holds only factors that follow from them."""
-_MOST_BLOCKS = 512
+_MOST_BLOCKS = _MOST_EXPERTS = 512
 _WINDOWS = {"gemma2": 4096}
 """Architecture → the window of a file that states none."""
 _YARN = ("llama", "qwen2", "qwen3", "olmo2")
@@ -52,7 +52,7 @@ _EPSILONS = {
     "starcoder2": "norm_epsilon",
     "cohere": "layer_norm_eps",
     "stablelm": "layer_norm_eps",
-    "nemotron": "norm_eps",
+    **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
 }
 
 
@@ -71,12 +71,15 @@ def stock_of_gguf(path: Path) -> StockCheckpoint:
             f"{path}: {stored.count} tokens, and token_embd.weight has {config['vocab_size']} rows; download it again"
         )
     config |= {f"{name}_token_id": index for name, index in stored.ids.items()}
-    weights = dict(_tensors(file, architecture, config))
-    shapes = {name: weight.shape for name, weight in weights.items()}
     try:
         names = stock_names(config, config["architectures"][0])
     except RefusedConfigError as error:
         raise UserError(f"{path}: transformers refuses such a model: {error.rule}") from error
+    weights = {
+        name: _in_shape(weight, names.shapes.get(name, weight.shape))
+        for name, weight in _tensors(file, architecture, config)
+    }
+    shapes = {name: weight.shape for name, weight in weights.items()}
     check_shapes(shapes, names, str(path))
     dtype = _dtype(file)
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -173,7 +176,7 @@ def _tokenizer_texts(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
 
 def _architecture(file: GgufFile) -> Architecture:
     name = file.values.get("general.architecture")
-    known = [each for each in (*ARCHITECTURES, *DIFFERENT) if not each.counts and each.model_type in known_families()]
+    known = [each for each in (*ARCHITECTURES, *DIFFERENT) if each.hybrid != "interval" and not each.alternating]
     candidates = [each for each in known if each.name == name]
     if not candidates:
         convertible = ", ".join(sorted({each.name for each in known}))
@@ -182,14 +185,20 @@ def _architecture(file: GgufFile) -> Architecture:
         )
     if name == "openelm":
         raise UserError(f"{file.path}: openelm is not converted; prune the checkpoint that the file was made from")
-    # An OLMo 3 is an olmo2 with windows.
-    windows = bool(file.values.get(f"{name}.attention.sliding_window"))
-    return max(candidates, key=lambda each: each.window == windows)
+    # An OLMo 3 is an olmo2 with windows, a Mixtral a llama with experts.
+    windows, experts, shared = (
+        bool(file.values.get(f"{name}.{key}")) for key in ("attention.sliding_window", "expert_count", SHARED_WIDTH)
+    )
+
+    def fits(each: Architecture) -> tuple[bool, ...]:
+        return each.experts == experts, (SHARED_WIDTH in each.widths) == shared, each.window == windows
+
+    return max(candidates, key=fits)
 
 
 def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     """config.json of a file. Where a key is absent, it states what llama.cpp computes, whatever the class would do."""
-    keys, family = Keys(file.values, file.path, architecture.name), load_family(architecture.model_type)
+    keys = Keys(file.values, file.path, architecture.name)
     heads, hidden, blocks = (keys.number(key) for key in ("attention.head_count", "embedding_length", "block_count"))
     if blocks > _MOST_BLOCKS:
         raise keys.refuse("block_count", f"and llama.cpp takes {_MOST_BLOCKS} at most; download it again")
@@ -200,20 +209,24 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     if keys.number("attention.value_length", hidden // heads) != head_dim:
         raise keys.refuse("attention.value_length", f"and heads of keys have {head_dim}: no class has both")
     config: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [CLASSES[architecture.model_type]],
         "model_type": architecture.model_type,
         "vocab_size": rows.shape[0],
         "hidden_size": hidden,
         "intermediate_size": keys.number("feed_forward_length"),
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        "num_key_value_heads": heads,
         "head_dim": head_dim,
         "max_position_embeddings": keys.number("context_length"),
         _EPSILONS.get(architecture.model_type, "rms_norm_eps"): keys.decimal(f"attention.{architecture.epsilon}"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, keys, architecture, head_dim),
     }
+    if architecture.hybrid:
+        config |= _mixers(keys, blocks)
+    else:
+        config["num_key_value_heads"] = keys.number("attention.head_count_kv", heads)
     for key, allowed in architecture.only.items():
         config[key] = allowed[0]
         if key == "sliding_window":
@@ -224,6 +237,7 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         config["attention_multiplier"] = head_dim**-0.5
     if architecture.large:
         config["query_pre_attn_scalar"] = architecture.query_scalar(blocks, hidden, heads, head_dim)
+    _add_experts(keys, architecture, config)
     _add_biases(file, config)
     _add_windows(keys, architecture, config)
     rotated = keys.number("rope.dimension_count", head_dim)
@@ -235,8 +249,40 @@ def _config(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
     if architecture.name == "granite":
         neutral["rope.scaling.finetuned"] = (True,)
-    keys.check_others(MODEL_WITHOUT_EFFECT, {**MODEL_NEUTRAL, **neutral})
+    if architecture.experts:
+        neutral |= MIXTURE_NEUTRAL
+        neutral["expert_weights_norm"] = (config.get("norm_topk_prob"),)
+        neutral["expert_feed_forward_length"] = (0, config["intermediate_size"])
+    keys.check_others(MODEL_WITHOUT_EFFECT, {**MODEL_NEUTRAL, **neutral}, experts=architecture.experts)
     return config
+
+
+def _mixers(keys: Keys, blocks: int) -> dict[str, Any]:
+    """Which blocks of an LFM2 have attention: those with heads of keys and values."""
+    counts = keys.entries("attention.head_count_kv", int)
+    kinds = {count for count in counts if count}
+    if len(kinds) != 1 or len(counts) != blocks or min(counts) < 0:
+        raise UserError(f"{keys.where}: {keys.prefix}.attention.head_count_kv has other blocks; download it again")
+    return {
+        "num_key_value_heads": kinds.pop(),
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _add_experts(keys: Keys, architecture: Architecture, config: dict[str, Any]) -> None:
+    """How many experts there are, and how wide they are."""
+    for key, target in {**architecture.counts, **architecture.widths}.items():
+        value = keys.number(key, least=0 if "shared" in key else 1)
+        if key == "expert_count" and value > _MOST_EXPERTS:
+            raise keys.refuse(key, f"and llama.cpp takes {_MOST_EXPERTS} at most; download it again")
+        if target:
+            config[target] = value
+    if architecture.leading:
+        config[architecture.leading] = keys.number("leading_dense_block_count", 0, least=0)
+    for key, value in architecture.constants.items() if architecture.experts else ():
+        if keys.take(key) != value:
+            raise keys.refuse(key, f"and {architecture.model_type} computes {value}")
 
 
 def _factor(keys: Keys, architecture: Architecture, key: str) -> float | None:
@@ -304,6 +350,8 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
         config |= {"attention_bias": "attn_q" in biases, "mlp_bias": "ffn_gate" in biases}
     elif model_type == "seed_oss":
         config |= {"attention_bias": "attn_q" in biases, "attention_out_bias": False, "mlp_bias": False}
+    elif model_type == "glm4_moe":
+        config |= {"attention_bias": "attn_q" in biases, "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
     elif model_type in ("starcoder2", "stablelm"):
         config["use_bias" if model_type == "starcoder2" else "use_qkv_bias"] = "attn_q" in biases
 
@@ -350,23 +398,55 @@ def _local_blocks(keys: Keys, blocks: int, usual: int) -> list[bool]:
 def _tensors(file: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[tuple[str, GgufWeight]]:
     outer = {mapped: module for module, mapped in architecture.outer.items()}
     inner = {mapped: module for module, mapped in architecture.block.items()}
+    halves: dict[str, dict[str, GgufWeight]] = {}
+    fused = {part: name for name, parts in architecture.halves.items() for part in parts}
     for name, info in file.tensors.items():
         if name == _LLAMA3_TABLE and config["rope_parameters"].get("rope_type") == "llama3":
             continue
         base, _, kind = name.rpartition(".")
         inside = _IN_BLOCK.fullmatch(base)
         module = outer.get(base) if inside is None else inner.get(inside["tensor"])
-        if module is None or kind not in ("weight", "bias"):
+        tensor = f"{module}.{kind}" if inside is None or module else inner.get(f"{inside['tensor']}.{kind}")
+        if tensor is None or (inside is None and module is None) or kind not in ("weight", "bias"):
             raise UserError(f"{file.path}: transformers' {architecture.model_type} has no place for {name}")
-        weight = GgufWeight(info.shape, lambda name=name: file.read(name))  # type: ignore[misc]
-        heads = {QUERY: config["num_attention_heads"], KEY: config["num_key_value_heads"]}.get(module)
+        weight = GgufWeight(info.shape, partial(file.read, name))
+        heads = {QUERY: config["num_attention_heads"], KEY: config["num_key_value_heads"]}.get(module or "")
         if architecture.neighbours and heads:
             if info.shape[0] % (2 * heads):
                 raise UserError(f"{file.path}: {name} has {info.shape[0]} rows, and {heads} heads; download it again")
             weight = weight.pair_neighbours(heads, back=True)
-        if architecture.norm_offset and kind == "weight" and "norm" in module:
+        if architecture.norm_offset and kind == "weight" and "norm" in tensor:
             weight = weight.apply(lambda tensor: tensor - architecture.norm_offset)
-        yield (f"{module}.{kind}" if inside is None else f"model.layers.{inside['block']}.{module}.{kind}"), weight
+        start = "" if inside is None else f"model.layers.{inside['block']}."
+        if tensor in fused:
+            parts = halves.setdefault(start + fused[tensor], {})
+            parts[tensor] = weight
+            if len({part.shape for part in parts.values()}) > 1 or len(info.shape) < 2:
+                raise UserError(f"{file.path}: {name} is not shaped as its other half; download it again")
+            if len(parts) == 2:
+                yield start + fused[tensor], _join([parts[each] for each in architecture.halves[fused[tensor]]])
+        elif ".experts." in tensor:
+            if info.shape[0] != config[architecture.counts["expert_count"]]:
+                raise UserError(
+                    f"{file.path}: {name} has {info.shape[0]} experts, and others have not; download it again"
+                )
+            for place in range(info.shape[0]):
+                expert = tensor.replace(".experts.", f".experts.{place}.")
+                yield start + expert, GgufWeight(info.shape[1:], partial(file.read, name, place))
+        else:
+            yield start + tensor, weight
+
+
+def _join(parts: Sequence[GgufWeight]) -> GgufWeight:
+    """Return rows of gate and of up, of a matrix or of one for each expert, as one tensor."""
+    shape = (*parts[0].shape[:-2], sum(part.shape[-2] for part in parts), parts[0].shape[-1])
+    return GgufWeight(shape, lambda: torch.cat([part.read() for part in parts], -2))
+
+
+def _in_shape(weight: GgufWeight, shape: Sequence[int]) -> GgufWeight:
+    """Return a tensor with the axes of one unit that its class has and GGUF has not, or the other way round."""
+    alike = [size for size in weight.shape if size > 1] == [size for size in shape if size > 1]
+    return weight.apply(lambda tensor: tensor.reshape(tuple(shape)), tuple(shape)) if alike else weight
 
 
 def _dtype(file: GgufFile) -> torch.dtype:

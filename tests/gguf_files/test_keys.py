@@ -49,6 +49,12 @@ CHANGED = {
         {},
         {"attention.sliding_window": 7, "expert_count": 0, "expert_used_count": 0, "rope.scaling.yarn_beta_fast": 32.0},
     ),
+    "experts": (
+        "qwen3_moe",
+        {},
+        {"expert_gating_func": 1, "expert_weights_norm": True, "expert_group_count": 1, "expert_weights_scale": 0.0},
+    ),
+    "shared experts": ("glm4_moe", {"n_shared_experts": 2}, {}),
 }
 """Name → a family, changes to its config, and keys of its file: a value, or None for one that is taken away."""
 
@@ -56,7 +62,7 @@ CHANGED = {
 def make(folder: Path, name: str, changes: dict, keys: dict) -> Path:
     """A file of a tiny random model with other keys."""
     model_type, settings = FAMILIES[name]
-    model = save(folder / "model", model_type, **settings, **changes)
+    model = save(folder / "model", model_type, **settings | changes)
     export_gguf(str(model), folder / "plain.gguf", proving(model), kind="f32", proof=False)
     architecture = open_gguf(folder / "plain.gguf").values["general.architecture"]
     named = {key if key.startswith("tokenizer") else f"{architecture}.{key}": value for key, value in keys.items()}
@@ -79,7 +85,12 @@ REFUSED = {
     "an unknown key": ("llama", {}, {"foo": 1.0}, "llama.foo is '1.0', a key that ckpt-prune does not know"),
     "an unknown key of tokens": ("llama", {}, {"tokenizer.ggml.foo": True}, "tokenizer.ggml.foo is 'True', a key"),
     "both ways": ("llama", {}, {"attention.causal": False}, "attention.causal is 'False', and no class"),
-    "experts": ("llama", {}, {"expert_count": 4}, "expert_count is '4', and no class"),
+    "experts": ("llama", {}, {"expert_count": 4}, "llama.expert_used_count is missing, not a whole number"),
+    "another gate": ("qwen3_moe", {}, {"expert_gating_func": 2}, "expert_gating_func is '2', and no class"),
+    "another router": ("glm4_moe", {}, {"expert_gating_func": 1}, "is '1', and glm4_moe computes 2"),
+    "many experts": ("qwen3_moe", {}, {"expert_count": 2**20}, "and llama.cpp takes 512 at most"),
+    "other experts": ("qwen3_moe", {}, {"expert_count": 4}, "exps.weight has 5 experts, and others have not"),
+    "no attention": ("lfm2", {}, {"attention.head_count_kv": [0] * 6}, "attention.head_count_kv has other blocks"),
     "another scale": ("llama", {}, {"attention.scale": 0.5}, "attention.scale is '0.5', and no class"),
     "a scaled table": ("llama-llama3", {}, {"rope.scaling.factor": 2.0}, "is missing, a way to scale rotary"),
     "a part of a head": ("llama", {}, {"rope.dimension_count": 4}, "rope.dimension_count is '4', and llama rotates"),
