@@ -68,7 +68,7 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
         except BudgetError as error:
             raise UserError(f"--target-bytes: no types make a file of {human_bytes(limit)}: ask for more") from error
         columns, score = [*choice.columns.values()], budgets.columns.score if choice.columns else "obs"
-        kept = budgets.kept_rows(choice.rows)
+        kept = budgets.vocabularies.kept_rows(choice.rows)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     recipe: dict[str, Any] = recipe_of(model, columns, kept, score, export_of(choice.chosen, choice.others))

@@ -5,7 +5,7 @@ What a budget is made of is measured when it is asked for first, and stands in a
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
@@ -16,8 +16,7 @@ from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths
 from ckpt_prune.runner.rounding_trials import RoundingTrials
-from ckpt_prune.runner.vocabularies import SmallerVocabulary, VocabularyPrices
-from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
+from ckpt_prune.runner.vocabularies import SmallerVocabulary, Vocabularies
 
 PRUNE_FROM = 0.15
 """Nats that fewer bits alone are predicted to lose, from which on fewer columns are in question, too."""
@@ -25,8 +24,6 @@ CUT_FROM = 0.05
 """Nats from which on fewer tokens are."""
 FEW_BITS = 4
 """Bits a weight below which fewer bits alone will lose so much that columns are in question."""
-_VOCABULARIES = "smaller vocabularies"
-"""Entry of the journal."""
 
 
 class Choice(Protocol):
@@ -90,27 +87,10 @@ class PruningBudgets(RoundingTrials, ABC, Generic[B]):
         how = self.model, self.samples, self.options.seed, self.folder, self.journal, self.device, self.compute_dtype
         return ColumnBudgets(*how, self.statistics if self.has_grams else None)
 
-    @property
-    def _priced(self) -> list[SmallerVocabulary]:
-        """Smaller vocabularies whose cost is known, the largest first."""
-        notes = self.journal.notes.get(_VOCABULARIES, [])
-        return [SmallerVocabulary(unpack_rows(kept), lost) for kept, lost in notes]
-
     @cached_property
-    def _prices(self) -> VocabularyPrices:
-        return VocabularyPrices(self.model, self.options)
-
-    def _vocabularies(self, helps: Callable[[SmallerVocabulary], bool]) -> Iterator[SmallerVocabulary]:
-        """Yield smaller vocabularies, the largest first, as far as they may help (`VocabularyPrices.price_next`)."""
-        yield from self._priced
-        while (each := self._prices.price_next(self._priced, helps)) is not None:
-            known = self.journal.notes.get(_VOCABULARIES, [])
-            self.journal.record(_VOCABULARIES, note=[*known, [pack_rows(each.kept), each.lost]])
-            yield each
-
-    def kept_rows(self, rows: int | None) -> Sequence[int] | None:
-        """Return the tokens of a choice that has so many; None if all stay."""
-        return next((each.kept for each in self._priced if len(each.kept) == rows), None)
+    def vocabularies(self) -> Vocabularies:
+        """The tokens that may stay, and what is lost by the others."""
+        return Vocabularies(self.model, self.options, self.journal)
 
     def least(
         self,
@@ -128,9 +108,6 @@ class PruningBudgets(RoundingTrials, ABC, Generic[B]):
         def lost() -> float:
             return max(may_lose, min((choice.kl for choice in found), default=math.inf))
 
-        def best(choices: Sequence[C]) -> float:
-            return min(map(by, choices), default=math.inf)
-
         def solved(budgets: Sequence[B]) -> list[C]:
             choices = []
             for budget in budgets:
@@ -144,14 +121,7 @@ class PruningBudgets(RoundingTrials, ABC, Generic[B]):
             def cut(vocabulary: SmallerVocabulary) -> list[C]:
                 return solved([self.with_rows(budget, vocabulary) for budget in budgets])
 
-            def helps(vocabulary: SmallerVocabulary) -> bool:
-                return not found or best(cut(vocabulary)) < best(found)
-
-            for each in self._vocabularies(helps):
-                before, fewer = best(found), cut(each)
-                found.extend(fewer)
-                if math.isfinite(before) and best(fewer) >= before:  # each further token costs more, and saves as much
-                    return
+            self.vocabularies.add_choices(found, cut, by)
 
         found += solved([self.fitted])
         if lost() > CUT_FROM:

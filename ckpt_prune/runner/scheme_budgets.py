@@ -97,7 +97,9 @@ class SchemeBudgets(PruningBudgets[SchemeBudget]):
         assert shape is not None
         columns = [] if shape.columns is None else [shape.columns] * self.model.blocks
         score = self.columns.score if columns else "obs"
-        recipe = columns_recipe(self.model, columns, self.kept_rows(shape.rows), score, None) | {"runs_on": ["vllm"]}
+        recipe = columns_recipe(self.model, columns, self.vocabularies.kept_rows(shape.rows), score, None) | {
+            "runs_on": ["vllm"]
+        }
         if not choice.rounds:
             return recipe
         keys = recipe_of(self.model, choice).quantize.model_dump(exclude_none=True, exclude_defaults=True)
@@ -127,11 +129,20 @@ def check_storable(model: Model) -> None:
     fit_to_runtimes(quantize_recipe("int8", None, "gptq").model_copy(update={"runs_on": ["vllm"]}), model, Notices())
 
 
-def check_reach(limit: int, model: Model, *, pruned: bool = False) -> None:
-    """Refuse a size below that of 4 bits for all linear weights, if `pruned` with the fewest columns and tokens."""
+def _without_losses(model: Model) -> SchemeBudget:
     specs = linear_weights(model)
     losses = {name: dict.fromkeys((way.name for way in schemes_for(spec[1][1])), 0.0) for name, spec in specs.items()}
-    budget = SchemeBudget(model, losses)
+    return SchemeBudget(model, losses)
+
+
+def needs_pruning(limit: int | None, model: Model) -> bool:
+    """Return whether 4 bits for all linear weights take more than so many bytes."""
+    return limit is not None and limit < _without_losses(model).least
+
+
+def check_reach(limit: int, model: Model, *, pruned: bool = False) -> None:
+    """Refuse a size below that of 4 bits for all linear weights, if `pruned` with the fewest columns and tokens."""
+    budget = _without_losses(model)
     least = budget.least
     if pruned:
         columns = next((width for width in column_widths(model) if width % COLUMNS == 0), None)
@@ -140,7 +151,7 @@ def check_reach(limit: int, model: Model, *, pruned: bool = False) -> None:
             tables = sum(model.checkpoint.tensors[name].nbytes for name in vocabulary_tensors(model))
             least -= round((1 - SHARES[-1] / 100) * tables)
     if limit < least:
-        outside = sum(info.nbytes for name, info in model.checkpoint.tensors.items() if name not in losses)
+        outside = sum(info.nbytes for name, info in model.checkpoint.tensors.items() if name not in budget.losses)
         fewest = f", with the fewest columns and tokens that are tried {least / 1e6:.4g} MB" if pruned else ""
         raise UserError(
             f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: with 4 bits for all linear weights "

@@ -1,11 +1,14 @@
 """Smaller vocabularies for a file: what they cost, what their files would be, and how their tokens write a text."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
+from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.side_files import side_files_of
 from ckpt_prune.common.errors import UserError
@@ -16,6 +19,7 @@ from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import SampleOptions
 from ckpt_prune.stages.vocabulary.files import read_pieces
 from ckpt_prune.stages.vocabulary.keys import Vocabulary
+from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
 from ckpt_prune.stages.vocabulary.settle import VocabularyChoice
 from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows, number_rows, vocabulary_rows
 
@@ -25,6 +29,10 @@ LEAST_OF_FORESEEN = 0.5
 """A vocabulary is measured if it helps at this share of the price that is foreseen."""
 _LEAST_PART = 0.2
 """Share of the parameters from which on an embedding is large enough to be in question."""
+_VOCABULARIES = "smaller vocabularies"
+"""Entry of the journal."""
+C = TypeVar("C")
+"""A choice."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +55,58 @@ def is_embedding_large(model: Model) -> bool:
 
 
 @dataclass(frozen=True)
-class VocabularyPrices:
-    """Prices smaller vocabularies of a model on `--text`, the largest first, each when it is asked for.
+class Vocabularies:
+    """Smaller vocabularies of a model, each priced on `--text` when it is asked for first, the largest first.
 
     There are none if the embedding is a small part of the model. A line says so if its tokenizer cannot be made
     smaller, or the text is too short to hold a part of it out.
+
+    Attributes:
+        options: name the text.
+        journal: of what is priced.
     """
 
     model: Model
     options: SampleOptions
+    journal: Journal
+
+    @property
+    def priced(self) -> list[SmallerVocabulary]:
+        """Those whose cost is known."""
+        notes = self.journal.notes.get(_VOCABULARIES, [])
+        return [SmallerVocabulary(unpack_rows(kept), lost) for kept, lost in notes]
+
+    def kept_rows(self, rows: int | None) -> Sequence[int] | None:
+        """Return the tokens of the one that has so many; None if all stay."""
+        return next((each.kept for each in self.priced if len(each.kept) == rows), None)
+
+    def add_choices(
+        self, found: list[C], solve: Callable[[SmallerVocabulary], list[C]], by: Callable[[C], float]
+    ) -> None:
+        """Add to choices those with fewer tokens, as long as the least of `by` falls.
+
+        Args:
+            solve: returns the choices with a vocabulary, none if none is within a budget.
+        """
+
+        def best(choices: Sequence[C]) -> float:
+            return min(map(by, choices), default=math.inf)
+
+        def helps(vocabulary: SmallerVocabulary) -> bool:
+            return not found or best(solve(vocabulary)) < best(found)
+
+        for each in self._each(helps):
+            before, fewer = best(found), solve(each)
+            found.extend(fewer)
+            if math.isfinite(before) and best(fewer) >= before:  # each further token costs more, and saves as much
+                return
+
+    def _each(self, helps: Callable[[SmallerVocabulary], bool]) -> Iterator[SmallerVocabulary]:
+        yield from self.priced
+        while (each := self._price_next(helps)) is not None:
+            known = self.journal.notes.get(_VOCABULARIES, [])
+            self.journal.record(_VOCABULARIES, note=[*known, [pack_rows(each.kept), each.lost]])
+            yield each
 
     @cached_property
     def _choice(self) -> VocabularyChoice | None:
@@ -69,16 +120,13 @@ class VocabularyPrices:
             return None
         return choice
 
-    def price_next(
-        self, priced: Sequence[SmallerVocabulary], helps: Callable[[SmallerVocabulary], bool]
-    ) -> SmallerVocabulary | None:
-        """Return the next smaller vocabulary; None if there is none, or if it is not worth its price.
+    def _price_next(self, helps: Callable[[SmallerVocabulary], bool]) -> SmallerVocabulary | None:
+        """Return the next one; None if there is none, or if it is not worth its price.
 
-        Args:
-            priced: those before it.
-            helps: whether a vocabulary at some price is worth it. It is asked with a share of what each further token
-                of the text would cost if it cost as much as those that the last vocabulary adds.
+        `helps` is asked with a share of what it would cost if each further token of the text cost as much as those
+        that the last one adds.
         """
+        priced = self.priced
         choice = self._choice if len(priced) < len(SHARES) else None
         if choice is None:
             return None

@@ -5,9 +5,12 @@ import math
 import os
 import shlex
 
+import pytest
+import torch
 from click.testing import CliRunner
 
 from ckpt_prune.cli.main import main
+from ckpt_prune.common.errors import UserError
 from tests.gguf_files.tiny import TEXT, save
 
 
@@ -29,6 +32,34 @@ def make_command(place, out, *more, samples, window):
     data = ["--text", place / "text.txt", "--held-out", place / "held_out.txt"]
     few = ["--samples", samples, "--window", window, "--held-out-samples", 2]
     return ["frontier", place / "model", *data, *few, "-o", place / out, *more]
+
+
+@pytest.fixture
+def all_tokens(monkeypatch):
+    """No smaller vocabulary is in question."""
+    keep_all_tokens(monkeypatch)
+
+
+def keep_all_tokens(monkeypatch):
+    """Let no vocabulary be made smaller: the texts of these tests do without most tokens."""
+
+    def refuse(*_):
+        raise UserError("its tokenizer is of a kind of its own")
+
+    monkeypatch.setattr("ckpt_prune.runner.vocabularies.VocabularyChoice", refuse)
+
+
+def cost_more(dense, fewer, tokenizers, windows):
+    """Return what windows of one model's tokens cost more as another writes them, nats a token of the first."""
+    lost = 0.0
+    for window in windows:
+        before, after = tokenizers
+        parts = [after.convert_tokens_to_ids(after.tokenize(before.decode([token]))) for token in window]
+        written, first = [part for own in parts for part in own], len(parts[0])
+        for sign, model, ids, start in ((1, dense, window, 1), (-1, fewer, written, first)):
+            predicted = model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            lost += sign * float(predicted[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
+    return lost / sum(len(window) - 1 for window in windows)
 
 
 def stop(*_, **__):

@@ -16,7 +16,7 @@ from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.runner.frontier.checkpoints import CheckpointMaker
 from ckpt_prune.stages.quantize.choosing import SCHEMES, SchemeBudget, linear_weights, predict_scheme_losses
-from tests.runner.frontiers import best_of, fail, find_smallest, make_command, make_place, read, run, stop
+from tests.runner.frontiers import best_of, cost_more, fail, find_smallest, make_command, make_place, read, run, stop
 
 SIZE, LIMIT = "1107KB", 1_107_000
 """Between 4 and 8 bits for all linear weights, beside an embedding and a head that are larger than all of them."""
@@ -156,16 +156,9 @@ def test_below_what_bits_reach_tokens_and_columns_go_in_one_recipe(place, monkey
 
     dense, fewer = (AutoTokenizer.from_pretrained(each) for each in (place / "model", folder))
     windows = torch.tensor(dense((place / "held_out.txt").read_text())["input_ids"])[: 2 * 48].view(2, 48).tolist()
-    lost = 0.0
     with quiet_transformers(), torch.no_grad():
         models = [AutoModelForCausalLM.from_pretrained(each).eval() for each in (place / "model", folder)]
-        for window in windows:
-            parts = [fewer.convert_tokens_to_ids(fewer.tokenize(dense.decode([token]))) for token in window]
-            written, first = [part for own in parts for part in own], len(parts[0])
-            for sign, model, ids, start in ((-1, models[0], window, 1), (1, models[1], written, first)):
-                predicted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-                lost -= sign * float(predicted[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
-    assert best["kl"] == pytest.approx(lost / (2 * 47), abs=2e-4)
+        assert best["kl"] == pytest.approx(cost_more(*models, (dense, fewer), windows), abs=2e-4)
 
     monkeypatch.chdir(folder)
     code, output = run(*shlex.split(found["commands"][0])[1:])

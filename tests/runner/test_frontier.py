@@ -13,7 +13,6 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.timing import FileTimes
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
@@ -22,6 +21,7 @@ from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.frontier.asked import as_named_in, read_held_out
 from ckpt_prune.runner.frontier.record import FRONTIER
 from tests.gguf_files.tiny import TEXT
+from tests.runner.frontiers import all_tokens as all_tokens
 from tests.runner.frontiers import best_of, fail, find_smallest, make_command, make_place, paste, read, run, stop
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
@@ -189,16 +189,6 @@ def test_without_a_target_mixtures_stand_beside_types_by_budget_that_are_as_larg
     assert code == 0, output
     by_name = {each["name"]: each for each in read(place, "whole")["candidates"]}
     assert by_name["bits by budget, as large as q8_0"]["bytes"] <= by_name["q8_0"]["bytes"]
-
-
-@pytest.fixture
-def all_tokens(monkeypatch):
-    """No smaller vocabulary is in question: the texts of these tests do without most tokens."""
-
-    def refuse(*_):
-        raise UserError("its tokenizer is of a kind of its own")
-
-    monkeypatch.setattr("ckpt_prune.runner.vocabularies.VocabularyChoice", refuse)
 
 
 def test_tokens_go_where_types_lose_more_and_the_recipe_makes_the_same_file(place, monkeypatch):

@@ -8,15 +8,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import SwinConfig, SwinForImageClassification
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, SwinConfig, SwinForImageClassification
 
 from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.evaluation.whole_model import quiet_transformers
+from ckpt_prune.onnx.session import OnnxModel
 from ckpt_prune.runner.frontier import graphs
 from ckpt_prune.runner.frontier.candidates import Measured, RoundedCandidate
 from ckpt_prune.runner.frontier.record import Frontier
 from tests.graphs import traced_once
 from tests.images import write_images, write_processor, write_vit
-from tests.runner.frontiers import best_of, fail, make_command, make_place, paste, read, run, stop
+from tests.runner.frontiers import all_tokens as all_tokens
+from tests.runner.frontiers import (
+    best_of,
+    cost_more,
+    fail,
+    keep_all_tokens,
+    make_command,
+    make_place,
+    paste,
+    read,
+    run,
+    stop,
+)
 from tests.sentence_folders import make_sentences
 from tests.seq2seq import write_model as write_seq2seq
 
@@ -40,7 +55,9 @@ def command(place, out, *more):
 
 @pytest.fixture(scope="module")
 def sized(place):
-    code, output = run(*command(place, "sized", "--target-bytes", "300KB"))
+    with pytest.MonkeyPatch.context() as patched:
+        keep_all_tokens(patched)
+        code, output = run(*command(place, "sized", "--target-bytes", "300KB"))
     assert code == 0, output
     return output
 
@@ -64,7 +81,8 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
     assert all(f"  KL {what}  " in sized for what in ("measured", "predicted"))
     assert "; MB: as written; KL: how far " in sized
     steps = (
-        "4 steps: trace of MODEL; what fewer bits lose; what fewer columns lose, if bits alone lose much; about 4 files"
+        "4 steps: trace of MODEL; what fewer bits lose; what fewer columns and tokens lose, if bits alone lose much; "
+        "about 4 files"
     )
     assert re.search(rf"^{steps}\. This takes about \d+ s, \S+ [MG]iB of memory and 1\.24 MiB of disk, ", sized, re.M)
     assert all(each["pruned"] is None for each in found["candidates"])
@@ -105,6 +123,7 @@ def test_what_it_finds_is_a_folder_as_export_writes_it(place, sized):
         assert (code, "which it was made from: give --against MODEL\n" in output) == (passes, passes == 2), output
 
 
+@pytest.mark.usefixtures("all_tokens")
 def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph(place, monkeypatch):
     """All weights in 4 bits have 215 KB; 300 KB, above, keep all columns."""
     code, printed = run(*command(place, "narrow", "--target-bytes", "210KB"))
@@ -129,6 +148,30 @@ def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph
     assert code == 0, output
 
 
+def test_tokens_go_with_columns_and_the_commands_make_the_same_graph(place, monkeypatch):
+    """What it costs is what the graph and stock transformers find for the texts, written by stock tokenizers."""
+    code, printed = run(*command(place, "fewer", "--target-bytes", "100KB"))
+    assert code == 0, printed
+    found, folder = read(place, "fewer"), place / "fewer"
+    best = best_of(found)
+    assert best["name"] == "tokens, columns and bits by budget, GPTQ"
+    assert 0.97 * 100_000 < (folder / "model_q4.onnx").stat().st_size == best["bytes"] <= 100_000
+    assert best["pruned"]["vocabulary"] < 2048
+    assert min(best["pruned"]["mlp"]) < 96
+    assert "drop all but " in found["sentence"]
+
+    dense, fewer = (AutoTokenizer.from_pretrained(each) for each in (place / "model", folder))
+    windows = torch.tensor(dense((place / "held_out.txt").read_text())["input_ids"])[: 2 * 32].view(2, 32).tolist()
+    with quiet_transformers(), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(place / "model").eval()
+        lost = cost_more(model, OnnxModel(folder, "model_q4.onnx"), (dense, fewer), windows)
+    assert best["kl"] == pytest.approx(lost, abs=2e-4)
+
+    monkeypatch.chdir(folder)
+    paste(printed, monkeypatch)
+    assert Path("made/model_q4.onnx").read_bytes() == Path("model_q4.onnx").read_bytes()
+
+
 def test_what_it_finds_is_what_evaluate_measures(place, sized):
     found = read(place, "sized")
     best = best_of(found)
@@ -139,6 +182,7 @@ def test_what_it_finds_is_what_evaluate_measures(place, sized):
     assert best["perplexity"] == pytest.approx(measured["perplexity"], rel=1e-4), measured
 
 
+@pytest.mark.usefixtures("all_tokens")
 def test_an_interrupted_run_goes_on(place, sized, monkeypatch):
     """What was measured is not measured again, and the result is that of a run that was not stopped."""
     from ckpt_prune.onnx.quantization.deciding import Decider
@@ -160,6 +204,7 @@ def test_an_interrupted_run_goes_on(place, sized, monkeypatch):
     assert again == whole
 
 
+@pytest.mark.usefixtures("all_tokens")
 @pytest.mark.parametrize(
     ("loss", "allowed", "name"),
     [("20%", 0.182, "smallest within the loss"), ("80%", 0.588, "columns and bits, smallest within the loss")],
@@ -181,7 +226,7 @@ def test_a_size_out_of_reach_is_refused_before_anything_is_made(place):
     code, output = run(*command(place, "small", "--target-bytes", "2000"))
     assert code == 2
     assert "MB are out of reach: 4 bits for each of the weights that model may keep take" in output
-    code, output = run(*command(place, "small", "--target-bytes", "200KB"))
+    code, output = run(*command(place, "small", "--target-bytes", "60KB"))
     assert code == 2, output
     assert "with all weights in blocks of 4 bits it has" in output
     assert "making and measuring" not in output

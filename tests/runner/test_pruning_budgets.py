@@ -10,7 +10,7 @@ from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
 from ckpt_prune.runner.pruning_budgets import loses_much
 from ckpt_prune.runner.scheme_budgets import SchemeBudgets
-from ckpt_prune.runner.vocabularies import LEAST_OF_FORESEEN, SmallerVocabulary, VocabularyPrices
+from ckpt_prune.runner.vocabularies import LEAST_OF_FORESEEN, SmallerVocabulary, Vocabularies
 from ckpt_prune.stages.vocabulary.settle import VocabularyChoice
 from tests.runner.frontiers import fail, make_place
 
@@ -48,19 +48,27 @@ def test_columns_are_expected_to_go_below_four_bits_a_weight(asked):
     assert not loses_much(model, None, 0.05)
 
 
-def test_a_smaller_vocabulary_is_not_measured_if_it_cannot_help(asked, monkeypatch):
+def test_a_smaller_vocabulary_is_not_measured_if_it_cannot_help(asked, tmp_path, monkeypatch):
     """The first is; the next is asked for at half of what its further tokens cost at the price of the first."""
     model, options = asked
-    prices = VocabularyPrices(model, options)
-    first = prices.price_next([], fail)
-    assert first is not None
-    monkeypatch.setattr(VocabularyChoice, "price", fail)
+    vocabularies = Vocabularies(model, options, Journal(tmp_path, "vocabularies"))
+    asked_for: list[SmallerVocabulary] = []
+
+    def price(_self, kept):
+        assert not vocabularies.priced, "the second is measured, too"
+        return 0.5
+
+    def solve(vocabulary):
+        asked_for.append(vocabulary)
+        return [vocabulary.lost]
+
+    monkeypatch.setattr(VocabularyChoice, "price", price)
     monkeypatch.setattr(VocabularyChoice, "growth", lambda _self, stay: 4096 - 2 * len(stay))
-    foreseen = []
-    priced = [SmallerVocabulary(first.kept, 0.5)]
-    assert prices.price_next(priced, lambda each: bool(foreseen.append(each))) is None
-    (each,) = foreseen
-    assert len(each.kept) == 1024
-    assert each.lost == pytest.approx(LEAST_OF_FORESEEN * 0.5 * 2048 / (4096 - 2 * len(first.kept)))
-    with pytest.raises(AssertionError, match="measured again"):
-        prices.price_next(priced, lambda _: True)
+    found = [0.6]
+    vocabularies.add_choices(found, solve, lambda lost: lost)
+    first, foreseen = asked_for
+    assert found == [0.6, 0.5]
+    assert (first.lost, len(first.kept), len(foreseen.kept)) == (0.5, 1536, 1024)
+    assert foreseen.lost == pytest.approx(LEAST_OF_FORESEEN * 0.5 * 2048 / 1024)
+    with pytest.raises(AssertionError, match="the second is measured, too"):
+        vocabularies.add_choices([1e4], lambda each: [len(each.kept)], lambda tokens: tokens)

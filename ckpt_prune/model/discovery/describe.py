@@ -743,7 +743,7 @@ class Describer:
     def _also_reads(self, run: BlockRun, trace: Trace, unit: torch.Tensor) -> list[dict[str, Any]] | None:
         """Return the weights of other linear modules whose columns are units, too; None if these lie in another order.
 
-        A state space makes its steps and what it writes and reads of all channels (Mamba's `x_proj`).
+        A state space makes its steps and what it writes and reads of all channels (x_proj of Mamba).
         """
         owners = {path: lines_of_units(rows, unit) for path, rows in trace.rows.items()}
         found: list[dict[str, Any]] = []

@@ -269,6 +269,24 @@ def _feed_text(model: onnx_ir.Model, ids: Tensor) -> Feed:
 # ---- what is decided -----------------------------------------------------------------------------------------------
 
 Label = BlockRounding | Literal["int8", "float32"]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a graph loses for each unit of what is predicted of parts of it.
+
+    Attributes:
+        outside: bytes of the file that no weight takes.
+        rounding, pruning: what the outputs lose for each unit of the loss of weights, and of columns.
+    """
+
+    outside: int
+    rounding: float
+    pruning: float
+
+
+Narrow = tuple[Fraction, int]
+"""Share that stays of the axis of a weight that has so many rows or columns."""
 """How a weight is stored."""
 
 
@@ -484,44 +502,59 @@ class Decider:
                 return self._decide(replace(choice, together=self._together(choice.labels)))
             over += excess
 
-    def with_columns(
-        self, limit: int | None, loss: float, mlps: Mapping[int, Sequence[str]], columns: ColumnLosses
-    ) -> ColumnChoice:
-        """Choose forms of weights and columns of MLPs together: what loses least in a file of so many bytes.
+    def scale(self, limit: int | None, loss: float) -> Scale:
+        """Measure on the graph itself what its outputs lose for each unit of what weights and columns are told to lose.
 
-        What forms and columns are predicted to lose is brought to one scale on the graph itself: weights of about this
-        size are stored, by GPTQ if the scheme says so, and measured.
+        Weights of about this size, or loss, are stored for it, by GPTQ if the scheme says so.
 
         Args:
-            limit: None: what takes fewest bytes and loses at most `loss`, which otherwise does not matter.
-            mlps: block → names of the weights of its MLP (`find_matrices`).
-            columns: what fewer of them lose, all of them among the numbers that may stay; in nats, or as a share of
-                the energy of all hidden states.
-
-        Raises:
-            BudgetError: nothing fits.
+            limit: bytes of the file; None: `loss` counts.
         """
         least, of_weights = self._least
         outside = least - of_weights
         bits = self.prices.at_loss(loss) if limit is None else self.prices.at_cost(max(limit - outside, of_weights))
         lost = self._together(bits.labels)
         pooled = 1.0 if self._probe.pools is None else lost / self._together(bits.labels, pooled=False)
-        units = max(max(by_width) for by_width in columns.values())
+        return Scale(outside, lost / bits.predicted, pooled)
+
+    def with_columns(
+        self,
+        scale: Scale,
+        limit: int | None,
+        loss: float,
+        mlps: Mapping[int, Sequence[str]],
+        columns: ColumnLosses,
+        tables: Mapping[str, Narrow] | None = None,
+    ) -> ColumnChoice:
+        """Choose forms of weights and columns of MLPs together: what loses least in a file of so many bytes.
+
+        Args:
+            limit: None: what takes fewest bytes and loses at most `loss`, which otherwise does not matter.
+            mlps: block → names of the weights of its MLP (`find_matrices`).
+            columns: what fewer of them lose, all of them among the numbers that may stay; in nats, or as a share of
+                the energy of all hidden states.
+            tables: weights of which rows of tokens go, whatever is chosen; rounding the others loses as much.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        units, cut = max((max(by_width) for by_width in columns.values()), default=0), tables or {}
         choice = self.prices.with_columns(
-            partial(save, allowed=loss) if limit is None else partial(spend, budget=limit - outside),
+            partial(save, allowed=loss) if limit is None else partial(spend, budget=limit - scale.outside),
             mlps,
             columns,
-            lambda name, share: self._count_narrow(name, share, units),
-            lost / bits.predicted,
-            pooled,
+            lambda name, share: self._count_narrow(name, cut.get(name, (share, units))),
+            scale.rounding,
+            scale.pruning,
         )
-        return replace(choice, cost=choice.cost + outside)
+        return replace(choice, cost=choice.cost + scale.outside)
 
-    def _count_narrow(self, name: str, share: Fraction, units: int) -> list[int]:
-        """Return the bytes of each form of a weight that keeps a share of the columns of an MLP of so many.
+    def _count_narrow(self, name: str, narrow: Narrow) -> list[int]:
+        """Return the bytes of each form of a weight that keeps a share of an axis.
 
         Blocks run along the inputs, and a last one is padded.
         """
+        share, units = narrow
         (rows, columns), size = self._weights[name].shape, self._weights[name].dtype.itemsize
         if rows == units:
             rows = int(rows * share)
@@ -543,21 +576,20 @@ class Decider:
         """Return whether a file may have so few bytes."""
         return self._least[0] <= limit
 
-    def check_bytes(self, limit: int, fewer: Collection[str] = (), widths: Sequence[int] = (1, 1)) -> int:
+    def check_bytes(self, limit: int, narrow: Mapping[str, Narrow] | None = None) -> int:
         """Refuse a size that is out of reach; return the bytes of the smallest file that no weight takes.
 
         Args:
-            fewer: weights of MLPs.
-            widths: columns of these that must stay at least, and all of them.
+            narrow: weights that can be narrower, and how narrow they can be.
         """
         least, of_weights = self._least
-        share = Fraction(widths[0], widths[-1])
         saved = sum(
-            min(form.cost for form in self.forms[name]) - min(self._count_narrow(name, share, widths[-1]))
-            for name in fewer
+            min(form.cost for form in self.forms[name]) - min(self._count_narrow(name, own))
+            for name, own in (narrow or {}).items()
         )
         if least - saved > limit:
-            pruned = f", and with {share} of the columns of its MLPs {(least - saved) / 1e6:.4g} MB" if fewer else ""
+            fewest = "the fewest columns and tokens that are tried"
+            pruned = f", and with {fewest} {(least - saved) / 1e6:.4g} MB" if narrow else ""
             raise UserError(
                 f"a graph of {limit / 1e6:.4g} MB is out of reach: with all weights in blocks of 4 bits it has "
                 f"{least / 1e6:.4g} MB{pruned}; ask for more, or prune first: `prune`, or `prune --vocabulary` where "

@@ -59,7 +59,7 @@ from ckpt_prune.runner.frontier.record import (
 )
 from ckpt_prune.runner.pruning_budgets import loses_much
 from ckpt_prune.runner.run_job import run_job
-from ckpt_prune.runner.scheme_budgets import SchemeBudgets, check_reach, check_storable, recipe_of
+from ckpt_prune.runner.scheme_budgets import SchemeBudgets, check_reach, check_storable, needs_pruning, recipe_of
 from ckpt_prune.runner.vocabularies import parts_of_tokens
 from ckpt_prune.stages.quantize.choosing import SchemeChoice
 
@@ -85,7 +85,7 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
     steps, files = ["importance of inputs", "what fewer bits lose", fewer], 4
     foresee_work(texts.options, model, texts.samples, steps, files, limit)
     with open_staging(texts.options, texts.parts(model), say) as staging:
-        deep = loses_much(model, limit, loss)
+        deep = loses_much(model, limit, loss) or needs_pruning(limit, model)
         budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal, deep)
         maker = CheckpointMaker(texts, budgets, staging)
         results: list[MeasuredRounded] = []
@@ -186,7 +186,7 @@ class CheckpointMaker:
     def _score(self, place: Path, candidate: RoundedCandidate) -> FileScore:
         """Run a checkpoint, and compare it with the model."""
         size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
-        kept = self.budgets.kept_rows(candidate.rows)
+        kept = self.budgets.vocabularies.kept_rows(candidate.rows)
         if kept is not None:
             return self._score_in_fewer_tokens(place, size, parts_of_tokens(self.budgets.model, kept))
         both = compare(self._open(place), self._reference, self.texts.held_out)

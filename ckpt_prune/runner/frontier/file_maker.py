@@ -113,7 +113,9 @@ class Maker:
         """Return the recipe that prunes as a candidate, and with `export` also writes its file."""
         score = self.budgets.columns.score if candidate.columns else "obs"
         file = export_of(candidate.chosen, candidate.others) if export else None
-        return recipe_of(self.budgets.model, candidate.columns, self.budgets.kept_rows(candidate.rows), score, file)
+        return recipe_of(
+            self.budgets.model, candidate.columns, self.budgets.vocabularies.kept_rows(candidate.rows), score, file
+        )
 
     def _model(self, candidate: FileCandidate) -> Model:
         """Return the model of a candidate, pruned unless that is done."""
@@ -165,7 +167,7 @@ class Maker:
 
     def _parts(self, candidate: FileCandidate) -> TokenParts | None:
         """Return how a candidate with fewer tokens writes a token; None if it has all."""
-        kept = self.budgets.kept_rows(candidate.rows)
+        kept = self.budgets.vocabularies.kept_rows(candidate.rows)
         return None if kept is None else parts_of_tokens(self.budgets.model, kept)
 
     def measure(self, candidate: FileCandidate, keep: MeasuredFile | None, say: Notices) -> MeasuredFile:

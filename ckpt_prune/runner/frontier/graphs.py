@@ -2,8 +2,9 @@
 
 1. The model is traced once, and what each weight loses in few bits is measured on the running graph.
 2. One budget says in which form each weight is stored. int4 and int8 everywhere stand beside it.
-3. Where bits alone lose much, or do not reach the size, the same budget says how many columns each MLP keeps. The
-   model is pruned, and measured before its weights are rounded as in 2.
+3. Where bits alone lose much, or do not reach the size, the same budget says how many columns each MLP keeps, and if
+   the graph generates text how many tokens stay. The model is pruned, and measured before its weights are rounded as
+   in 2.
 4. Each graph is run in onnxruntime and held against the model on other data. What is done stands in a journal, so that
    an interrupted run goes on; the graph is traced again.
 5. The best one within the target is kept, with a picture and the commands that make it.
@@ -12,7 +13,7 @@
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from ckpt_prune.benchmarking.latency_table import choose_timed_workload, time_fastest
 from ckpt_prune.benchmarking.runners import GraphTimer
 from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import Staging, check_output
@@ -37,8 +39,9 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.safe_text import as_markdown
+from ckpt_prune.evaluation.fewer_tokens import write_with
 from ckpt_prune.evaluation.file_score import FileScore
-from ckpt_prune.evaluation.perplexity import LanguageModel, compare
+from ckpt_prune.evaluation.perplexity import LanguageModel, compare, perplexity
 from ckpt_prune.evaluation.sentences import cut_texts
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import config_of, load_model
@@ -65,7 +68,7 @@ from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import check_options, words_of_options
 from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size, parse_size
-from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths, recipe_of
+from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths
 from ckpt_prune.runner.frontier.asked import (
     INPUTS,
     as_named_in,
@@ -76,6 +79,7 @@ from ckpt_prune.runner.frontier.asked import (
 )
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
+from ckpt_prune.runner.frontier.graph_pruning import GraphPruning
 from ckpt_prune.runner.frontier.record import (
     COMMANDS,
     FRONTIER,
@@ -92,7 +96,9 @@ from ckpt_prune.runner.frontier.record import (
 )
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
+from ckpt_prune.runner.vocabularies import SHARES, is_embedding_large, parts_of_tokens
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
+from ckpt_prune.stages.vocabulary.smaller_checkpoint import vocabulary_tensors
 
 HELD_OUT, HELD_OUT_IMAGES = 16, 4 * IMAGES
 """Windows, or images, that graphs are measured on by default."""
@@ -105,8 +111,8 @@ COUNTED = "weight matrices of products and embeddings"
 NATS = {"text": "nats a token", "image": "nats an image"}
 SIZE = "BYTES"
 """Stands for the bytes of a graph in its command until they are known."""
-PRICES, COLUMNS = "what weights lose", "columns"
-"""Entries of the journal."""
+PRICES = "what weights lose"
+"""Entry of the journal."""
 PRUNE_FROM = 0.02
 """Loss of fewer bits alone from which on fewer columns are in question, too."""
 SAMPLING = (*INPUTS, "seed", "choose", "bos", "compute_dtype", "device", "trust_remote_code")
@@ -141,7 +147,10 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
     with open_staging(options, parts, say) as staging:
         maker = GraphMaker(options, source, task, samples, staging, workload)
         if limit is not None and not maker.unpriced.reaches(limit):
-            maker.check_reach(limit)
+            if maker.pruning is None:
+                maker.unpriced.check_bytes(limit)
+            else:
+                maker.pruning.check_reach(limit)
         results: list[MeasuredRounded] = []
         owners: dict[str, GraphMaker] = {}
         timed = None if size is None else within_time(maker, results, size)
@@ -166,6 +175,9 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
         return None, allowed
     limit = parse_size("bytes", options.target_bytes).of(sum(info.nbytes for info in source.tensors.values()))
     weights, model = sum(info.numel for info in source.tensors.values()), _model_of(source)
+    if model is not None and task.name == "text-generation" and is_embedding_large(model):
+        tables = sum(source.tensors[name].numel for name in vocabulary_tensors(model))
+        weights -= tables * (100 - SHARES[-1]) // 100
     if model is not None and (widths := column_widths(model)):
         weights -= model.blocks * model.unit_weights(SPACE) * (widths[-1] - widths[0])
     least = weights // 2
@@ -188,7 +200,8 @@ def _foresee_work(options: FrontierOptions, source: Checkpoint, samples: ProofSa
     model, given = _model_of(source), samples.for_rounding
     if model is not None and given is not None:
         timed = options.target_latency is not None
-        columns = ["what fewer columns lose, if bits alone lose much"]
+        less = "columns and tokens" if model.family.causal else "columns"
+        columns = [f"what fewer {less} lose, if bits alone lose much"]
         steps = ["trace of MODEL", *(["graphs of fewer columns"] if timed else ["what fewer bits lose", *columns])]
         of = TokenWindows(given) if isinstance(given, Tensor) else given
         foresee_work(options, model, of, steps, 6 if timed else 4, limit)
@@ -240,15 +253,15 @@ def _candidates(
         if maker.unpriced.reaches(limit):
             yield maker, "by budget", "int4", lambda: maker.budget.within_bytes(limit)
             yield maker, "by budget, GPTQ", "int4", lambda: maker.fitted.within_bytes(limit)
-        pruned = maker.with_columns(limit, math.inf, best_within(results, limit, None), say)
+        pruned = maker.with_less(limit, math.inf, best_within(results, limit, None), say)
         if pruned is not None:
-            yield pruned, "columns and bits by budget, GPTQ", "int4", lambda: pruned.fitted.within_bytes(limit)
+            yield pruned, f"{pruned.chosen} by budget, GPTQ", "int4", lambda: pruned.fitted.within_bytes(limit)
         return
     assert loss is not None
     yield from _within_loss(maker, results, loss)
-    narrow = maker.with_columns(None, loss, best_within(results, None, loss), say)
+    narrow = maker.with_less(None, loss, best_within(results, None, loss), say)
     if narrow is not None:
-        yield from _within_loss(narrow, results, loss, "columns and bits, ")
+        yield from _within_loss(narrow, results, loss, f"{narrow.chosen}, ")
 
 
 def _within_loss(
@@ -257,7 +270,12 @@ def _within_loss(
     def stored(decision: Decision) -> Any:
         return decision.blocks, decision.int8, decision.plain
 
-    for name, decision in choose_for_loss(loss, results, maker.fitted.within_loss, stored):
+    def decide(allowed: float) -> Decision:
+        if allowed <= maker.by_tokens:
+            raise BudgetError(allowed, maker.by_tokens)
+        return maker.fitted.within_loss(allowed - maker.by_tokens)
+
+    for name, decision in choose_for_loss(loss, results, decide, stored):
         yield maker, f"{prefix}{name}", "int4", lambda decision=decision: decision  # type: ignore[misc]
 
 
@@ -268,6 +286,11 @@ class GraphMaker:
         workload: that graphs are timed on; None: they are not.
         dense: maker of the graphs of the dense model, if this one is pruned.
         pruned_by: the command that made it then.
+
+    Attributes:
+        kept: tokens that stay, rows of the dense model's embedding; None: all.
+        by_tokens: what the text costs more by what was pruned, if tokens were: weights are then rounded beside the
+            pruned model, since the dense one predicts other tokens.
     """
 
     def __init__(
@@ -289,6 +312,8 @@ class GraphMaker:
         self._reference_folder: Path = source.whole if dense is None else dense._reference_folder
         self._dense = dense
         self.columns = () if dense is None else tuple(Model.of(source).unit_counts(SPACE))
+        self.kept: tuple[int, ...] | None = None
+        self.by_tokens = 0.0
 
     @property
     def may_prune(self) -> bool:
@@ -326,78 +351,89 @@ class GraphMaker:
             return {"samples": options.samples or PRUNING, "window": window}
         return {"samples": options.samples} if options.samples else {}
 
-    # ---- columns ---------------------------------------------------------------------------------------------------
+    # ---- columns and tokens ----------------------------------------------------------------------------------------
 
     @cached_property
-    def _columns(self) -> ColumnBudgets:
-        model, options = Model.of(self.source), self.options.model_copy(update=self._samples_to_prune)
+    def pruning(self) -> GraphPruning | None:
+        """What may go of the model; None if it is not known what it is made of."""
+        model = _model_of(self.source)
+        if model is None:
+            return None
+        options = self.options.model_copy(update=self._samples_to_prune)
         device = resolve_device(options.device)
         dtype = resolve_compute_dtype(options.compute_dtype, device, model.dtype)
         samples = choose_samples(model, options, trust=options.trust_remote_code, say=Notices())
         folder, journal = self.staging.scratch, self.staging.journal
-        return ColumnBudgets(model, samples, options.seed, folder, journal, device, dtype)
+        columns = ColumnBudgets(model, samples, options.seed, folder, journal, device, dtype)
+        generates = self.task.name == "text-generation"
+        return GraphPruning(columns, options, self.unpriced, self.staging, generates)
 
-    @cached_property
-    def mlps(self) -> dict[int, list[str]]:
-        """Block → names in the graph of the weights of its MLP; none if fewer columns are not in question."""
-        model = _model_of(self.source)
-        if model is None or len(column_widths(model)) < 2:
-            return {}
-        names = {b: [model.tensor(b, each) for each in model.spaces(b)[SPACE].modules] for b in range(model.blocks)}
-        in_graph = dict[str, str]()
-        for weights in names.values():
-            read = model.checkpoint.read(weights)
-            in_graph |= self.unpriced.find_matrices({name: read[name].float().numpy() for name in weights})
-        if len(in_graph) < sum(map(len, names.values())):  # fused in the checkpoint, and apart in the graph
-            return {}
-        return {block: [in_graph[name] for name in weights] for block, weights in names.items()}
+    @property
+    def chosen(self) -> str:
+        """What a budget has chosen of it, in words."""
+        pruned = [*(["tokens"] if self.kept else []), *(["columns"] if self.columns else [])]
+        return f"{', '.join(pruned)} and bits"
 
-    def check_reach(self, limit: int) -> None:
-        """Refuse a size below that of 4 bits for each weight and the fewest columns."""
-        widths = column_widths(Model.of(self.source)) if self.mlps else [1]
-        self.unpriced.check_bytes(limit, [name for weights in self.mlps.values() for name in weights], widths)
-
-    def with_columns(self, limit: int | None, loss: float, best: MeasuredRounded | None, say: Notices) -> Self | None:
-        """Return the maker of the model with fewer columns, if that is predicted to be better than bits alone.
+    def with_less(self, limit: int | None, loss: float, best: MeasuredRounded | None, say: Notices) -> Self | None:
+        """Return the maker of the model with fewer columns or tokens, if that is predicted to beat bits alone.
 
         Better is what loses less within a size, or is smaller within a loss. It is pruned and measured before anything
         is rounded: predictions are of second order, and low where many columns go.
         """
-        at_stake = loss if limit is None else math.inf if best is None else best.score.kl
-        if not self.mlps or at_stake < PRUNE_FROM:
+        at_stake, pruning = loss if limit is None else math.inf if best is None else best.score.kl, self.pruning
+        if pruning is None or at_stake < PRUNE_FROM or not (pruning.mlps or pruning.tables):
             return None
-        journal, held_out = self.staging.journal, self.samples.images
-        if held_out is not None and {*held_out.paths} & {*cast(ImageSamples, self._columns.samples).paths}:
+        held_out = self.samples.images
+        if held_out is not None and {*held_out.paths} & {*cast(ImageSamples, pruning.columns.samples).paths}:
             say(
                 "columns of MLPs are not in question: a pruned model would be measured on images that it was fitted "
                 "to; give a labels.csv whose column split says calib or eval"
             )
             return None
-        if COLUMNS not in journal.notes:
-            choice = self.fitted.with_columns(limit, loss, self.mlps, self._columns.losses)
-            journal.record(COLUMNS, note={**asdict(choice), "score": self._columns.score})
-        note = journal.notes[COLUMNS]
-        columns, predicted, by_pruning = (note[name] for name in ("columns", "predicted", "by_pruning"))
-        if not columns or (limit is None and best is not None and note["cost"] >= best.score.bytes):
+        chosen = pruning.choose(self.fitted, limit, loss)
+        whole = not chosen.columns and chosen.kept is None
+        if whole or (limit is None and best is not None and chosen.cost >= best.score.bytes):
             worse = "save less" if limit is None else "lose more"
-            say(f"fewer columns of MLPs are predicted to {worse} than fewer bits")
+            what = "columns of MLPs and tokens" if pruning.tables else "columns of MLPs"
+            say(f"fewer {what} are predicted to {worse} than fewer bits")
             return None
         recipe = self.staging.scratch / RECIPE
-        written = recipe_of(self._columns.model, columns, None, note["score"], None)
-        recipe.write_text(yaml.safe_dump(written, sort_keys=False))
+        recipe.write_text(yaml.safe_dump(chosen.recipe(pruning.model), sort_keys=False))
         pruned = self._prune("columns", {"recipe": str(recipe)}, RECIPE)
-        pruned.columns = tuple(columns)
-        lost = pruned.unpriced.in_float()
-        told = f"pruned, a loss of {lost:.4f} (predicted {by_pruning:.4f})"
+        pruned.columns = chosen.columns
+        if chosen.kept is None:
+            lost = pruned.unpriced.in_float()
+        else:
+            pruned.kept = chosen.kept
+            pruned.samples = _choose_samples(self.options, pruned.source, self.task)
+            lost = pruned.by_tokens = self._lose_tokens(pruned)
+        told = f"pruned, a loss of {lost:.4f} (predicted {chosen.by_pruning:.4f})"
         if limit is None:
             say(told if lost < loss else f"{told}: too much before anything is rounded")
             return pruned if lost < loss else None
-        foreseen, alone = predicted - by_pruning + lost, math.inf
+        foreseen, alone = chosen.predicted - chosen.by_pruning + lost, math.inf
         if best is not None:
             alone = best.score.kl if best.candidate.kl is None else best.candidate.kl
         more = "" if foreseen < alone else f", no less than bits alone ({alone:.4f})"
         say(f"{told}; with bits {foreseen:.4f} is predicted{more}")
         return None if more else pruned
+
+    def _lose_tokens(self, pruned: Self) -> float:
+        """Return what the text that weights are rounded by costs more with fewer tokens, in nats a token of all."""
+        windows = self.samples.for_rounding
+        assert isinstance(windows, Tensor)
+        return pruned._cost_more(pruned._language_model(pruned.source.whole), windows)[0]
+
+    def _cost_more(self, model: LanguageModel, windows: Tensor) -> tuple[float, float]:
+        """Return what windows of the dense model cost more as this one writes them, and what they cost that.
+
+        Both in nats a token, as all tokens write it.
+        """
+        assert self._dense is not None
+        assert self.kept is not None
+        written = write_with(windows, parts_of_tokens(Model.of(self._dense.source), self.kept))
+        dense, own = perplexity(self._language_model(self._reference_folder), windows), perplexity(model, written)
+        return own.nll * own.tokens / dense.tokens - dense.nll, dense.nll
 
     def _load(self, *, unpack: bool) -> Any:
         trust = self.options.trust_remote_code or bool(self.columns)
@@ -423,7 +459,7 @@ class GraphMaker:
         graph, measuring = self._traced
         scheme = make_scheme(dtype, GraphSettings(dtype=dtype), self.task, ranges=self.samples.images is not None)
         decider = Decider(graph, replace(scheme, **changes), measuring, self.staging.scratch)
-        decider.reference = None if self._dense is None else self._dense.unpriced
+        decider.reference = None if self._dense is None or self.kept is not None else self._dense.unpriced
         return decider
 
     @cached_property
@@ -479,8 +515,10 @@ class GraphMaker:
             candidate = RoundedCandidate(name, dtype, None, "nearest")
         else:
             record, by_budget = decision.record, bool(decision.scheme.blocks)
-            candidate = RoundedCandidate(name, dtype, record.loss, record.rounding, record.kinds, COUNTED, by_budget)
-        candidate = replace(candidate, columns=self.columns, commands=self._commands(candidate))
+            lost = None if record.loss is None else record.loss + self.by_tokens
+            candidate = RoundedCandidate(name, dtype, lost, record.rounding, record.kinds, COUNTED, by_budget)
+        rows = None if self.kept is None else len(self.kept)
+        candidate = replace(candidate, columns=self.columns, rows=rows, commands=self._commands(candidate))
         result = Measured(candidate, self._score(place))
         journal.record(name, note={"found": result.note(), "dense": self.dense, "entry": entry.model_dump()})
         say(f"{name}: {result.score.bytes / 1e6:.2f} MB, {self.record([result], result, '').words_of(result.score)}")
@@ -496,7 +534,15 @@ class GraphMaker:
         try:
             if task.name == "text-generation":
                 assert samples.windows is not None
-                both = compare(cast(Any, graph), self._language_model(), samples.windows)
+                if self.kept is not None:
+                    assert self._dense is not None
+                    windows = self._dense.samples.windows
+                    assert windows is not None
+                    more, nll = self._cost_more(cast(Any, graph), windows)
+                    self.dense = math.exp(nll)
+                    return FileScore(size, more, math.exp(nll + more), speeds, ms=ms)
+                reference = self._language_model(self._reference_folder)
+                both = compare(cast(Any, graph), reference, samples.windows)
                 self.dense = both.reference_score.perplexity
                 spread: dict[str, Any] = {} if both.spread is None else both.spread.data()
                 return FileScore(
@@ -520,10 +566,10 @@ class GraphMaker:
             return FileScore(size, metric.kl, metric.onnxruntime, speeds, top1=metric.same, ms=ms)
         return FileScore(size, metric.kl, None, speeds, top1=metric.same, ms=ms)
 
-    def _language_model(self) -> LanguageModel:
-        """Return the model, to be run block by block if it can be: its states are then made once for all graphs."""
-        streamed = StreamedModel.open(self._reference_folder, torch.device("cpu"), torch.float32)
-        return streamed or self._reference.get()
+    def _language_model(self, folder: Path) -> LanguageModel:
+        """Return a model, to be run block by block if it can be: its states are then made once for all graphs."""
+        streamed = StreamedModel.open(folder, torch.device("cpu"), torch.float32)
+        return streamed or (self._reference.get() if folder == self._reference_folder else self._load(unpack=False))
 
     def _time(self, graph: OnnxModel) -> float:
         """Return the tokens, or images, that the graph reads a second."""
@@ -589,7 +635,7 @@ class GraphMaker:
         if self.options.images:
             given["samples"] = self.options.held_out_samples or HELD_OUT_IMAGES
         words += words_of_options(as_named_in(self.options.output, check_options(ProofOptions, given)), given)
-        words += ["--dense", str(model)] if self.pruned_by else []
+        words += ["--dense", str(model)] if self.pruned_by and self.kept is None else []
         words += [*(["--max-loss", "99%"] if candidate.dtype != "fp32" else []), "-o", MADE]
         return tuple(shlex.join(each) for each in (self.pruned_by, words) if each)
 
