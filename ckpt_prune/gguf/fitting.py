@@ -19,6 +19,7 @@ from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import track
+from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.layout import Layout, lay_out
 from ckpt_prune.gguf.rounding import Array, encode
 from ckpt_prune.gguf.types import head_of
@@ -39,6 +40,8 @@ FOLDS = 4
 """Folds of the samples, of which the last one decides between two ways to round."""
 ROWS = 128
 """Rows of a matrix that decide between them."""
+_MOST_GRAMS = 2**31
+"""Bytes of the Grams of all experts of a block, up to which they are rounded with error feedback."""
 _UNROUNDED = (Kind.F32, Kind.F16, Kind.BF16)
 
 
@@ -85,6 +88,9 @@ class Placement:
             tensors[part.source] = new
 
 
+_NUMBER = " of expert "
+
+
 class _Matrices:
     """The matrices of a model's file, made of tensors as they stand now, and where they have their weights from.
 
@@ -103,9 +109,14 @@ class _Matrices:
         self._sources.append(name)
         return self._value(name)
 
-    def read(self, name: str) -> Tensor:
+    def matrices(self, name: str) -> dict[str, GgufWeight]:
+        """Return the matrices of a tensor, several with a number if it holds one for each expert."""
+        weight = self.layout.tensors[name]
+        return {f"{name}{_NUMBER}{place}": part for place, part in enumerate(weight.parts)} or {name: weight}
+
+    def read(self, matrix: str) -> Tensor:
         """Return a matrix of the tensors in `now`."""
-        return self.layout.tensors[name].read()
+        return self.matrices(matrix.partition(_NUMBER)[0])[matrix].read()
 
     def place(self, name: str) -> Placement:
         ones, sources = self._read_as(name, lambda source: torch.ones(()).expand(self._shapes[source]))
@@ -164,9 +175,9 @@ class Fitter:
     ) -> None:
         self.model, self._live, self._folder = model, live, folder
         self._feedback, self._device = feedback, device
-        self._kinds = {name: kind for name, kind in kinds.items() if kind not in _UNROUNDED}
-        self._names = [name for name in layout.tensors if name in self._kinds]
         self._matrices = _Matrices(model, chosen)
+        names = [name for name in layout.tensors if kinds[name] not in _UNROUNDED]
+        self._kinds = {matrix: kinds[name] for name in names for matrix in self._matrices.matrices(name)}
         self.ways: Counter[str] = Counter()
         """How many matrices are rounded in which way."""
 
@@ -179,14 +190,15 @@ class Fitter:
         if self._feedback and folds < 2:
             raise UserError("error feedback needs at least 2 samples, of which one is held out: give more text")
         stream = view.stream(live.samples, live.compute_dtype, folds=folds, allocate=live.allocate)
-        grams = dict.fromkeys(model.family.inputs, self._feedback)
+        grams = {first: self._feedback and self._has_room(first, folds) for first in model.family.inputs}
         source = SequentialMoments(stream, grams, true_sequential=True)
         files: dict[str, Path] = {}
         for block in track(range(model.blocks), "rounding", total=model.blocks):
             tensors = view.block(block)
             self._matrices.now.update(tensors)
             prefix = f"blk.{block}."
-            places = {name: self._matrices.place(name) for name in self._names if name.startswith(prefix)}
+            places = {name: self._matrices.place(name) for name in self._kinds if name.startswith(prefix)}
+            encoded: dict[str, Array] = {}
             readers = model.inputs(block)
             for keys in source.group_keys(list(readers)):
                 moments = source.moments(block, tensors, keys)
@@ -195,8 +207,9 @@ class Fitter:
                     for name in [name for name, place in places.items() if place.sources <= linears]:
                         place = places.pop(name)
                         folds_of = [self._place(each.to("cpu"), place) for each in select_input_moments(moments[first])]
-                        files[name] = self._round(name, folds_of)
-                        place.put_back(tensors, decode(np.load(files[name]), self._kinds[name]))
+                        encoded[name] = self._round(name, folds_of)
+                        place.put_back(tensors, decode(encoded[name], self._kinds[name]))
+            files |= self._keep(encoded)
             source.advance(block, tensors)
             for name in tensors:
                 self._matrices.now.pop(name, None)
@@ -217,10 +230,35 @@ class Fitter:
             return
         sums, place = stream.observe_head(gram=self._feedback), self._matrices.place(name)
         self._matrices.now.update(self.model.checkpoint.read(place.sources))
-        yield name, self._round(name, [self._place(each, place) for each in sums], least_damp=HEAD_DAMP)
+        folds = [self._place(each, place) for each in sums]
+        yield from self._keep({name: self._round(name, folds, least_damp=HEAD_DAMP)}).items()
 
-    def _round(self, name: str, folds: Sequence[Moments], *, least_damp: float = DAMP) -> Path:
-        """Round a matrix in the way that loses less on the last fold; return the file of its bytes."""
+    def _has_room(self, module: str, folds: int) -> bool:
+        """Whether Grams of what a module reads are summed: those of all experts of a block are held at once."""
+        model, modules = self.model, self.model.family.expert_modules
+        if module not in modules:
+            return True
+        alike = sum(role == modules[module][1] for _, role in modules.values())
+        stored = model.checkpoint.tensors
+        names = [model.tensor(block, module) for block in range(model.blocks)]
+        width = max(stored[name].shape[1] for name in names if name in stored)
+        return folds * alike * 4 * width**2 <= _MOST_GRAMS
+
+    def _keep(self, encoded: Mapping[str, Array]) -> dict[str, Path]:
+        """Write rows as the file has them, those of all experts behind each other, into files of numpy."""
+        rows: dict[str, list[Array]] = {}
+        for matrix, part in encoded.items():
+            rows.setdefault(matrix.partition(_NUMBER)[0], []).append(part)
+        files: dict[str, Path] = {}
+        for name, parts in rows.items():
+            if len(parts) == len(self._matrices.matrices(name)):
+                files[name] = self._folder / f"{name}.npy"
+                with disk_failures(files[name]):
+                    np.save(files[name], np.concatenate(parts))
+        return files
+
+    def _round(self, name: str, folds: Sequence[Moments], *, least_damp: float = DAMP) -> Array:
+        """Round a matrix in the way that loses less on the last fold; return its rows as the file has them."""
         weight, kind = self._matrices.read(name).float(), self._kinds[name]
         seen = sum_folds(folds[:-1] or folds)
         assert isinstance(seen, Moments)
@@ -238,10 +276,7 @@ class Fitter:
             if output_error(weight[some], fed, kind, held_out) < output_error(weight[some], weighed, kind, held_out):
                 way = "error feedback"
         self.ways[way] += 1
-        file = self._folder / f"{name}.npy"
-        with disk_failures(file):
-            np.save(file, by_importance(weight) if encoded is None or way == "importance" else encoded)
-        return file
+        return by_importance(weight) if encoded is None or way == "importance" else encoded
 
     def describe(self) -> str:
         """Say in a line how matrices were rounded; `rounded` was asked for before."""

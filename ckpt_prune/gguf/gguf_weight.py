@@ -1,9 +1,10 @@
 """A tensor of a GGUF file that is read and changed when it is asked for."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -13,11 +14,19 @@ class GgufWeight:
 
     Attributes:
         zeros: elements that it was filled up with.
+        parts: tensors that it is a stack of, as those of experts are.
     """
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     zeros: int = 0
+    parts: tuple["GgufWeight", ...] = ()
+
+    @classmethod
+    def stack(cls, parts: Sequence["GgufWeight"]) -> "GgufWeight":
+        """Return tensors of one shape as one, (tensors, …)."""
+        shape, zeros = (len(parts), *parts[0].shape), sum(part.zeros for part in parts)
+        return cls(shape, lambda: torch.stack([part.read() for part in parts]), zeros, tuple(parts))
 
     def apply(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> "GgufWeight":
         """Return the same tensor in float32, changed."""
@@ -33,6 +42,8 @@ class GgufWeight:
         """
         if now == filled:
             return self
+        if self.parts:
+            return self.stack([part.fill(axis - 1, now, filled) for part in self.parts])
         shape = (*self.shape[:axis], math.prod(filled), *self.shape[axis + 1 :])
 
         def change(tensor: Tensor) -> Tensor:
@@ -45,6 +56,8 @@ class GgufWeight:
 
     def take(self, axis: int, places: Tensor) -> "GgufWeight":
         """Return what stands at these places of an axis, in their order."""
+        if self.parts:
+            return self.stack([part.take(axis - 1, places) for part in self.parts])
         shape = (*self.shape[:axis], len(places), *self.shape[axis + 1 :])
         return self.apply(lambda tensor: tensor.index_select(axis, places), shape)
 

@@ -702,9 +702,7 @@ def _stack_experts(block: dict[str, GgufWeight]) -> dict[str, GgufWeight]:
         else:
             experts.setdefault(match["before"] + match["after"], {})[int(match["number"])] = weight
     for name, by_number in experts.items():
-        parts = [weight for _, weight in sorted(by_number.items())]
-        shape = (len(parts), *parts[0].shape)
-        stacked[name] = GgufWeight(shape, lambda parts=parts: torch.stack([part.read() for part in parts]))  # type: ignore[misc]
+        stacked[name] = GgufWeight.stack([weight for _, weight in sorted(by_number.items())])
     return stacked
 
 

@@ -8,10 +8,9 @@ from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import Opening, open_model
-from tests.gguf_files.tiny import DELTA, HYBRID, LONGROPE, WINDOWED, proving, save
+from tests.gguf_files.tiny import DELTA, GRANITE, HYBRID, LONGROPE, WINDOWED, proving, save
 from tests.pairs import first_of_each
 
-GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
 FORMS = {
     "llama": ("llama", {}, "deci"),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}, "deci"),

@@ -13,7 +13,7 @@ from ckpt_prune.gguf.export import export_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import open_model
-from tests.gguf_files.tiny import DELTA, HYBRID, LONGROPE, MIXTURE, ROUTED, WINDOWED, proving, save
+from tests.gguf_files.tiny import DELTA, GRANITE, HYBRID, LONGROPE, MIXTURE, ROUTED, WINDOWED, proving, save
 from tests.pairs import every
 from tests.runner.frontiers import run
 
@@ -33,7 +33,6 @@ PARTS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}
-GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
 OSS = {
     "num_local_experts": 5,
     "head_dim": 64,

@@ -11,12 +11,14 @@ from click.testing import CliRunner
 from ckpt_prune.cli.main import main
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.graph_types import OtherTypes
+from ckpt_prune.gguf import fitting
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.fitting import _Matrices
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
+from ckpt_prune.gguf.types import is_matrix
 from ckpt_prune.model.containers.opening import open_model
-from tests.gguf_files.tiny import proving, save
+from tests.gguf_files.tiny import DELTA, GRANITE, proving, save
 
 pytest.importorskip("libgguf", reason="ggml's functions are not installed: pip install libgguf")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -34,6 +36,8 @@ def run(*arguments: object) -> tuple[int, str]:
         ("granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "intermediate_size": 100}),
         ("phi3", {"intermediate_size": 100}),  # fused, and filled up
         ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 64}),
+        ("granitemoe", GRANITE | {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 36}),
+        ("qwen3_5_text", DELTA | {"layer_types": ["linear_attention", "full_attention"]}),  # heads are reordered
     ],
 )
 def test_weights_of_the_file_are_put_back_where_they_are_from(tmp_path, model_type, changes):
@@ -42,9 +46,13 @@ def test_weights_of_the_file_are_put_back_where_they_are_from(tmp_path, model_ty
     tensors = model.checkpoint.read(list(model.checkpoint.tensors))
     matrices.now.update(tensors)
     cleared = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    placed = [name for name, weight in layout.tensors.items() if len(weight.shape) == 2]
-    for name in placed:
-        place, weight = matrices.place(name), layout.tensors[name].read().float()
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in layout.tensors.items():
+        whole = weight.read().float()
+        if is_matrix(name, weight):
+            weights |= zip(matrices.matrices(name), whole if whole.ndim == 3 else [whole], strict=True)
+    for name, weight in weights.items():
+        place = matrices.place(name)
         torch.testing.assert_close(matrices.read(name).float(), weight)
         place.put_back(cleared, weight)
         # What the matrix makes of inputs with this Gram is as large as what the checkpoint's rows make of it.
@@ -53,7 +61,7 @@ def test_weights_of_the_file_are_put_back_where_they_are_from(tmp_path, model_ty
         energy = float((rows.double() @ gram * rows.double()).sum()) * place.factor**2
         placed_gram = place.place_gram(gram)
         assert float((weight.double() @ placed_gram * weight.double()).sum()) == pytest.approx(energy, rel=1e-5)
-    for name in {source for each in placed for source in matrices.place(each).sources}:
+    for name in {source for each in weights for source in matrices.place(each).sources}:
         torch.testing.assert_close(cleared[name], tensors[name].float())
 
 
@@ -82,6 +90,29 @@ def test_quantize_writes_a_file_that_llama_cpp_runs_and_that_holds_the_model(tmp
     again = tmp_path / "again.gguf"
     assert run(*given, "-o", again)[0] == 0
     assert again.read_bytes() == (tmp_path / "fit.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_every_expert_is_rounded_by_what_reaches_it(tmp_path, monkeypatch, room):
+    """By importance alone if the Grams of all take too much memory."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 64}
+    model = save(tmp_path / "model", "granitemoe", **SIZES | experts)
+    if not room:
+        monkeypatch.setattr(fitting, "_MOST_GRAMS", 0)
+    data = ["--text", proving(model).text[0], "--window", 48, "--samples", 16, "--evaluate-samples", 2]
+    code, output = run("quantize", model, "--format", "gguf", "--type", "q4_0", *data, "-o", tmp_path / "m.gguf")
+    assert code == 0, output
+    ways = {way: int(count) for count, way in re.findall(r"(\d+) by (error feedback|importance)", output)}
+    assert sum(ways.values()) == 2 * (4 + 3 * 3) + 1
+    assert (ways["error feedback"] > 9) == room
+    exported = open_gguf(tmp_path / "m.gguf")
+    dense, nearest = lay_out(open_model(str(model)), "q4_0"), tmp_path / "nearest.gguf"
+    assert run("export", model, "--format", "gguf", "--dtype", "q4_0", "--no-validate", "-o", nearest)[0] == 0
+    name = "blk.1.ffn_down_exps.weight"
+    own, plain, source = exported.read(name), open_gguf(nearest).read(name), dense.tensors[name].read()
+    assert not torch.equal(own, plain)
+    assert float((own - source).norm() / source.norm()) < 0.3
 
 
 def test_a_recipe_rounds_its_file_by_its_own_samples_so_that_types_of_two_bits_work(tmp_path):

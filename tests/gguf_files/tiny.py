@@ -40,6 +40,7 @@ LONGROPE = {
     "max_position_embeddings": 512,
 }
 """Phi-3's rotary positions for long texts."""
+GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
 HYBRID = {"layer_types": ["conv", "full_attention", "conv"] * 2}
 DELTA = {
     "head_dim": 16,
