@@ -215,18 +215,24 @@ def try_type(model_type: str, architecture: str) -> dict[str, Any]:
 
 
 def try_stacks(source: Path) -> dict[str, Any]:
-    """Prune and verify both stacks of an encoder-decoder; `spaces` of either and whether `pruned`."""
+    """Prune and verify both stacks of an encoder-decoder, or the one that can be; `spaces` of either."""
     from ckpt_prune.checkpoint.checkpoint import Checkpoint
     from ckpt_prune.model.composites import extract_part
 
-    checkpoint = Checkpoint.open(source)
-    stacks = [
-        extract_part(checkpoint, part).config[descriptions.OUTSIDE_KEY]["spaces"] for part in ("encoder", "decoder")
-    ]
-    prune_and_verify(source, {"spaces": stacks[0] | stacks[1]}, part="all")
-    whole = [name for name, own in zip(("encoder", "decoder"), stacks, strict=True) if "heads" not in own]
+    checkpoint, stacks, refused = Checkpoint.open(source), dict[str, Any](), None
+    for part in ("encoder", "decoder"):
+        try:
+            stacks[part] = extract_part(checkpoint, part).config[descriptions.OUTSIDE_KEY]["spaces"]
+        except UserError as error:
+            refused = error
+    if refused is not None and not stacks:
+        raise refused
+    spaces = {name: space for own in stacks.values() for name, space in own.items()}
+    prune_and_verify(source, {"spaces": spaces}, part="all" if refused is None else next(iter(stacks)))
+    whole = [name for name, own in stacks.items() if "heads" not in own]
     why = f"heads {f'of the {whole[0]} ' if len(whole) == 1 else ''}stay whole" if whole else ""
-    return {"spaces": list(stacks[0] | stacks[1]), "pruned": True, "why": why}
+    why = why if refused is None else f"--part {next(iter(stacks))} alone"
+    return {"spaces": list(spaces), "pruned": True, "why": why}
 
 
 def try_part(source: Path, *, images: bool = False) -> dict[str, Any]:

@@ -183,7 +183,8 @@ class Describer:
                 "among tokens"
             )
         if not self.spaces:
-            raise UserError(f"no space of {self.twin.architecture} was found: {self._said()}")
+            whose, beside = ("", "") if self.stack is None else (f"the {self.stack} of ", self._beside)
+            raise UserError(f"no space of {whose}{self.twin.architecture} was found: {self._said()}{beside}")
         model: Any = self.twin.model
         outside = self._images() if "pixel_values" in self.twin.batch else self._texts()
         used = {key for space in self.spaces.values() for key in _dimensions_of(space)}
@@ -282,7 +283,15 @@ class Describer:
         return next(stored, next(iter(paths), None))
 
     def _said(self) -> str:
-        return "; ".join(f"{name}: {why}" for name, why in self.whole.items()) or "nothing ends in a linear module"
+        names: dict[str, list[str]] = {}
+        for name, why in self.whole.items():
+            names.setdefault(why, []).append(name)
+        said = "; ".join(f"{' and '.join(own)}: {why}" for why, own in names.items())
+        return said or "nothing ends in a linear module"
+
+    @property
+    def _beside(self) -> str:
+        return f"; --part {'decoder' if self.stack == 'encoder' else 'encoder'} names its other stack"
 
     @cached_property
     def _kinds(self) -> list[BlockRun]:
@@ -328,7 +337,8 @@ class Describer:
         ways = {key: way for key, way in found.items() if not way[1].elsewhere}
         heads = self.key_of(self.twin.sizes.heads, "head|^n_head") or self.key_of(self.twin.sizes.heads)
         if not ways or heads is None:
-            unknown = "no config key counts its heads" if ways else "no linear module reads what mixes tokens"
+            unknown = "no linear module that runs once in a block reads what mixes tokens"
+            unknown = "no config key counts its heads" if ways else unknown
             self.whole |= dict.fromkeys(("queries", "heads"), unknown)
             return self._unknown_attention(traces)
         self.add_dimension("query_heads", self.twin.sizes.heads, [heads])

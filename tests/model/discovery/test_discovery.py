@@ -95,8 +95,8 @@ def _incidence(short: str | dict[str, Any]) -> dict[str, Any]:
         ),
         (
             ("mamba2", "Mamba2ForCausalLM"),
-            "no space of Mamba2ForCausalLM was found: queries: no config key counts its heads; heads: no config key "
-            "counts its heads; mixer.out_proj: a norm covers all columns of mixer.out_proj together",
+            "no space of Mamba2ForCausalLM was found: queries and heads: no config key counts its heads; "
+            "mixer.out_proj: a norm covers all columns of mixer.out_proj together",
         ),
         (
             ("gemma3n_text", "Gemma3nForCausalLM"),
