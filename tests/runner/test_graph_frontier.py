@@ -291,7 +291,7 @@ def test_for_a_time_models_are_pruned_by_what_each_type_lacks(place, monkeypatch
 
     of_graphs = iter([100.0, 70.0, 90.0, 55.0, 66.0, 58.0, 57.0])
     monkeypatch.setattr("ckpt_prune.benchmarking.latency_table.time_fastest", fastest)
-    monkeypatch.setattr("ckpt_prune.runner.frontier.graphs.time_fastest", lambda *_: [1e6 * next(of_graphs)])
+    monkeypatch.setattr("ckpt_prune.runner.frontier.graph_scores.time_fastest", lambda *_: [1e6 * next(of_graphs)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     code, output = run(*command(place, "timed", "--target-latency", "60%", "--choose", "first"))
     assert code == 0, output

@@ -17,7 +17,6 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Self, cast
 
 import torch
@@ -26,8 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ckpt_prune.benchmarking.latency_table import choose_timed_workload, time_fastest
-from ckpt_prune.benchmarking.runners import GraphTimer
+from ckpt_prune.benchmarking.latency_table import choose_timed_workload
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
@@ -39,12 +37,9 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.safe_text import as_markdown
-from ckpt_prune.evaluation.fewer_tokens import write_with
-from ckpt_prune.evaluation.file_score import FileScore
-from ckpt_prune.evaluation.perplexity import LanguageModel, compare, perplexity
+from ckpt_prune.evaluation.fewer_tokens import TokenParts
 from ckpt_prune.evaluation.sentences import cut_texts
-from ckpt_prune.evaluation.streamed import StreamedModel
-from ckpt_prune.evaluation.whole_model import config_of, load_model
+from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.images import ImageSamples
 from ckpt_prune.measure.samples.samples import TokenWindows
@@ -52,14 +47,13 @@ from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer
 from ckpt_prune.model.composites import is_encoder_decoder
 from ckpt_prune.model.containers.opening import Opening, open_checkpoint
 from ckpt_prune.model.model import Model
-from ckpt_prune.onnx.export import complete_folder, count_graph_bytes, measure_for, save_entry
-from ckpt_prune.onnx.metrics import Allowance, is_of_sentences, measure_image_metric, measure_text_metric
+from ckpt_prune.onnx.export import complete_folder, measure_for, save_entry
+from ckpt_prune.onnx.metrics import is_of_sentences
 from ckpt_prune.onnx.quantization.choosing import Prices
 from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, Decision, allow_harm, make_scheme, store
 from ckpt_prune.onnx.records import GraphEntry
-from ckpt_prune.onnx.reference import GraphReference, HeldModel
 from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
-from ckpt_prune.onnx.session import DATA, OnnxModel, complete_inputs
+from ckpt_prune.onnx.session import DATA
 from ckpt_prune.onnx.tasks import GraphTask, check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import trace_model
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
@@ -80,6 +74,7 @@ from ckpt_prune.runner.frontier.asked import (
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.graph_pruning import GraphPruning
+from ckpt_prune.runner.frontier.graph_scores import GraphScores, load_in_float, open_streamed
 from ckpt_prune.runner.frontier.record import (
     COMMANDS,
     FRONTIER,
@@ -102,8 +97,6 @@ from ckpt_prune.stages.vocabulary.smaller_checkpoint import vocabulary_tensors
 
 HELD_OUT, HELD_OUT_IMAGES = 16, 4 * IMAGES
 """Windows, or images, that graphs are measured on by default."""
-BATCH = 8
-"""Images that are timed."""
 PRUNING, WINDOW = 32, 512
 """Windows of text that a model is pruned by, and their tokens, by default."""
 COUNTED = "weight matrices of products and embeddings"
@@ -306,11 +299,10 @@ class GraphMaker:
         pruned_by: Sequence[str] = (),
     ) -> None:
         self.options, self.source, self.task, self.samples, self.staging = options, source, task, samples, staging
-        self.dense: float | None = None
-        self.workload, self.pruned_by = workload, pruned_by
-        self._reference: HeldModel = HeldModel(lambda: self._load(unpack=False)) if dense is None else dense._reference
-        self._reference_folder: Path = source.whole if dense is None else dense._reference_folder
-        self._dense = dense
+        self.workload, self.pruned_by, self._dense = workload, pruned_by, dense
+        trust = options.trust_remote_code
+        own = GraphScores(source.whole, trust, task, samples, workload)
+        self.scores: GraphScores = own if dense is None else dense.scores
         self.columns = () if dense is None else tuple(Model.of(source).unit_counts(SPACE))
         self.kept: tuple[int, ...] | None = None
         self.by_tokens = 0.0
@@ -420,32 +412,27 @@ class GraphMaker:
 
     def _lose_tokens(self, pruned: Self) -> float:
         """Return what the text that weights are rounded by costs more with fewer tokens, in nats a token of all."""
-        windows = self.samples.for_rounding
+        windows, folder, parts = self.samples.for_rounding, pruned.source.whole, pruned._parts
         assert isinstance(windows, Tensor)
-        return pruned._cost_more(pruned._language_model(pruned.source.whole), windows)[0]
+        assert parts is not None
+        return self.scores.cost_more(open_streamed(folder) or pruned._load(), windows, parts)[0]
 
-    def _cost_more(self, model: LanguageModel, windows: Tensor) -> tuple[float, float]:
-        """Return what windows of the dense model cost more as this one writes them, and what they cost that.
+    @cached_property
+    def _parts(self) -> TokenParts | None:
+        """How this model writes a token of the dense one; None if it has all."""
+        if self.kept is None or self._dense is None:
+            return None
+        return parts_of_tokens(Model.of(self._dense.source), self.kept)
 
-        Both in nats a token, as all tokens write it.
-        """
-        assert self._dense is not None
-        assert self.kept is not None
-        written = write_with(windows, parts_of_tokens(Model.of(self._dense.source), self.kept))
-        dense, own = perplexity(self._language_model(self._reference_folder), windows), perplexity(model, written)
-        return own.nll * own.tokens / dense.tokens - dense.nll, dense.nll
-
-    def _load(self, *, unpack: bool) -> Any:
+    def _load(self, *, unpack: bool = False) -> Any:
         trust = self.options.trust_remote_code or bool(self.columns)
-        return load_model(
-            self.source.whole, device="cpu", dtype=torch.float32, trust_remote_code=trust, whole=True, unpack=unpack
-        )
+        return load_in_float(self.source.whole, trust=trust, unpack=unpack)
 
     # ---- the graph -------------------------------------------------------------------------------------------------
 
     @cached_property
     def _traced(self) -> Any:
-        self._reference.let_go()
+        self.scores.let_go()
         model = self._load(unpack=True)
         log = self.staging.scratch / "export-error.log"
         graph = trace_model(remove_head(model, self.task), self.task, opset=None, fusions=None, log=log)
@@ -502,7 +489,7 @@ class GraphMaker:
         place, journal = self._place(name, dtype), self.staging.journal
         if name in journal.notes and place.is_file():
             result = Measured.read(RoundedCandidate, journal.notes[name]["found"])
-            self.dense = journal.notes[name]["dense"]
+            self.scores.dense = journal.notes[name]["dense"]
             return result
         say(f"making and measuring: {name}")
         decision = decide()
@@ -519,72 +506,10 @@ class GraphMaker:
             candidate = RoundedCandidate(name, dtype, lost, record.rounding, record.kinds, COUNTED, by_budget)
         rows = None if self.kept is None else len(self.kept)
         candidate = replace(candidate, columns=self.columns, rows=rows, commands=self._commands(candidate))
-        result = Measured(candidate, self._score(place))
-        journal.record(name, note={"found": result.note(), "dense": self.dense, "entry": entry.model_dump()})
+        result = Measured(candidate, self.scores.score(place, self.source.path, self._parts))
+        journal.record(name, note={"found": result.note(), "dense": self.scores.dense, "entry": entry.model_dump()})
         say(f"{name}: {result.score.bytes / 1e6:.2f} MB, {self.record([result], result, '').words_of(result.score)}")
         return result
-
-    def _score(self, place: Path) -> FileScore:
-        """Run a graph in onnxruntime, and compare it with the model."""
-        graph, task, samples = OnnxModel(place.parent, place.name, described=self.source.path), self.task, self.samples
-        size, speeds = count_graph_bytes(place.parent, place.name), (self._time(graph),)
-        ms = None
-        if self.workload is not None:
-            ms = time_fastest([GraphTimer(graph)], self.workload, "timing the graph")[0] / 1e6
-        try:
-            if task.name == "text-generation":
-                assert samples.windows is not None
-                if self.kept is not None:
-                    assert self._dense is not None
-                    windows = self._dense.samples.windows
-                    assert windows is not None
-                    more, nll = self._cost_more(cast(Any, graph), windows)
-                    self.dense = math.exp(nll)
-                    return FileScore(size, more, math.exp(nll + more), speeds, ms=ms)
-                reference = self._language_model(self._reference_folder)
-                both = compare(cast(Any, graph), reference, samples.windows)
-                self.dense = both.reference_score.perplexity
-                spread: dict[str, Any] = {} if both.spread is None else both.spread.data()
-                return FileScore(
-                    size, both.kl, both.score.perplexity, speeds, **spread, top1=both.top1_agreement, ms=ms
-                )
-            reference, any_loss = GraphReference(self._reference, task, set()), Allowance(0.0, math.inf)
-            if samples.images is not None:
-                metric = measure_image_metric(graph, reference, task.name, samples.images, any_loss)
-            else:
-                assert samples.windows is not None
-                metric = measure_text_metric(graph, reference, task.name, samples.windows, self.source.path, any_loss)
-        finally:
-            graph.close()
-        if isinstance(metric, str):
-            raise UserError(f"what a graph of {self.source.name} loses is not measured: {metric}")
-        if metric.kl is None:  # of vectors of one length, the energy that is lost is twice what the cosine loses
-            assert metric.onnxruntime is not None
-            return FileScore(size, 2 * (1 - metric.onnxruntime), None, speeds, top1=metric.onnxruntime, ms=ms)
-        if task.name == "fill-mask":
-            self.dense = metric.pytorch
-            return FileScore(size, metric.kl, metric.onnxruntime, speeds, top1=metric.same, ms=ms)
-        return FileScore(size, metric.kl, None, speeds, top1=metric.same, ms=ms)
-
-    def _language_model(self, folder: Path) -> LanguageModel:
-        """Return a model, to be run block by block if it can be: its states are then made once for all graphs."""
-        streamed = StreamedModel.open(folder, torch.device("cpu"), torch.float32)
-        return streamed or (self._reference.get() if folder == self._reference_folder else self._load(unpack=False))
-
-    def _time(self, graph: OnnxModel) -> float:
-        """Return the tokens, or images, that the graph reads a second."""
-        samples = self.samples
-        if samples.images is not None:
-            feed = {"pixel_values": samples.images.batch(slice(0, BATCH))["pixel_values"]}
-            items = len(feed["pixel_values"])
-        else:
-            assert samples.windows is not None
-            feed = complete_inputs({"input_ids": samples.windows[:1]}) | graph.empty_cache(1)
-            items = samples.windows.shape[1]
-        graph.run(feed)
-        start = perf_counter()
-        graph.run(feed)
-        return items / (perf_counter() - start)
 
     # ---- the result ------------------------------------------------------------------------------------------------
 
@@ -604,7 +529,7 @@ class GraphMaker:
             folder=self.options.output,
             place=str(as_named_in(self.options.output, self.options).model),
             model=model_name(self.source.path),
-            dense=self.dense,
+            dense=self.scores.dense,
             found=found,
             best=best,
             asked=asked,

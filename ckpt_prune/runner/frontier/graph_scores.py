@@ -1,0 +1,148 @@
+"""What a graph of a frontier is worth: its predictions in onnxruntime beside the dense model's, and its speed."""
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ckpt_prune.benchmarking.latency_table import time_fastest
+from ckpt_prune.benchmarking.runners import GraphTimer
+from ckpt_prune.benchmarking.workload import Workload
+from ckpt_prune.common.errors import UserError
+from ckpt_prune.evaluation.fewer_tokens import TokenParts, write_with
+from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.evaluation.perplexity import LanguageModel, compare, perplexity
+from ckpt_prune.evaluation.streamed import StreamedModel
+from ckpt_prune.evaluation.whole_model import load_model
+from ckpt_prune.onnx.export import count_graph_bytes
+from ckpt_prune.onnx.metrics import Allowance, measure_image_metric, measure_text_metric
+from ckpt_prune.onnx.reference import GraphReference, HeldModel
+from ckpt_prune.onnx.samples import ProofSamples
+from ckpt_prune.onnx.session import OnnxModel, complete_inputs
+from ckpt_prune.onnx.tasks import GraphTask
+
+BATCH = 8
+"""Images that are timed."""
+
+
+def load_in_float(folder: Path, *, trust: bool, unpack: bool = False) -> Any:
+    """Load a WHOLE model in float32."""
+    how: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "whole": True}
+    return load_model(folder, trust_remote_code=trust, unpack=unpack, **how)
+
+
+@dataclass(eq=False)
+class GraphScores:
+    """Runs graphs of a model, whole or pruned, and compares them with the dense model on held-out data.
+
+    Attributes:
+        folder: of the dense model.
+        trust: whether its code may run.
+        task: of the graphs.
+        samples: held-out data.
+        workload: that graphs are timed on; None: they are not.
+        dense: perplexity of the dense model, once something is measured.
+    """
+
+    folder: Path
+    trust: bool
+    task: GraphTask
+    samples: ProofSamples
+    workload: Workload | None = None
+    dense: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._held = HeldModel(lambda: load_in_float(self.folder, trust=self.trust))
+
+    def let_go(self) -> None:
+        """Free the memory of the dense model."""
+        self._held.let_go()
+
+    def score(self, place: Path, described: Path, parts: TokenParts | None) -> FileScore:
+        """Run a graph, and compare it with the dense model.
+
+        Args:
+            place: of the graph.
+            described: folder with its config.json.
+            parts: how a graph with fewer tokens writes a token; None: it has all.
+        """
+        graph = OnnxModel(place.parent, place.name, described=described)
+        try:
+            score = self._compare(graph, described, parts)
+            ms = None
+            if self.workload is not None:
+                ms = time_fastest([GraphTimer(graph)], self.workload, "timing the graph")[0] / 1e6
+            size, speeds = count_graph_bytes(place.parent, place.name), (self._time(graph, parts),)
+        finally:
+            graph.close()
+        return replace(score, bytes=size, speeds=speeds, ms=ms)
+
+    def _compare(self, graph: OnnxModel, described: Path, parts: TokenParts | None) -> FileScore:
+        """Return a score without size and times."""
+        task, samples = self.task, self.samples
+        if task.name == "text-generation":
+            assert samples.windows is not None
+            if parts is not None:
+                more, nll = self.cost_more(cast(Any, graph), samples.windows, parts)
+                self.dense = math.exp(nll)
+                return FileScore(0, more, math.exp(nll + more), ())
+            both = compare(cast(Any, graph), self._language_model, samples.windows)
+            self.dense = both.reference_score.perplexity
+            spread: dict[str, Any] = {} if both.spread is None else both.spread.data()
+            return FileScore(0, both.kl, both.score.perplexity, (), **spread, top1=both.top1_agreement)
+        reference, any_loss = GraphReference(self._held, task, set()), Allowance(0.0, math.inf)
+        if samples.images is not None:
+            metric = measure_image_metric(graph, reference, task.name, samples.images, any_loss)
+        else:
+            assert samples.windows is not None
+            metric = measure_text_metric(graph, reference, task.name, samples.windows, described, any_loss)
+        if isinstance(metric, str):
+            raise UserError(f"what a graph of {described.name} loses is not measured: {metric}")
+        if metric.kl is None:  # of vectors of one length, the energy that is lost is twice what the cosine loses
+            assert metric.onnxruntime is not None
+            return FileScore(0, 2 * (1 - metric.onnxruntime), None, (), top1=metric.onnxruntime)
+        if task.name == "fill-mask":
+            self.dense = metric.pytorch
+            return FileScore(0, metric.kl, metric.onnxruntime, (), top1=metric.same)
+        return FileScore(0, metric.kl, None, (), top1=metric.same)
+
+    def cost_more(self, model: LanguageModel, windows: Tensor, parts: TokenParts) -> tuple[float, float]:
+        """Return what windows cost a model with fewer tokens more than the dense one, and what they cost that.
+
+        Both in nats a token, as all tokens write it.
+
+        Args:
+            windows: tokens of the dense model, (windows, length).
+        """
+        dense, own = perplexity(self._language_model, windows), perplexity(model, write_with(windows, parts))
+        return own.nll * own.tokens / dense.tokens - dense.nll, dense.nll
+
+    @property
+    def _language_model(self) -> LanguageModel:
+        """The dense model, to be run block by block if it can be: its states are then made once for all graphs."""
+        return open_streamed(self.folder) or self._held.get()
+
+    def _time(self, graph: OnnxModel, parts: TokenParts | None) -> float:
+        """Return the tokens, or images, that a graph reads a second."""
+        samples = self.samples
+        if samples.images is not None:
+            feed = {"pixel_values": samples.images.batch(slice(0, BATCH))["pixel_values"]}
+            items = len(feed["pixel_values"])
+        else:
+            assert samples.windows is not None
+            ids = samples.windows[:1] if parts is None else write_with(samples.windows[:1], parts).windows
+            feed = complete_inputs({"input_ids": ids}) | graph.empty_cache(1)
+            items = ids.shape[1]
+        graph.run(feed)
+        start = perf_counter()
+        graph.run(feed)
+        return items / (perf_counter() - start)
+
+
+def open_streamed(folder: Path) -> StreamedModel | None:
+    """Return a model in float32, to be run block by block; None if it has to be loaded whole."""
+    return StreamedModel.open(folder, torch.device("cpu"), torch.float32)
