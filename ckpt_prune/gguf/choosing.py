@@ -131,6 +131,11 @@ class TypeBudget:
         return self._plan.bytes - sum(self.size(name, self._plan.kinds[name]) for name in self.losses)
 
     @cached_property
+    def _unchosen(self) -> dict[str, Kind]:
+        """Matrices of which it is not known what types lose, such as those of convolutions: they keep 8 bits."""
+        return {name: kind for name, kind in self._plan.kinds.items() if kind == Kind.Q8_0 and name not in self.losses}
+
+    @cached_property
     def _variants(self) -> list[list[Choices]]:
         """Return the choices of all sites: several times if all blocks keep as many columns, once for each number."""
         if not self.alike or not self.columns:
@@ -207,7 +212,7 @@ class TypeBudget:
                 sizes[kind] += int(self._elements[name] * shares.get(name, 1))
         chosen = _NAMES[max(sizes or Counter(kinds.values()), key=lambda kind: sizes[kind])]
         embedding, head = (kinds[name].name.lower() if name in kinds else None for name in OUTER)
-        others = OtherTypes(embedding, head, _patterns(kinds))  # type: ignore[arg-type]
+        others = OtherTypes(embedding, head, _patterns({**kinds, **self._unchosen}))  # type: ignore[arg-type]
         size = self._outside + sum(self.size(name, kind, shares.get(name, _WHOLE)) for name, kind in kinds.items())
         by_pruning = self.by_rows + sum(self.columns[block][width] for block, width in (widths or {}).items())
         fewer = {block: width for block, width in (widths or {}).items() if width < max(self.columns[block])}
@@ -271,7 +276,7 @@ def _patterns(kinds: Mapping[str, Kind]) -> dict[str, str]:
     blocks: dict[tuple[str, Kind], list[int]] = {}
     for name, kind in kinds.items():
         if name.startswith("blk."):
-            _, block, matrix, _ = name.split(".")
+            _, block, matrix = name.removesuffix(".weight").split(".", 2)
             blocks.setdefault((matrix, kind), []).append(int(block))
     return {
         f"^blk\\.({'|'.join(map(str, own))})\\.{re.escape(matrix)}\\.": kind.name.lower()
@@ -281,5 +286,5 @@ def _patterns(kinds: Mapping[str, Kind]) -> dict[str, str]:
 
 def _read_pattern(pattern: str) -> tuple[str, int]:
     """Return the matrix that an expression of `_patterns` names, and in how many blocks."""
-    _, blocks, matrix, _ = pattern.split("\\.")
-    return matrix, blocks.count("|") + 1
+    _, blocks, *matrix, _ = pattern.split("\\.")
+    return ".".join(matrix), blocks.count("|") + 1

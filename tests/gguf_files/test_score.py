@@ -20,6 +20,7 @@ from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.importance import importance_of_statistics
 from ckpt_prune.gguf.losses import predict_type_losses, round_inputs
 from ckpt_prune.gguf.score import diverge_from, read_reference, score_file
+from ckpt_prune.gguf.types import OUTER
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.statistics.measurement import measure_statistics
 from ckpt_prune.measure.streams.hidden_stream import open_stream
@@ -275,3 +276,18 @@ def test_types_and_columns_of_one_budget_lose_least_of_all_combinations(folder, 
     assert choice.columns.keys() in ({0, 1}, set())
     smallest = budget.at_loss(choice.kl + 1e-9)
     assert smallest.bytes == min(size for size, lost in every if lost <= choice.kl + 1e-9)
+
+
+def test_matrices_of_which_no_loss_is_known_keep_8_bits(tmp_path):
+    """Those of convolutions over tokens: the file is as large as the budget counts."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "block_auto_adjust_ff_dim": False}
+    folder = save(tmp_path / "model", "lfm2", **sizes, layer_types=["conv", "full_attention"])
+    planner = FilePlanner(open_model(str(folder)))
+    losses = {f"blk.{block}.ffn_down.weight": {Kind.Q8_0: 0.0, Kind.Q4_K: 1.0} for block in range(2)}
+    budget = TypeBudget(planner, losses | {name: {Kind.Q8_0: 0.0} for name in OUTER})
+    choice = budget.at_bytes(budget.least)
+    plan = planner.plan(choice.chosen, choice.others, weighted=True)
+    assert plan.bytes == choice.bytes
+    assert plan.kinds["blk.1.ffn_down.weight"] == Kind.Q4_K
+    assert plan.kinds["blk.0.shortconv.in_proj.weight"] == Kind.Q8_0
+    assert "shortconv.in_proj q8_0 in 1 block" in choice.words()
