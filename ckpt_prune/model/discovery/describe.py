@@ -25,6 +25,7 @@ from ckpt_prune.model.discovery.trace import (
     is_shared,
     join_units,
     lines_of_units,
+    mixes_tokens,
     reads_of_others,
     trace_block,
 )
@@ -87,7 +88,9 @@ class Describer:
             prefix = f"{first[: match.start()]}.{{block}}."
             if second == prefix.format(block=1) + first[match.end() + 1 :]:
                 return prefix
-        raise UserError(f"{self.twin.architecture} stores its blocks under names without a number")
+        raise UserError(
+            f"{self.twin.architecture} stores tensors of its blocks, such as {first}, apart from the others"
+        )
 
     def on_disk(self, run: BlockRun, path: str, kind: str = "weight") -> str:
         """Return a linear module or tensor of a block as its files name it."""
@@ -374,7 +377,12 @@ class Describer:
                 if tensor.dim() > 1 and path not in ends | makers:
                     place = self.on_disk(run, path) if kind == "weight" else self.on_disk(run, name, "")
                     return dict.fromkeys(("query", "key", "value", "output"), place) | {"latent": True}
-        raise UserError(f"{self.twin.architecture} has no tensors but those of its MLPs")
+        run, own = traces[0]
+        if not makers or not mixes_tokens(run):
+            raise UserError(f"{self.twin.architecture} has MLPs alone as blocks: its attention stands outside them")
+        # Tokens mix without weights (FNet): what makes the columns of an MLP stands for what mixes them.
+        place = self.on_disk(run, own[0].producers[0])
+        return dict.fromkeys(("query", "key", "value", "output"), place) | {"latent": True}
 
     def _heads(self, run: BlockRun, trace: Trace, heads: str) -> tuple[dict[str, Any], str | None]:
         """Return the modules of one way to mix tokens; add its heads, or say why there are none."""

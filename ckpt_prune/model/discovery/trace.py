@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.model.discovery.twin import Twin
+from ckpt_prune.model.discovery.twin import RATIO, Twin
 
 _MOST_COLUMNS = 1024
 """Each takes a derivative of its own."""
@@ -132,8 +132,22 @@ def find_stage(twin: Twin, number: int, count: int) -> tuple[str, list[BlockRun]
     if [run.path for run in runs] != [f"{layers}.{index}" for index in range(len(runs))] or len(runs) < 2:
         raise UserError(f"{twin.architecture} does not run the blocks of a stage once each, one after the other")
     if any(run.states.dim() != 3 for run in runs):
-        raise UserError(f"blocks of {twin.architecture} read maps of channels, where others read rows of tokens")
+        raise UserError(_say_maps(twin, runs[-1]))
     return layers, runs
+
+
+def _say_maps(twin: Twin, run: BlockRun) -> str:
+    """Say why blocks that read maps of channels stay whole: often no key of the config states a width inside them."""
+    widths = {each.in_features for each in run.block.modules() if isinstance(each, nn.Linear)}
+    widths |= {each.in_channels for each in run.block.modules() if isinstance(each, nn.Conv2d) and each.groups == 1}
+    inside = widths - {run.states.shape[1]}
+    stated = {size for size in twin.config.values() if isinstance(size, int)}
+    ratio = any(re.fullmatch(RATIO, key) for key in twin.config)
+    if inside and not ratio and not inside & stated:
+        why = "no config key states the widths inside them, so that its class has no narrower ones"
+    else:
+        why = "this version measures rows of tokens alone"
+    return f"blocks of {twin.architecture} read maps of channels, and {why}"
 
 
 def _record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
@@ -167,6 +181,16 @@ def _record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
         for hook in hooks:
             hook.remove()
     return runs
+
+
+def mixes_tokens(run: BlockRun) -> bool:
+    """Return whether the last token behind a block depends on others before it."""
+    entering = run.states.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        leaving: Tensor = _states_of(run.block(entering, *run.arguments, **run.options))
+        noise = torch.randn(leaving[:, -1].shape, generator=torch.Generator().manual_seed(5))
+        (gradient,) = torch.autograd.grad(leaving[:, -1], entering, noise)
+    return bool(gradient[:, :-1].any())
 
 
 @torch.no_grad()
@@ -206,8 +230,7 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = (), *, inner: bool = Fals
         if (is_linear(module) and not path.startswith(tuple(f"{each}." for each in opaque))) or path in opaque
     }
     with torch.enable_grad(), _leaves(linears) as (inputs, leaves, calls):
-        output = block(entering, *run.arguments, **run.options)
-        leaving: Tensor = output[0] if isinstance(output, tuple | list) else output
+        leaving = _states_of(block(entering, *run.arguments, **run.options))
         once = [path for path in leaves if calls[path] == 1 and path not in opaque]
         ran = tuple(f"{path}." for path in linears if calls[path])  # a class may multiply by the weight of another
         taken = [name for name, _ in block.named_parameters() if not name.startswith(ran)]
@@ -226,6 +249,12 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = (), *, inner: bool = Fals
     return traces
 
 
+def _states_of(output: Any) -> Tensor:
+    """Return the hidden states of what a block returns."""
+    states: Tensor = output[0] if isinstance(output, tuple | list) else output
+    return states
+
+
 @contextmanager
 def _leaves(linears: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]]:
     """Cut every linear module's output from its input, and note both.
@@ -241,7 +270,8 @@ def _leaves(linears: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Tensor
             calls[path] += 1
             first = output[0] if isinstance(output, tuple) else output
             noise = torch.randn(first.shape, generator=torch.Generator().manual_seed(calls[path]))
-            leaf = (noise * first.detach().std()).requires_grad_()
+            size = torch.nan_to_num(first.detach().std(), 1.0)  # noise may be out of the range of what came before
+            leaf = (noise * size).requires_grad_()
             if arguments and isinstance(arguments[0], Tensor):
                 inputs[path], leaves[path] = arguments[0], leaf
             copy = leaf.clone()  # some classes change it in place

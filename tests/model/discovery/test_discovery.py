@@ -50,6 +50,8 @@ FOUND = {
     ("diffllama", "DiffLlamaForCausalLM"): {"mlp"},  # it halves its groups
     ("gemma4_text", "Gemma4ForCausalLM"): {"mlp"},  # blocks with numbers of their own
     ("falcon_mamba", "FalconMambaForCausalLM"): {"mlp"},  # channels of a state space
+    ("fnet", "FNetForMaskedLM"): {"mlp"},  # tokens mix without weights
+    ("yoso", "YosoForMaskedLM"): {"mlp"},  # noise has no number in its attention
 }
 
 
@@ -92,6 +94,10 @@ def _incidence(short: str | dict[str, Any]) -> dict[str, Any]:
         (
             ("blt", "BltForCausalLM"),
             "BltForCausalLM cannot be built small (5 configs tried; most fail with: it still has ",
+        ),
+        (
+            ("xlm", "XLMWithLMHeadModel"),
+            "XLMWithLMHeadModel has MLPs alone as blocks: its attention stands outside them",
         ),
         (
             ("mamba2", "Mamba2ForCausalLM"),
