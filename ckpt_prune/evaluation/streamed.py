@@ -19,6 +19,7 @@ from ckpt_prune.job.model_view import ModelView
 from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.readout import Readout
+from ckpt_prune.measure.streams.recorders import token_axis
 from ckpt_prune.measure.streams.state_memory import StateMemory
 from ckpt_prune.model.containers.checking import check_source
 from ckpt_prune.model.containers.container import container_of
@@ -128,7 +129,10 @@ class StreamedLogits:
 
         def make(row: int, part: slice) -> Tensor:
             one = slice(rows.start + row, rows.start + row + 1)
-            logits, *_ = self.readout.outputs({"input_ids": self.windows[one, part]}, self.stream.states[one, part])
+            states = self.stream.states[one]
+            axis = token_axis(states.shape, self.windows.shape[1])
+            cut = states.narrow(axis, part.start, part.stop - part.start)
+            logits, *_ = self.readout.outputs({"input_ids": self.windows[one, part]}, cut)
             return logits[0]
 
         return make

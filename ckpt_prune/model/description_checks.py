@@ -48,7 +48,7 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
     parsed = parse_config(config)
     family.check_config(parsed)
     for name, keys in family.dimensions.items():
-        has_number = any(isinstance(family.read_key(parsed, key), int) for key in keys)
+        has_number = any(isinstance(family.read_key(parsed, key), int | list) for key in keys)
         if keys and not has_number and name not in family.derived and name != "head_dim":
             raise UserError(f"dimensions.{name}: config.json has no number under {' or '.join(keys)}")
     _check_dimension_names(family)
@@ -61,7 +61,7 @@ def check_description(family: Family, config: Mapping[str, Any]) -> None:
     blocks = family.dimension(parsed, "layers")
     _check_modules(family, dict(skeleton.named_modules()), names, blocks)
     family = _check_linears(family, _by_block(family, names.shapes, blocks))
-    shapes = _shapes_inside(family, names.shapes, blocks)
+    shapes = _shapes_inside(family, names.shapes, parsed)
     _check_bias_slots(family, config, parsed)
     sizes = _sizes(family, shapes)
     _check_attention(family, parsed, sizes)
@@ -86,15 +86,19 @@ def _by_block(family: Family, shapes: Shapes, blocks: int) -> list[dict[str, tup
     return of_blocks
 
 
-def _shapes_inside(family: Family, shapes: Shapes, blocks: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a block by their names inside it, of the first block that has each.
+def _shapes_inside(family: Family, shapes: Shapes, parsed: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a block by their names inside it, of the first block that has each, with all its spaces.
 
     UserError if another block has a linear module of another shape.
     """
     first: dict[str, tuple[int, tuple[int, ...]]] = {}
     named = {f"{module}.weight" for module in family.linears}
-    for block, inside in enumerate(_by_block(family, shapes, blocks)):
+    for block, inside in enumerate(_by_block(family, shapes, family.dimension(parsed, "layers"))):
+        lacking = [space for space in family.spaces.values() if family.lacks(parsed, block, space)]
+        without = {f"{module}.weight" for space in lacking for module in space.modules}
         for name, shape in inside.items():
+            if name in without:
+                continue
             where, first_shape = first.setdefault(name, (block, shape))
             if name in named and shape != first_shape:
                 raise UserError(
@@ -186,7 +190,7 @@ def _check_bias_slots(family: Family, config: dict[str, Any], parsed: Any) -> No
         settings = {key: key in opened for key in keys}
         changed = parse_config(with_keys(config, settings))
         stock = Names(build_skeleton(changed, family.architecture)).shapes
-        shapes = _shapes_inside(family, stock, family.dimension(changed, "layers"))
+        shapes = _shapes_inside(family, stock, changed)
         for module in family.linears:
             if module in family.expert_modules:
                 continue  # all have biases or none (`Experts.biased`), and none gets one
@@ -298,16 +302,17 @@ def _check_widths(
         return
     kept = units - 1
     for key in space.config:
-        if not isinstance(family.read_key(parsed, key), int):
+        if not isinstance(family.read_key(parsed, key), int | list):
             raise UserError(f"spaces.{name}.config: config.json has no number under {key}")
         dense, factors = units * product(space.config[key], dimension), [space.units, *space.config[key]]
-        if family.read_key(parsed, key) != dense:
+        if family.read_key(parsed, key) != family.as_listed(parsed, key, dense):
             stated, said = family.read_key(parsed, key), " times ".join(map(str, factors))
             raise UserError(f"spaces.{name}.config: {key} is {stated} in config.json, and {said} is {dense}")
     others = {other.units: other.count(dimension) for other in family.spaces.values() if other.units != space.units}
     values = {}
     for key, factors in space.config.items():
-        values[key] = kept * product(factors, lambda each: others[each] if each in others else dimension(each))
+        value = kept * product(factors, lambda each: others[each] if each in others else dimension(each))
+        values[key] = family.as_listed(parsed, key, value)
     states_head = hasattr(parsed, "head_dim") or bool(family.dimensions["head_dim"])
     if not isinstance(getattr(type(parsed), "head_dim", None), property) and states_head:
         values[family.head_key] = dimension("head_dim")
@@ -316,7 +321,7 @@ def _check_widths(
         stock = Names(build_skeleton(parse_config(with_keys(config, changes)), family.architecture)).shapes
     except RefusedConfigError:
         return  # by a rule of the class beyond shapes (`choosing.unprunable_spaces`)
-    shapes = _shapes_inside(family, stock, family.dimension(parsed, "layers"))
+    shapes = _shapes_inside(family, stock, parsed)
     # One config key says the widths of all experts, and perhaps of other spaces.
     is_together = space.units in family.together
     alike = [

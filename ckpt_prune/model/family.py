@@ -116,6 +116,7 @@ class Family(StrictModel):
     positions_behind: str | None = None
     passes_on: bool = False
     shares_keys: bool = False
+    several_streams: bool = False
     sliding_window: str | None = None
     norm_offset: float = 0.0
     residual: ResidualKeys | None = None
@@ -210,6 +211,29 @@ class Family(StrictModel):
         """Return what a config has under a key, of a list of all stages that of this one; None if it has nothing."""
         value = read_key(config, key)
         return value[self.stage] if self.stage is not None and isinstance(value, list | tuple) else value
+
+    def _read_width(self, config: Any, key: str) -> Any:
+        """Return the number under a key, of a list of all blocks that of those which have the space that it states."""
+        value = self.read_key(config, key)
+        if not isinstance(value, list | tuple):
+            return value
+        space = next((each for each in self.spaces.values() if key in each.config), None)
+        widths = {own for block, own in enumerate(value) if space is None or not self.lacks(config, block, space)}
+        if len(widths) == 1:
+            return widths.pop()
+        raise UserError(f"config.json lists several widths of blocks under {key}, and this version reads one of all")
+
+    def lacks(self, config: Any, block: int, space: AnySpace) -> bool:
+        """Return whether a block lacks a space though it has its linear modules: no unit is apart from the others."""
+        return space.unless is not None and bool(getattr(config, space.unless)[block])
+
+    def as_listed(self, config: Any, key: str, value: int) -> Any:
+        """Return a new value of a config key of a space; in a list if the config has one of all blocks there."""
+        before = read_key(config, key)
+        if self.stage is not None or not isinstance(before, list | tuple):
+            return value
+        space = next(each for each in self.spaces.values() if key in each.config)
+        return [own if self.lacks(config, block, space) else value for block, own in enumerate(before)]
 
     @property
     def causal(self) -> bool:
@@ -386,7 +410,7 @@ class Family(StrictModel):
             multiple = self.multiples[name]
             return multiple.width(self.dimension(config, "hidden"), self.read_key(config, multiple.key))
         for key in self.dimensions[name]:
-            value = self.read_key(config, key)
+            value = self._read_width(config, key)
             if value is not None:
                 return int(value) // self.times_in_config.get(name, 1)
         if name in self.derived:

@@ -5,10 +5,10 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -132,7 +132,11 @@ class Model:
                 modules_of[int(match[1])] |= {module, module.rpartition(".")[0]} & named
         modules_by_block = [frozenset(modules_of[block]) for block in range(self.blocks)]
         kinds = {modules: spaces_among(self.family.spaces, modules) for modules in {*modules_by_block}}
-        return [kinds[modules] for modules in modules_by_block]
+        found: list[Mapping[SpaceName, AnySpace]] = [kinds[modules] for modules in modules_by_block]
+        if all(space.unless is None for space in self.family.spaces.values()):
+            return found
+        lacks = partial(self.family.lacks, self.config)
+        return [{n: each for n, each in own.items() if not lacks(block, each)} for block, own in enumerate(found)]
 
     @cached_property
     def dense_widths(self) -> list[dict[SpaceName, int]]:
@@ -225,15 +229,19 @@ class Model:
         described = self.family.columns[space]
         return described.columns.lines(units, described.site_units(self.dimension), self.dimension)
 
-    def config_values(self, widths: BlockWidths) -> dict[str, int]:
-        """Return the config keys and values that state how many units of each space there are."""
+    def config_values(self, widths: BlockWidths) -> dict[str, Any]:
+        """Return the config keys and values that state how many units of each space there are.
+
+        A value is a number, or a list of those of all blocks.
+        """
         kept = {self.family.spaces[space].units: count for space, count in widths.items()}
         # A key that two spaces share (query heads: KV groups times those of each) is the product of both widths.
-        return {
+        values = {
             key: count * product(factors, lambda each: kept[each] if each in kept else self.dimension(each))
             for space, count in widths.items()
             for key, factors in self.family.spaces[space].config.items()
         }
+        return {key: self.family.as_listed(self.config, key, value) for key, value in values.items()}
 
     def with_widths(self, widths: BlockWidths) -> "Model":
         """Return this model under a config with so many units of each space; its tensors stay the dense model's."""

@@ -454,10 +454,12 @@ class Recipe(Strict):
         default: few of their classes can have fewer heads. With least-error, a space of ratio 0 is left out.
         Spaces that share one width (`Family.together`) all go if one of them does. If a norm follows a consumer, target
         drift becomes sequential: what the stream lacks, divided by gains near zero, would become outputs so large that
-        the norm takes it from all others (compensation/README.md, section 4).
+        the norm takes it from all others (compensation/README.md, section 4). So it does where blocks carry several
+        streams, of which no output is all that they lack.
         """
         consumers = [space for name, space in family.columns.items() if recipe_space(name) in self.spaces]
-        if self.target == "drift" and any(space.norm is not None for space in consumers):
+        no_drift = family.several_streams or any(space.norm is not None for space in consumers)
+        if self.target == "drift" and no_drift:
             return self.model_copy(update={"target": "sequential"}).at(family)
         prunable = {recipe_space(name) for name, space in family.spaces.items() if space.whole is None}
         by_default = family.modality in ("pairs", "audio") or family.stage is not None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.measure.streams.recorders import HandedArguments, Recorders, sample_axis
+from ckpt_prune.measure.streams.recorders import HandedArguments, Recorders, sample_axis, token_axis
 from ckpt_prune.measure.streams.state_memory import allocate_in_memory
 from tests.pairs import every
 from tests.undescribed import CONFIGS, blocks_of, make_model
@@ -190,6 +190,11 @@ def test_blocks_that_hand_later_ones_more_are_refused() -> None:
     model = make_model("gemma3n_text", num_kv_shared_layers=2)
     with pytest.raises(UserError, match="block 2 reads more than hidden states of those before it"):
         check_replay(model, blocks_of(model), TOKENS)
+
+
+def test_the_axis_of_tokens_may_stand_behind_that_of_streams() -> None:
+    shapes = ((2, 6, 8), (2, 4, 6, 8), (2, 6, 4, 8), (6, 6, 8), (2, 9, 8))
+    assert [token_axis(shape, 6) for shape in shapes] == [1, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,11 @@ def states_at_ends(
 ) -> list[Tensor]:
     """Return hidden states that enter the first block and that leave every block, (N, T, hidden) each.
 
-    The stream is at the first block, and stays there. `known` gives those that leave a block, if they are known.
+    The stream is at the first block, and stays there. `known` gives those that leave a block, if they are known: blocks
+    that read keys and values of others run all the same.
     """
     states, shape, dtype = [stream.states], tuple(stream.states.shape), stream.states.dtype
-    if known is not None:
+    if known is not None and not model.family.shares_keys:
         return states + [allocate(shape, dtype).copy_(known(block)) for block in range(model.blocks)]
     blocks = read_ahead(model.read_block, range(model.blocks))
     for block, tensors in track(blocks, "gradients: states", total=model.blocks):

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ckpt_prune.measure.samples.samples import Samples, move_batch, scored_tokens, split_batches
 from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.outside import ReadTensors, load_outside, make_recorders
-from ckpt_prune.measure.streams.recorders import sample_axis
+from ckpt_prune.measure.streams.recorders import sample_axis, token_axis
 from ckpt_prune.measure.streams.sliced_head import LabelDraw, SlicedHead
 from ckpt_prune.model.skeleton import base_model_of
 
@@ -107,11 +107,12 @@ class Readout:
             counted = torch.cat([scored[:, 1:], last], 1).to(self.factory.device).float()
             shares = counted / counted.sum(1, keepdim=True).sqrt()
         # An encoder's states are others than those that predictions are made of.
-        alike = shares is None or shares.shape == states.shape[:2]
+        alike = shares is None or shares.shape == (len(states), count_tokens(batch, states))
         head = self._slice_head(batch, states) if alike else None
         if head is not None:
-            draw = LabelDraw(states.shape[0] * states.shape[1], generator, self.factory.device)
-            share: Tensor | float = states.shape[1] ** -0.5 if shares is None else shares.view(-1, 1)
+            tokens = count_tokens(batch, states)
+            draw = LabelDraw(len(states) * tokens, generator, self.factory.device)
+            share: Tensor | float = tokens**-0.5 if shares is None else shares.view(-1, 1)
             return [DrawnGradients(head.log_p_gradients(self._place(states), draw, share), False, 1.0)]
         entering, outputs = self._run_with_gradients(batch, states)
         drawn = []
@@ -209,7 +210,7 @@ class Readout:
 
         def leave(entering: Tensor) -> Tensor:
             nonlocal flat
-            axis = sample_axis(entering.shape, states.shape[1])
+            axis = sample_axis(entering.shape, count_tokens(batch, states))
             flat = axis is None
             return leaving.flatten(0, 1) if axis is None else leaving.movedim(0, axis)
 
@@ -295,7 +296,7 @@ def measure_divergences(
     """
     sums, step = [0.0] * len(others), 1
     if positions is not None and reference.factory.family.causal:
-        step = max(1, len(samples) * states.shape[1] // positions)
+        step = max(1, len(samples) * samples.tokens // positions)
     for rows in split_batches(samples, READOUT_TOKENS * step):
         batch, of_batch = (
             samples.batch(rows),
@@ -304,9 +305,11 @@ def measure_divergences(
         if step > 1:
             # Each sample begins at another position.
             starts = torch.arange(len(samples))[rows] % step
-            at = starts[:, None] + step * torch.arange(states.shape[1] // step)
+            at = starts[:, None] + step * torch.arange(samples.tokens // step)
             batch = {name: value.take_along_dim(at, 1) for name, value in batch.items()}
-            of_batch = [own.take_along_dim(at[:, :, None], 1) for own in of_batch]
+            axis = token_axis(states.shape, samples.tokens)
+            where = at.view(len(at), *[1] * (axis - 1), -1, *[1] * (states.dim() - axis - 1))
+            of_batch = [own.take_along_dim(where, axis) for own in of_batch]
         expected, scored = reference.outputs(batch, of_batch[0]), None
         if reference.factory.family.modality == "pairs":
             scored = scored_tokens(samples, rows)
@@ -317,6 +320,11 @@ def measure_divergences(
                 outputs = [torch.where(padding, theirs, ours) for theirs, ours in zip(expected, outputs, strict=True)]
             sums[index] += reference.divergence(expected, outputs)
     return [total / len(samples) for total in sums]
+
+
+def count_tokens(batch: Mapping[str, Tensor], states: Tensor) -> int:
+    """Return the tokens of a sample of states (B, T, hidden), or with several streams of them, (B, …, T, …, hidden)."""
+    return batch["input_ids"].shape[1] if states.dim() > 3 and "input_ids" in batch else states.shape[1]
 
 
 def as_two_classes(logits: Tensor) -> Tensor:

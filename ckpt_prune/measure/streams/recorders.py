@@ -409,6 +409,15 @@ def _is_of_size(first: Tensor, value: Tensor, count: int) -> bool:
     return value.dim() == 0 or len(value) != count or torch.equal(value, value[:1].expand_as(value))
 
 
+def token_axis(shape: Sequence[int], tokens: int) -> int:
+    """Return the axis of tokens of hidden states whose samples stand in front: several streams may stand before it.
+
+    Args:
+        tokens: of a sample.
+    """
+    return max((axis for axis, size in enumerate(shape[:-1]) if axis and size == tokens), default=1)
+
+
 def _is_view_of(states: Any, other: Tensor) -> bool:
     """Return whether something is a tensor, or all of it: some models cut out the tokens that they need, here all."""
     if states is other:

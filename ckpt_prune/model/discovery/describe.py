@@ -29,7 +29,7 @@ from ckpt_prune.model.discovery.trace import (
     reads_of_others,
     trace_block,
 )
-from ckpt_prune.model.discovery.twin import IMAGE, RATIO, Twin
+from ckpt_prune.model.discovery.twin import IMAGE, KEYS, RATIO, Twin
 from ckpt_prune.model.family import QUOTIENTS
 from ckpt_prune.model.nested_keys import flat_keys, read_key, with_keys
 from ckpt_prune.model.skeleton import Names, RefusedConfigError, build_skeleton, parse_config
@@ -104,15 +104,22 @@ class Describer:
     @cached_property
     def whole_numbers(self) -> dict[str, int]:
         """Config keys whose values are whole numbers."""
-        values = self.values.items()
-        return {key: value for key, value in values if isinstance(value, int) and not isinstance(value, bool)}
+        numbers: dict[str, int] = {}
+        for key, value in self.values.items():
+            is_listed = isinstance(value, list) and len(value) == len(self.runs) and len({*map(str, value)}) == 1
+            one = value[0] if is_listed and re.fullmatch(KEYS["mlp"], key) else value
+            if isinstance(one, int) and not isinstance(one, bool):
+                numbers[key] = one
+        return numbers
 
     def key_of(self, size: int, pattern: str = r".*") -> str | None:
         """Return the config key that states a size: of several, the one whose name fits."""
         keys = [
             key
             for key, value in self.whole_numbers.items()
-            if value == size and not key.endswith("_token_id") and isinstance(read_key(self.twin.parsed, key), int)
+            if value == size
+            and not key.endswith("_token_id")
+            and isinstance(read_key(self.twin.parsed, key), int | list)
         ]
         fitting = [key for key in keys if re.search(pattern, key)]
         sides = ("decoder", "encoder")  # of two stacks, that of the blocks
@@ -200,6 +207,7 @@ class Describer:
             **outside,
             **({"passes_on": True} if self._first_is_needed else {}),
             **({"shares_keys": True} if shares_keys else {}),
+            **({"several_streams": True} if self.runs[0].states.dim() > 3 else {}),
             "layers": self.layers,
             "block": self.prefix,
             "lookups": [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)],
@@ -224,7 +232,8 @@ class Describer:
         units = [space["units"] for name, space in self.spaces.items() if name in alike]
         description["together"] = [each for each in dict.fromkeys(units) if units.count(each) > 1]
         named = {*modules_of(self.spaces.values())}
-        description["spaceless"] = self._spaceless(named)
+        lacking = [space for space in self.spaces.values() if "unless" in space]
+        description["spaceless"] = self._spaceless(named) + sorted(modules_of(lacking))
         description["bias_slots"] = self._bias_slots(named)
         description["heads_divide_hidden"] = self._heads_divide_hidden()
         return Draft(description, self.whole)
@@ -666,15 +675,35 @@ class Describer:
             name = "mlp"
             if self._has_experts:
                 name = "shared" if packed_modules(run.block, self.twin.sizes.experts) else "dense"
-            for trace in sorted(own, key=lambda each: -each.columns):  # the widest is the MLP
+            for trace in sorted(own, key=lambda each: (each.mixes, -each.columns)):  # the widest is the MLP
                 # A convolution may stand between the linear modules of an MLP; attention reads several of them.
                 is_of_mlp = not trace.mixes or (self.stage is not None and len(trace.producers) == 1)
                 if (is_of_mlp or self._is_of_channels(trace)) and self.on_disk(
                     run, trace.consumer
                 ) not in self.consumers():
                     why = self._add_columns(name, run, trace)
+                    if why is not None and self._add_unless(name, run, trace):
+                        why = f"blocks with a number under {self.spaces[name]['unless']}: {why}"
                     if why is not None:
                         self.whole.setdefault(trace.consumer, why)
+
+    def _add_unless(self, name: str, run: BlockRun, trace: Trace) -> bool:
+        """Add columns that are apart in other blocks of the same shapes, which the config lists with zero for it.
+
+        Gemma 3n's first blocks keep the largest of their columns.
+        """
+        place = self.runs.index(run)
+        shapes = [each.shape for each in run.block.parameters()]
+        for key, values in self.twin.config.items():
+            if not (isinstance(values, list) and len(values) == len(self.runs) and isinstance(values[place], float)):
+                continue
+            alike = (r for r, v in zip(self.runs, values, strict=True) if not v and values[place])
+            other = next((r for r in alike if [each.shape for each in r.block.parameters()] == shapes), None)
+            same = other and next((each for each in trace_block(other) if each.consumer == trace.consumer), None)
+            if other and same and self._add_columns(name, other, same) is None:
+                self.spaces[name]["unless"] = key
+                return True
+        return False
 
     def _is_of_channels(self, trace: Trace) -> bool:
         """Return whether tokens mix in each column by itself, in a state space of no heads (Mamba)."""

@@ -193,7 +193,8 @@ class Prover:
     def _blocks_with(self, space: AnySpace) -> list[int]:
         """Return the blocks that have every linear module of a space."""
         names = [[self.family.tensor(block, module) for module in space.modules] for block in self.blocks]
-        return [block for block, own in zip(self.blocks, names, strict=True) if self.state.keys() >= set(own)]
+        present = [block for block, own in zip(self.blocks, names, strict=True) if self.state.keys() >= set(own)]
+        return [block for block in present if not self.family.lacks(self.twin.parsed, block, space)]
 
     def _each_tensor(
         self, state: State, axis: Axis, incidence: Incidence, order: Tensor, blocks: Sequence[int]
@@ -294,7 +295,7 @@ class Prover:
         values = {key: kept * product(factors, self.dimension) for key, factors in space.config.items()}
         if find_key(self.twin.config, self.family.head_key) is not None and self.family.dimensions["head_dim"]:
             values[self.family.head_key] = self.dimension("head_dim")
-        return values
+        return {key: self.family.as_listed(self.twin.parsed, key, value) for key, value in values.items()}
 
 
 def is_same(outputs: Tensor, others: Tensor) -> bool:

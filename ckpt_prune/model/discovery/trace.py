@@ -77,6 +77,7 @@ class BlockRun:
         states: the residual stream, or several of them in one tensor (…, hidden).
         places: samples and tokens of each.
         passed_on: whether it is passed what the block before it returned beside the stream, and returns the same again.
+        shared: options that are a mapping which all blocks are passed, and none has put anything into at first.
     """
 
     path: str
@@ -86,6 +87,7 @@ class BlockRun:
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
     passed_on: bool = False
+    shared: tuple[str, ...] = ()
 
 
 def find_blocks(twin: Twin, stack: str | None = None) -> tuple[str, list[BlockRun]]:
@@ -161,7 +163,9 @@ def _record_blocks(twin: Twin, layers: str) -> list[BlockRun]:
         states = arguments[0] if arguments else given.pop("hidden_states")
         places = (states.shape[0], states.shape[1]) if states.dim() == 3 else twin.places
         path = f"{layers}.{numbers[block]}"
-        runs.append(BlockRun(path, block, states.clone(), places, arguments[1:], given))
+        empty = (name for name, value in given.items() if isinstance(value, MutableMapping) and not value)
+        shared = runs[0].shared if runs else tuple(empty)
+        runs.append(BlockRun(path, block, states.clone(), places, arguments[1:], given, shared=shared))
 
     def note(_block: nn.Module, _arguments: Any, output: Any) -> None:
         results = [each for each in output[1:] if isinstance(each, Tensor)] if isinstance(output, tuple) else []
@@ -196,11 +200,9 @@ def mixes_tokens(run: BlockRun) -> bool:
 @torch.no_grad()
 def reads_of_others(run: BlockRun) -> bool:
     """Return whether a block reads what others have put into a mapping that all are passed: it cannot run without."""
-    emptied = {
-        name: type(value)() if isinstance(value, MutableMapping) else value for name, value in run.options.items()
-    }
-    if not any(isinstance(value, MutableMapping) for value in emptied.values()):
+    if not run.shared:
         return False
+    emptied = {name: type(value)() if name in run.shared else value for name, value in run.options.items()}
     try:
         run.block(run.states, *run.arguments, **emptied)
     except KeyError:

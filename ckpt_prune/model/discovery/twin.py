@@ -50,7 +50,7 @@ OTHER = Sizes(
 )
 """Spaces are found in a twin of the first sizes and proven in one of the others."""
 
-_KEYS: dict[str, str] = {
+KEYS: dict[str, str] = {
     "hidden": r"hidden_size|d_model|n_embd|embedding_dim|emb_dim|embedding_size|word_embed_proj_dim|"
     r"(in|out)put_embedding_size|attention_hidden_size|lru_width|hidden_dim|"
     r"adapter_(in|out|input)_(dim|size)|intra_bottleneck_size|true_hidden_size",
@@ -235,7 +235,7 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
                 small[key] = [each if each < 0 else blocks.index(each) for each in value if each < 0 or each in blocks]
             else:
                 small[key] = value
-        elif value is None and re.fullmatch(_KEYS["mlp"], key):
+        elif value is None and re.fullmatch(KEYS["mlp"], key):
             small[key] = roles["mlp"]
         elif isinstance(value, bool) or not isinstance(value, int):
             small[key] = value
@@ -245,7 +245,7 @@ def _shrunk(values: Mapping[str, Any], roles: Mapping[str, int], keeps_lists: bo
             small[key] = sum(block >= depth - value for block in blocks)
         else:
             times = value // hidden if hidden and value > 0 and value % hidden == 0 else 1
-            is_hidden = re.fullmatch(_KEYS["hidden"], key) and not key.startswith("adapter_")
+            is_hidden = re.fullmatch(KEYS["hidden"], key) and not key.startswith("adapter_")
             small[key] = _small_number(key, value, roles) * (times if is_hidden else 1)
     _relate(small, values)
     return small
@@ -296,7 +296,7 @@ def _small_number(key: str, value: int, roles: Mapping[str, int]) -> int:
         return special.get(key, min(value, VOCABULARY - 1) if value >= 0 else value)
     if key == "patch_size":
         return min(value, PATCH)
-    for role, pattern in _KEYS.items():
+    for role, pattern in KEYS.items():
         if re.fullmatch(pattern, key):
             return roles[role] if value > 0 else value
     for pattern, number in _NUMBERS.items():
@@ -358,7 +358,7 @@ def _relate(small: dict[str, Any], values: Mapping[str, Any]) -> None:
         overrides = (values.get("per_layer_config") or {}).values()
         widths = {0, nope, *(own["qk_nope_head_dim"] for own in overrides if "qk_nope_head_dim" in own)}
         for key in small:
-            if re.fullmatch(_KEYS["head"], key) and (values.get(key) or 0) - rope in widths:
+            if re.fullmatch(KEYS["head"], key) and (values.get(key) or 0) - rope in widths:
                 small[key] = small["qk_rope_head_dim"] + small["qk_nope_head_dim"] * (values[key] - rope) // nope
 
 

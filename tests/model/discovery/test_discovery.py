@@ -51,6 +51,7 @@ FOUND = {
     ("gemma4_text", "Gemma4ForCausalLM"): {"mlp"},  # blocks with numbers of their own
     ("falcon_mamba", "FalconMambaForCausalLM"): {"mlp"},  # channels of a state space
     ("fnet", "FNetForMaskedLM"): {"mlp"},  # tokens mix without weights
+    ("gemma3n_text", "Gemma3nForCausalLM"): {"mlp"},  # of blocks that do not compare their columns
     ("yoso", "YosoForMaskedLM"): {"mlp"},  # noise has no number in its attention
 }
 
@@ -103,11 +104,6 @@ def _incidence(short: str | dict[str, Any]) -> dict[str, Any]:
             ("mamba2", "Mamba2ForCausalLM"),
             "no space of Mamba2ForCausalLM was found: queries and heads: no config key counts its heads; "
             "mixer.out_proj: a norm covers all columns of mixer.out_proj together",
-        ),
-        (
-            ("gemma3n_text", "Gemma3nForCausalLM"),
-            "no space of Gemma3nForCausalLM is proven: queries: other blocks read the keys and values of its heads; "
-            "heads: other blocks read the keys and values of its heads; mlp.down_proj: columns of mlp.down_proj depend",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.verification import forward_pass
 from tests.evaluation.tiny import tiny_tokenizer
 from tests.model.discovery.test_discovery import config
-from tools.families import DISCOVERED, prune_and_verify, try_type, write_tiny
+from tools.families import DISCOVERED, prune_and_verify, run_command, try_type, write_tiny
 
 CHECK = forward_pass._check
 """The comparison with the whole model, which other tests leave out."""
@@ -100,6 +100,21 @@ def test_a_width_that_a_class_derives_is_stated_by_outputs(tmp_path: Path):
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "output", output_loading_info=True)
     assert not any(loading.values())
     assert model.model.layers[0].feed_forward.w2.in_features == 16
+
+
+def test_blocks_that_compare_their_columns_stay_whole_beside_others(tmp_path: Path):
+    """Gemma 3n: blocks carry several streams, the last ones read keys of others, and config.json lists their widths."""
+    source, out = write_tiny("gemma3n_text", CLASSES["gemma3n_text"], tmp_path / "source"), tmp_path / "output"
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog and runs away " * 100)
+    data = ("--text", str(tmp_path / "text.txt"), "--window", "16", "--samples", "8", "--evaluate-samples", "2")
+    run_command("prune", str(source), "--ratio", "0.5", *data, "--set", "spaces.heads.optional=true", "-o", str(out))
+    run_command("verify", str(out), "--against", str(source))
+    output = json.loads((out / "config.json").read_text())
+    assert output["intermediate_size"] == [
+        24 if number == 0 else 48 for number in output["activation_sparsity_pattern"]
+    ]
+    report = json.loads((out / "ckpt_prune.json").read_text())
+    assert {site["block"] for site in report["sites"]} == {2, 3, 4, 5}
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.0])
