@@ -1,11 +1,16 @@
-"""Windows of a model's tokens, as a model with fewer tokens writes and reads them."""
+"""What texts cost a model with fewer tokens more, as it writes them, and what windows of each text lose."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.evaluation.perplexity import LanguageModel, PerplexityScore, TokenComparison, perplexity
 from ckpt_prune.measure.samples.samples import ScoredWindows
 
 TokenParts = Callable[[int], Sequence[int]]
@@ -29,3 +34,57 @@ def write_with(windows: Tensor, parts: TokenParts) -> WrittenWindows:
     places, first = torch.arange(longest), torch.tensor([len(window[0]) for window in written])
     lengths = torch.tensor([len(ids) for ids in flat])
     return WrittenWindows(ids, scored=(places >= first[:, None]) & (places < lengths[:, None]))
+
+
+@dataclass(frozen=True, eq=False)
+class TextCosts:
+    """Windows of texts, and what they cost a model, which others with fewer tokens are held against.
+
+    Attributes:
+        windows: token ids of the model, (windows, length) int64.
+        texts: name of the text of each window; empty if that is the same.
+        open_model: opens the model.
+    """
+
+    windows: Tensor
+    texts: Sequence[str]
+    open_model: Callable[[], LanguageModel]
+
+    @cached_property
+    def _by_text(self) -> dict[str, Tensor]:
+        names = list(self.texts) or [""] * len(self.windows)
+        return {name: self.windows[[own == name for own in names]] for name in dict.fromkeys(names)}
+
+    @cached_property
+    def _costs(self) -> dict[str, PerplexityScore]:
+        model = self.open_model()
+        return {name: perplexity(model, windows) for name, windows in self._by_text.items()}
+
+    @property
+    def nll(self) -> float:
+        """What a token costs the model, in nats."""
+        costs = self._costs.values()
+        return sum(each.nll * each.tokens for each in costs) / sum(each.tokens for each in costs)
+
+    def score(self, model: LanguageModel, parts: TokenParts) -> FileScore:
+        """Return what the texts cost a model with fewer tokens more, without size and times."""
+        more, tokens = dict[str, float](), dict[str, int]()
+        for name, windows in self._by_text.items():
+            whole, fewer = self._costs[name], perplexity(model, write_with(windows, parts))
+            tokens[name] = whole.tokens
+            more[name] = fewer.nll * fewer.tokens / whole.tokens - whole.nll
+        kl = sum(more[name] * count for name, count in tokens.items()) / sum(tokens.values())
+        return FileScore(0, kl, math.exp(self.nll + kl), (), kl_of=more if len(more) > 1 else {})
+
+
+def score_of(both: TokenComparison, windows: Tensor, texts: Sequence[str]) -> FileScore:
+    """Return the score of a model of all tokens, compared on windows of several texts, without size and times."""
+    score = FileScore(0, both.kl, both.score.perplexity, (), top1=both.top1_agreement)
+    if both.spread is None:
+        return score
+    of_windows, of_texts = both.spread.divergences.view(len(windows), -1).mean(1), dict[str, list[float]]()
+    for name, kl in zip(texts, of_windows.tolist(), strict=bool(texts)):
+        of_texts.setdefault(name, []).append(kl)
+    means = {name: sum(several) / len(several) for name, several in of_texts.items()}
+    quantiles: dict[str, Any] = both.spread.data()
+    return replace(score, kl_of=means, **quantiles)

@@ -1,7 +1,7 @@
 """Data that an exported graph is compared with PyTorch on: text, images, or noise."""
 
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from ckpt_prune.evaluation.whole_model import config_of, read_config
 from ckpt_prune.measure.samples.image_files import ImageSplit, choose_images, find_all_images, take_images
 from ckpt_prune.measure.samples.image_processor import load_processor
 from ckpt_prune.measure.samples.images import ImageSamples
+from ckpt_prune.measure.samples.mixing import name_sources
 from ckpt_prune.measure.samples.pairs import PairReader, PairWindows, choose_pairs, reads_pairs
 from ckpt_prune.measure.samples.text import (
     Bos,
@@ -66,6 +67,8 @@ class ProofSamples:
     """The data on which rounding is measured: other windows or images, or the same if there are no others."""
     description: dict[str, Any] | None = None
     """For the record: where from, how many, window, seed."""
+    texts: Sequence[str] = ()
+    """The text of each window, if there are several."""
 
     @property
     def seed(self) -> int:
@@ -156,7 +159,7 @@ def _choose_text(
             raise UserError(f"--window {window} is too short: the tokenizer adds {frame} tokens of its own")
         bos: Bos = "auto" if generates else "never"
         streams = [tokenise_text(tokenizer, text, bos=bos) for text in texts]
-        windows, _ = mix_windows(streams, samples=limit, window=window, seed=0, choose="first", frame=frame)
+        windows, counts = mix_windows(streams, samples=limit, window=window, seed=0, choose="first", frame=frame)
         windows, others = windows[:count], windows[count:]
         if task.name == "feature-extraction" and find_sentence_use(folder) == "sentence-similarity":
             others = _cut_sentences(others if len(others) else windows)
@@ -168,7 +171,8 @@ def _choose_text(
             raise
         return _use_noise(options, f"random tokens ({error})")
     description = _describe(options, what, options.text, len(windows), window)
-    return ProofSamples(windows=windows, for_rounding=others if len(others) else windows, description=description)
+    others, names = others if len(others) else windows, name_sources(options.text, counts)[: len(windows)]
+    return ProofSamples(windows=windows, for_rounding=others, description=description, texts=names)
 
 
 def _cut_sentences(windows: Tensor) -> Tensor:

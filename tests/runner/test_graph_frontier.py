@@ -17,6 +17,7 @@ from ckpt_prune.onnx.session import OnnxModel
 from ckpt_prune.runner.frontier import graphs
 from ckpt_prune.runner.frontier.candidates import Measured, RoundedCandidate
 from ckpt_prune.runner.frontier.record import Frontier
+from tests.gguf_files.tiny import TEXT
 from tests.graphs import traced_once
 from tests.images import write_images, write_processor, write_vit
 from tests.runner.frontiers import all_tokens as all_tokens
@@ -150,7 +151,8 @@ def test_below_the_reach_of_bits_columns_go_and_the_commands_make_the_same_graph
 
 def test_tokens_go_with_columns_and_the_commands_make_the_same_graph(place, monkeypatch):
     """What it costs is what the graph and stock transformers find for the texts, written by stock tokenizers."""
-    code, printed = run(*command(place, "fewer", "--target-bytes", "100KB"))
+    (place / "other.txt").write_text(TEXT.upper())
+    code, printed = run(*command(place, "fewer", "--target-bytes", "100KB", "--held-out", place / "other.txt"))
     assert code == 0, printed
     found, folder = read(place, "fewer"), place / "fewer"
     best = best_of(found)
@@ -161,11 +163,14 @@ def test_tokens_go_with_columns_and_the_commands_make_the_same_graph(place, monk
     assert "drop all but " in found["sentence"]
 
     dense, fewer = (AutoTokenizer.from_pretrained(each) for each in (place / "model", folder))
-    windows = torch.tensor(dense((place / "held_out.txt").read_text())["input_ids"])[: 2 * 32].view(2, 32).tolist()
     with quiet_transformers(), torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(place / "model").eval()
-        lost = cost_more(model, OnnxModel(folder, "model_q4.onnx"), (dense, fewer), windows)
-    assert best["kl"] == pytest.approx(lost, abs=2e-4)
+        model, graph = AutoModelForCausalLM.from_pretrained(place / "model").eval(), OnnxModel(folder, "model_q4.onnx")
+        for text, kl in best["kl_of"].items():
+            window = dense((place / text).read_text())["input_ids"][:32]
+            assert kl == pytest.approx(cost_more(model, graph, (dense, fewer), [window]), abs=2e-4)
+    assert list(best["kl_of"]) == ["held_out.txt", "other.txt"]
+    assert best["kl"] == pytest.approx(sum(best["kl_of"].values()) / 2)
+    assert all(each["kl_of"].keys() == best["kl_of"].keys() for each in found["candidates"])
 
     monkeypatch.chdir(folder)
     paste(printed, monkeypatch)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ckpt_prune.checkpoint.staging import Staging, check_output
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.choose import choose_samples
-from ckpt_prune.measure.samples.mixing import mix_evenly
+from ckpt_prune.measure.samples.mixing import name_sources
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.measure.samples.text import fingerprint_windows, load_tokenizer, mix_windows, read_text, tokenise_text
 from ckpt_prune.model.cost import cost_of
@@ -71,12 +71,6 @@ class Texts:
         windows, length = self.held_out.shape
         return f"{windows} windows of {length} tokens of {', '.join(path.name for path in self.options.held_out)}"
 
-    def by_text(self) -> dict[str, Tensor]:
-        """Return the held-out windows of each text, by its name; of one text alone, its name is empty."""
-        names = self.names or [""] * len(self.held_out)
-        places = {name: [place for place, own in enumerate(names) if own == name] for name in names}
-        return {name: self.held_out[own] for name, own in places.items()}
-
     def parts(self, model: Model) -> dict[str, str]:
         """Return fingerprints of what a search depends on, besides its options, each under its name."""
         return {
@@ -104,12 +98,7 @@ def read_held_out(options: FrontierOptions, model: Model) -> tuple[Tensor, list[
     window = options.window or WINDOW
     samples = options.held_out_samples or HELD_OUT
     windows, counts = mix_windows(streams, samples=samples, window=window, seed=options.seed, choose="first")
-    if len(counts) < 2:
-        return windows, []
-    short = [path.name for path in options.held_out]
-    names = short if len(set(short)) == len(short) else [str(path) for path in options.held_out]
-    names_of_windows = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
-    return windows, [names_of_windows[place] for place in mix_evenly(counts).tolist()]
+    return windows, name_sources(options.held_out, counts)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import yaml
@@ -25,9 +25,9 @@ from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import Staging, write_atomically
 from ckpt_prune.common.progress import Notices
-from ckpt_prune.evaluation.fewer_tokens import TokenParts, write_with
+from ckpt_prune.evaluation.fewer_tokens import TextCosts, score_of
 from ckpt_prune.evaluation.file_score import FileScore
-from ckpt_prune.evaluation.perplexity import LanguageModel, PerplexityScore, compare, perplexity
+from ckpt_prune.evaluation.perplexity import LanguageModel, compare
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.job.job import Job, LiveSamples
@@ -136,7 +136,6 @@ class CheckpointMaker:
     budgets: SchemeBudgets
     staging: Staging
     dense: float | None = field(default=None, init=False)
-    _dense_scores: dict[str, PerplexityScore] = field(default_factory=dict, init=False)
 
     def _place(self, name: str) -> Path:
         return self.staging.scratch / name.replace(" ", "-").replace(",", "")
@@ -183,41 +182,21 @@ class CheckpointMaker:
         streamed = StreamedModel.open(folder, self.budgets.device, torch.float32)
         return streamed or load_model(folder, device=str(self.budgets.device), dtype=torch.float32, unpack=True)
 
+    @cached_property
+    def _costs(self) -> TextCosts:
+        return TextCosts(self.texts.held_out, self.texts.names, lambda: self._reference)
+
     def _score(self, place: Path, candidate: RoundedCandidate) -> FileScore:
         """Run a checkpoint, and compare it with the model."""
-        size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+        model, held_out = self._open(place), self.texts.held_out
         kept = self.budgets.vocabularies.kept_rows(candidate.rows)
-        if kept is not None:
-            return self._score_in_fewer_tokens(place, size, parts_of_tokens(self.budgets.model, kept))
-        both = compare(self._open(place), self._reference, self.texts.held_out)
-        self.dense = both.reference_score.perplexity
-        score = FileScore(size, both.kl, both.score.perplexity, (), top1=both.top1_agreement)
-        if both.spread is None:
-            return score
-        windows, of_texts = both.spread.divergences.view(len(self.texts.held_out), -1).mean(1), dict[str, list[float]]()
-        for name, kl in zip(self.texts.names, windows.tolist(), strict=False):  # there are none for one text
-            of_texts.setdefault(name, []).append(kl)
-        means = {name: sum(several) / len(several) for name, several in of_texts.items()}
-        quantiles: dict[str, Any] = both.spread.data()
-        return replace(score, kl_of=means, **quantiles)
-
-    def _score_in_fewer_tokens(self, place: Path, size: int, parts: TokenParts) -> FileScore:
-        """Return what the texts cost more with fewer tokens (`FileScore`)."""
-        model, more, counts = self._open(place), dict[str, float](), dict[str, int]()
-        for name, windows in self.texts.by_text().items():
-            dense, fewer = self._reference_of(name), perplexity(model, write_with(windows, parts))
-            counts[name] = dense.tokens
-            more[name] = (fewer.nll * fewer.tokens - dense.nll * dense.tokens) / dense.tokens
-        total = sum(counts.values())
-        kl = sum(more[name] * counts[name] for name in more) / total
-        nll = sum(self._reference_of(name).nll * counts[name] for name in more) / total
-        self.dense = math.exp(nll)
-        return FileScore(size, kl, math.exp(nll + kl), (), kl_of=more if len(more) > 1 else {})
-
-    def _reference_of(self, text: str) -> PerplexityScore:
-        if text not in self._dense_scores:
-            self._dense_scores[text] = perplexity(self._reference, self.texts.by_text()[text])
-        return self._dense_scores[text]
+        if kept is None:
+            both = compare(model, self._reference, held_out)
+            self.dense, score = both.reference_score.perplexity, score_of(both, held_out, self.texts.names)
+        else:
+            self.dense = math.exp(self._costs.nll)
+            score = self._costs.score(model, parts_of_tokens(self.budgets.model, kept))
+        return replace(score, bytes=sum(file.stat().st_size for file in place.glob("*.safetensors")))
 
     def _command(self, candidate: RoundedCandidate, size: int) -> str:
         options, samples = as_named_in(self.texts.options.output, self.texts.options), self.budgets.samples

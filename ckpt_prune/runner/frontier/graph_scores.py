@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -13,9 +14,9 @@ from ckpt_prune.benchmarking.latency_table import time_fastest
 from ckpt_prune.benchmarking.runners import GraphTimer
 from ckpt_prune.benchmarking.workload import Workload
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.evaluation.fewer_tokens import TokenParts, write_with
+from ckpt_prune.evaluation.fewer_tokens import TextCosts, TokenParts, score_of, write_with
 from ckpt_prune.evaluation.file_score import FileScore
-from ckpt_prune.evaluation.perplexity import LanguageModel, compare, perplexity
+from ckpt_prune.evaluation.perplexity import LanguageModel, compare
 from ckpt_prune.evaluation.streamed import StreamedModel
 from ckpt_prune.evaluation.whole_model import load_model
 from ckpt_prune.onnx.export import count_graph_bytes
@@ -87,13 +88,11 @@ class GraphScores:
         if task.name == "text-generation":
             assert samples.windows is not None
             if parts is not None:
-                more, nll = self.cost_more(cast(Any, graph), samples.windows, parts)
-                self.dense = math.exp(nll)
-                return FileScore(0, more, math.exp(nll + more), ())
+                self.dense = math.exp(self._costs.nll)
+                return self._costs.score(cast(Any, graph), parts)
             both = compare(cast(Any, graph), self._language_model, samples.windows)
             self.dense = both.reference_score.perplexity
-            spread: dict[str, Any] = {} if both.spread is None else both.spread.data()
-            return FileScore(0, both.kl, both.score.perplexity, (), **spread, top1=both.top1_agreement)
+            return score_of(both, samples.windows, samples.texts)
         reference, any_loss = GraphReference(self._held, task, set()), Allowance(0.0, math.inf)
         if samples.images is not None:
             metric = measure_image_metric(graph, reference, task.name, samples.images, any_loss)
@@ -110,16 +109,14 @@ class GraphScores:
             return FileScore(0, metric.kl, metric.onnxruntime, (), top1=metric.same)
         return FileScore(0, metric.kl, None, (), top1=metric.same)
 
-    def cost_more(self, model: LanguageModel, windows: Tensor, parts: TokenParts) -> tuple[float, float]:
-        """Return what windows cost a model with fewer tokens more than the dense one, and what they cost that.
+    @cached_property
+    def _costs(self) -> TextCosts:
+        assert self.samples.windows is not None
+        return TextCosts(self.samples.windows, self.samples.texts, lambda: self._language_model)
 
-        Both in nats a token, as all tokens write it.
-
-        Args:
-            windows: tokens of the dense model, (windows, length).
-        """
-        dense, own = perplexity(self._language_model, windows), perplexity(model, write_with(windows, parts))
-        return own.nll * own.tokens / dense.tokens - dense.nll, dense.nll
+    def cost_more(self, model: LanguageModel, windows: Tensor, parts: TokenParts) -> float:
+        """Return what windows cost a model with fewer tokens more, in nats a token as all tokens write it."""
+        return TextCosts(windows, (), lambda: self._language_model).score(model, parts).kl
 
     @property
     def _language_model(self) -> LanguageModel:

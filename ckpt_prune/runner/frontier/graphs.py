@@ -415,7 +415,7 @@ class GraphMaker:
         windows, folder, parts = self.samples.for_rounding, pruned.source.whole, pruned._parts
         assert isinstance(windows, Tensor)
         assert parts is not None
-        return self.scores.cost_more(open_streamed(folder) or pruned._load(), windows, parts)[0]
+        return self.scores.cost_more(open_streamed(folder) or pruned._load(), windows, parts)
 
     @cached_property
     def _parts(self) -> TokenParts | None:
