@@ -18,6 +18,9 @@ KINDS = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
 BRANCH = "use_cache_branch"
 """An input that changes nothing: optimum and transformers.js know by it that one graph does both."""
 
+_STATES = ("key_value_states", "encoder_hidden_states")
+"""Names under which modules take the encoder's states."""
+
 
 class DecoderStep(nn.Module):
     """A decoder behind its encoder, called with the cache that it returns.
@@ -101,8 +104,8 @@ class DecoderStep(nn.Module):
         """Hide from attention the encoder's states that the cache has keys and values of."""
 
         def cut(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            states = kwargs.get("key_value_states")
-            return None if states is None else (args, kwargs | {"key_value_states": states[:, kept:]})
+            cuts = {name: kwargs[name][:, kept:] for name in _STATES if kwargs.get(name) is not None}
+            return (args, kwargs | cuts) if cuts else None
 
         hooks = [module.register_forward_pre_hook(cut, with_kwargs=True) for module in self._cross]
         try:
@@ -130,7 +133,7 @@ def _find_cross_attention(decoder: nn.Module) -> list[nn.Module]:
     """Return the innermost modules that take the encoder's states."""
 
     def takes_states(module: nn.Module) -> bool:
-        return "key_value_states" in inspect.signature(module.forward).parameters
+        return not inspect.signature(module.forward).parameters.keys().isdisjoint(_STATES)
 
     return [
         module
