@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.files import check_place
 from ckpt_prune.checkpoint.model_folder import way_to_source
 from ckpt_prune.checkpoint.staging import disk_failures, staged_file
@@ -40,11 +41,17 @@ from ckpt_prune.gguf.weights import other_weights
 from ckpt_prune.gguf.writing import check_gguf_place, write_gguf
 from ckpt_prune.job.job import LiveSamples
 from ckpt_prune.measure.statistics.folder import Statistics
+from ckpt_prune.model.composites import text_part
 from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.model.model import Model
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.runtimes.comparison import RuntimeProof
 
 CPU = torch.device("cpu")
+_OF_TEXT = (
+    "the file holds the part that generates text; for images llama.cpp takes a second file, which its own converter "
+    "makes (--mmproj)"
+)
 _LARGE = 2**32
 """Bytes in float32, from which on a line says that the proof takes so many."""
 
@@ -140,7 +147,7 @@ def export_gguf(
     check_gguf_place(out, overwrite=overwrite)
     if proof:
         require_runtime()
-    source = open_model(model, Opening(trust, packed=True))
+    source = open_text_model(model, trust=trust)
     folder = source.checkpoint.whole
     chosen = kind or default_type(source.checkpoint)
     layout = lay_out(source, chosen)
@@ -156,7 +163,8 @@ def export_gguf(
     notes = Notices()
     whole, zeros = sum(tensor_bytes(layout, kinds).values()), zero_bytes(layout, kinds)
     filled = [f"zeros take {human_bytes(zeros)} of {human_bytes(whole)}"] if zeros else []
-    for line in (*layout.notes, *tokenizer.notes, *filled, *changed):
+    part = [_OF_TEXT] if source.checkpoint.within is not None else []
+    for line in (*part, *layout.notes, *tokenizer.notes, *filled, *changed):
         notes(line)
     in_float32 = 4 * sum(math.prod(weight.shape) for weight in layout.tensors.values())
     if proof and in_float32 > _LARGE:
@@ -198,6 +206,12 @@ def export_gguf(
     return ExportedGguf(out, name, chosen, size, tuple(notes.lines), result)
 
 
+def open_text_model(model: str, *, trust: bool = False) -> Model:
+    """Open a model that generates text, or the part of several that does."""
+    part = text_part(Checkpoint.open(model, packed=True).config)
+    return open_model(model, Opening(trust, packed=True, part=part))
+
+
 @contextmanager
 def _empty_folder(place: Path, name: str) -> Iterator[Path]:
     """Yield a folder beside a file that grows, and delete it at the end; a killed run may have left one."""
@@ -220,7 +234,7 @@ def validate_gguf(
         UserError: the file is damaged, or llama.cpp is not installed or does not load it.
     """
     require_runtime()
-    source = open_model(against, Opening(trust, packed=True))
+    source = open_text_model(against, trust=trust)
     folder, opened = source.checkpoint.whole, open_gguf(file)
     kind = type_of_file(opened)
     tokens = len(opened.values.get("tokenizer.ggml.tokens", ()))

@@ -190,6 +190,11 @@ def all_parts(config: Mapping[str, Any]) -> tuple[PartName, ...]:
     return ("encoder", "decoder") if has_decoder else ("vision", "text")
 
 
+def text_part(config: Mapping[str, Any]) -> PartName | None:
+    """Return the part of a composite that may generate text; None if the model is no composite, or has no such part."""
+    return "text" if is_composite(config) and "text" in all_parts(config) else None
+
+
 def asked_parts(config: Mapping[str, Any], part: str | None) -> tuple[str | None, ...]:
     """Return the parts that `--part` names, with all for its default of a model with several stacks of blocks."""
     if part == "all" or (part is None and has_stacks(config)):

@@ -11,7 +11,7 @@ from ckpt_prune.evaluation.results import Result
 from ckpt_prune.gguf import require_gguf
 from ckpt_prune.job.job import Job
 from ckpt_prune.measure.statistics.folder import Statistics
-from ckpt_prune.model.containers.opening import open_fitted, open_model
+from ckpt_prune.model.containers.opening import open_fitted
 from ckpt_prune.options.commands import QuantizeOptions
 from ckpt_prune.options.data import ProofOptions, has_data
 from ckpt_prune.options.option import digested_options
@@ -67,14 +67,14 @@ def quantize_model(options: QuantizeOptions) -> "QuantizedModel | ExportedGguf":
 def _quantize_gguf(options: QuantizeOptions) -> "ExportedGguf":
     """Write a GGUF file whose matrices are rounded by the samples of the options, and prove it in llama.cpp."""
     require_gguf()
-    from ckpt_prune.gguf.export import export_gguf
+    from ckpt_prune.gguf.export import export_gguf, open_text_model
     from ckpt_prune.gguf.writing import check_gguf_place
 
     check_gguf_place(options.output, overwrite=options.overwrite)
     if process_group().size > 1:
         raise UserError("--format gguf rounds in one process: start it without torchrun")
     device = resolve_device(options.device)
-    live = read_live(options, open_model(options.model), device, Notices())
+    live = read_live(options, open_text_model(options.model), device, Notices())
     proving = ProofOptions(
         text=options.evaluate or options.text, window=options.window, samples=options.evaluate_samples or None
     )

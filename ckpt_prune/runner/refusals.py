@@ -18,6 +18,7 @@ from ckpt_prune.model.composites import (
     is_composite,
     known_composites,
     load_composite,
+    text_part,
 )
 from ckpt_prune.model.descriptions import count_stages
 from ckpt_prune.model.purposes import PURPOSES, refuse_text_of
@@ -145,7 +146,8 @@ def refuse_quantize(options: QuantizeOptions) -> None:
     if has_data(options) and options.statistics is not None:
         raise UserError("--statistics takes the place of --text: give one of them")
     asked_size({"bytes": options.target_bytes}, None)
-    check_supported(options.model, None, None)
+    of_text = options.format == "gguf"
+    check_supported(options.model, None, text_part(read_local_config(options.model)) if of_text else None)
     check_texts(options.text)
     _check_quality(options, options.model)
     if options.statistics is not None:

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 import ckpt_prune
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.gguf.architectures import ARCHITECTURES
-from ckpt_prune.gguf.export import export_gguf
+from ckpt_prune.gguf.export import export_gguf, validate_gguf
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.model.containers.opening import open_model
-from tests.gguf_files.tiny import DELTA, GRANITE, HYBRID, LONGROPE, MIXTURE, ROUTED, WINDOWED, proving, save
+from tests.gguf_files.tiny import DELTA, GRANITE, HYBRID, LONGROPE, MIXTURE, ROUTED, SIZES, WINDOWED, proving, save
 from tests.pairs import every
 from tests.runner.frontiers import run
 
@@ -196,6 +196,24 @@ def test_rows_that_take_turns_are_not_read_back(name, tmp_path):
     exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
     with pytest.raises(UserError, match=f"GGUF files of {exported.architecture} are not converted"):
         ckpt_prune.convert(exported.path, output=tmp_path / "back", proof=False)
+
+
+def test_of_a_model_that_also_sees_the_part_that_generates_text_is_written(tmp_path):
+    """What PyTorch computes is the whole model's."""
+    sees = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision = sees | {"image_size": 8, "patch_size": 4}
+    changes = {"text_config": SIZES | WINDOWED, "vision_config": vision, "mm_tokens_per_image": 1}
+    folder = save(tmp_path / "model", "gemma3", **changes, tie_word_embeddings=True)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Gemma3ForConditionalGeneration"]
+    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32")
+    assert exported.architecture == "gemma3"
+    assert exported.passed, exported.proof
+    assert exported.notes[0].startswith("the file holds the part that generates text; for images")
+    assert validate_gguf(exported.path, str(folder), proving(folder)).passed
+    data = ["--text", proving(folder).text[0], "--samples", 4, "--window", 32, "--evaluate-samples", 0]
+    code, output = run("quantize", folder, "--format", "gguf", "--type", "q8_0", *data, "-o", tmp_path / "q.gguf")
+    assert code == 0, output
+    assert "matrices are rounded by what reaches them" in output
 
 
 def test_all_architectures_are_run():
