@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt_prune.budget.choices import Choices, save, spend
+from ckpt_prune.budget.choices import BudgetError, Choices, save, spend
 from ckpt_prune.budget.rounding_losses import FED, Losses, left_by_feedback, predict_losses
 from ckpt_prune.checkpoint.shard import CODES, build_header
 from ckpt_prune.job.layout import Layout, count_bytes, layout_of
@@ -227,19 +227,28 @@ class SchemeBudget:
         dense = sum(_stored_bytes(name, spec, None) for name, spec in self._weights.items())
         return file_bytes(self._layout) - dense
 
+    @cached_property
+    def _smallest(self) -> SchemeChoice:
+        return self._of([0] * len(self._sites))
+
     @property
     def least(self) -> int:
         """The bytes of the smallest files."""
-        return self._of([0] * len(self._sites)).bytes
+        return self._smallest.bytes
 
     def at_bytes(self, limit: int) -> SchemeChoice:
         """Return what is predicted to lose least in files of at most `limit` bytes; BudgetError if nothing fits."""
         room = limit
         while True:
-            choice = self._of(spend(self._sites, room - self._outside))
+            try:
+                choice = self._of(spend(self._sites, room - self._outside))
+            except BudgetError:
+                if self.least > limit:
+                    raise
+                return self._smallest  # places in files have fewer digits than was reckoned
             if choice.bytes <= limit:
                 return choice
-            room -= choice.bytes - limit  # places in files have some digits more than was reckoned
+            room -= choice.bytes - limit  # or more
 
     def at_loss(self, limit: float) -> SchemeChoice:
         """Return the smallest files that are predicted to lose at most `limit`; BudgetError if none do."""
