@@ -24,7 +24,7 @@ from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.column_budgets import MOST_COLUMNS, column_widths
 from ckpt_prune.runner.pruning_budgets import PruningBudgets
-from ckpt_prune.runner.vocabularies import SHARES, SmallerVocabulary, is_embedding_large, plan_with_rows
+from ckpt_prune.runner.vocabularies import SHARES, SmallerVocabulary, least_share, plan_with_rows
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
 
 HEAD = 4096
@@ -145,8 +145,7 @@ def _without_losses(planner: FilePlanner) -> tuple[TypeBudget, Fraction]:
         if len(weight.shape) == 2 and types_for(weight.shape[-1])
     }
     columns = {block: {1: 0.0, MOST_COLUMNS: 0.0} for block in model.blocks_with(SPACE)}
-    share = Fraction(SHARES[-1], 100) if is_embedding_large(model) else Fraction(1)
-    return TypeBudget(planner, losses, columns), share
+    return TypeBudget(planner, losses, columns), least_share(model)
 
 
 def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:

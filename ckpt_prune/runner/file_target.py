@@ -47,7 +47,7 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     from ckpt_prune.gguf.file_plan import FilePlanner
     from ckpt_prune.runner.column_budgets import recipe_of
     from ckpt_prune.runner.file_budgets import FileBudgets, check_choosable, check_reach, export_of
-    from ckpt_prune.runner.pruning_budgets import loses_much
+    from ckpt_prune.runner.pruning_budgets import will_prune_columns
 
     model = open_model(options.model, Opening.of(options))
     planner = FilePlanner(model)
@@ -61,8 +61,8 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     with disk_failures(options.output):
         folder = Path(mkdtemp(prefix=f".{options.output.name}-", dir=options.output.absolute().parent))
     try:
-        deep = loses_much(model, limit, None)
-        budgets = FileBudgets(model, samples, options, folder, Journal(folder, "file"), deep, planner=planner)
+        narrower = will_prune_columns(model, limit, None)
+        budgets = FileBudgets(model, samples, options, folder, Journal(folder, "file"), narrower, planner=planner)
         try:
             choice = budgets.at_bytes(limit - _CARD)
         except BudgetError as error:

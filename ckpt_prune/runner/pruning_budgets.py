@@ -41,11 +41,8 @@ B = TypeVar("B")
 C = TypeVar("C", bound=Choice)
 
 
-def loses_much(model: Model, limit: int | None, loss: float | None) -> bool:
-    """Return whether columns will be in question for a file of so many bytes, or for a loss in nats a token.
-
-    Their moments are then measured together with those that tell what fewer bits lose.
-    """
+def will_prune_columns(model: Model, limit: int | None, loss: float | None) -> bool:
+    """Return whether columns will be in question for a file of so many bytes, or for a loss in nats a token."""
     if len(column_widths(model)) < 2:
         return False
     if limit is None:
@@ -58,10 +55,11 @@ class PruningBudgets(RoundingTrials, ABC, Generic[B]):
     """The budgets of a model's file.
 
     Attributes:
-        deep: columns will be in question (`loses_much`).
+        prunes_columns: whether columns will be in question (`will_prune_columns`): what they lose is then measured in
+            the same pass over the samples as what fewer bits do.
     """
 
-    deep: bool = False
+    prunes_columns: bool = False
 
     @property
     @abstractmethod
@@ -79,7 +77,7 @@ class PruningBudgets(RoundingTrials, ABC, Generic[B]):
 
     @property
     def collected(self) -> tuple[Collect, ...]:
-        return ("moments", "gram", "linears") if self.deep else super().collected
+        return ("moments", "gram", "linears") if self.prunes_columns else super().collected
 
     @cached_property
     def columns(self) -> ColumnBudgets:

@@ -130,7 +130,7 @@ class RoundingTrials:
         readers = {model.moments_name(block, first): modules for first, modules in model.inputs(block).items()}
         for name, folds in Statistics(self.statistics).read_moments(block, readers).items():
             moments = sum_folds(select_input_moments(folds)[1 if self.folds > 1 else 0 :])
-            if block not in self._tried:
+            if block not in self._tried:  # a Gram is there for columns alone
                 moments = replace(moments, gram=None)
             by_weight |= {model.tensor(block, module): moments for module in readers[name]}
         return by_weight

@@ -27,7 +27,7 @@ from ckpt_prune.runner.column_budgets import column_widths
 from ckpt_prune.runner.column_budgets import recipe_of as columns_recipe
 from ckpt_prune.runner.pruning_budgets import PruningBudgets
 from ckpt_prune.runner.runtimes import fit_to_runtimes
-from ckpt_prune.runner.vocabularies import SHARES, SmallerVocabulary, is_embedding_large
+from ckpt_prune.runner.vocabularies import SmallerVocabulary, least_share, tables_in_question
 from ckpt_prune.stages.quantize.choosing import (
     SchemeBudget,
     SchemeChoice,
@@ -39,7 +39,7 @@ from ckpt_prune.stages.quantize.choosing import (
 from ckpt_prune.stages.quantize.keys import QuantizeRecipe, quantize_recipe
 from ckpt_prune.stages.quantize.output import check_model
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
-from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows, vocabulary_tensors
+from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows
 
 COLUMNS = 64
 """Columns that an MLP keeps are a multiple of so many, which kernels of runtimes want, and most groups of columns."""
@@ -147,9 +147,8 @@ def check_reach(limit: int, model: Model, *, pruned: bool = False) -> None:
     if pruned:
         columns = next((width for width in column_widths(model) if width % COLUMNS == 0), None)
         least = replace(budget, shape=Shape(pruned_layout(model, columns))).least
-        if is_embedding_large(model):
-            tables = sum(model.checkpoint.tensors[name].nbytes for name in vocabulary_tensors(model))
-            least -= round((1 - SHARES[-1] / 100) * tables)
+        tables = sum(model.checkpoint.tensors[name].nbytes for name in tables_in_question(model))
+        least -= round((1 - least_share(model)) * tables)
     if limit < least:
         outside = sum(info.nbytes for name, info in model.checkpoint.tensors.items() if name not in budget.losses)
         fewest = f", with the fewest columns and tokens that are tried {least / 1e6:.4g} MB" if pruned else ""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
@@ -21,7 +22,7 @@ from ckpt_prune.stages.vocabulary.files import read_pieces
 from ckpt_prune.stages.vocabulary.keys import Vocabulary
 from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
 from ckpt_prune.stages.vocabulary.settle import VocabularyChoice
-from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows, number_rows, vocabulary_rows
+from ckpt_prune.stages.vocabulary.smaller_checkpoint import keep_rows, number_rows, vocabulary_rows, vocabulary_tensors
 
 SHARES = (75, 50, 25, 12)
 """Per cent of the rows of the embedding that are in question, besides all of them."""
@@ -52,6 +53,19 @@ def is_embedding_large(model: Model) -> bool:
     """Return whether fewer tokens are in question: whether the embedding is a large part of the model."""
     embedding = model.checkpoint.tensors[model.family.embedding_weight]
     return prod(embedding.shape) >= _LEAST_PART * cost_of(model).parameters
+
+
+def tables_in_question(model: Model) -> frozenset[str]:
+    """Return the tensors with a row for each token; none if the embedding is a small part, or no token can go."""
+    try:
+        return vocabulary_tensors(model) if is_embedding_large(model) else frozenset()
+    except UserError:  # as of models with code of their own
+        return frozenset()
+
+
+def least_share(model: Model) -> Fraction:
+    """Return the least share of a model's tokens that is in question; 1 if all stay."""
+    return Fraction(SHARES[-1], 100) if tables_in_question(model) else Fraction(1)
 
 
 @dataclass(frozen=True)

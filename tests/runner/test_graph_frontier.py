@@ -238,6 +238,14 @@ def test_a_size_out_of_reach_is_refused_before_anything_is_made(place):
     assert not (place / "small").exists()
 
 
+@pytest.mark.usefixtures("all_tokens")
+def test_a_size_that_needs_other_tokenizers_ends_with_what_was_measured(place):
+    code, output = run(*command(place, "whole", "--target-bytes", "100KB"))
+    assert code == 1, output
+    assert "the columns and tokens that may go do not make the graph small enough: ask for a larger one" in output
+    assert "nothing usable within 0.1 MB" in output
+
+
 def test_models_of_images_are_measured_on_other_images(place):
     write_vit(place / "vit", hidden_size=32, intermediate_size=64)
     write_images(place / "images", [f"{number}.png" for number in range(40)])

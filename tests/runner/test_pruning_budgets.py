@@ -1,5 +1,8 @@
 """What budgets with fewer columns and tokens measure, and what they leave out."""
 
+from dataclasses import replace
+from fractions import Fraction
+
 import pytest
 
 from ckpt_prune.checkpoint.journal import Journal
@@ -8,9 +11,15 @@ from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
-from ckpt_prune.runner.pruning_budgets import loses_much
+from ckpt_prune.runner.pruning_budgets import will_prune_columns
 from ckpt_prune.runner.scheme_budgets import SchemeBudgets
-from ckpt_prune.runner.vocabularies import LEAST_OF_FORESEEN, SmallerVocabulary, Vocabularies
+from ckpt_prune.runner.vocabularies import (
+    LEAST_OF_FORESEEN,
+    SmallerVocabulary,
+    Vocabularies,
+    least_share,
+    tables_in_question,
+)
 from ckpt_prune.stages.vocabulary.settle import VocabularyChoice
 from tests.runner.frontiers import fail, make_place
 
@@ -27,12 +36,12 @@ def test_one_pass_over_the_samples_predicts_columns_as_two_do(asked, tmp_path, m
     model, options = asked
     samples = choose_samples(model, options, say=Notices())
     found = []
-    for deep in (False, True):
-        folder = tmp_path / str(deep)
+    for narrower in (False, True):
+        folder = tmp_path / str(narrower)
         folder.mkdir()
-        budgets = SchemeBudgets(model, samples, options, folder, Journal(folder, "budgets"), deep)
-        assert budgets.has_grams == deep
-        if deep:
+        budgets = SchemeBudgets(model, samples, options, folder, Journal(folder, "budgets"), narrower)
+        assert budgets.has_grams == narrower
+        if narrower:
             monkeypatch.setattr("ckpt_prune.runner.column_budgets.measure_statistics", fail)
         found.append((budgets.columns.losses, budgets.fitted.losses))
     assert found[0] == found[1]
@@ -42,10 +51,18 @@ def test_one_pass_over_the_samples_predicts_columns_as_two_do(asked, tmp_path, m
 def test_columns_are_expected_to_go_below_four_bits_a_weight(asked):
     model, _ = asked
     weights = sum(info.numel for info in model.checkpoint.tensors.values())
-    assert loses_much(model, weights // 2 - 1, None)
-    assert not loses_much(model, weights // 2, None)
-    assert loses_much(model, None, 0.2)
-    assert not loses_much(model, None, 0.05)
+    assert will_prune_columns(model, weights // 2 - 1, None)
+    assert not will_prune_columns(model, weights // 2, None)
+    assert will_prune_columns(model, None, 0.2)
+    assert not will_prune_columns(model, None, 0.05)
+
+
+def test_tokens_of_a_model_with_code_of_its_own_are_not_in_question(asked):
+    model, _ = asked
+    assert least_share(model) == Fraction(12, 100)
+    coded = replace(model.checkpoint, config=model.checkpoint.config | {"auto_map": {"AutoConfig": "own.Config"}})
+    assert not tables_in_question(replace(model, checkpoint=coded))
+    assert least_share(replace(model, checkpoint=coded)) == 1
 
 
 def test_a_smaller_vocabulary_is_not_measured_if_it_cannot_help(asked, tmp_path, monkeypatch):

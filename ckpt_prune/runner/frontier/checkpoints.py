@@ -57,7 +57,7 @@ from ckpt_prune.runner.frontier.record import (
     words_of_target,
     write_pages,
 )
-from ckpt_prune.runner.pruning_budgets import loses_much
+from ckpt_prune.runner.pruning_budgets import will_prune_columns
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.runner.scheme_budgets import SchemeBudgets, check_reach, check_storable, needs_pruning, recipe_of
 from ckpt_prune.runner.vocabularies import parts_of_tokens
@@ -85,8 +85,8 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
     steps, files = ["importance of inputs", "what fewer bits lose", fewer], 4
     foresee_work(texts.options, model, texts.samples, steps, files, limit)
     with open_staging(texts.options, texts.parts(model), say) as staging:
-        deep = loses_much(model, limit, loss) or needs_pruning(limit, model)
-        budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal, deep)
+        narrower = will_prune_columns(model, limit, loss) or needs_pruning(limit, model)
+        budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal, narrower)
         maker = CheckpointMaker(texts, budgets, staging)
         results: list[MeasuredRounded] = []
         for name, choose in _candidates(budgets, results, limit, loss):
@@ -150,9 +150,10 @@ class CheckpointMaker:
         choice = choose()
         if not place.is_dir():
             self._make(choice, place, say)
-        mixed, shape = len(choice.counts) > 1, choice.shape
-        dtype = "int4" if mixed else choice.usual.format
-        candidate = RoundedCandidate(name, dtype, choice.kl, "gptq", choice.counts, COUNTED, mixed)
+        shape, kind = choice.shape, choice.usual.format
+        by_budget = choice.names != self.budgets.fitted.everywhere(kind).names
+        dtype = "int4" if len(choice.counts) > 1 else kind
+        candidate = RoundedCandidate(name, dtype, choice.kl, "gptq", choice.counts, COUNTED, by_budget)
         if shape is not None:
             columns = () if shape.columns is None else (shape.columns,) * self.budgets.model.blocks
             recipe = self.budgets.recipe(choice)

@@ -51,7 +51,7 @@ from ckpt_prune.runner.frontier.record import (
     choose_for_loss,
     words_of_target,
 )
-from ckpt_prune.runner.pruning_budgets import CUT_FROM, loses_much
+from ckpt_prune.runner.pruning_budgets import CUT_FROM, will_prune_columns
 
 IN_QUESTION = 1.5
 """A mixture of llama.cpp is made if it is predicted to lose at most so many times what the budget does."""
@@ -127,8 +127,8 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
         reference = read_reference(
             model.checkpoint.whole, texts.held_out, texts=texts.names, trust=options.trust_remote_code
         )
-        deep = loses_much(model, limit, loss)
-        budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, deep, planner=planner)
+        narrower = will_prune_columns(model, limit, loss)
+        budgets = FileBudgets(model, samples, options, staging.scratch, staging.journal, narrower, planner=planner)
         maker = Maker(options, budgets, reference, staging, timed)
         search = _Search(maker, limit, loss, None if time is None else _limit_of(time, maker))
         say(_foresee(search))

@@ -13,10 +13,10 @@ from ckpt_prune.onnx.quantization.choosing import ColumnChoice
 from ckpt_prune.onnx.quantization.deciding import Decider, Narrow, Scale
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths, recipe_of
-from ckpt_prune.runner.vocabularies import SHARES, SmallerVocabulary, Vocabularies, is_embedding_large
+from ckpt_prune.runner.vocabularies import SmallerVocabulary, Vocabularies, least_share, tables_in_question
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
 from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
-from ckpt_prune.stages.vocabulary.smaller_checkpoint import vocabulary_rows, vocabulary_tensors
+from ckpt_prune.stages.vocabulary.smaller_checkpoint import vocabulary_rows
 
 _CHOICE = "columns"
 """Entry of the journal."""
@@ -103,9 +103,8 @@ class GraphPruning:
     def tables(self) -> list[str]:
         """Names in the graph of the weights with a row for each token; none if fewer tokens are not in question."""
         model = self.model
-        if not (self.generates and model.family.causal and is_embedding_large(model)):
-            return []
-        return list(dict.fromkeys(self._find(sorted(vocabulary_tensors(model)))))
+        tables = tables_in_question(model) if self.generates and model.family.causal else ()
+        return list(dict.fromkeys(self._find(sorted(tables)))) if tables else []
 
     def check_reach(self, limit: int) -> None:
         """Refuse a size below that of 4 bits for each weight and the fewest columns and tokens."""
@@ -114,7 +113,7 @@ class GraphPruning:
             widths = column_widths(self.model)
             share = Fraction(widths[0], widths[-1]), widths[-1]
             narrow |= {name: share for weights in self.mlps.values() for name in weights}
-        narrow |= dict.fromkeys(self.tables, (Fraction(SHARES[-1], 100), vocabulary_rows(self.model)))
+        narrow |= dict.fromkeys(self.tables, (least_share(self.model), vocabulary_rows(self.model)))
         self.decider.check_bytes(limit, narrow)
 
     def choose(self, fitted: Decider, limit: int | None, loss: float) -> Pruning:
@@ -129,27 +128,24 @@ class GraphPruning:
         return Pruning.read(journal.notes[_CHOICE])
 
     def _choose(self, fitted: Decider, limit: int | None, loss: float) -> Pruning:
-        found: list[Pruning] = []
+        failed: list[BudgetError] = []
         solve = partial(self._solve, fitted, fitted.scale(limit, loss), limit, loss)
-        try:
-            found.append(solve(None))
-        except BudgetError:
-            if not self.tables:
-                raise
 
-        def cut(vocabulary: SmallerVocabulary) -> list[Pruning]:
+        def solved(vocabulary: SmallerVocabulary | None) -> list[Pruning]:
             try:
                 return [solve(vocabulary)]
-            except BudgetError:
+            except BudgetError as error:
+                failed.append(error)
                 return []
 
         def by(pruning: Pruning) -> float:
             return pruning.cost if limit is None else pruning.predicted
 
+        found = solved(None)
         if self.tables:
-            self.vocabularies.add_choices(found, cut, by)
+            self.vocabularies.add_choices(found, solved, by)
         if not found:
-            raise BudgetError(limit or 0, 0)
+            raise failed[-1]
         return min(found, key=by)
 
     def _solve(

@@ -56,7 +56,7 @@ from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA
 from ckpt_prune.onnx.tasks import GraphTask, check_padding, choose_task, remove_head
 from ckpt_prune.onnx.tracing import trace_model
-from ckpt_prune.options.commands import FrontierOptions, PruneOptions
+from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.data import ProofOptions
 from ckpt_prune.options.graphs import GraphSettings
 from ckpt_prune.options.option import check_options, words_of_options
@@ -64,7 +64,6 @@ from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.recipe.sizes import Size, parse_size
 from ckpt_prune.runner.column_budgets import ColumnBudgets, column_widths
 from ckpt_prune.runner.frontier.asked import (
-    INPUTS,
     as_named_in,
     foresee_work,
     open_staging,
@@ -75,6 +74,7 @@ from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, Rou
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
 from ckpt_prune.runner.frontier.graph_pruning import GraphPruning
 from ckpt_prune.runner.frontier.graph_scores import GraphScores, load_in_float, open_streamed
+from ckpt_prune.runner.frontier.pruning import prune_into, same_options
 from ckpt_prune.runner.frontier.record import (
     COMMANDS,
     FRONTIER,
@@ -89,11 +89,8 @@ from ckpt_prune.runner.frontier.record import (
     words_of_target,
     write_pages,
 )
-from ckpt_prune.runner.prune import prune_model
-from ckpt_prune.runner.read_recipe import read_recipe
-from ckpt_prune.runner.vocabularies import SHARES, is_embedding_large, parts_of_tokens
+from ckpt_prune.runner.vocabularies import least_share, parts_of_tokens, tables_in_question
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
-from ckpt_prune.stages.vocabulary.smaller_checkpoint import vocabulary_tensors
 
 HELD_OUT, HELD_OUT_IMAGES = 16, 4 * IMAGES
 """Windows, or images, that graphs are measured on by default."""
@@ -108,8 +105,6 @@ PRICES = "what weights lose"
 """Entry of the journal."""
 PRUNE_FROM = 0.02
 """Loss of fewer bits alone from which on fewer columns are in question, too."""
-SAMPLING = (*INPUTS, "seed", "choose", "bos", "compute_dtype", "device", "trust_remote_code")
-"""Options of `prune` that are the same here."""
 
 
 def explore_graphs(options: FrontierOptions) -> Frontier:
@@ -168,9 +163,9 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
         return None, allowed
     limit = parse_size("bytes", options.target_bytes).of(sum(info.nbytes for info in source.tensors.values()))
     weights, model = sum(info.numel for info in source.tensors.values()), _model_of(source)
-    if model is not None and task.name == "text-generation" and is_embedding_large(model):
-        tables = sum(source.tensors[name].numel for name in vocabulary_tensors(model))
-        weights -= tables * (100 - SHARES[-1]) // 100
+    if model is not None and task.name == "text-generation":
+        tables = sum(source.tensors[name].numel for name in tables_in_question(model))
+        weights -= int(tables * (1 - least_share(model)))
     if model is not None and (widths := column_widths(model)):
         weights -= model.blocks * model.unit_weights(SPACE) * (widths[-1] - widths[0])
     least = weights // 2
@@ -321,14 +316,8 @@ class GraphMaker:
     def _prune(self, name: str, how: dict[str, Any], place: str | None = None) -> Self:
         """Prune the model by options of `prune`; `place` stands for a recipe in its command."""
         out, options = self.staging.scratch / f"pruned-{name}" / "pruned", self.options
-        given: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING} | self._samples_to_prune | how
-        given |= {"evaluate_samples": 0}
-        out.parent.mkdir(exist_ok=True)
-        run = {"output": out, "resume": out.with_name(f"{out.name}.partial").exists(), "progress": options.progress}
-        pruning = check_options(PruneOptions, given | run)
-        if not out.is_dir():
-            prune_model(pruning, read_recipe(pruning))
-        named = as_named_in(options.output, pruning)
+        given = same_options(options) | self._samples_to_prune | how | {"evaluate_samples": 0}
+        named = as_named_in(options.output, prune_into(out, given, progress=options.progress))
         named = named if place is None else named.model_copy(update={"recipe": place})
         words = ["ckpt-prune", "prune", *words_of_options(named, given), "-o", PRUNED]
         pruned = open_checkpoint(str(out), Opening(True))
@@ -382,7 +371,11 @@ class GraphMaker:
                 "to; give a labels.csv whose column split says calib or eval"
             )
             return None
-        chosen = pruning.choose(self.fitted, limit, loss)
+        try:
+            chosen = pruning.choose(self.fitted, limit, loss)
+        except BudgetError:  # a size may need fewer tokens than this tokenizer, or a text that is short, lets go
+            say("the columns and tokens that may go do not make the graph small enough: ask for a larger one")
+            return None
         whole = not chosen.columns and chosen.kept is None
         if whole or (limit is None and best is not None and chosen.cost >= best.score.bytes):
             worse = "save less" if limit is None else "lose more"

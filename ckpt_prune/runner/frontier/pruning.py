@@ -1,4 +1,4 @@
-"""Pruning a candidate of a frontier by its recipe, as `prune` does."""
+"""Pruning a candidate of a frontier, as `prune` does."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +9,17 @@ import yaml
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.options.commands import FrontierOptions, PruneOptions
 from ckpt_prune.options.option import check_options
+from ckpt_prune.runner.frontier.asked import INPUTS
 from ckpt_prune.runner.prune import prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
 
-SAME = ("model", "text", "seed", "choose", "bos", "compute_dtype", "device", "trust_remote_code", "progress")
+_SAME = (*INPUTS, "seed", "choose", "bos", "compute_dtype", "device", "trust_remote_code")
 """Options that `prune` has, too."""
+
+
+def same_options(options: FrontierOptions) -> dict[str, Any]:
+    """Return the options that `prune` has, too, but for those of the number and length of samples."""
+    return {name: getattr(options, name) for name in _SAME}
 
 
 def prune_by(recipe: Mapping[str, Any], options: FrontierOptions, samples: Samples, out: Path) -> None:
@@ -23,8 +29,15 @@ def prune_by(recipe: Mapping[str, Any], options: FrontierOptions, samples: Sampl
     out.parent.mkdir(exist_ok=True)
     file = out.with_name(f"{out.name}-recipe.yaml")
     file.write_text(yaml.safe_dump(dict(recipe), sort_keys=False))
-    given: dict[str, Any] = {name: getattr(options, name) for name in SAME}
-    given |= {"samples": len(samples), "window": samples.tokens, "evaluate_samples": 0}
-    given |= {"recipe": str(file), "output": str(out), "resume": out.with_name(f"{out.name}.partial").exists()}
-    pruning = check_options(PruneOptions, given)
-    prune_model(pruning, read_recipe(pruning))
+    given = {"recipe": str(file), "samples": len(samples), "window": samples.tokens, "evaluate_samples": 0}
+    prune_into(out, same_options(options) | given, progress=options.progress)
+
+
+def prune_into(out: Path, given: Mapping[str, Any], *, progress: Any) -> PruneOptions:
+    """Prune by options of `prune` into a folder, unless an earlier run has, and return the options."""
+    out.parent.mkdir(exist_ok=True)
+    run = {"output": out, "resume": out.with_name(f"{out.name}.partial").exists(), "progress": progress}
+    options = check_options(PruneOptions, {**given, **run})
+    if not out.is_dir():
+        prune_model(options, read_recipe(options))
+    return options
