@@ -10,9 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GgufWeight:
-    """A tensor that is read and changed when it is asked for.
+    """A tensor of a file: its shape is known, and its values are read, and changed, each time they are asked for.
 
     Attributes:
+        shape: as in torch, rows first.
+        read: returns the values; those of a checkpoint's own tensor have its dtype, others are float32.
         zeros: elements that it was filled up with.
         parts: tensors that it is a stack of, as those of experts are.
     """
@@ -62,6 +64,7 @@ class GgufWeight:
         return self.apply(lambda tensor: tensor.index_select(axis, places), shape)
 
     def rows(self, start: int, stop: int) -> "GgufWeight":
+        """Return a run of rows."""
         return self.apply(lambda tensor: tensor[start:stop], (stop - start, *self.shape[1:]))
 
     def pair_neighbours(self, heads: int, *, back: bool = False) -> "GgufWeight":
@@ -72,4 +75,5 @@ class GgufWeight:
         )
 
     def times(self, factor: float) -> "GgufWeight":
+        """Return it multiplied by a number."""
         return self if factor == 1 else self.apply(lambda tensor: tensor * factor)

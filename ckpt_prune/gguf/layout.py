@@ -341,25 +341,34 @@ def _choose(model: Model, kind: GgufType | None, read: Callable[[str], Tensor] |
 def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | None) -> Layout:
     _check_config(source, architecture)
     _check_experts(source, architecture)
-    source.check_heads()
-    hidden = int(source.value("hidden_size"))
-    attending = [shape for shape in source.shapes if shape.heads]
-    if architecture.whole == "kv_heads" and any(
-        each * source.head_dim != hidden for shape in attending for each in shape[:2]
-    ):
-        raise CannotMapError("its heads are together as wide as the model, and here some are not")
-    if architecture.own_keys and any(shape.heads != shape.kv_heads for shape in attending):
-        raise CannotMapError("each of its heads has keys and values of its own, and here several share them")
-    if architecture.hybrid and len(attending) in (0, len(source.shapes)):
-        raise CannotMapError("some of its blocks have attention and some have none, and here all are alike")
+    _check_attention(source, architecture)
     notes = []
-    shapes = source.shapes
-    if architecture.name != "deci" and source.without_attention:
-        raise CannotMapError("all of its blocks have attention, and here some have none")
-    if architecture.name == "deci" and shapes[0].heads == 0:
+    if architecture.name == "deci" and source.shapes[0].heads == 0:
         source = source.with_first_head()
-        shapes = source.shapes
         notes.append("block 0 has no attention, and gets one head of zeros: llama.cpp wants one in the first block")
+    source, filled = _fill_up(source, architecture, kind)
+    notes += filled
+    if _DELTA_HEADS in architecture.counts:
+        source = source.order_delta_heads(architecture)
+    if architecture.differs:
+        source = source.split()
+        source = source.absorb_scales() if architecture.model_type == "granite" else source
+    rotary, factors, context = _rotary(source, architecture)
+    if context < int(source.value("max_position_embeddings")):
+        notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")
+    if bounds_are_exact(source.model.config):
+        notes.append("llama.cpp rounds the bounds of YaRN to whole pairs, which config.json forbids (truncate: false)")
+    tensors = dict(_tensors(source, architecture)) | factors
+    values = _values(source, architecture, context) | rotary
+    for key, value in values.items():
+        if not _fits(value):
+            raise CannotMapError(f"a GGUF file cannot hold its {key} {str(value)[:40]}")
+    return Layout(architecture, values, tensors, tuple(notes))
+
+
+def _fill_up(source: GgufSource, architecture: Architecture, kind: GgufType | None) -> tuple[GgufSource, list[str]]:
+    """Return the same, with zeros where its architecture or type wants more heads or columns, and what to say of it."""
+    shapes, notes = source.shapes, list[str]()
     if not architecture.differs and (widest := _widest(source, architecture)) != shapes:
         shapes = widest
         sizes = [f"{max(shape.heads for shape in shapes)} heads"]
@@ -380,24 +389,7 @@ def _lay_out(source: GgufSource, architecture: Architecture, kind: GgufType | No
             f"columns are filled up with zeros to multiples of {_BLOCK} (prune with --{asked}, which makes widths such "
             "multiples, unless units of all blocks are ranked in one list)"
         )
-    if shapes != source.shapes:
-        source = source.fill(shapes)
-    if _DELTA_HEADS in architecture.counts:
-        source = source.order_delta_heads(architecture)
-    if architecture.differs:
-        source = source.split()
-        source = source.absorb_scales() if architecture.model_type == "granite" else source
-    rotary, factors, context = _rotary(source, architecture)
-    if context < int(source.value("max_position_embeddings")):
-        notes.append(f"context_length is {context}, the sliding window: llama.cpp applies none in {architecture.name}")
-    if bounds_are_exact(source.model.config):
-        notes.append("llama.cpp rounds the bounds of YaRN to whole pairs, which config.json forbids (truncate: false)")
-    tensors = dict(_tensors(source, architecture)) | factors
-    values = _values(source, architecture, context) | rotary
-    for key, value in values.items():
-        if not _fits(value):
-            raise CannotMapError(f"a GGUF file cannot hold its {key} {str(value)[:40]}")
-    return Layout(architecture, values, tensors, tuple(notes))
+    return (source if shapes == source.shapes else source.fill(shapes)), notes
 
 
 def _round_up(shape: BlockShape, shared_experts: int) -> BlockShape:
@@ -466,6 +458,22 @@ def _check_config(source: GgufSource, architecture: Architecture) -> None:
             raise CannotMapError(
                 f"every {architecture.pattern}th of its blocks has no rotary positions, and here others have"
             )
+
+
+def _check_attention(source: GgufSource, architecture: Architecture) -> None:
+    """Refuse heads of other shapes or numbers, and attention in other blocks, than the architecture has."""
+    source.check_heads()
+    hidden, attending = int(source.value("hidden_size")), [shape for shape in source.shapes if shape.heads]
+    if architecture.whole == "kv_heads" and any(
+        each * source.head_dim != hidden for shape in attending for each in shape[:2]
+    ):
+        raise CannotMapError("its heads are together as wide as the model, and here some are not")
+    if architecture.own_keys and any(shape.heads != shape.kv_heads for shape in attending):
+        raise CannotMapError("each of its heads has keys and values of its own, and here several share them")
+    if architecture.hybrid and len(attending) in (0, len(source.shapes)):
+        raise CannotMapError("some of its blocks have attention and some have none, and here all are alike")
+    if architecture.name != "deci" and source.without_attention:
+        raise CannotMapError("all of its blocks have attention, and here some have none")
 
 
 def _check_experts(source: GgufSource, architecture: Architecture) -> None:

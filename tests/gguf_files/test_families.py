@@ -190,14 +190,6 @@ def test_blocks_that_llama_cpp_reads_otherwise_are_refused(tmp_path):
     assert "has experts (blk.0.ffn_gate_exps.weight), and types are chosen by budget of models without them" in output
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_text"])
-def test_rows_that_take_turns_are_not_read_back(name, tmp_path):
-    folder = save(tmp_path / "model", FAMILIES[name][0], **FAMILIES[name][1])
-    exported = export_gguf(str(folder), tmp_path / "m.gguf", proving(folder), kind="f32", proof=False)
-    with pytest.raises(UserError, match=f"GGUF files of {exported.architecture} are not converted"):
-        ckpt_prune.convert(exported.path, output=tmp_path / "back", proof=False)
-
-
 def test_of_a_model_that_also_sees_the_part_that_generates_text_is_written(tmp_path):
     """What PyTorch computes is the whole model's."""
     sees = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
