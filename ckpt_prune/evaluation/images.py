@@ -77,9 +77,7 @@ def images_refused() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UserError(f"the model does not take the images: {one_line(error)}") from error
-    except (
-        AttributeError
-    ) as error:  # of text that is not there: a tower of images stands beside one of text (MetaCLIP 2)
+    except AttributeError as error:  # of text that is not there: a tower of text stands beside (MetaCLIP 2)
         raise UserError("the model does not take images without text beside them") from error
 
 
