@@ -20,8 +20,8 @@ NUMBERS = ("mlp_only_layers", "attn_layer_indices")
 """Config keys that list the numbers of some blocks."""
 FIRST = ("first_k_dense_replace",)
 """Config keys that count the first blocks, which are of another kind."""
-SHARING = ("num_kv_shared_layers", "num_hidden_groups")
-"""Config keys by which blocks take something from one another."""
+SHARING = ("num_kv_shared_layers", "num_hidden_groups", "hidden_size_per_layer_input")
+"""Config keys by which blocks take something from one another, or from one table with a part for each of them."""
 _BACKBONE_KEYS = ("out_features", "out_indices", "stage_names")
 """Numbers of the blocks that a backbone returns. No class with a description reads them: without them, the config class
 takes the last block."""
@@ -59,20 +59,28 @@ def shorten_model(model: Model, kept: Sequence[int]) -> Model:
 def shorten_config(model: Model, kept: Sequence[int]) -> dict[str, Any]:
     """Return the config.json of some blocks, ascending."""
     values, config = copy.deepcopy(model.checkpoint.config), model.config
-    count = next(key for key in model.family.dimensions["layers"] if read_key(config, key) is not None)
+    family = model.family
+    count = next(key for key in family.dimensions["layers"] if read_key(config, key) is not None)
+    of_spaces = {key for space in family.spaces.values() for key in (*space.config, space.unless) if key}
+    listed = PER_BLOCK if family.stage is not None else (*PER_BLOCK, *sorted(of_spaces))
     place, _, count = count.rpartition(".")
     if not place:
-        return _shorten_values(values, config, count, kept, model.blocks)
-    own = _shorten_values(find_key(values, place), read_key(config, place), count, kept, model.blocks)
+        return _shorten_values(values, config, count, listed, kept, model.blocks)
+    own = _shorten_values(find_key(values, place), read_key(config, place), count, listed, kept, model.blocks)
     return with_keys(values, {place: own})
 
 
 def _shorten_values(
-    values: dict[str, Any], config: Any, count: str, kept: Sequence[int], blocks: int
+    values: dict[str, Any], config: Any, count: str, listed: Sequence[str], kept: Sequence[int], blocks: int
 ) -> dict[str, Any]:
-    """Return a config.json of some of so many blocks, or one within it, which states their number under `count`."""
+    """Return a config.json of some of so many blocks, or one within it.
+
+    Args:
+        count: key of their number.
+        listed: keys that may list a value for every block.
+    """
     changes: dict[str, Any] = {count: len(kept)}
-    for key in PER_BLOCK:
+    for key in listed:
         # Written out even if the class derives it from a pattern: with fewer blocks it would derive another.
         per_block = getattr(config, key, None)
         if isinstance(per_block, list) and len(per_block) == blocks and not _is_derived(config, key):

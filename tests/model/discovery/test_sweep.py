@@ -11,6 +11,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from ckpt_prune.model.containers.opening import open_model
+from ckpt_prune.model.depth import shorten_config
 from ckpt_prune.model.descriptions import known_families, load_family, parse_family
 from ckpt_prune.model.discovery.discover import discover
 from ckpt_prune.verification import forward_pass
@@ -115,6 +117,8 @@ def test_blocks_that_compare_their_columns_stay_whole_beside_others(tmp_path: Pa
     ]
     report = json.loads((out / "ckpt_prune.json").read_text())
     assert {site["block"] for site in report["sites"]} == {2, 3, 4, 5}
+    shorter = shorten_config(open_model(str(out)), [0, 2, 5])
+    assert (shorter["intermediate_size"], shorter["activation_sparsity_pattern"]) == ([48, 24, 24], [0.95, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.0])
