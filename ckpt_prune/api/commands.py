@@ -125,13 +125,13 @@ def frontier(options: FrontierOptions) -> "Frontier":
     says which file to make. It is rounded by error feedback, run in llama.cpp and held against MODEL on --held-out,
     beside the best of llama.cpp's own mixtures if that comes near. With --for onnxruntime MODEL is traced, each weight
     of the graph is stored in blocks of 4 or 8 bits or in float32, and int4 and int8 everywhere stand beside it. For a
-    size that such bits do not reach, or at which they lose much, columns of each MLP are chosen with them, and of a
-    model that generates text its tokens. MODEL may be
-    an encoder, too, or with --images a model of images, which is measured on images that it was not fitted to. With
-    --for vllm each weight of a checkpoint gets 4 or 8 bits, or stays, as `quantize --target-bytes` does it; where that
-    loses much, tokens go, and as many columns of each MLP. OUT holds the file, the commands or the recipe that make it,
-    a picture and all figures. What is predicted of a file is the sum of what each type of each matrix, and each share
-    of the columns, did on --text by itself. The exit code is 1 if nothing usable was found.
+    size that such bits do not reach, or at which they lose much, columns of each MLP are chosen with them, and tokens
+    if MODEL generates text. MODEL may be an encoder, too, or with --images a model of images, which is measured on
+    images that it was not fitted to. With --for vllm each weight of a checkpoint gets 4 or 8 bits, or stays, as
+    `quantize --target-bytes` does it; where that loses much, tokens go, and as many columns of each MLP. OUT holds the
+    file, the commands or the recipe that make it, a picture and all figures. What is predicted of a file is the sum of
+    what each type of each matrix, and each share of the columns, did on --text by itself. The exit code is 1 if nothing
+    usable was found.
 
     An interrupted run leaves OUT.partial, which --resume continues.
     """

@@ -486,7 +486,8 @@ def _check_experts(source: GgufSource, architecture: Architecture) -> None:
         weight.shape[0] for block in source.blocks for name, weight in block.items() if _module(name) in of_experts
     }
     if found != {wanted}:
-        raise CannotMapError(f"all its blocks have {wanted} experts by config.json, and here some have {sorted(found)}")
+        others = ", ".join(map(str, sorted(found - {wanted}))) or "none"
+        raise CannotMapError(f"all its blocks have {wanted} experts by config.json, and here some have {others}")
     first = next(index for index, shape in enumerate(source.shapes) if shape.experts) if architecture.leading else 0
     if without := [index for index, shape in enumerate(source.shapes) if index >= first and not shape.experts]:
         behind = " behind the first with experts" if architecture.leading else ""
