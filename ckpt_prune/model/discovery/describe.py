@@ -476,8 +476,10 @@ class Describer:
         self, run: BlockRun, trace: Trace, space: Mapping[str, Any], sizes: Mapping[str, int]
     ) -> dict[str, Any]:
         """Return numbers of a stack's attention that are others with fewer units: blocks are copied from the whole."""
+        if self.stack is None or self.stage is not None:
+            return {}
         owner, count = trace.consumer.rpartition(".")[0], sizes[space["units"]]
-        for kept in range(count - 1, 0, -1) if self.stack is not None and self.stage is None else ():
+        for kept in range(count - 1, 0, -1):
             values = {key: kept * prod(sizes[each] for each in factors) for key, factors in space["config"].items()}
             width = dict.fromkeys(self.dimensions["head_dim"], sizes["head_dim"])
             try:
@@ -678,9 +680,8 @@ class Describer:
             for trace in sorted(own, key=lambda each: (each.mixes, -each.columns)):  # the widest is the MLP
                 # A convolution may stand between the linear modules of an MLP; attention reads several of them.
                 is_of_mlp = not trace.mixes or (self.stage is not None and len(trace.producers) == 1)
-                if (is_of_mlp or self._is_of_channels(trace)) and self.on_disk(
-                    run, trace.consumer
-                ) not in self.consumers():
+                is_of_columns = is_of_mlp or self._is_of_channels(trace)
+                if is_of_columns and self.on_disk(run, trace.consumer) not in self.consumers():
                     why = self._add_columns(name, run, trace)
                     if why is not None and self._add_unless(name, run, trace):
                         why = f"blocks with a number under {self.spaces[name]['unless']}: {why}"
