@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,9 @@ def test_every_way_to_store_every_weight_is_predicted_and_finer_ones_lose_less(p
     least = budget.least
     choices = [budget.at_bytes(least + more) for more in (0, 2_000, 10_000, 40_000)]
     assert choices[0].bytes == least
+    whole = budget.everywhere("int4")
+    alike = [replace(whole, names=dict.fromkeys(whole.names, way)) for way in ("int4:channel", "dense")]
+    assert [budget.is_default(choice) for choice in (whole, *alike)] == [True, False, False]
     assert [choice.kl for choice in choices] == sorted((choice.kl for choice in choices), reverse=True)
     for choice in choices:
         types = choice.types(model)

@@ -151,7 +151,7 @@ class CheckpointMaker:
         if not place.is_dir():
             self._make(choice, place, say)
         shape, kind = choice.shape, choice.usual.format
-        by_budget = choice.names != self.budgets.fitted.everywhere(kind).names
+        by_budget = not self.budgets.fitted.is_default(choice)
         dtype = "int4" if len(choice.counts) > 1 else kind
         candidate = RoundedCandidate(name, dtype, choice.kl, "gptq", choice.counts, COUNTED, by_budget)
         if shape is not None:

@@ -259,6 +259,10 @@ class SchemeBudget:
         scheme = choose_scheme(kind, None, {name: spec[1][1] for name, spec in self._weights.items()})
         return self._as(dict.fromkeys(self._weights, scheme.name))
 
+    def is_default(self, choice: SchemeChoice) -> bool:
+        """Return whether `quantize` stores weights so by a format alone."""
+        return choice.names == self.everywhere(choice.usual.format).names
+
     def _of(self, at: Sequence[int]) -> SchemeChoice:
         return self._as(
             {name: way for site, index in zip(self._sites, at, strict=True) for name, way in site.labels[index].items()}
