@@ -27,6 +27,7 @@ TOP = (
 PACKAGE = Path(ckpt_prune.__file__).parent
 OTHERS = {
     "--merge",
+    "--mmproj",
     "--model-path",
     "--no",
     "--no-deps",

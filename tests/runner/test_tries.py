@@ -29,11 +29,17 @@ def test_a_factor_takes_two_tries_and_a_power_three(factor, power, tries):
     assert found[-1][1] == pytest.approx(AIM if tries > 1 else factor * LOSS)
 
 
-@pytest.mark.parametrize(("power", "most"), [(0.1, 3), (10, 1 / 3)])
-def test_noise_does_not_lead_astray(power, most):
-    """A pair of tries that tells almost no rise, or one of a hundred times, moves the third by a bound."""
-    _, (second, lost), (third, _) = try_all(lambda choice: 5 * choice**power)
-    assert abs(math.log(third / second) / math.log(AIM / lost)) == pytest.approx(most)
+def test_noise_does_not_lead_astray():
+    """A pair of tries that tells almost no rise moves the third by a bound."""
+    _, (second, lost), (third, _) = try_all(lambda choice: 5 * choice**0.1)
+    assert abs(math.log(third / second) / math.log(AIM / lost)) == pytest.approx(3)
+
+
+@pytest.mark.parametrize("measure", [lambda choice: 0.4 if choice == LOSS else 0.01, lambda choice: 5 * choice**10])
+def test_a_third_try_lies_between_what_is_good_and_what_is_too_much(measure):
+    """A choice that is pruned loses far more than one that is whole, so that a line through both leads elsewhere."""
+    (first, _), (second, _), (third, _) = try_all(measure)
+    assert third == pytest.approx(math.sqrt(first * second))
 
 
 def test_it_ends_where_nothing_is_left_or_a_choice_repeats():

@@ -677,8 +677,8 @@ class Describer:
             name = "mlp"
             if self._has_experts:
                 name = "shared" if packed_modules(run.block, self.twin.sizes.experts) else "dense"
-            for trace in sorted(own, key=lambda each: (each.mixes, -each.columns)):  # the widest is the MLP
-                # A convolution may stand between the linear modules of an MLP; attention reads several of them.
+            # The widest is the MLP. In stages a convolution may stand between its modules; attention reads several.
+            for trace in sorted(own, key=lambda each: (each.mixes and self.stage is None, -each.columns)):
                 is_of_mlp = not trace.mixes or (self.stage is not None and len(trace.producers) == 1)
                 is_of_columns = is_of_mlp or self._is_of_channels(trace)
                 if is_of_columns and self.on_disk(run, trace.consumer) not in self.consumers():

@@ -118,7 +118,8 @@ def _candidates(
     for name, found in choose_for_loss(loss, results, budgets.at_loss):
         yield name, lambda choice=found: choice  # type: ignore[misc]
     # What pruning loses is predicted too low where much goes, and fewer bits alone may be all that keeps to the loss.
-    if found is not None and found.shape is not None and results[-1].score.kl > loss:
+    keeps = [each for each in results[2:] if each.score.kl <= loss]
+    if found is not None and found.shape is not None and not keeps:
         with suppress(BudgetError):
             least = bits.at_loss(loss)
             yield "fewer bits alone within the loss", lambda: least

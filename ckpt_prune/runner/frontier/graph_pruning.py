@@ -18,9 +18,6 @@ from ckpt_prune.stages.spaces.effects.column_losses import SPACE
 from ckpt_prune.stages.vocabulary.records import pack_rows, unpack_rows
 from ckpt_prune.stages.vocabulary.smaller_checkpoint import vocabulary_rows
 
-_CHOICE = "columns"
-"""Entry of the journal."""
-
 
 @dataclass(frozen=True)
 class Pruning:
@@ -116,16 +113,16 @@ class GraphPruning:
         narrow |= dict.fromkeys(self.tables, (least_share(self.model), vocabulary_rows(self.model)))
         self.decider.check_bytes(limit, narrow)
 
-    def choose(self, fitted: Decider, limit: int | None, loss: float) -> Pruning:
+    def choose(self, fitted: Decider, limit: int | None, loss: float, name: str) -> Pruning:
         """Choose what loses least in so many bytes, or takes fewest of what loses at most `loss`, by GPTQ.
 
         Raises:
             BudgetError: nothing fits.
         """
         journal = self.staging.journal
-        if _CHOICE not in journal.notes:
-            journal.record(_CHOICE, note=self._choose(fitted, limit, loss).note())
-        return Pruning.read(journal.notes[_CHOICE])
+        if name not in journal.notes:
+            journal.record(name, note=self._choose(fitted, limit, loss).note())
+        return Pruning.read(journal.notes[name])
 
     def _choose(self, fitted: Decider, limit: int | None, loss: float) -> Pruning:
         failed: list[BudgetError] = []

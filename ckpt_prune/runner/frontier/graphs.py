@@ -72,7 +72,7 @@ from ckpt_prune.runner.frontier.asked import (
 )
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
-from ckpt_prune.runner.frontier.graph_pruning import GraphPruning
+from ckpt_prune.runner.frontier.graph_pruning import GraphPruning, Pruning
 from ckpt_prune.runner.frontier.graph_scores import GraphScores, load_in_float, open_streamed
 from ckpt_prune.runner.frontier.pruning import prune_into, same_options
 from ckpt_prune.runner.frontier.record import (
@@ -101,6 +101,9 @@ COUNTED = "weight matrices of products and embeddings"
 NATS = {"text": "nats a token", "image": "nats an image"}
 SIZE = "BYTES"
 """Stands for the bytes of a graph in its command until they are known."""
+TRIES = ("columns", "columns, second try")
+"""What is pruned for a loss: predictions are low where many columns go, which the first try tells. Entries of the
+journal, too."""
 PRICES = "what weights lose"
 """Entry of the journal."""
 PRUNE_FROM = 0.02
@@ -371,10 +374,44 @@ class GraphMaker:
                 "to; give a labels.csv whose column split says calib or eval"
             )
             return None
+        allowed = loss
+        for name in TRIES:
+            chosen = self._choose_less(pruning, name, limit, allowed, best, say)
+            if chosen is None:
+                return None
+            pruned, lost = self._prune_less(chosen, pruning.model, name)
+            told = f"pruned, a loss of {lost:.4f} (predicted {chosen.by_pruning:.4f})"
+            if limit is not None:
+                break
+            if lost < loss:
+                say(told)
+                return pruned
+            say(f"{told}: too much before anything is rounded")
+            allowed *= max(0.0, chosen.by_pruning) / lost  # predictions are low by as much
+        else:
+            return None
+        foreseen, alone = chosen.predicted - chosen.by_pruning + lost, math.inf
+        if best is not None:
+            alone = best.score.kl if best.candidate.kl is None else best.candidate.kl
+        more = "" if foreseen < alone else f", no less than bits alone ({alone:.4f})"
+        say(f"{told}; with bits {foreseen:.4f} is predicted{more}")
+        return None if more else pruned
+
+    def _choose_less(
+        self,
+        pruning: GraphPruning,
+        name: str,
+        limit: int | None,
+        allowed: float,
+        best: MeasuredRounded | None,
+        say: Notices,
+    ) -> Pruning | None:
+        """Return what goes of the model, or say why nothing does."""
         try:
-            chosen = pruning.choose(self.fitted, limit, loss)
+            chosen = pruning.choose(self.fitted, limit, allowed, name)
         except BudgetError:  # a size may need fewer tokens than this tokenizer, or a text that is short, lets go
-            say("the columns and tokens that may go do not make the graph small enough: ask for a larger one")
+            if limit is not None:
+                say("the columns and tokens that may go do not make the graph small enough: ask for a larger one")
             return None
         whole = not chosen.columns and chosen.kept is None
         if whole or (limit is None and best is not None and chosen.cost >= best.score.bytes):
@@ -382,26 +419,20 @@ class GraphMaker:
             what = "columns of MLPs and tokens" if pruning.tables else "columns of MLPs"
             say(f"fewer {what} are predicted to {worse} than fewer bits")
             return None
+        return chosen
+
+    def _prune_less(self, chosen: Pruning, model: Model, name: str) -> tuple[Self, float]:
+        """Return the maker of the model that is pruned by a choice, and what pruning has lost, measured."""
         recipe = self.staging.scratch / RECIPE
-        recipe.write_text(yaml.safe_dump(chosen.recipe(pruning.model), sort_keys=False))
-        pruned = self._prune("columns", {"recipe": str(recipe)}, RECIPE)
+        recipe.write_text(yaml.safe_dump(chosen.recipe(model), sort_keys=False))
+        pruned = self._prune(name.replace(", ", "-").replace(" ", "-"), {"recipe": str(recipe)}, RECIPE)
         pruned.columns = chosen.columns
         if chosen.kept is None:
-            lost = pruned.unpriced.in_float()
-        else:
-            pruned.kept = chosen.kept
-            pruned.samples = _choose_samples(self.options, pruned.source, self.task)
-            lost = pruned.by_tokens = self._lose_tokens(pruned)
-        told = f"pruned, a loss of {lost:.4f} (predicted {chosen.by_pruning:.4f})"
-        if limit is None:
-            say(told if lost < loss else f"{told}: too much before anything is rounded")
-            return pruned if lost < loss else None
-        foreseen, alone = chosen.predicted - chosen.by_pruning + lost, math.inf
-        if best is not None:
-            alone = best.score.kl if best.candidate.kl is None else best.candidate.kl
-        more = "" if foreseen < alone else f", no less than bits alone ({alone:.4f})"
-        say(f"{told}; with bits {foreseen:.4f} is predicted{more}")
-        return None if more else pruned
+            return pruned, pruned.unpriced.in_float()
+        pruned.kept = chosen.kept
+        pruned.samples = _choose_samples(self.options, pruned.source, self.task)
+        pruned.by_tokens = self._lose_tokens(pruned)
+        return pruned, pruned.by_tokens
 
     def _lose_tokens(self, pruned: Self) -> float:
         """Return what the text that weights are rounded by costs more with fewer tokens, in nats a token of all."""
@@ -527,7 +558,7 @@ class GraphMaker:
             best=best,
             asked=asked,
             beyond_use="",
-            reach=min((each.score.bytes for each in found if each.candidate.by_budget), default=None),
+            reach=None,
             commands=[]
             if best is None
             else [each.replace(SIZE, str(best.score.bytes)) for each in best.candidate.commands],

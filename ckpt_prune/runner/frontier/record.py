@@ -76,21 +76,26 @@ def choose_for_loss(
         same: what two choices have in common if they are one.
     """
     aim = loss / math.sqrt(CLOSE)
-    allowed, last, tries = loss, None, list[tuple[float, float]]()
+    allowed, seen, tries = loss, list[Any](), list[tuple[float, float]]()
     for name in SMALLEST:
         try:
             choice = choose(allowed)
         except BudgetError:
             return
-        if last is not None and same(choice) == same(last):
+        if same(choice) in seen:
             return
-        last = choice
+        seen.append(same(choice))
         yield name, choice
         measured = results[-1].score.kl
         if loss / CLOSE <= measured <= loss:
             return
         tries.append((allowed, max(measured, 1e-9)))
         allowed *= (aim / tries[-1][1]) ** _correction(tries)
+        # Pruned choices and whole ones are not on one line: stay between what is known to be good and to be too much.
+        good = max((told for told, lost in tries if lost <= loss), default=0.0)
+        bad = min((told for told, lost in tries if lost > loss), default=math.inf)
+        if good and not good < allowed < bad and math.isfinite(bad):
+            allowed = math.sqrt(good * bad)
 
 
 def _correction(tries: Sequence[tuple[float, float]]) -> float:
@@ -169,11 +174,19 @@ class Frontier:
         return kept
 
     @property
+    def _least_usable(self) -> int | None:
+        """Bytes of the smallest usable file, predicted or measured; None if one as large was found not to be usable."""
+        measured = [each.score.bytes for each in self.found if self._is_usable(each.score)]
+        least = min(measured, default=None) if self.reach is None else self.reach
+        known = 0 if self.best is None else self.best.score.bytes
+        return None if least is None or least <= known else least
+
+    @property
     def sentence(self) -> str:
         """Say what to do for the target."""
         if self.best is None or not self.passed:
             beside = "" if self.best is None else f"; the best, {self.best.candidate.name}, has {self._figures}"
-            more = "" if self.reach is None else f"; ask for {self.reach / 1e6:.1f} MB or more"
+            more = "" if self._least_usable is None else f"; ask for {self._least_usable / 1e6:.1f} MB or more"
             usable = [each for each in self.found if each.score.ms is not None and self._is_usable(each.score)]
             for each in sorted(usable, key=lambda each: each.score.ms or 0)[:1]:
                 time, name = each.score.ms, each.candidate.name
