@@ -45,6 +45,9 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
             flops += 2 * numel * _applications(model, name, len(shapes[name][1]))
     if family.head is not None and head not in shapes:
         flops += 2 * tokens * prod(shapes[embedding][1])
+    if family.is_stack:
+        flops += 4 * tokens**2 * sum(_mixed_columns(family.attention.output, shapes))
+        return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens)
     cache = 0
     for block in range(model.blocks):
         attention = family.attention
@@ -71,6 +74,15 @@ def cost_of(model: Model, shapes: TensorSpecs | None = None) -> Cost:
         kept = queries[1][0] - columns if fused else keys[1][0] + values[1][0]
         cache += kept * values[0].itemsize
     return Cost(parameters=parameters, bytes=size, flops=flops, tokens=tokens, cache=cache if family.causal else None)
+
+
+def _mixed_columns(output: str, shapes: TensorSpecs) -> list[int]:
+    """Return how many columns each attention of an encoder-decoder mixes, in both stacks and between them.
+
+    Scores are products over as many. Their last modules have one name: o in T5, out_proj in BART.
+    """
+    end = f".{output.rpartition('.')[2]}.weight"
+    return [shape[1] for name, (_, shape) in shapes.items() if name.endswith(end) and len(shape) == 2]
 
 
 def count_by_part(model: Model) -> dict[str, int]:
@@ -146,7 +158,11 @@ def _applications(model: Model, name: str, dimensions: int) -> int:
         return int(family.multiplied_per_token[module] * model.tokens) if dimensions > 1 else 0
     if dimensions == 4 and family.modality == "image":
         return patches(model.config)
-    if dimensions != 2 or any(_is_below(name, family.on_disk(path)) for path in family.lookups):
+    if (
+        dimensions != 2
+        or name.endswith("_bias")
+        or any(_is_below(name, family.on_disk(path)) for path in family.lookups)
+    ):
         return 0
     if module in map(family.on_disk, family.pooled):
         return 1

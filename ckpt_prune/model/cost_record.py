@@ -33,9 +33,9 @@ class Cost(FixedRecord):
 
 
 class WholeSize(FixedRecord):
-    """Size of a model of which parts are pruned one by one; as `Cost`, but `flops` is None if samples are of two kinds.
+    """Size of a model of which parts are pruned one by one.
 
-    FLOPs of two stacks of blocks lack the products of attention in the stack that was pruned first.
+    As `Cost`, but `flops` is None if samples are of two kinds.
     """
 
     optional = frozenset({"flops", "tokens", "cache"})

@@ -13,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoTokenizer, PreTrainedModel
 
 from ckpt_prune.model.composites import encoder_decoders
+from ckpt_prune.model.containers.opening import Opening, open_model
+from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.discovery import discover
 from tests.cli.running import edit_weights, ok, read_json, read_refusal, run
 from tests.encoders import STRENGTH
@@ -114,6 +117,17 @@ def test_a_stack_is_pruned_as_by_hand(stack: str, bart: PreTrainedModel) -> None
     checked = ok("verify", "out", "--against", "bart")
     assert "FAILED" not in checked
     assert f"outside the {stack} part are the dense model's, bit for bit" in checked
+
+
+@pytest.mark.parametrize("model_type", ["bart", "umt5"])
+def test_flops_are_those_of_both_stacks_and_of_cross_attention(model_type: str, tmp_path: Path) -> None:
+    write_model(tmp_path, model_type)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    costs = [cost_of(open_model(str(tmp_path), Opening(part=stack))) for stack in ("encoder", "decoder")]
+    ids = torch.full((1, costs[0].tokens or 0), 3)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, decoder_input_ids=ids, use_cache=False)
+    assert {each.flops for each in costs} == {counter.get_total_flops()}
 
 
 def check_whole(dry: str, output: str) -> None:

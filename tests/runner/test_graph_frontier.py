@@ -231,7 +231,10 @@ def test_the_smallest_graph_within_a_loss(place, loss, allowed, name):
 def test_a_size_out_of_reach_is_refused_before_anything_is_made(place):
     code, output = run(*command(place, "small", "--target-bytes", "2000"))
     assert code == 2
-    assert "MB are out of reach: 4 bits for each of the weights that model may keep take" in output
+    assert (
+        "MB are out of reach: 4 bits for each weight of model, with the fewest columns and tokens that are tried, take"
+        in output
+    )
     code, output = run(*command(place, "small", "--target-bytes", "60KB"))
     assert code == 2, output
     assert "with all weights in blocks of 4 bits it has" in output

@@ -174,8 +174,8 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
     least = weights // 2
     if limit < least:
         raise UserError(
-            f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: 4 bits for each of the weights that {source.name} "
-            f"may keep take {least / 1e6:.4g} MB; ask for more, or prune it first"
+            f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: 4 bits for each weight of {source.name}, with the "
+            f"fewest columns and tokens that are tried, take {least / 1e6:.4g} MB; ask for more"
         )
     return limit, None
 
