@@ -1,4 +1,4 @@
-"""What texts cost a model with fewer tokens more, as it writes them, and what windows of each text lose."""
+"""Scores of models by text, also of models with fewer tokens, which write the text with other tokens."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def write_with(windows: Tensor, parts: TokenParts) -> WrittenWindows:
 
 @dataclass(frozen=True, eq=False)
 class TextCosts:
-    """Windows of texts, and what they cost a model, which others with fewer tokens are held against.
+    """The negative log-likelihood of texts by a model, with which models of fewer tokens are compared.
 
     Attributes:
         windows: token ids of the model, (windows, length) int64.
@@ -62,12 +62,12 @@ class TextCosts:
 
     @property
     def nll(self) -> float:
-        """What a token costs the model, in nats."""
+        """The mean negative log-likelihood of the model, nats a token."""
         costs = self._costs.values()
         return sum(each.nll * each.tokens for each in costs) / sum(each.tokens for each in costs)
 
     def score(self, model: LanguageModel, parts: TokenParts) -> FileScore:
-        """Return what the texts cost a model with fewer tokens more, without size and times."""
+        """Return how much more negative log-likelihood a model with fewer tokens has, without size and times."""
         more, tokens = dict[str, float](), dict[str, int]()
         for name, windows in self._by_text.items():
             whole, fewer = self._costs[name], perplexity(model, write_with(windows, parts))

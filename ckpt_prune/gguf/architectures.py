@@ -41,7 +41,7 @@ SHARED_ALWAYS = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
-"""Of shared experts that no gate weighs."""
+"""Linear modules of shared experts that have no gate → tensor."""
 MIXTRAL = {
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",

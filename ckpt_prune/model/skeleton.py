@@ -205,6 +205,13 @@ class Names:
         rows = [len(self._parameters[name]) for name in self.parameters(disk)]
         return rows if len(set(rows)) > 1 else None
 
+    def split(self, disk: str, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        """Split a tensor on disk into so many parameters that it holds: parts of its rows, or all of it for one."""
+        if count < 2:  # perhaps a number alone, which has no rows
+            return (tensor,) * count
+        rows = self.rows(disk)
+        return tensor.chunk(count) if rows is None else torch.split(tensor, rows)
+
     def rename(self, disk: str) -> str:
         """Return the name that a tensor on disk would have in the model if it were not fused with others."""
         return self._rename(disk)[0]

@@ -82,8 +82,8 @@ class PruningBudgets(RoundingTrials, ABC, Generic[B]):
     @cached_property
     def columns(self) -> ColumnBudgets:
         """The columns that MLPs may keep, and what is predicted to be lost by them."""
-        how = self.model, self.samples, self.options.seed, self.folder, self.journal, self.device, self.compute_dtype
-        return ColumnBudgets(*how, self.statistics if self.has_grams else None)
+        of = self.model, self.samples, self.options.seed, self.folder, self.journal
+        return ColumnBudgets(*of, **self.how, measured=self.statistics if self.has_grams else None)
 
     @cached_property
     def vocabularies(self) -> Vocabularies:

@@ -182,10 +182,7 @@ class BlockFactory:
 
     def split(self, disk: str, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a tensor on disk into the rows of the parameters that it holds."""
-        if len(self.find_parameters(disk)) == 1:  # perhaps a number alone
-            return (tensor,)
-        rows = self.names.rows(disk)
-        return torch.split(tensor, rows) if rows is not None else tensor.chunk(len(self.find_parameters(disk)))
+        return self.names.split(disk, tensor, len(self.find_parameters(disk)))
 
     def find_makers(self, index: int) -> dict[str, list[str]]:
         """Find the tensors on disk that make the inputs of consumers outside attention, by the consumer's path.
@@ -215,8 +212,7 @@ class BlockFactory:
         """
         for disk, tensor in self._join_parts(module, path, tensors).items():
             parameters = () if is_stored_buffer(disk) else self.find_parameters(disk)
-            parts = self.split(disk, tensor) if len(parameters) > 1 else [tensor] * len(parameters)
-            for parameter, part in zip(parameters, parts, strict=True):
+            for parameter, part in zip(parameters, self.names.split(disk, tensor, len(parameters)), strict=True):
                 if parameter.startswith(f"{path}."):
                     local, _, attribute = parameter.removeprefix(f"{path}.").rpartition(".")
                     owner = module.get_submodule(local)

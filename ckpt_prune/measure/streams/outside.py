@@ -78,10 +78,7 @@ class Whole:
 
     def split(self, disk: str, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a tensor on disk into the rows of the parameters that it holds."""
-        if len(self.find_parameters(disk)) == 1:  # perhaps a number alone
-            return (tensor,)
-        rows = self.names.rows(disk)
-        return tensor.chunk(len(self.find_parameters(disk))) if rows is None else torch.split(tensor, rows)
+        return self.names.split(disk, tensor, len(self.find_parameters(disk)))
 
     def load(self, read: ReadTensors) -> nn.Module:
         """Load everything outside the part's blocks but the head. `read` reads tensors of the part, by its names."""

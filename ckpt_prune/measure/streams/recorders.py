@@ -191,7 +191,7 @@ class Recorders:
 
 
 Shared = Mapping[Any, tuple[Tensor, ...]]
-"""What blocks have put into a mapping that all are passed, by its keys: keys and values that later ones read."""
+"""A copy of the mapping that all blocks are passed: earlier blocks put keys and values there for later ones."""
 
 
 class HandedAlone:

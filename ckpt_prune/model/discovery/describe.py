@@ -429,9 +429,7 @@ class Describer:
         own = "head_dim" if hasattr(type(self.twin.parsed), "head_dim") else None  # of several widths, that of most
         self.add_dimension("head_dim", width, _keys(key or own))
         sizes = {"head_dim": width, "group": group, "kv_heads": count, "query_heads": self.twin.sizes.heads}
-        named = self.named_sizes(sizes)
-        if group == 1:
-            named.pop("group")
+        named = self._named_heads(sizes)
         places = self._places(run, trace, unit, count, named)
         if places is None:
             return "its heads lie in an order that a description cannot say"
@@ -448,6 +446,10 @@ class Describer:
             self.spaces["queries"] |= self._attributes(run, trace, self.spaces["queries"], sizes)
         return None
 
+    def _named_heads(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return dimensions that a layout of heads may be said with; groups of a single head are none."""
+        return {name: size for name, size in self.named_sizes(sizes).items() if (name, size) != ("group", 1)}
+
     def _add_cross_heads(self, run: BlockRun, trace: Trace) -> str | None:
         """Add the heads of cross-attention, which the config counts by the keys of self-attention's, or say why not."""
         own = self.spaces.get("heads")
@@ -458,10 +460,7 @@ class Describer:
             return "its heads depend on one another"
         several = self.sizes["query_heads"] // count
         sizes = {name: self.sizes[name] for name in ("head_dim", "kv_heads", "query_heads")} | {"group": several}
-        named = self.named_sizes(sizes)
-        if several == 1:
-            named.pop("group")
-        places = self._places(run, trace, unit, count, named)
+        places = self._places(run, trace, unit, count, self._named_heads(sizes))
         if places is None:
             return "its heads lie in an order that a description cannot say"
         elsewhere = [self.on_disk(run, path) for path in trace.elsewhere]

@@ -269,25 +269,24 @@ def _feed_text(model: onnx_ir.Model, ids: Tensor) -> Feed:
 # ---- what is decided -----------------------------------------------------------------------------------------------
 
 Label = BlockRounding | Literal["int8", "float32"]
+"""How a weight is stored."""
+Narrow = tuple[Fraction, int]
+"""Share that stays of the axis of a weight that has so many rows or columns."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What a graph loses for each unit of what is predicted of parts of it.
+    """Factors from predicted losses of parts of a graph to the loss of its outputs, which was measured.
 
     Attributes:
         outside: bytes of the file that no weight takes.
-        rounding, pruning: what the outputs lose for each unit of the loss of weights, and of columns.
+        rounding: factor of what rounding weights is predicted to lose.
+        pruning: factor of what dropping columns is predicted to lose.
     """
 
     outside: int
     rounding: float
     pruning: float
-
-
-Narrow = tuple[Fraction, int]
-"""Share that stays of the axis of a weight that has so many rows or columns."""
-"""How a weight is stored."""
 
 
 @dataclass
@@ -503,9 +502,9 @@ class Decider:
             over += excess
 
     def scale(self, limit: int | None, loss: float) -> Scale:
-        """Measure on the graph itself what its outputs lose for each unit of what weights and columns are told to lose.
+        """Measure the loss of the graph's outputs beside what is predicted of its weights and columns.
 
-        Weights of about this size, or loss, are stored for it, by GPTQ if the scheme says so.
+        Weights are stored for that so that the file has about this size, or loss, by GPTQ if the scheme says so.
 
         Args:
             limit: bytes of the file; None: `loss` counts.

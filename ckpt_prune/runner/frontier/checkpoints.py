@@ -11,10 +11,10 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -68,7 +68,6 @@ DATA = ("choose", "bos", "compute_dtype", "device")
 COUNTED = "weights of linear layers in the blocks (embedding and head stay as they are)"
 """Weights that `quantize` rounds."""
 LAST = ("--evaluate-samples", "0", "-o", MADE)
-Choose = Callable[[], SchemeChoice]
 
 
 def explore_checkpoints(options: FrontierOptions) -> Frontier:
@@ -89,8 +88,8 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
         budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal, narrower)
         maker = CheckpointMaker(texts, budgets, staging)
         results: list[MeasuredRounded] = []
-        for name, choose in _candidates(budgets, results, limit, loss):
-            results.append(maker.measure(name, choose, say))
+        for name, choice in _candidates(budgets, results, limit, loss):
+            results.append(maker.measure(name, choice, say))
         frontier = maker.record(results, limit, loss)
         maker.publish(frontier)
     return frontier
@@ -98,31 +97,30 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
 
 def _candidates(
     budgets: SchemeBudgets, results: list[MeasuredRounded], limit: int | None, loss: float | None
-) -> Iterator[tuple[str, Choose]]:
+) -> Iterator[tuple[str, SchemeChoice]]:
     """Yield what is to be measured next, by what was measured so far."""
     bits = budgets.fitted
-    yield "int4 everywhere, GPTQ", partial(bits.everywhere, "int4")
-    yield "int8 everywhere, GPTQ", partial(bits.everywhere, "int8")
+    yield "int4 everywhere, GPTQ", bits.everywhere("int4")
+    yield "int8 everywhere, GPTQ", bits.everywhere("int8")
     if limit is not None:
         with suppress(BudgetError):
             alone = bits.at_bytes(limit)
             if alone.rounds:
-                yield "by budget, GPTQ", lambda: alone
+                yield "by budget, GPTQ", alone
         with suppress(BudgetError):
             pruned = budgets.at_bytes(limit)
             if pruned.shape is not None:
-                yield "pruned, by budget, GPTQ", lambda: pruned
+                yield "pruned, by budget, GPTQ", pruned
         return
     assert loss is not None
     found: SchemeChoice | None = None
     for name, found in choose_for_loss(loss, results, budgets.at_loss):
-        yield name, lambda choice=found: choice  # type: ignore[misc]
+        yield name, found
     # What pruning loses is predicted too low where much goes, and fewer bits alone may be all that keeps to the loss.
     keeps = [each for each in results[2:] if each.score.kl <= loss]
     if found is not None and found.shape is not None and not keeps:
         with suppress(BudgetError):
-            least = bits.at_loss(loss)
-            yield "fewer bits alone within the loss", lambda: least
+            yield "fewer bits alone within the loss", bits.at_loss(loss)
 
 
 @dataclass
@@ -141,14 +139,13 @@ class CheckpointMaker:
     def _place(self, name: str) -> Path:
         return self.staging.scratch / name.replace(" ", "-").replace(",", "")
 
-    def measure(self, name: str, choose: Choose, say: Notices) -> MeasuredRounded:
+    def measure(self, name: str, choice: SchemeChoice, say: Notices) -> MeasuredRounded:
         """Make a checkpoint and measure it, unless an earlier run has."""
         place, journal = self._place(name), self.staging.journal
         if name in journal.notes and place.is_dir():
             self.dense = journal.notes[name]["dense"]
             return Measured.read(RoundedCandidate, journal.notes[name]["found"])
         say(f"making and measuring: {name}")
-        choice = choose()
         if not place.is_dir():
             self._make(choice, place, say)
         shape, kind = choice.shape, choice.usual.format

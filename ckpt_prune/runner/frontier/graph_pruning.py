@@ -1,4 +1,4 @@
-"""What goes of a model before its graph is made: columns and tokens, by one budget with the bits of weights."""
+"""Chooses the columns and tokens to drop before a graph is made, in one budget with the bits of its weights."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ from ckpt_prune.stages.vocabulary.smaller_checkpoint import vocabulary_rows
 
 @dataclass(frozen=True)
 class Pruning:
-    """What goes, and what that is predicted to do.
+    """A choice of columns and tokens to drop, with the predicted loss and size.
 
     Attributes:
         columns: that the MLP of each block keeps; empty: all.

@@ -1,4 +1,4 @@
-"""What a graph of a frontier is worth: its predictions in onnxruntime beside the dense model's, and its speed."""
+"""Measures graphs of a frontier: how predictions in onnxruntime differ from the dense model's, and their speed."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from ckpt_prune.benchmarking.latency_table import time_fastest
 from ckpt_prune.benchmarking.runners import GraphTimer
@@ -90,7 +89,7 @@ class GraphScores:
             if parts is not None:
                 self.dense = math.exp(self._costs.nll)
                 return self._costs.score(cast(Any, graph), parts)
-            both = compare(cast(Any, graph), self._language_model, samples.windows)
+            both = compare(cast(Any, graph), self.language_model, samples.windows)
             self.dense = both.reference_score.perplexity
             return score_of(both, samples.windows, samples.texts)
         reference, any_loss = GraphReference(self._held, task, set()), Allowance(0.0, math.inf)
@@ -112,14 +111,10 @@ class GraphScores:
     @cached_property
     def _costs(self) -> TextCosts:
         assert self.samples.windows is not None
-        return TextCosts(self.samples.windows, self.samples.texts, lambda: self._language_model)
-
-    def cost_more(self, model: LanguageModel, windows: Tensor, parts: TokenParts) -> float:
-        """Return what windows cost a model with fewer tokens more, in nats a token as all tokens write it."""
-        return TextCosts(windows, (), lambda: self._language_model).score(model, parts).kl
+        return TextCosts(self.samples.windows, self.samples.texts, lambda: self.language_model)
 
     @property
-    def _language_model(self) -> LanguageModel:
+    def language_model(self) -> LanguageModel:
         """The dense model, to be run block by block if it can be: its states are then made once for all graphs."""
         return open_streamed(self.folder) or self._held.get()
 

@@ -37,7 +37,7 @@ from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.common.safe_text import as_markdown
-from ckpt_prune.evaluation.fewer_tokens import TokenParts
+from ckpt_prune.evaluation.fewer_tokens import TextCosts, TokenParts
 from ckpt_prune.evaluation.sentences import cut_texts
 from ckpt_prune.evaluation.whole_model import config_of
 from ckpt_prune.measure.samples.choose import choose_samples
@@ -102,8 +102,8 @@ NATS = {"text": "nats a token", "image": "nats an image"}
 SIZE = "BYTES"
 """Stands for the bytes of a graph in its command until they are known."""
 TRIES = ("columns", "columns, second try")
-"""What is pruned for a loss: predictions are low where many columns go, which the first try tells. Entries of the
-journal, too."""
+"""Entries of the journal: the choices of what to prune. For a loss there may be a second one, since predictions are low
+where many columns go."""
 PRICES = "what weights lose"
 """Entry of the journal."""
 PRUNE_FROM = 0.02
@@ -270,6 +270,10 @@ def _within_loss(
         yield maker, f"{prefix}{name}", "int4", lambda decision=decision: decision  # type: ignore[misc]
 
 
+def _words_of_pruned(chosen: Pruning, lost: float) -> str:
+    return f"pruned, a loss of {lost:.4f} (predicted {chosen.by_pruning:.4f})"
+
+
 class GraphMaker:
     """Makes graphs of one model in a staging folder, and measures them.
 
@@ -298,9 +302,8 @@ class GraphMaker:
     ) -> None:
         self.options, self.source, self.task, self.samples, self.staging = options, source, task, samples, staging
         self.workload, self.pruned_by, self._dense = workload, pruned_by, dense
-        trust = options.trust_remote_code
-        own = GraphScores(source.whole, trust, task, samples, workload)
-        self.scores: GraphScores = own if dense is None else dense.scores
+        how = options.trust_remote_code, task, samples, workload
+        self.scores: GraphScores = GraphScores(source.whole, *how) if dense is None else dense.scores
         self.columns = () if dense is None else tuple(Model.of(source).unit_counts(SPACE))
         self.kept: tuple[int, ...] | None = None
         self.by_tokens = 0.0
@@ -339,7 +342,7 @@ class GraphMaker:
 
     @cached_property
     def pruning(self) -> GraphPruning | None:
-        """What may go of the model; None if it is not known what it is made of."""
+        """Chooses what to prune of the model; None if its parts are not known."""
         model = _model_of(self.source)
         if model is None:
             return None
@@ -354,7 +357,7 @@ class GraphMaker:
 
     @property
     def chosen(self) -> str:
-        """What a budget has chosen of it, in words."""
+        """The kinds of choices that the budget has made, in words."""
         pruned = [*(["tokens"] if self.kept else []), *(["columns"] if self.columns else [])]
         return f"{', '.join(pruned)} and bits"
 
@@ -374,28 +377,39 @@ class GraphMaker:
                 "to; give a labels.csv whose column split says calib or eval"
             )
             return None
-        allowed = loss
-        for name in TRIES:
-            chosen = self._choose_less(pruning, name, limit, allowed, best, say)
-            if chosen is None:
-                return None
-            pruned, lost = self._prune_less(chosen, pruning.model, name)
-            told = f"pruned, a loss of {lost:.4f} (predicted {chosen.by_pruning:.4f})"
-            if limit is not None:
-                break
-            if lost < loss:
-                say(told)
-                return pruned
-            say(f"{told}: too much before anything is rounded")
-            allowed *= max(0.0, chosen.by_pruning) / lost  # predictions are low by as much
-        else:
+        if limit is None:
+            return self._prune_within_loss(pruning, loss, best, say)
+        return self._prune_within_size(pruning, limit, best, say)
+
+    def _prune_within_size(
+        self, pruning: GraphPruning, limit: int, best: MeasuredRounded | None, say: Notices
+    ) -> Self | None:
+        chosen = self._choose_less(pruning, TRIES[0], limit, math.inf, best, say)
+        if chosen is None:
             return None
+        pruned, lost = self._prune_less(chosen, pruning.model, TRIES[0])
         foreseen, alone = chosen.predicted - chosen.by_pruning + lost, math.inf
         if best is not None:
             alone = best.score.kl if best.candidate.kl is None else best.candidate.kl
         more = "" if foreseen < alone else f", no less than bits alone ({alone:.4f})"
-        say(f"{told}; with bits {foreseen:.4f} is predicted{more}")
+        say(f"{_words_of_pruned(chosen, lost)}; with bits {foreseen:.4f} is predicted{more}")
         return None if more else pruned
+
+    def _prune_within_loss(
+        self, pruning: GraphPruning, loss: float, best: MeasuredRounded | None, say: Notices
+    ) -> Self | None:
+        allowed = loss
+        for name in TRIES:
+            chosen = self._choose_less(pruning, name, None, allowed, best, say)
+            if chosen is None:
+                return None
+            pruned, lost = self._prune_less(chosen, pruning.model, name)
+            if lost < loss:
+                say(_words_of_pruned(chosen, lost))
+                return pruned
+            say(f"{_words_of_pruned(chosen, lost)}: too much before anything is rounded")
+            allowed *= max(0.0, chosen.by_pruning) / lost  # predictions are low by as much
+        return None
 
     def _choose_less(
         self,
@@ -434,12 +448,17 @@ class GraphMaker:
         pruned.by_tokens = self._lose_tokens(pruned)
         return pruned, pruned.by_tokens
 
-    def _lose_tokens(self, pruned: Self) -> float:
-        """Return what the text that weights are rounded by costs more with fewer tokens, in nats a token of all."""
-        windows, folder, parts = self.samples.for_rounding, pruned.source.whole, pruned._parts
+    @cached_property
+    def _costs(self) -> TextCosts:
+        """What the text that weights are rounded by costs this model."""
+        windows = self.samples.for_rounding
         assert isinstance(windows, Tensor)
-        assert parts is not None
-        return self.scores.cost_more(open_streamed(folder) or pruned._load(), windows, parts)
+        return TextCosts(windows, (), lambda: self.scores.language_model)
+
+    def _lose_tokens(self, pruned: Self) -> float:
+        """Return how much more that text costs a model with fewer tokens, in nats a token of this one."""
+        assert pruned._parts is not None
+        return self._costs.score(open_streamed(pruned.source.whole) or pruned._load(), pruned._parts).kl
 
     @cached_property
     def _parts(self) -> TokenParts | None:

@@ -24,8 +24,6 @@ def same_options(options: FrontierOptions) -> dict[str, Any]:
 
 def prune_by(recipe: Mapping[str, Any], options: FrontierOptions, samples: Samples, out: Path) -> None:
     """Prune MODEL by a recipe into a folder, on the samples that `frontier` has chosen, unless an earlier run has."""
-    if out.is_dir():
-        return
     out.parent.mkdir(exist_ok=True)
     file = out.with_name(f"{out.name}-recipe.yaml")
     file.write_text(yaml.safe_dump(dict(recipe), sort_keys=False))
