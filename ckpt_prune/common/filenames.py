@@ -26,8 +26,8 @@ GRAPH_RECORD = "ckpt_prune_onnx.json"
 FRONTIER_RECORD = "frontier.json"
 """Record of a folder that `frontier` wrote: its source, and all that it measured."""
 
-FRONTIER_FILE, FRONTIER_COMMANDS, FRONTIER_PRUNED = "model.gguf", "make.sh", "pruned"
-"""Other names there: the best GGUF file, the commands that make it again, and the pruned model that these write."""
+FRONTIER_FILE, FRONTIER_COMMANDS, FRONTIER_PRUNED, FRONTIER_PAGE = "model.gguf", "make.sh", "pruned", "frontier.html"
+"""Other names there: the best GGUF file, commands that make it again, the pruned model that these write, the page."""
 
 VALIDATION = "validation.json"
 """Result of comparing an exported graph with PyTorch."""

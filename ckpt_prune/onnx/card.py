@@ -20,6 +20,7 @@ from ckpt_prune.model.context import context_length
 from ckpt_prune.onnx.records import GraphEntry, Manifest, Port, Validation
 from ckpt_prune.onnx.stacks import BRANCH
 from ckpt_prune.onnx.tasks import PAST, PRESENT, GraphTask
+from ckpt_prune.show.model_card import lines_of_search
 
 PREFERRED: tuple[GraphType, ...] = ("int4", "int8", "fp32", "q4f16", "fp16")
 """genai_config.json names the first of these that there is, the smallest that a CPU computes without casts."""
@@ -41,18 +42,17 @@ def make_card(
     proved: bool = True,
     genai: dict[str, Any] | str = "",
     validations: Sequence[Validation] = (),
-    found: Sequence[str] = (),
 ) -> str:
     """README.md of an exported folder.
 
     Args:
-        folder: with the modules of an embedder.
+        folder: with the modules of an embedder, and the record of the search that found the graph.
         name: for the title; None: that of the checkpoint.
         validations: of the graphs of each type, for what they lose beside their model, and beside a dense one.
         proved: whether there is a validation.json.
         genai: what is in genai_config.json, or why there is none.
-        found: sentences of a search that made and measured the graph.
     """
+    found = lines_of_search(folder)
     compared = "It was not compared with PyTorch; `ckpt-prune validate` does it"
     if proved:
         compared = f"What came out when it was compared with PyTorch is in `{VALIDATION}`"

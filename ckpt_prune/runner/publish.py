@@ -27,7 +27,7 @@ from ckpt_prune.runner.follow import follow
 from ckpt_prune.runner.report import report_of
 from ckpt_prune.runner.sections import all_sections, name_report
 from ckpt_prune.show.markdown import print_markdown
-from ckpt_prune.show.model_card import front_matter, metadata, sentence_class_of
+from ckpt_prune.show.model_card import front_matter, lines_of_search, metadata, sentence_class_of
 from ckpt_prune.stages.folders import find_functions, stages_of
 from ckpt_prune.stages.quantize.records import find_record, make_card
 from ckpt_prune.stages.report import Report, find_report
@@ -131,7 +131,7 @@ def replace_record(out: Path, report: Report) -> None:
 
     The report is last, so that a run which ends between the two has it still to do.
     """
-    write_atomically(out / _CARD, model_card(report, read_json_object(out / CONFIG)))
+    write_atomically(out / _CARD, model_card(report, read_json_object(out / CONFIG), lines_of_search(out)))
     write_atomically(out / REPORT, pretty_json(report.data()))
 
 
@@ -148,7 +148,7 @@ def note_loss(out: Path, loss: Loss) -> Loss | None:
         earlier = next((each for each in rounded.losses if each.against == loss.against), None)
         losses = [*(each for each in rounded.losses if each is not earlier), loss]
         rounded = rounded.model_copy(update={"losses": losses})
-        write_atomically(out / _CARD, make_card(rounded))
+        write_atomically(out / _CARD, make_card(rounded, lines_of_search(out)))
         write_atomically(out / QUANTISED_RECORD, pretty_json(rounded.data()))
         return earlier
     return None
@@ -169,8 +169,12 @@ def wanted_names(source: Checkpoint, recipe: Recipe) -> WantedNames:
     return top_names(side_files_of(source).files) | WEIGHT_NAMES | dict.fromkeys(names)
 
 
-def model_card(report: Report, config: Mapping[str, Any] | None = None) -> str:
-    """Return README.md of an output. With its config.json the card also says which runtimes take it."""
+def model_card(report: Report, config: Mapping[str, Any] | None = None, found: Sequence[str] = ()) -> str:
+    """Return README.md of an output. With its config.json the card also says which runtimes take it.
+
+    Args:
+        found: sentences of what else is known, as by a search.
+    """
     maker = as_markdown(f"Made by ckpt_prune {report.ckpt_prune}")
     load = "Replace PATH by this folder, or by its id on the Hub."
     if report.container.remote_code:
@@ -187,6 +191,7 @@ def model_card(report: Report, config: Mapping[str, Any] | None = None) -> str:
             f"# {as_markdown(name_report(report))}",
             "",
             f"{maker} from {as_code(report.source.name)}.",
+            *found,
             "",
             print_markdown([size]),
             "## How to load it",

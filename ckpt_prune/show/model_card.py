@@ -7,8 +7,10 @@ from typing import Any
 import yaml
 
 from ckpt_prune.checkpoint.files import read_input
+from ckpt_prune.checkpoint.json_files import read_json_object
 from ckpt_prune.checkpoint.sentence_modules import MODULES
-from ckpt_prune.common.safe_text import escape_controls
+from ckpt_prune.common.filenames import FRONTIER_COMMANDS, FRONTIER_PAGE, FRONTIER_PRUNED, FRONTIER_RECORD
+from ckpt_prune.common.safe_text import as_markdown, escape_controls
 from ckpt_prune.common.yaml12 import read_yaml
 from ckpt_prune.job.report import CommonReport, SourceCard
 
@@ -112,6 +114,22 @@ def described_by_card(card: SourceCard | None, auto_class: str) -> dict[str, Any
     values = {} if card is None else card.model_dump(exclude_defaults=True)
     task = _PIPELINES.get(auto_class)
     return values if task is None or "pipeline_tag" in values else values | {"pipeline_tag": task}
+
+
+def lines_of_search(folder: Path) -> list[str]:
+    """Return what a card says of the `frontier` whose record is in its folder; nothing if there is none."""
+    if not (folder / FRONTIER_RECORD).is_file():
+        return []
+    record = read_json_object(folder / FRONTIER_RECORD)
+    names = ("model", "sentence", "measured_in", "measured_on")
+    model, sentence, runtime, data = (as_markdown(str(record.get(name))) for name in names)
+    is_pruned = record.get("source") == FRONTIER_PRUNED
+    first = f"; `{FRONTIER_PRUNED}` is a smaller model, which it makes of {model} first" if is_pruned else ""
+    return [
+        f"`ckpt-prune frontier` found for {model}, {sentence}.",
+        f"It was measured in {runtime} on {data}. `{FRONTIER_COMMANDS}` makes it again{first}. `{FRONTIER_PAGE}` shows "
+        "what else was measured.",
+    ]
 
 
 def front_matter(values: Mapping[str, Any]) -> str:

@@ -39,6 +39,13 @@ def sized(place):
     return output
 
 
+def check_card(folder, found):
+    card = (folder / "README.md").read_text()
+    assert f"found for model, {found['sentence']}." in card
+    assert "`make.sh` makes it again. `frontier.html` shows" in card
+    assert "not measured" not in card
+
+
 def test_a_size_is_kept_to_and_the_command_makes_the_same_checkpoint(place, sized, monkeypatch):
     found = read(place, "sized")
     by_name = {each["name"]: each for each in found["candidates"]}
@@ -49,6 +56,7 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_checkpoint(place, size
     assert by_name["int8 everywhere, GPTQ"]["kl"] < best["kl"] < by_name["int4 everywhere, GPTQ"]["kl"]
     assert (found["measured_in"], found["loss"]) == ("PyTorch", "KL")
     assert found["sentence"] in sized
+    check_card(place / "sized", found)
     steps = "importance of inputs; what fewer bits lose; what fewer tokens and columns lose, if fewer bits lose much"
     assert f"4 steps: {steps}; about 4 files. This takes about " in sized
     assert {"config.json", "tokenizer.json", "frontier.svg"} <= {path.name for path in (place / "sized").iterdir()}
@@ -84,7 +92,8 @@ def test_what_it_finds_is_what_evaluate_and_stock_transformers_measure(place, si
     data = ["--text", place / "held_out.txt", "--window", 48, "--samples", 2, "--json"]
     code, output = run("evaluate", place / "sized", "--against", place / "model", *data)
     assert code == 0, output
-    assert best["kl"] == pytest.approx(json.loads(output)["kl"], rel=1e-3)
+    assert best["kl"] == pytest.approx(json.loads(output[output.index("{") :])["kl"], rel=1e-3)
+    check_card(place / "sized", found)  # which the figures of `evaluate` leave as it is
     code, output = run("verify", place / "sized", "--against", place / "model")
     assert code == 0, output
     tensors, ids = load_file(place / "sized" / "model.safetensors"), torch.arange(40)[None]
@@ -152,6 +161,7 @@ def test_below_what_bits_reach_tokens_and_columns_go_in_one_recipe(place, monkey
     assert found["sentence"].startswith("within 0.2 MB: drop all but 320 tokens and columns of MLPs and refit what")
     assert best["pruned"] == {"mlp": [64, 64], "vocabulary": 320}
     assert 0.97 * limit < (folder / "model.safetensors").stat().st_size == best["bytes"] <= limit
+    check_card(folder, found)
     code, output = run("verify", folder, "--against", place / "model")
     assert code == 0, output
 

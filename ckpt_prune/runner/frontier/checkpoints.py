@@ -58,6 +58,7 @@ from ckpt_prune.runner.frontier.record import (
     write_pages,
 )
 from ckpt_prune.runner.pruning_budgets import will_prune_columns
+from ckpt_prune.runner.publish import note_loss
 from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.runner.scheme_budgets import SchemeBudgets, check_reach, check_storable, needs_pruning, recipe_of
 from ckpt_prune.runner.vocabularies import parts_of_tokens
@@ -243,4 +244,6 @@ class CheckpointMaker:
                 write_atomically(folder / RECIPE, yaml.safe_dump(recipe, sort_keys=False))
                 files.append(RECIPE)
         write_pages(frontier, folder, files)
+        if (loss := frontier.loss_of_best) is not None:
+            note_loss(folder, loss)
         self.staging.publish()

@@ -12,7 +12,7 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
@@ -36,7 +36,6 @@ from ckpt_prune.common.filenames import GRAPH_RECORD
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import Notices
-from ckpt_prune.common.safe_text import as_markdown
 from ckpt_prune.evaluation.fewer_tokens import TextCosts, TokenParts
 from ckpt_prune.evaluation.sentences import cut_texts
 from ckpt_prune.evaluation.whole_model import config_of
@@ -51,7 +50,7 @@ from ckpt_prune.onnx.export import complete_folder, measure_for, save_entry
 from ckpt_prune.onnx.metrics import is_of_sentences
 from ckpt_prune.onnx.quantization.choosing import Prices
 from ckpt_prune.onnx.quantization.deciding import BLOCK_SIZES, Decider, Decision, allow_harm, make_scheme, store
-from ckpt_prune.onnx.records import GraphEntry
+from ckpt_prune.onnx.records import GraphEntry, Manifest
 from ckpt_prune.onnx.samples import IMAGES, ProofSamples, choose_proof_samples
 from ckpt_prune.onnx.session import DATA
 from ckpt_prune.onnx.tasks import GraphTask, check_padding, choose_task, remove_head
@@ -76,10 +75,8 @@ from ckpt_prune.runner.frontier.graph_pruning import GraphPruning, Pruning
 from ckpt_prune.runner.frontier.graph_scores import GraphScores, load_in_float, open_streamed
 from ckpt_prune.runner.frontier.pruning import prune_into, same_options
 from ckpt_prune.runner.frontier.record import (
-    COMMANDS,
     FRONTIER,
     MADE,
-    PAGE,
     PRUNED,
     RECIPE,
     USUAL_LOSS,
@@ -90,6 +87,7 @@ from ckpt_prune.runner.frontier.record import (
     write_pages,
 )
 from ckpt_prune.runner.vocabularies import least_share, parts_of_tokens, tables_in_question
+from ckpt_prune.show.model_card import CARD
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
 
 HELD_OUT, HELD_OUT_IMAGES = 16, 4 * IMAGES
@@ -609,18 +607,21 @@ class GraphMaker:
 
     def publish(self, frontier: Frontier) -> None:
         """Write the record, and all that `export` writes of the best graph, and put the folder in place."""
-        folder, files = self.staging.path, list[str]()
+        folder, files, describe = self.staging.path, list[str](), None
         if frontier.best is not None:
-            files += self._write_best(frontier, cast(MeasuredRounded, frontier.best), folder)
+            manifest, describe = self._write_best(cast(MeasuredRounded, frontier.best), folder)
+            files += [*manifest.files, GRAPH_RECORD, CARD]
             recipe = self.staging.scratch / RECIPE
             if any(RECIPE in command for command in frontier.commands):
                 recipe.rename(folder / RECIPE)
                 files.append(RECIPE)
         write_pages(frontier, folder, list(dict.fromkeys(files)))
+        if describe is not None:
+            (folder / CARD).write_text(describe(manifest, name=frontier.model, proved=False), encoding="utf-8")
         self.staging.publish()
 
-    def _write_best(self, frontier: Frontier, best: MeasuredRounded, folder: Path) -> list[str]:
-        """Write the best graph with what it is loaded by, its record and its card; return the names of the files."""
+    def _write_best(self, best: MeasuredRounded, folder: Path) -> tuple[Manifest, Callable[..., str]]:
+        """Write the best graph with what it is loaded by, and its record; return that, and what makes the card."""
         entry = GraphEntry.model_validate(self.staging.journal.notes[best.candidate.name]["entry"])
         place = self._place(best.candidate.name, best.candidate.dtype)
         for file in (place, place.with_name(f"{place.name}{DATA}")):
@@ -628,18 +629,7 @@ class GraphMaker:
                 file.rename(folder / file.name)
         config = config_of(self.source.whole, trust=self.options.trust_remote_code or bool(self.pruned_by))
         generation = self._read_generation(config)
-        manifest, describe = complete_folder(
-            folder, self.source, self.task, [entry], config.get_text_config(), generation
-        )
-        own = f"; `{self.source.name}` is a smaller model, which it makes of {as_markdown(frontier.model)} first"
-        found = [
-            f"`ckpt-prune frontier` found for {as_markdown(f'{frontier.model}, {frontier.sentence}')}.",
-            f"It was measured in onnxruntime on {as_markdown(frontier.data_words)}. `{COMMANDS}` makes it again"
-            f"{own if self.pruned_by else ''}. `{PAGE}` shows what else was measured.",
-        ]
-        card = "README.md"
-        (folder / card).write_text(describe(manifest, name=frontier.model, proved=False, found=found), encoding="utf-8")
-        return [*manifest.files, GRAPH_RECORD, card]
+        return complete_folder(folder, self.source, self.task, [entry], config.get_text_config(), generation)
 
     def _read_generation(self, config: Any) -> GenerationConfig | None:
         """Return how the model generates, as transformers loads it; None of one that does not."""

@@ -11,15 +11,23 @@ from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.folder_kinds import FolderKind
 from ckpt_prune.checkpoint.json_files import pretty_json
 from ckpt_prune.checkpoint.staging import write_atomically
-from ckpt_prune.common.filenames import FRONTIER_COMMANDS, FRONTIER_FILE, FRONTIER_PRUNED, FRONTIER_RECORD
+from ckpt_prune.common.filenames import (
+    FRONTIER_COMMANDS,
+    FRONTIER_FILE,
+    FRONTIER_PAGE,
+    FRONTIER_PRUNED,
+    FRONTIER_RECORD,
+)
 from ckpt_prune.evaluation.file_score import FileScore
+from ckpt_prune.evaluation.quality import judge
+from ckpt_prune.job.report import Loss
 from ckpt_prune.runner.frontier.candidates import MeasuredFile, MeasuredRounded
 from ckpt_prune.show.charts import draw
 from ckpt_prune.show.html import print_page
 from ckpt_prune.show.section import Figure, Line, Point, Section, Table, draw_figure
 
-FILE, COMMANDS, PRUNED = FRONTIER_FILE, FRONTIER_COMMANDS, FRONTIER_PRUNED
-PAGE, CHART = "frontier.html", "frontier.svg"
+FILE, COMMANDS, PRUNED, PAGE = FRONTIER_FILE, FRONTIER_COMMANDS, FRONTIER_PRUNED, FRONTIER_PAGE
+CHART = "frontier.svg"
 RECIPE = "recipe.yaml"
 """The recipe of the file, if columns go."""
 MADE = "made"
@@ -210,6 +218,17 @@ class Frontier:
         if score.perplexity is not None and self.dense is not None:
             return f"{self.loss} {score.words_of_kl}, perplexity {score.perplexity:.2f} for {self.dense:.2f}"
         return f"{self.loss} {score.kl:.4f}, {self.agreement} {score.top1 or 0:.1%}"
+
+    @property
+    def loss_of_best(self) -> Loss | None:
+        """What the best one loses, for its record. One with fewer tokens has no KL: it predicts other tokens."""
+        if self.best is None or self.dense is None:
+            return None
+        score, on = self.best.score, self.data_words
+        after = score.perplexity if math.isfinite(score.perplexity or math.inf) else None
+        kl, same = (score.kl, score.top1) if self.best.candidate.rows is None else (None, None)
+        loss = Loss(of="perplexity", before=self.dense, after=after, kl=kl, agreement=same, data=on, against=self.model)
+        return judge(loss)
 
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints."""

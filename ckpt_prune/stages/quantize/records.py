@@ -1,6 +1,7 @@
 """Record of a quantised checkpoint, in `ckpt_prune_quantised.json`, and its model card."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -172,8 +173,8 @@ def card_metadata(record: QuantizationRecord) -> dict[str, Any]:
     return values | {"tags": ["ckpt-prune", "compressed-tensors"]}
 
 
-def make_card(record: QuantizationRecord) -> str:
-    """Make README.md of a quantised checkpoint from its record."""
+def make_card(record: QuantizationRecord, found: Sequence[str] = ()) -> str:
+    """Make README.md of a quantised checkpoint from its record, with sentences of what else is known."""
     share = record.after / record.before
     return "\n".join(
         [
@@ -184,6 +185,7 @@ def make_card(record: QuantizationRecord) -> str:
             + record.describe(),
             f"{human_bytes(record.after)} of {human_bytes(record.before)} ({share:.1%}), in the form of "
             f"compressed-tensors (pack-quantized). What it was made from is in `{QUANTISED_RECORD}`.",
+            *found,
             "",
             *(f"- {as_markdown(f'{line[0].upper()}{line[1:]}.')}" for loss in record.losses for line in lines_of(loss)),
             *([""] if record.losses else ["What it costs in quality was not measured.", ""]),
