@@ -18,7 +18,14 @@ from ckpt_prune.checkpoint.files import Stamp, find_changed, open_input, stamps_
 from ckpt_prune.checkpoint.fp8 import attach_scales
 from ckpt_prune.checkpoint.journal import refuse_unfinished
 from ckpt_prune.checkpoint.json_files import canonical_json, check_side_files, read_json_object
-from ckpt_prune.checkpoint.model_folder import ADAPTER_CONFIG, is_adapter, model_name, refuse_adapter, resolve_model
+from ckpt_prune.checkpoint.model_folder import (
+    ADAPTER_CONFIG,
+    is_adapter,
+    model_name,
+    refuse_adapter,
+    resolve_model,
+    way_to_source,
+)
 from ckpt_prune.checkpoint.packed import attach_groups, shape_infos
 from ckpt_prune.checkpoint.quantised import class_name, drop_quantisation, is_packed, is_plain_fp8, refuse_quantised
 from ckpt_prune.checkpoint.shard import (
@@ -499,7 +506,8 @@ def _read_index(path: Path) -> dict[str, set[str]]:
         pickles = sorted(file.name for file in path.iterdir() if file.suffix.lower() in PICKLE_SUFFIXES)
         graph = next(iter(sorted(path.glob("*.onnx"))), None)
         if graph is not None:
-            raise UserError(f"{path} holds a graph ({graph.name}) and no weights: give the model it was exported from")
+            model = f"give the model it was exported from{way_to_source(path)}"
+            raise UserError(f"{path} holds a graph ({graph.name}) and no weights: {model}")
         others = sorted(path.glob("*.safetensors"))
         if others:
             raise UserError(f"{path} {_no_index(others)}")

@@ -13,6 +13,7 @@ import onnx
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.files import sha256_files
 from ckpt_prune.checkpoint.journal import refuse_unfinished
+from ckpt_prune.checkpoint.model_folder import way_to_source
 from ckpt_prune.common.check import Check, run_check
 from ckpt_prune.common.errors import UserError, one_line
 from ckpt_prune.common.filenames import VALIDATION
@@ -45,7 +46,7 @@ def verify_graph(folder: Path, source: Path | None = None) -> list[Check]:
             [replace(check, name=f"{graph.file}: {check.name}") for check in graph_checks] if several else graph_checks
         )
     if source is not None:
-        checks.append(run_check("source", lambda: _verify_source(manifest, source)))
+        checks.append(run_check("source", lambda: _verify_source(folder, manifest, source)))
     return checks
 
 
@@ -102,9 +103,10 @@ def _check_validation(folder: Path, graph: Manifest, present: dict[str, str]) ->
     return True, f"compared with PyTorch on {len(record.cases)} inputs, on {record.provider}: {limit}"
 
 
-def _verify_source(manifest: Manifest, source: Path) -> tuple[bool, str]:
+def _verify_source(folder: Path, manifest: Manifest, source: Path) -> tuple[bool, str]:
     if manifest.source.fingerprint != Checkpoint.open(source, packed=True).fingerprint:
-        return False, f"it was exported from another model than {source}: its record names {manifest.source.name}"
+        names = f"its record names {manifest.source.name}{way_to_source(folder)}"
+        return False, f"it was exported from another model than {source}: {names}"
     return True, f"exported from {source}"
 
 

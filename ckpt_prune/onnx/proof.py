@@ -228,7 +228,8 @@ def find_source(folder: Path, manifest: Manifest) -> Path:
 
 def _check_source(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> None:
     if manifest.source.fingerprint != checkpoint.fingerprint:
-        raise UserError(f"{folder} was not made from {checkpoint.path}: its record names {manifest.source.name}")
+        names = f"its record names {manifest.source.name}{way_to_source(folder)}"
+        raise UserError(f"{folder} was not made from {checkpoint.path}: {names}")
 
 
 def _hold(checkpoint: Checkpoint, trust: bool, *, unpack: bool = True) -> HeldModel:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ckpt_prune.checkpoint.checkpoint import CONFIG, Checkpoint
 from ckpt_prune.checkpoint.json_files import read_json_object
+from ckpt_prune.checkpoint.model_folder import find_recorded_source
 from ckpt_prune.common.dense_source import DenseSource
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.evaluation.purpose import has_other_tokenizer
@@ -17,7 +18,8 @@ from ckpt_prune.verification.verify import open_dense
 def find_dense_source(folder: Path) -> DenseSource | None:
     """Find the dense model of a checkpoint that was pruned, and perhaps rounded; None if it was not pruned.
 
-    It is looked for beside the folder, in the current one and in the Hub's cache, and known by its fingerprint.
+    It is looked for where `frontier` read it, beside the folder, in the current one and in the Hub's cache, and known
+    by its fingerprint.
     """
     report = _read_report(folder)
     if report is None:
@@ -60,6 +62,8 @@ def _is_dense(folder: Path, report: Report, place: Path) -> bool:
 
 
 def _places(folder: Path, name: str) -> Iterator[Path]:
+    if (read := find_recorded_source(folder)) is not None:
+        yield read
     for above in dict.fromkeys((folder.resolve().parent, Path.cwd())):
         if (above / Path(name).name / CONFIG).is_file():
             yield above / Path(name).name

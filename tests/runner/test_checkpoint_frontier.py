@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckpt_prune.measure.samples.samples import TokenWindows
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.runner.frontier.checkpoints import CheckpointMaker
 from ckpt_prune.stages.quantize.choosing import SCHEMES, SchemeBudget, linear_weights, predict_scheme_losses
+from ckpt_prune.verification.dense_source import find_dense_source
 from tests.runner.frontiers import best_of, cost_more, fail, find_smallest, make_command, make_place, read, run, stop
 
 SIZE, LIMIT = "1107KB", 1_107_000
@@ -162,6 +164,8 @@ def test_below_what_bits_reach_tokens_and_columns_go_in_one_recipe(place, monkey
     assert best["pruned"] == {"mlp": [64, 64], "vocabulary": 320}
     assert 0.97 * limit < (folder / "model.safetensors").stat().st_size == best["bytes"] <= limit
     check_card(folder, found)
+    shutil.copytree(folder, place / "deep" / "cut")
+    assert find_dense_source(place / "deep" / "cut").other_tokens  # the model was found where the record says
     code, output = run("verify", folder, "--against", place / "model")
     assert code == 0, output
 
