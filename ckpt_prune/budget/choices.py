@@ -8,11 +8,11 @@ the budget (this project).
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isnan, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from ckpt_prune.common.errors import UserError
 
 Array = NDArray[np.float64]
+B = TypeVar("B")
+C = TypeVar("C")
 
 MOST_COMBINATIONS = 50_000
 """Up to so many combinations of choices, without those of the site with most, all are tried."""
@@ -38,6 +40,17 @@ class BudgetError(UserError):
             f"{_exact(least)}; ask for that or more"
         )
         self.least = least
+
+
+def solve_each(solve: Callable[[B], C], budgets: Iterable[B], failed: list[BudgetError]) -> list[C]:
+    """Return what `solve` chooses for each budget that can be kept to, and add the errors of the others to `failed`."""
+    found = []
+    for budget in budgets:
+        try:
+            found.append(solve(budget))
+        except BudgetError as error:
+            failed.append(error)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Scores of models by text, also of models with fewer tokens, which write the text with other tokens."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -68,13 +68,24 @@ class TextCosts:
 
     def score(self, model: LanguageModel, parts: TokenParts) -> FileScore:
         """Return how much more negative log-likelihood a model with fewer tokens has, without size and times."""
-        more, tokens = dict[str, float](), dict[str, int]()
-        for name, windows in self._by_text.items():
-            whole, fewer = self._costs[name], perplexity(model, write_with(windows, parts))
-            tokens[name] = whole.tokens
-            more[name] = fewer.nll * fewer.tokens / whole.tokens - whole.nll
-        kl = sum(more[name] * count for name, count in tokens.items()) / sum(tokens.values())
-        return FileScore(0, kl, math.exp(self.nll + kl), (), kl_of=more if len(more) > 1 else {})
+        fewer = {name: perplexity(model, write_with(own, parts)) for name, own in self._by_text.items()}
+        of_fewer, of_whole = (
+            {name: each.nll * each.tokens for name, each in costs.items()} for costs in (fewer, self._costs)
+        )
+        return score_costs(of_fewer, of_whole, {name: each.tokens for name, each in self._costs.items()})
+
+
+def score_costs(fewer: Mapping[str, float], whole: Mapping[str, float], tokens: Mapping[str, float]) -> FileScore:
+    """Return the score of a model with fewer tokens, without size and times.
+
+    Args:
+        fewer, whole: name of a text → its negative log-likelihood by that model, and by one with all tokens, in nats.
+        tokens: name of a text → tokens that the latter predicts of it.
+    """
+    total, nll = sum(tokens.values()), sum(fewer.values())
+    more = {name: (fewer[name] - whole[name]) / count for name, count in tokens.items()}
+    kl = (nll - sum(whole.values())) / total
+    return FileScore(0, kl, math.exp(nll / total), (), kl_of=more if len(more) > 1 else {})
 
 
 def score_of(both: TokenComparison, windows: Tensor, texts: Sequence[str]) -> FileScore:

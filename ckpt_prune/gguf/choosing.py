@@ -11,7 +11,7 @@ from functools import cached_property
 import gguf
 from gguf import GGMLQuantizationType as Kind
 
-from ckpt_prune.budget.choices import BudgetError, Choices, save, spend
+from ckpt_prune.budget.choices import BudgetError, Choices, save, solve_each, spend
 from ckpt_prune.budget.columns import ColumnLosses, list_sites, read_choices
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
@@ -191,16 +191,13 @@ class TypeBudget:
         return min(self._solve(save, limit - self.by_rows), key=lambda choice: choice.bytes)
 
     def _solve(self, solve: Callable[[Sequence[Choices], float], list[int]], limit: float) -> list[TypeChoice]:
-        found, failed = [], None
-        for sites in self._variants:
-            try:
-                at = solve(sites, limit)
-            except BudgetError as error:
-                failed = error
-                continue
-            found.append(self.of(*read_choices(sites, at)))
-        if failed is not None and not found:
-            raise failed
+        def choose(sites: Sequence[Choices]) -> TypeChoice:
+            return self.of(*read_choices(sites, solve(sites, limit)))
+
+        failed: list[BudgetError] = []
+        found = solve_each(choose, self._variants, failed)
+        if not found:
+            raise failed[-1]
         return found
 
     def of(self, kinds: Mapping[str, Kind], widths: Mapping[int, int] | None = None) -> TypeChoice:

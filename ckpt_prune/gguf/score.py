@@ -1,6 +1,5 @@
 """The predictions of a GGUF file in llama.cpp beside those of a model in PyTorch, at every token."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.progress import track
-from ckpt_prune.evaluation.fewer_tokens import TokenParts, WrittenWindows, write_with
+from ckpt_prune.evaluation.fewer_tokens import TokenParts, WrittenWindows, score_costs, write_with
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.perplexity import PredictionSums
 from ckpt_prune.evaluation.whole_model import load_model
@@ -71,12 +70,21 @@ class TextPredictions:
     nll: Sequence[float]
     texts: Sequence[str] = ()
 
-    def split(self, totals: Sequence[float]) -> dict[str, float]:
-        """Return the mean of each text over its tokens, of totals by window; empty if all windows are of one text."""
-        of_texts: dict[str, list[float]] = {}
-        for name, total in zip(self.texts, totals, strict=bool(self.texts)):
-            of_texts.setdefault(name, []).append(total / (self.windows.shape[1] - 1))
-        return {name: sum(own) / len(own) for name, own in of_texts.items()}
+    def add_up(self, of_windows: Sequence[float]) -> dict[str, float]:
+        """Return the sum of each text, by its name, of what each window has."""
+        of_texts: dict[str, float] = {}
+        for name, own in zip(self.texts or [""] * len(of_windows), of_windows, strict=True):
+            of_texts[name] = of_texts.get(name, 0.0) + own
+        return of_texts
+
+    @property
+    def tokens(self) -> dict[str, float]:
+        """Name of a text → tokens that are predicted of it."""
+        return self.add_up([self.windows.shape[1] - 1] * len(self.windows))
+
+    def score_costs(self, nll: Sequence[float]) -> FileScore:
+        """Return the score of a model with fewer tokens by its −Σ log p of each window, without size and speeds."""
+        return score_costs(self.add_up(nll), self.add_up(self.nll), self.tokens)
 
 
 @torch.inference_mode()
@@ -105,8 +113,7 @@ def diverge_from(reference: TextPredictions, folder: Path, parts: TokenParts | N
     if parts is None:
         return _compare(*_read_states(folder, reference.windows, trust=True), reference)[0].mean_kl
     written = write_with(reference.windows, parts)
-    nll = _add_nll(*_read_states(folder, written.windows, trust=True), written)
-    return (sum(nll) - sum(reference.nll)) / reference.windows[:, 1:].numel()
+    return reference.score_costs(_add_nll(*_read_states(folder, written.windows, trust=True), written)).kl
 
 
 def _add_nll(head: Head, states: Tensor, written: WrittenWindows) -> list[float]:
@@ -198,13 +205,11 @@ def score_file(
     size, head, states = file.stat().st_size, _head_of(file), torch.from_numpy(answer.states)
     speeds = (answer.prompt_speed, answer.generation_speed)
     if written is not None:
-        nll, tokens = _add_nll(head, states, written), reference.windows[:, 1:].numel()
-        lost = [own - dense for own, dense in zip(nll, reference.nll, strict=True)]
-        perplexity = math.exp(sum(nll) / tokens)
-        return FileScore(size, sum(lost) / tokens, perplexity, speeds, kl_of=reference.split(lost))
+        return replace(reference.score_costs(_add_nll(head, states, written)), bytes=size, speeds=speeds)
     sums, kl = _compare(head, states, reference)
     spread, top1 = sums.spread.data(), sums.agreeing / sums.tokens
-    return FileScore(size, sums.mean_kl, sums.perplexity(0)[0], speeds, **spread, top1=top1, kl_of=reference.split(kl))
+    means = {name: total / reference.tokens[name] for name, total in reference.add_up(kl).items() if name}
+    return FileScore(size, sums.mean_kl, sums.perplexity(0)[0], speeds, **spread, top1=top1, kl_of=means)
 
 
 def _head_of(file: Path) -> Head:

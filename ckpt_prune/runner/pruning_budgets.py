@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
-from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.budget.choices import BudgetError, solve_each
 from ckpt_prune.measure.statistics.files import Collect
 from ckpt_prune.model.cost import cost_of
 from ckpt_prune.model.model import Model
@@ -107,13 +107,7 @@ class PruningBudgets(RoundingTrials, ABC, Generic[B]):
             return max(may_lose, min((choice.kl for choice in found), default=math.inf))
 
         def solved(budgets: Sequence[B]) -> list[C]:
-            choices = []
-            for budget in budgets:
-                try:
-                    choices.append(solve(budget))
-                except BudgetError as error:
-                    failed.append(error)
-            return choices
+            return solve_each(solve, budgets, failed)
 
         def add_with_fewer_tokens(budgets: Sequence[B]) -> None:
             def cut(vocabulary: SmallerVocabulary) -> list[C]:

@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.budget.choices import BudgetError, solve_each
 from ckpt_prune.checkpoint.staging import Staging
 from ckpt_prune.model.model import Model
 from ckpt_prune.onnx.quantization.choosing import ColumnChoice
@@ -129,11 +129,7 @@ class GraphPruning:
         solve = partial(self._solve, fitted, fitted.scale(limit, loss), limit, loss)
 
         def solved(vocabulary: SmallerVocabulary | None) -> list[Pruning]:
-            try:
-                return [solve(vocabulary)]
-            except BudgetError as error:
-                failed.append(error)
-                return []
+            return solve_each(solve, [vocabulary], failed)
 
         def by(pruning: Pruning) -> float:
             return pruning.cost if limit is None else pruning.predicted
