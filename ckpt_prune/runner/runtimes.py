@@ -36,11 +36,11 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
     changed = recipe.model_copy(update={"spaces": spaces})
     stages = {keys.key: (keys, keys.in_multiples_of(rows)) for keys in recipe.stages}
     changed = changed.model_copy(update={key: new for key, (old, new) in stages.items() if new is not old})
-    rounded = ", ".join(f"{space} {multiple}" for space, multiple in multiples.items() if multiple > 1)
+    rounded = ", ".join(f"{multiple} ({space})" for space, multiple in multiples.items() if multiple > 1)
     if rounded:
-        names = ", ".join([*(recipe.runs_on or []), *groups])
+        names = " and ".join([*(recipe.runs_on or []), *groups])
         but = f", but allocation {recipe.allocation} does not keep to them: take another" if recipe.ranks_blocks else ""
-        say(f"for {names} widths {'should be' if but else 'are'} multiples of these numbers: {rounded}{but}")
+        say(f"for {names}, widths {'should be' if but else 'are'} multiples of {rounded}{but}")
     return changed
 
 

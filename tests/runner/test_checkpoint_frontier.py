@@ -133,8 +133,13 @@ def test_an_interrupted_run_goes_on(place, sized, monkeypatch):
     assert again["candidates"] == whole["candidates"]
 
 
-def test_the_smallest_checkpoint_within_a_loss_is_found(place):
-    find_smallest(place, command(place, "loss", "--max-loss", "10%"))
+def test_the_smallest_checkpoint_within_a_loss_is_found(tmp_path):
+    """No group divides the columns of an MLP, so that int4 is not tried everywhere."""
+    make_place(tmp_path, intermediate_size=100)
+    found = find_smallest(tmp_path, command(tmp_path, "loss", "--max-loss", "10%"))
+    names = [each["name"] for each in found["candidates"]]
+    assert names[0] == "int8 everywhere, GPTQ"
+    assert len(names) > 1
 
 
 def test_a_size_that_nothing_reaches_is_refused_at_once(place):

@@ -192,11 +192,9 @@ def test_multiples_say_what_they_cost_in_size(tmp_path, llama):
     sizes = [report["after"]["parameters"] for report in reports]
     more = human_count(sizes[1] - sizes[0])
     line = f"multiples for llama.cpp:q4_0 leave {more} parameters ("
-    assert "for llama.cpp:q4_0 widths are multiples of these numbers: heads 2, mlp 32\n" in output
+    assert "for llama.cpp:q4_0, widths are multiples of 2 (heads), 32 (mlp)\n" in output
     ranked = [llama, "--recipe", "flap-global", "--for", "llama.cpp:q4_0", "-o", tmp_path / "ranked", "--dry-run"]
-    says = (
-        "should be multiples of these numbers: heads 2, mlp 32, but allocation across-layers-and-spaces does not keep"
-    )
+    says = "should be multiples of 2 (heads), 32 (mlp), but allocation across-layers-and-spaces does not keep"
     assert says in run("prune", *ranked)
     assert sizes[1] > sizes[0]
     assert line in output

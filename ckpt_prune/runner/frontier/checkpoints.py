@@ -63,11 +63,14 @@ from ckpt_prune.runner.run_job import run_job
 from ckpt_prune.runner.scheme_budgets import SchemeBudgets, check_reach, check_storable, needs_pruning, recipe_of
 from ckpt_prune.runner.vocabularies import parts_of_tokens
 from ckpt_prune.stages.quantize.choosing import SchemeChoice
+from ckpt_prune.stages.quantize.scheme import Format
 
 DATA = ("choose", "bos", "compute_dtype", "device")
 """Options of the samples, beside their number and length, that `quantize` has, too."""
 COUNTED = "weights of linear layers in the blocks (embedding and head stay as they are)"
 """Weights that `quantize` rounds."""
+ALIKE: tuple[Format, ...] = ("int4", "int8")
+"""Types that all weights are stored in, to stand beside what a budget chooses."""
 LAST = ("--evaluate-samples", "0", "-o", MADE)
 
 
@@ -89,7 +92,7 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
         budgets = SchemeBudgets(model, texts.samples, texts.options, staging.scratch, staging.journal, narrower)
         maker = CheckpointMaker(texts, budgets, staging)
         results: list[MeasuredRounded] = []
-        for name, choice in _candidates(budgets, results, limit, loss):
+        for name, choice in _candidates(budgets, results, limit, loss, say):
             results.append(maker.measure(name, choice, say))
         frontier = maker.record(results, limit, loss)
         maker.publish(frontier)
@@ -97,12 +100,19 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
 
 
 def _candidates(
-    budgets: SchemeBudgets, results: list[MeasuredRounded], limit: int | None, loss: float | None
+    budgets: SchemeBudgets, results: list[MeasuredRounded], limit: int | None, loss: float | None, say: Notices
 ) -> Iterator[tuple[str, SchemeChoice]]:
     """Yield what is to be measured next, by what was measured so far."""
     bits = budgets.fitted
-    yield "int4 everywhere, GPTQ", bits.everywhere("int4")
-    yield "int8 everywhere, GPTQ", bits.everywhere("int8")
+    for kind in ALIKE:
+        if (alike := bits.everywhere(kind)) is not None:
+            yield f"{kind} everywhere, GPTQ", alike
+        else:
+            say(
+                f"{kind} everywhere is left out: some weights have columns that no group divides; they are stored by "
+                "rows, or in int8"
+            )
+    first = len(results)
     if limit is not None:
         with suppress(BudgetError):
             alone = bits.at_bytes(limit)
@@ -118,7 +128,7 @@ def _candidates(
     for name, found in choose_for_loss(loss, results, budgets.at_loss):
         yield name, found
     # What pruning loses is predicted too low where much goes, and fewer bits alone may be all that keeps to the loss.
-    keeps = [each for each in results[2:] if each.score.kl <= loss]
+    keeps = [each for each in results[first:] if each.score.kl <= loss]
     if found is not None and found.shape is not None and not keeps:
         with suppress(BudgetError):
             yield "fewer bits alone within the loss", bits.at_loss(loss)

@@ -254,14 +254,18 @@ class SchemeBudget:
         """Return the smallest files that are predicted to lose at most `limit`; BudgetError if none do."""
         return self._of(save(self._sites, limit - self._by_pruning))
 
-    def everywhere(self, kind: Format) -> SchemeChoice:
-        """Return the choice that stores all weights as `quantize` does by default."""
-        scheme = choose_scheme(kind, None, {name: spec[1][1] for name, spec in self._weights.items()})
+    def everywhere(self, kind: Format) -> SchemeChoice | None:
+        """Return the choice that stores all weights as `quantize` does by default; None if it refuses them."""
+        columns = {name: spec[1][1] for name, spec in self._weights.items()}
+        if kind == "int4" and any(width % GROUPS[-1] for width in columns.values()):
+            return None
+        scheme = choose_scheme(kind, None, columns)
         return self._as(dict.fromkeys(self._weights, scheme.name))
 
     def is_default(self, choice: SchemeChoice) -> bool:
         """Return whether `quantize` stores weights so by a format alone."""
-        return choice.names == self.everywhere(choice.usual.format).names
+        default = self.everywhere(choice.usual.format)
+        return default is not None and choice.names == default.names
 
     def _of(self, at: Sequence[int]) -> SchemeChoice:
         return self._as(
