@@ -8,6 +8,18 @@ def human_bytes(count: int) -> str:
     return _scale(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), " ")
 
 
+def decimal_bytes(count: float) -> str:
+    """Format bytes as targets are written, with four digits and rounded up: `decimal_bytes(140_000)` is `140 KB`.
+
+    Who asks for a size that is written so gets no less.
+    """
+    whole = math.ceil(count)
+    step = 10 ** max(0, len(str(whole)) - 4)
+    rounded = -(-whole // step) * step
+    power = min(4, (len(str(rounded)) - 1) // 3)
+    return f"{rounded / 1000**power:.4g} {('bytes', 'KB', 'MB', 'GB', 'TB')[power]}"
+
+
 def human_count(count: int) -> str:
     """Format a count in thousands, millions, billions: `human_count(6_738_415_616)` is `6.74B`."""
     return _scale(count, 1000, ("", "K", "M", "B", "T"), "")

@@ -19,6 +19,7 @@ from pydantic import (
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.fields import Strict
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.model.cost_record import Cost
 
 SizeKind = Literal["params", "bytes", "flops", "latency"]
@@ -227,6 +228,8 @@ class TargetSize(Strict):
         what = _UNITS[self.kind].what
         if self.kind == "latency":
             what += f" of {parse_timed(self.text).words}"
+        if self.kind == "bytes" and not amount.endswith("%") and amount[-1].isalpha():
+            return amount  # 10GB
         return f"{amount} {'of the ' if amount.endswith('%') else ''}{what}"
 
     @property
@@ -250,6 +253,8 @@ def cost_in(kind: SizeKind, cost: Cost) -> int:
 
 
 def size_words(kind: SizeKind, value: float) -> str:
+    if kind == "bytes":
+        return decimal_bytes(value)
     return f"{value / 1e6:.4g} ms" if kind == "latency" else f"{value:,.0f}"
 
 

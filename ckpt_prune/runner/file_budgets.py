@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.architectures import takes_different_blocks
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
@@ -176,9 +177,9 @@ def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") 
             sizes = [{budget.size(name, kind, share) for kind in budget.losses.get(name, ())} for name in OUTER]
             fewest += sign * sum(min(each) for each in sizes if each)
     if limit < fewest:
-        tokens = "" if fewest == least else f", with {SHARES[-1]} % of its tokens {fewest / 1e6:.1f} MB"
+        tokens = "" if fewest == least else f", with {SHARES[-1]} % of its tokens {decimal_bytes(fewest)}"
         raise UserError(
-            f"{flag}: {limit / 1e6:.4g} MB are out of reach: the coarsest types make a file of "
-            f"{budget.least / 1e6:.1f} MB of {planner.model.checkpoint.name}, and with a third of its MLP columns "
-            f"{least / 1e6:.1f} MB{tokens}; ask for more"
+            f"{flag}: {decimal_bytes(limit)} are out of reach: the coarsest types make a file of "
+            f"{decimal_bytes(budget.least)} of {planner.model.checkpoint.name}, and with a third of its MLP columns "
+            f"{decimal_bytes(least)}{tokens}; ask for more"
         )

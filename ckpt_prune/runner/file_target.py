@@ -10,7 +10,7 @@ from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import check_output, disk_failures
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.formatting import human_bytes
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf import require_gguf
 from ckpt_prune.measure.samples.choose import choose_samples
@@ -66,13 +66,13 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
         try:
             choice = budgets.at_bytes(limit - _CARD)
         except BudgetError as error:
-            raise UserError(f"--target-bytes: no types make a file of {human_bytes(limit)}: ask for more") from error
+            raise UserError(f"--target-bytes: no types make a file of {decimal_bytes(limit)}: ask for more") from error
         columns, score = [*choice.columns.values()], budgets.columns.score if choice.columns else "obs"
         kept = budgets.vocabularies.kept_rows(choice.rows)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     recipe: dict[str, Any] = recipe_of(model, columns, kept, score, export_of(choice.chosen, choice.others))
-    say(f"chosen for {human_bytes(choice.bytes)}: {choice.words()}; predicted divergence (KL) {choice.kl:.3f}")
+    say(f"chosen for {decimal_bytes(choice.bytes)}: {choice.words()}; predicted divergence (KL) {choice.kl:.3f}")
     written = FullRecipe.model_validate(recipe)
     return (
         options.model_copy(update={"target_bytes": None, "runs_on": None}),

@@ -16,6 +16,7 @@ from ckpt_prune.budget.choices import BudgetError
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.checkpoint.staging import disk_failures
 from ckpt_prune.common.errors import UserError
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.job.layout import Layout, layout_of
 from ckpt_prune.measure.samples.samples import Samples
@@ -151,10 +152,10 @@ def check_reach(limit: int, model: Model, *, pruned: bool = False) -> None:
         least -= round((1 - least_share(model)) * tables)
     if limit < least:
         outside = sum(info.nbytes for name, info in model.checkpoint.tensors.items() if name not in budget.losses)
-        fewest = f", with the fewest columns and tokens that are tried {least / 1e6:.4g} MB" if pruned else ""
+        fewest = f", with the fewest columns and tokens that are tried {decimal_bytes(least)}" if pruned else ""
         raise UserError(
-            f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: with 4 bits for all linear weights "
-            f"{model.checkpoint.name} takes {budget.least / 1e6:.4g} MB, {outside / 1e6:.4g} MB of them for the "
+            f"--target-bytes: {decimal_bytes(limit)} are out of reach: with 4 bits for all linear weights "
+            f"{model.checkpoint.name} takes {decimal_bytes(budget.least)}, {decimal_bytes(outside)} of them for the "
             f"embedding and what else stays as it is{fewest}; ask for more{'' if pruned else ', or prune it first'}"
         )
 
@@ -168,9 +169,9 @@ def choose_for_bytes(options: QuantizeOptions, model: Model, samples: Samples, s
     try:
         choice = SchemeBudgets(model, samples, options, folder, Journal(folder, "schemes")).fitted.at_bytes(limit)
     except BudgetError as error:
-        raise UserError(f"--target-bytes: nothing has {limit / 1e6:.4g} MB: ask for more") from error
+        raise UserError(f"--target-bytes: nothing has {decimal_bytes(limit)}: ask for more") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     ways = ", ".join(f"{count} in {way}" for way, count in choice.counts.items())
-    say(f"chosen for {choice.bytes / 1e6:.2f} MB: {ways}; predicted divergence (KL) {choice.kl:.3f}")
+    say(f"chosen for {decimal_bytes(choice.bytes)}: {ways}; predicted divergence (KL) {choice.kl:.3f}")
     return recipe_of(model, choice)

@@ -1,6 +1,6 @@
 import pytest
 
-from ckpt_prune.common.formatting import format_distinctly, format_duration, human_bytes, human_count
+from ckpt_prune.common.formatting import decimal_bytes, format_distinctly, format_duration, human_bytes, human_count
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,21 @@ from ckpt_prune.common.formatting import format_distinctly, format_duration, hum
 )
 def test_human_bytes(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (999, "999 bytes"),
+        (140_000, "140 KB"),
+        (999_950, "1 MB"),
+        (1_184_401, "1.185 MB"),
+        (113_174_696, "113.2 MB"),
+        (2e15, "2000 TB"),
+    ],
+)
+def test_sizes_as_targets_are_written(count: float, text: str) -> None:
+    assert decimal_bytes(count) == text
 
 
 @pytest.mark.parametrize(

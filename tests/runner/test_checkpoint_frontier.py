@@ -146,8 +146,8 @@ def test_a_size_that_nothing_reaches_is_refused_at_once(place):
     whole = "with 4 bits for all linear weights model takes 1.09 MB, 1.05 MB of them"
     code, output = run(*command(place, "small", "--target-bytes", "100KB"))
     assert code == 2
-    assert f"0.1 MB are out of reach: {whole}" in output
-    assert "with the fewest columns and tokens that are tried 0.16" in output
+    assert f"100 KB are out of reach: {whole}" in output
+    assert "with the fewest columns and tokens that are tried 160.2 KB; ask for more" in output
     data = ["--text", place / "text.txt", "--samples", 4, "--window", 48]
     code, output = run(
         "quantize", place / "model", "--format", "int4", "--target-bytes", "1MB", *data, "-o", place / "small"
@@ -165,7 +165,7 @@ def test_below_what_bits_reach_tokens_and_columns_go_in_one_recipe(place, monkey
     assert code == 0, output
     found = read(place, "cut")
     best, folder = best_of(found), place / "cut"
-    assert found["sentence"].startswith("within 0.2 MB: drop all but 320 tokens and columns of MLPs and refit what")
+    assert found["sentence"].startswith("within 202 KB: drop all but 320 tokens and columns of MLPs and refit what")
     assert best["pruned"] == {"mlp": [64, 64], "vocabulary": 320}
     assert 0.97 * limit < (folder / "model.safetensors").stat().st_size == best["bytes"] <= limit
     check_card(folder, found)

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.gguf.timing import FileTimes
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
@@ -126,7 +127,7 @@ def test_every_text_that_is_held_out_gives_an_equal_share_of_the_windows(place):
 def test_a_size_below_the_coarsest_types_and_fewest_columns_is_refused_at_once(place):
     code, output = run(*command(place, "small", "--target-bytes", "8000"))
     assert code == 2
-    assert output.startswith("Error: --target-bytes: 0.008 MB are out of reach: the coarsest types make a file of ")
+    assert output.startswith("Error: --target-bytes: 8 KB are out of reach: the coarsest types make a file of ")
     assert not list(place.glob("small*"))
 
 
@@ -147,7 +148,7 @@ def test_that_the_model_fits_as_it_is_is_said_before_the_work(place, monkeypatch
         size = (place / "whole.gguf").stat().st_size
     _, output = run(*command(place, "fits", "--for", runtime, "--target-bytes", f"{size / 1e6 + 0.1:.3f}MB"))
     how = "" if export is None else f" (`ckpt-prune export {place / 'model'} {export}`)"
-    said = f"in its own type MODEL takes {size / 1e6:.4g} MB{how}, and fits within "
+    said = f"in its own type MODEL takes {decimal_bytes(size)}{how}, and fits within "
     assert said in output, output
     assert output.index(said) < output.index(" steps: ")
     _, output = run(*command(place, "fits", "--for", runtime, "--target-bytes", f"{size / 1e6 - 0.1:.3f}MB"))
@@ -160,7 +161,7 @@ def test_a_size_that_nothing_reaches_is_said(place, monkeypatch):
     monkeypatch.setattr("ckpt_prune.runner.frontier.files.check_reach", lambda *_: None)
     code, output = run(*command(place, "none", "--target-bytes", "40KB"))
     assert code == 1
-    assert re.search(r"nothing usable within 0\.0 MB; ask for \d+\.\d MB or more", output)
+    assert re.search(r"nothing usable within 40 KB; ask for [\d.]+ KB or more", output)
     assert not (place / "none" / "model.gguf").exists()
 
 
@@ -168,7 +169,7 @@ def test_a_file_that_is_predicted_to_be_beyond_use_is_not_made(place, monkeypatc
     monkeypatch.setattr("ckpt_prune.runner.frontier.files.USABLE", 1.02)
     code, output = run(*command(place, "beyond", "--target-bytes", "300KB"))
     assert code == 1
-    assert "nothing usable within 0.3 MB: KL 0.0" in output
+    assert "nothing usable within 300 KB: KL 0.0" in output
     assert "and 1.02 times is the bound; ask for " in output
     assert "making and measuring" not in output
     assert not (place / "beyond" / "model.gguf").exists()

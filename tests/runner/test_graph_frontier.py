@@ -77,7 +77,7 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
     assert found["sentence"] in sized
     assert re.search(
         r": keep all weights, and of the 16 weight matrices of products and embeddings store "
-        r"(\d+ in \d-bit blocks of \d+, )+rounded (by GPTQ|to the nearest): 0\.30 MB, KL ",
+        r"(\d+ in \d-bit blocks of \d+, )+rounded (by GPTQ|to the nearest): [\d.]+ KB, KL ",
         found["sentence"],
     )
     assert all(f"  KL {what}  " in sized for what in ("measured", "predicted"))
@@ -107,7 +107,7 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
 
 def test_what_it_finds_is_a_folder_as_export_writes_it(place, sized):
     card = (place / "sized" / "README.md").read_text()
-    assert "\n`ckpt-prune frontier` found for model, within 0.3 MB: keep all weights, " in card
+    assert "\n`ckpt-prune frontier` found for model, within 300 KB: keep all weights, " in card
     assert (
         "\nIt was measured in onnxruntime on 2 windows of 32 tokens of held_out.txt. `make.sh` makes it again. " in card
     )
@@ -238,7 +238,7 @@ def test_a_size_out_of_reach_is_refused_before_anything_is_made(place):
     code, output = run(*command(place, "small", "--target-bytes", "2000"))
     assert code == 2
     assert (
-        "MB are out of reach: 4 bits for each weight of model, with the fewest columns and tokens that are tried, take"
+        "2 KB are out of reach: 4 bits for each weight of model, with the fewest columns and tokens that are tried"
         in output
     )
     code, output = run(*command(place, "small", "--target-bytes", "60KB"))
@@ -253,7 +253,7 @@ def test_a_size_that_needs_other_tokenizers_ends_with_what_was_measured(place):
     code, output = run(*command(place, "whole", "--target-bytes", "100KB"))
     assert code == 1, output
     assert "the columns and tokens that may go do not make the graph small enough: ask for a larger one" in output
-    assert "nothing usable within 0.1 MB" in output
+    assert "nothing usable within 100 KB" in output
 
 
 def test_models_of_images_are_measured_on_other_images(place):
@@ -377,7 +377,7 @@ def test_if_nothing_usable_is_fast_enough_the_fastest_that_is_usable_is_named():
     sizes = {"whole": 9, "int8": 7, "smaller int8": 8, "small": 4}
     small = [replace(each, score=replace(each.score, ms=None, bytes=sizes[each.candidate.name])) for each in found]
     sized = replace(frontier, found=small, best=small[3], asked="within 5 bytes")
-    assert sized.sentence.endswith("has KL 2.4000, top-1 50.0%; ask for 0.0 MB or more")  # as large as int8
+    assert sized.sentence.endswith("has KL 2.4000, top-1 50.0%; ask for 7 bytes or more")  # as large as int8
     assert replace(sized, reach=4).sentence.endswith("has KL 2.4000, top-1 50.0%")  # as large as the one that is not
     assert frontier.sentence == (
         "nothing usable within 7.94 ms; the best, small, has KL 2.4000, top-1 50.0%; the fastest that is usable takes "

@@ -19,7 +19,7 @@ from ckpt_prune.budget.choices import save, spend
 from ckpt_prune.budget.columns import ColumnLosses
 from ckpt_prune.common import progress
 from ckpt_prune.common.errors import UserError
-from ckpt_prune.common.formatting import format_duration, plural
+from ckpt_prune.common.formatting import decimal_bytes, format_duration, plural
 from ckpt_prune.common.graph_types import GraphType
 from ckpt_prune.common.progress import Notices, meter
 from ckpt_prune.common.spread import spread_evenly
@@ -588,10 +588,10 @@ class Decider:
         )
         if least - saved > limit:
             fewest = "the fewest columns and tokens that are tried"
-            pruned = f", and with {fewest} {(least - saved) / 1e6:.4g} MB" if narrow else ""
+            pruned = f", and with {fewest} {decimal_bytes(least - saved)}" if narrow else ""
             raise UserError(
-                f"a graph of {limit / 1e6:.4g} MB is out of reach: with all weights in blocks of 4 bits it has "
-                f"{least / 1e6:.4g} MB{pruned}; ask for more, or prune first: `prune`, or `prune --vocabulary` where "
+                f"a graph of {decimal_bytes(limit)} is out of reach: with all weights in blocks of 4 bits it has "
+                f"{decimal_bytes(least)}{pruned}; ask for more, or prune first: `prune`, or `prune --vocabulary` where "
                 "the embedding is large"
             )
         return least - of_weights

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ckpt_prune.checkpoint.staging import Staging, check_output
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.measure.samples.mixing import name_sources
@@ -147,8 +148,8 @@ def say_if_whole_fits(options: FrontierOptions, limit: int | None, size: int, *w
         return
     how = f" (`{shlex.join(['ckpt-prune', 'export', str(options.model), *words])}`)" if words else ""
     Notices()(
-        f"in its own type MODEL takes {size / 1e6:.4g} MB{how}, and fits within {limit / 1e6:.4g} MB: stop this unless "
-        "it shall be smaller still, or faster"
+        f"in its own type MODEL takes {decimal_bytes(size)}{how}, and fits within {decimal_bytes(limit)}: stop this "
+        "unless it shall be smaller still, or faster"
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.graph_types import GgufType, GraphType, OtherTypes
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.stages.quantize.scheme import DENSE, PackingScheme
@@ -132,7 +133,7 @@ class Measured(Generic[C]):
         score, predicted = self.score, self.candidate.kl
         foreseen = "" if predicted is None else f" (predicted {predicted:.3f})"
         return (
-            f"{self.candidate.name}: {score.bytes / 1e6:.2f} MB, KL {score.words_of_kl}{foreseen}, perplexity "
+            f"{self.candidate.name}: {decimal_bytes(score.bytes)}, KL {score.words_of_kl}{foreseen}, perplexity "
             f"{score.perplexity or 0:.2f} (dense {dense:.2f})"
         )
 

@@ -17,6 +17,7 @@ from functools import cached_property
 from gguf import GGMLQuantizationType as Kind
 
 from ckpt_prune.budget.choices import BudgetError
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.graph_types import GgufType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.gguf.choosing import TypeChoice
@@ -176,7 +177,7 @@ def _foresee(search: _Search) -> str:
     pruned = f", and {min(choice.columns.values())} columns at the least in an MLP" if choice.columns else ""
     time = "" if choice.time is None else f"{choice.time / 1e6:.3g} ms, "
     return (
-        f"predicted {_asked(search)}: {time}{choice.bytes / 1e6:.2f} MB, a divergence (KL) of {choice.kl:.3f}, about "
+        f"predicted {_asked(search)}: {time}{decimal_bytes(choice.bytes)}, a divergence (KL) of {choice.kl:.3f}, about "
         f"{math.exp(choice.kl):.2f} times the perplexity{pruned}"
     )
 

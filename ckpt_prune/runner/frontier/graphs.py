@@ -33,7 +33,7 @@ from ckpt_prune.checkpoint.model_folder import model_name
 from ckpt_prune.checkpoint.staging import Staging, check_output
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.filenames import GRAPH_RECORD
-from ckpt_prune.common.formatting import plural
+from ckpt_prune.common.formatting import decimal_bytes, plural
 from ckpt_prune.common.graph_types import GRAPH_FILES, GraphType
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.evaluation.fewer_tokens import TextCosts, TokenParts
@@ -172,8 +172,8 @@ def _read_target(options: FrontierOptions, source: Checkpoint, task: GraphTask) 
     least = weights // 2
     if limit < least:
         raise UserError(
-            f"--target-bytes: {limit / 1e6:.4g} MB are out of reach: 4 bits for each weight of {source.name}, with the "
-            f"fewest columns and tokens that are tried, take {least / 1e6:.4g} MB; ask for more"
+            f"--target-bytes: {decimal_bytes(limit)} are out of reach: 4 bits for each weight of {source.name}, with "
+            f"the fewest columns and tokens that are tried, take {decimal_bytes(least)}; ask for more"
         )
     return limit, None
 
@@ -549,7 +549,7 @@ class GraphMaker:
         candidate = replace(candidate, columns=self.columns, rows=rows, commands=self._commands(candidate))
         result = Measured(candidate, self.scores.score(place, self.source.path, self._parts))
         journal.record(name, note={"found": result.note(), "dense": self.scores.dense, "entry": entry.model_dump()})
-        say(f"{name}: {result.score.bytes / 1e6:.2f} MB, {self.record([result], result, '').words_of(result.score)}")
+        say(f"{name}: {decimal_bytes(result.score.bytes)}, {self.record([result], result, '').words_of(result.score)}")
         return result
 
     # ---- the result ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ckpt_prune.common.filenames import (
     FRONTIER_PRUNED,
     FRONTIER_RECORD,
 )
+from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.evaluation.file_score import FileScore
 from ckpt_prune.evaluation.quality import judge
 from ckpt_prune.job.report import Loss
@@ -118,7 +119,7 @@ def _correction(tries: Sequence[tuple[float, float]]) -> float:
 
 
 def words_of_target(limit: int | None, loss: float | None, unit: str = "nats a token") -> str:
-    return f"within a loss of {loss or 0:.3f} {unit}" if limit is None else f"within {limit / 1e6:.1f} MB"
+    return f"within a loss of {loss or 0:.3f} {unit}" if limit is None else f"within {decimal_bytes(limit)}"
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class Frontier:
         """Say what to do for the target."""
         if self.best is None or not self.passed:
             beside = "" if self.best is None else f"; the best, {self.best.candidate.name}, has {self._figures}"
-            more = "" if self._least_usable is None else f"; ask for {self._least_usable / 1e6:.1f} MB or more"
+            more = "" if self._least_usable is None else f"; ask for {decimal_bytes(self._least_usable)} or more"
             usable = [each for each in self.found if each.score.ms is not None and self._is_usable(each.score)]
             for each in sorted(usable, key=lambda each: each.score.ms or 0)[:1]:
                 time, name = each.score.ms, each.candidate.name
@@ -205,7 +206,7 @@ class Frontier:
         drops += ["columns of MLPs and refit what stays"] if candidate.columns else []
         first = f"drop {' and '.join(drops)}" if drops else "keep all weights"
         took = "" if self.best.score.ms is None else f"{self.best.score.ms:.4g} ms, "
-        size = f"{took}{self.best.score.bytes / 1e6:.2f} MB"
+        size = f"{took}{decimal_bytes(self.best.score.bytes)}"
         return f"{self.asked}: {first}, and {candidate.advice}: {size}, {self._figures}"
 
     @property
@@ -256,7 +257,7 @@ class Frontier:
             rows.append(
                 [
                     ("* " if each.candidate.name in names else "") + each.candidate.name,
-                    f"{score.bytes / 1e6:.2f}",
+                    f"{score.bytes / 1e6:.4g}",
                     f"{score.kl:.4f}",
                     "–" if predicted is None else f"{predicted:.4f}",
                     "–" if score.kl_median is None else f"{score.kl_median:.4f}",
