@@ -1,6 +1,7 @@
 """Whether an output runs where its recipe says, and the multiples of widths that it needs there."""
 
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from math import gcd, lcm
 
 from ckpt_prune.common.errors import UserError
@@ -19,6 +20,10 @@ def fit_to_runtimes(recipe: Recipe, model: Model, say: Callable[[str], None]) ->
     """
     _check(_targets(recipe), model, model.family.model_type, changes_of_recipe(recipe, model))
     named = [read_target(text) for text in recipe.runs_on or []]
+    if any(target.name == "llama.cpp" for target in named) and find_spec("gguf") is not None:
+        from ckpt_prune.gguf.layout import lay_out
+
+        lay_out(model)  # refuses what its architectures do not compute: no output computes anything else
     columns = {recipe_space(name): model.unit_columns(name) for name in model.family.columns}
     groups = {keys.key: keys.column_group for keys in recipe.stages if keys.column_group > 1}
 

@@ -118,8 +118,8 @@ def test_what_cannot_be_done_is_refused_by_name(llava):
         "stage5, all"
     )
     assert read_refusal(*RIDGE, "--container", "remote", "-o", "out") == (
-        "--part text: blocks that need remote code have no place in another model: choose a recipe with widths: "
-        "uniform and a compensation that opens no bias, such as ridge"
+        "--part text: blocks that need remote code have no place in another model: say --set widths=uniform "
+        "without --container, or take another recipe, such as ridge"
     )
     set_config("llava", model_type="aya_vision")
     assert read_refusal(*RIDGE[:2], "--part", "vision", *TEXT, "-o", "out") == (

@@ -178,7 +178,7 @@ def test_no_code_of_its_own_is_advised_for_a_part():
     """There is none: what is advised works."""
     data = ("--images", "images", "--samples", "4")
     best = run("prune", "segformer", "--recipe", "best", *data, "-o", "alone").stderr
-    assert "choose a recipe with widths: uniform and a compensation that opens no bias, such as ridge" in best
+    assert "say --set widths=uniform without --container, or take another recipe, such as ridge" in best
     for recipe in ("best-uniform", "ridge"):
         printed = ok("prune", "segformer", "--recipe", recipe, *data, "-o", "alone", "--dry-run")
         assert "mlp 48/64" in printed

@@ -388,7 +388,8 @@ def _advice(output: _Output, refused: list[SpaceName], *, remote: bool, own_code
     family = output.model.family
     lacking = [*spaces_without_stock_class(output.model, output.widths), *refused]
     if not lacking:
-        ways = "take another --ratio or a compensation without a bias"
+        bare = "take a compensation without a bias, as recipe ridge has"
+        ways = bare if _slotless(family, output) else "take another --ratio"
         return f"{OWN_CODE}, or {ways}" if own_code else ways.capitalize()
     padded, others = "for a stock class that is filled up with zeros, which saves nothing there", list[str]()
     for name in lacking:

@@ -96,8 +96,8 @@ def _check_part(model: Model, container: Container, rotated: bool) -> None:
 
 def _needs_code(part: PartOf) -> UserError:
     return UserError(
-        f"--part {part.part}: blocks that need remote code have no place in another model: choose a recipe with "
-        "widths: uniform and a compensation that opens no bias, such as ridge"
+        f"--part {part.part}: blocks that need remote code have no place in another model: say --set widths=uniform "
+        "without --container, or take another recipe, such as ridge"
     )
 
 

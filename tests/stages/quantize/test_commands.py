@@ -437,8 +437,8 @@ def test_own_code_is_not_advised_where_weights_are_rounded(here: Path):
     refused = run("prune", "gemma", *TEXT, "--recipe", "both.yaml", "-o", "out")
     assert (refused.exit_code, refused.stderr.splitlines()[-1]) == (
         2,
-        "Error: no stock class fits: gemma3_text has no slot for a bias on mlp.down_proj. Take another --ratio or a "
-        "compensation without a bias",
+        "Error: no stock class fits: gemma3_text has no slot for a bias on mlp.down_proj. Take a compensation "
+        "without a bias, as recipe ridge has",
     )
 
 
