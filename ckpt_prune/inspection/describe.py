@@ -176,7 +176,9 @@ def _space(model: Model, name: SpaceName) -> SpaceDescription:
         modules |= {module for each in family.spaces.values() if each.experts for module in each.modules}
     per_block = sum(tensors[model.tensor(blocks[0], module)].numel for module in modules)
     return SpaceDescription(
-        unit=space.unit + (f" of each of {plural(len(alike), 'expert')}" if space.experts else ""),
+        unit=space.unit
+        + (f" of each of {plural(len(alike), 'expert')}" if space.experts else "")
+        + (", the same in all blocks" if space.same_units else ""),
         units=units,
         step=model.stock_step(name),
         consumer=consumer,

@@ -261,9 +261,21 @@ class Prepared:
     def live_stream(self, view: ModelView) -> HiddenStream:
         """Return the hidden states of the live samples at the first block of a model."""
         live = self.live_samples
-        return view.stream(
-            live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate, group=process_group()
-        )
+        options: dict[str, Any] = {"folds": live.folds, "allocate": live.allocate, "group": process_group()}
+        return view.stream(live.samples, live.compute_dtype, kept=self._kept_everywhere(view.model), **options)
+
+    def _kept_everywhere(self, model: Model) -> dict[SpaceName, Tensor]:
+        """Return units that stay of what mixes tokens, where the first block passes on what depends on them.
+
+        Where every block loses others, what is passed on is the same for all units: it depends on their number alone.
+        """
+        kept: dict[SpaceName, Tensor] = {}
+        for space in () if self.decided is None else filter(model.family.is_passed_on, self.recipe.spaces):
+            site = self.decisions.of(model, Site(0, space))
+            first = model.family.spaces[space].first(site.keep, model.dimension)
+            if site.keep < model.units(space, 0):
+                kept[space] = first if site.kept is None else site.kept
+        return kept
 
 
 def begin(job: Job) -> Prepared:

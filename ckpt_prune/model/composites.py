@@ -244,7 +244,8 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
         stack = None if part.stack is None else Stack(composite.architecture, composite.auto, part.stack)
         found = discover(config, stack)
         say_once(found.line())
-        part = part.model_copy(update={"described": found.description})
+        described = found.description if stack is None else _agree(found.description, config, composite, name)
+        part = part.model_copy(update={"described": described})
     config["architectures"] = [_stock_class(config, part)]
     stock = stock_names(config, config["architectures"][0])
     config[OUTSIDE_KEY] = _description(config, part)
@@ -270,6 +271,41 @@ def extract_part(whole: "Checkpoint", name: str, *, goes_on: bool = False) -> "C
         config |= widths
     within = PartOf(whole, name, part.config or "", stored_as, other_prefixes, goes_on)
     return replace(whole, config=config, tensors=tensors, within=within)
+
+
+def _agree(description: dict[str, Any], config: Mapping[str, Any], composite: Composite, stack: str) -> dict[str, Any]:
+    """Return the description of a stack, with spaces whole whose width is also that of some of others that stay so."""
+    family = parse_family(json.dumps(description))
+    shared = {name: space for name, space in family.consumers.items() if family.shares_width(space)}
+    if family.stage is not None or not shared:
+        return description
+    counted = [
+        {key for space in other.consumers.values() for key in space.config}
+        for other in _stacks_beside(config, composite, stack)
+    ]
+    spaces = dict(description["spaces"])
+    for name, space in shared.items():
+        if not all(keys >= space.config.keys() for keys in counted):
+            why = f"{next(iter(space.config))} counts those of both stacks, and those of the other stay whole"
+            spaces[name] = {**spaces[name], "whole": why}
+    return description | {"spaces": spaces}
+
+
+def stacks_beside(checkpoint: "Checkpoint") -> "list[Family]":
+    """Return families of the other stacks of an encoder-decoder that has a width in common with them; none else."""
+    within = checkpoint.within
+    if within is None or not within.other_prefixes or not is_encoder_decoder(within.whole.config):
+        return []
+    config = {key: value for key, value in checkpoint.config.items() if key != OUTSIDE_KEY}
+    return _stacks_beside(config, load_composite(within.whole.config), within.part)
+
+
+def _stacks_beside(config: Mapping[str, Any], composite: Composite, stack: str) -> "list[Family]":
+    """Return the families of all stacks of a model but one."""
+    from ckpt_prune.model.discovery.discover import Stack, discover
+
+    stacks = (Stack(composite.architecture, composite.auto, name) for name in composite.parts if name != stack)
+    return [parse_family(json.dumps(discover(config, stack).description)) for stack in stacks]
 
 
 def whole_of_stack(checkpoint: "Checkpoint") -> "Checkpoint":

@@ -281,6 +281,10 @@ class Family(StrictModel):
         """Return whether what a space ends in mixes tokens: attention, linear attention or a state space."""
         return space in _MIXING or self.columns[space].consumer == self.attention.output
 
+    def is_passed_on(self, space: SpaceName) -> bool:
+        """Return whether what blocks pass on may be of a space's units (T5's relative positions)."""
+        return self.passes_on and space in self.columns and self.mixes(space)
+
     @property
     def logits(self) -> dict[SpaceName, LogitSpace]:
         """The spaces that end in attention logits."""

@@ -190,6 +190,7 @@ class Space(StrictModel):
     whole: str | None = None
     experts: bool = False
     uniform: bool = False
+    same_units: bool = False
     unless: str | None = None
 
     def of_expert(self, expert: int) -> "AnySpace":

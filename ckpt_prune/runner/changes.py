@@ -63,6 +63,9 @@ def _explain(key: str, old: Any, new: Any, model: Model) -> str:
     refused = unprunable_spaces(model)
     if space in refused:
         return refused[space]
+    described = model.family.spaces.get(space)
+    if described is not None and described.whole is not None:
+        return f"{space} stay whole: {described.whole}"
     found = model.family.found
     if found is not None and space in found.whole:
         return f"{space} stay whole: {found.whole[space].partition(': ')[0]}"

@@ -30,6 +30,7 @@ from ckpt_prune.stages.shared.moments import open_moments
 from ckpt_prune.stages.shared.output import plan_output
 from ckpt_prune.stages.spaces.messages import multiples_line, size_lines
 from ckpt_prune.stages.spaces.run import choose_widths, grams_of, pruner_of
+from ckpt_prune.stages.spaces.same_units import choose_same_units
 from ckpt_prune.stages.spaces.show import mean_errors, mean_held_out
 from ckpt_prune.stages.spaces.solvers import solver_of
 
@@ -118,6 +119,7 @@ def make_plan(prepared: Prepared) -> Plan:
     check_plannable(recipe)
     if prepared.sequential:
         raise UserError("a plan is made from statistics: calibrate first, or let prune measure with --text")
+    prepared = choose_same_units(prepared)
     solvers = [solver_of(model, recipe, space, prepared.device) for space in recipe.spaces]
     engine = pruner_of(prepared)
     source = open_moments(prepared, grams_of(prepared) if recipe.spaces else None)

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from ckpt_prune.measure.streams.experts import SplitExperts, split_experts
 from ckpt_prune.model.blocks import block_facts
-from ckpt_prune.model.family import KINDS
+from ckpt_prune.model.composites import stacks_beside
+from ckpt_prune.model.family import KINDS, Family
 from ckpt_prune.model.model import BlockWidths, Model
 from ckpt_prune.model.skeleton import (
     PAIRS,
@@ -20,7 +22,7 @@ from ckpt_prune.model.skeleton import (
     on_meta_device,
     parameters_on_meta,
 )
-from ckpt_prune.model.spaces import product, recipe_space
+from ckpt_prune.model.spaces import Dimension, SpaceName, product, recipe_space
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -84,7 +86,7 @@ class BlockFactory:
         with on_meta_device():
             if self.family.is_stack:  # a stack tells its blocks what no config says (T5's is_decoder)
                 module = copy.deepcopy(self._layers[index])
-                self._set_counts(module, widths)
+                set_counts(module, self.family, self.model.dimension, widths)
             else:
                 module = modeling_pruned.make_block(self._layers[index], layer_config, self._facts, index)
         _replace_transposed(module)
@@ -97,25 +99,18 @@ class BlockFactory:
         self._give_buffers(module, layer_config, index, as_wide)
         return module.eval()
 
-    def _set_counts(self, block: nn.Module, widths: BlockWidths) -> None:
-        """Set the numbers of a stack's block, in place, that count its heads (`Space.attributes`)."""
-        units = {self.family.spaces[name].units: count for name, count in widths.items()}
-        for name, count in widths.items():
-            for path, factors in self.family.spaces[name].attributes.items():
-                owner, _, attribute = path.rpartition(".")
-                number = count * product(factors, lambda each: units.get(each) or self.model.dimension(each))
-                setattr(block.get_submodule(owner), attribute, number)
-
     def set_counts_beside(self, model: nn.Module) -> None:
-        """Set the numbers of another stack's blocks in a model, in place, that count its heads: it may have fewer."""
-        checkpoint = self.model.checkpoint
-        for prefix in () if checkpoint.within is None else checkpoint.within.other_prefixes:
-            for name, space in self.family.consumers.items():
-                of_consumer = re.compile(rf"{re.escape(prefix)}\d+\.{re.escape(space.consumer)}\.weight")
-                for disk in filter(of_consumer.fullmatch, checkpoint.tensors if space.attributes else ()):
-                    units = checkpoint.tensors[disk].shape[1] // space.columns.per_unit(self.model.dimension)
-                    path = self.find_parameters(disk)[0].removesuffix(f".{space.consumer}.weight")
-                    self._set_counts(model.get_submodule(path), {name: units})
+        """Set the numbers of other stacks' blocks in a model, in place, that count their heads: they may have fewer."""
+        tensors = self.model.checkpoint.tensors
+        for family in stacks_beside(self.model.checkpoint):
+            dimension = partial(family.dimension, self.config)
+            for block in range(dimension("layers")):
+                widths = {
+                    name: tensors[family.tensor(block, space.consumer)].shape[1] // space.columns.per_unit(dimension)
+                    for name, space in family.consumers.items()
+                    if space.attributes
+                }
+                set_counts(model.get_submodule(f"{family.layers}.{block}"), family, dimension, widths)
 
     def find_experts(self, block: nn.Module) -> SplitExperts | None:
         """Return the experts of a block that was built here, or None if it has none."""
@@ -175,6 +170,12 @@ class BlockFactory:
         """Count the outputs of a linear module of a block that was built here."""
         weight: Any = block.get_submodule(self.module_path(index, module)).weight
         return int(weight.shape[0])
+
+    def lacks_units(self, block: nn.Module, index: int, name: SpaceName) -> bool:
+        """Return whether a block that was built here has fewer units of a space than the dense model."""
+        space = self.family.columns[name]
+        weight: Any = block.get_submodule(self.module_path(index, space.consumer)).weight
+        return bool(weight.shape[1] < space.site_units(self.model.dimension) * self.model.unit_columns(name))
 
     def find_paths(self, index: int, disk: str) -> list[str]:
         """Find the paths inside a block of the parameters that a tensor on disk holds, in the order of its rows."""
@@ -265,6 +266,16 @@ class BlockFactory:
             weights = self.names.parameters(f"{disk.removesuffix('.bias')}.weight")
             return tuple(f"{name.removesuffix('.weight')}.bias" for name in weights)
         return parameters
+
+
+def set_counts(block: nn.Module, family: Family, dimension: Dimension, widths: BlockWidths) -> None:
+    """Set the numbers of a stack's block, in place, that count its heads (`Space.attributes`)."""
+    units = {family.spaces[name].units: count for name, count in widths.items()}
+    for name, count in widths.items():
+        for path, factors in family.spaces[name].attributes.items():
+            owner, _, attribute = path.rpartition(".")
+            number = count * product(factors, lambda each: units.get(each) or dimension(each))
+            setattr(block.get_submodule(owner), attribute, number)
 
 
 def _replace_transposed(block: nn.Module) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,8 +30,17 @@ from ckpt_prune.measure.streams.experts import SplitExperts, saw_too_few
 from ckpt_prune.measure.streams.observers import OBSERVERS, Observer, watch_inputs
 from ckpt_prune.measure.streams.outside import ReadTensors, Whole, load_outside, make_recorders
 from ckpt_prune.measure.streams.readout import Readout
-from ckpt_prune.measure.streams.recorders import Handed, HandedAlone, HandedArguments, Rows, results_of, sample_axis
+from ckpt_prune.measure.streams.recorders import (
+    Handed,
+    HandedAlone,
+    HandedArguments,
+    Rows,
+    by_width,
+    results_of,
+    sample_axis,
+)
 from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
+from ckpt_prune.model.cuts import KeptUnits, list_cuts
 from ckpt_prune.model.model import Model
 from ckpt_prune.parallel.group import ALONE, Group
 
@@ -77,6 +87,8 @@ class HiddenStream:
         folds: number of contiguous folds of the samples.
         sizes: numbers of samples that `run` will be asked for at once.
         allocate: makes the tensor that holds the states.
+        kept: space → units that stay in blocks which will run beside the dense model's, where the first block passes
+            on what depends on them (T5's relative positions).
         group: processes that share the samples. Moments are of all samples then, at the first process; states, and
             everything else of single samples, are of this process's share.
 
@@ -99,6 +111,7 @@ class HiddenStream:
         folds: int = 1,
         sizes: Iterable[int] = (),
         allocate: Allocate = allocate_in_memory,
+        kept: KeptUnits = MappingProxyType({}),
         group: Group = ALONE,
     ) -> None:
         group.check_enough(len(samples))
@@ -106,6 +119,7 @@ class HiddenStream:
         share = group.share(len(samples))
         self.samples = samples if group.size == 1 else SampleRange(samples, share.start, share.stop)
         self._count, self._allocate = len(samples), allocate
+        self._kept = kept if factory.family.passes_on else {}
         self._tensors, self._read = list(tensors), read
         # An accelerator computes faster than its results are fetched.
         stays = getattr(allocate, "has_room", lambda _: True) if factory.device.type == "cpu" else lambda _: False
@@ -140,7 +154,9 @@ class HiddenStream:
         else:
             head, ties = f"{family.head}.weight", factory.names.ties
             model = load_outside(factory, self._tensors, self._read, {head} - ties.keys() - set(ties.values()))
-            recorders = make_recorders(factory, model, first=self._first_results() if family.passes_on else None)
+            recorders = make_recorders(factory, model, first=self._first_results({}) if family.passes_on else None)
+
+        narrow = {space: self._first_results({space: units}) for space, units in self._kept.items()}
 
         def stop(_: Tensor) -> Tensor:
             raise _LastBlockReachedError
@@ -156,19 +172,25 @@ class HiddenStream:
             inputs = move_batch(batch, factory.device, factory.dtype) | options
             with suppress(_LastBlockReachedError), refuse_data():
                 recorders.run(partial(model, **inputs))
-            self._handed.keep(rows, recorders.handed)
+            entering, handed = recorders.entering, recorders.handed
+            results = {space: compute(entering, handed[0])[1:] for space, compute in narrow.items()}
+            self._handed.keep(rows, by_width(handed, recorders.others, results) if narrow else handed)
             is_known = family.stage is not None  # there the tokens of a sample are near their number alone
-            self._axis = 0 if is_known else sample_axis(recorders.entering.shape, self.samples.tokens)
-            entering = self._by_sample(recorders.entering, rows.stop - rows.start)
+            self._axis = 0 if is_known else sample_axis(entering.shape, self.samples.tokens)
+            entering = self._by_sample(entering, rows.stop - rows.start)
             if position == 0:
                 self.states = self._allocate((len(self.samples), *entering.shape[1:]), entering.dtype)
             if position < len(batches):
                 self.states[rows] = entering.cpu()
 
-    def _first_results(self) -> Callable[[Tensor, Handed], tuple[Any, ...]]:
-        """Return what computes all that the first block returns, hidden states first."""
-        prefix = self.factory.family.block.format(block=0)
-        block = self.factory.build_block(0, self._read([name for name in self._tensors if name.startswith(prefix)]))
+    def _first_results(self, kept: KeptUnits) -> Callable[[Tensor, Handed], tuple[Any, ...]]:
+        """Return what computes all that the first block with these units returns, hidden states first."""
+        model, prefix = self.factory.model, self.factory.family.block.format(block=0)
+        tensors = self._read([name for name in self._tensors if name.startswith(prefix)])
+        for module, kind, dim, lines in list_cuts(model.remaining_lines(kept)):
+            name = model.tensor(0, module, kind)
+            tensors |= {name: tensors[name].index_select(dim, lines)} if name in tensors else {}
+        block = self.factory.build_block(0, tensors)
         return lambda states, handed: results_of(block(states, *handed.arguments, **handed.options))
 
     def _by_sample(self, states: Tensor, count: int) -> Tensor:
@@ -197,7 +219,10 @@ class HiddenStream:
         """
         count, entering = len(states), states.to(self.factory.device)
         placed = entering.flatten(0, 1) if self._axis is None else entering.movedim(0, self._axis)
-        return self._by_sample(self._handed.call(block, index, placed, rows, count), count)
+        if not self._kept or isinstance(self._handed, HandedAlone):
+            return self._by_sample(self._handed.call(block, index, placed, rows, count), count)
+        narrow = {space for space in self._kept if self.factory.lacks_units(block, index, space)}
+        return self._by_sample(self._handed.call(block, index, placed, rows, count, narrow), count)
 
     @torch.no_grad()
     def observe(

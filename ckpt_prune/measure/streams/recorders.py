@@ -6,7 +6,7 @@ inputs made for every block) is kept while the model runs with recorders, and pa
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.measure.streams.state_memory import Allocate
+from ckpt_prune.model.spaces import SpaceName
 
 Rows = slice | Tensor | list[int]
 """Numbers of samples."""
@@ -43,6 +44,19 @@ class Handed(NamedTuple):
     added: Tensor | None = None
 
 
+class ByWidth(NamedTuple):
+    """What blocks are passed of the first one's results, for as many units of a space as they have.
+
+    Attributes:
+        space: whose units these results are of.
+        dense, narrow: for a block with all units, and for one without those that go.
+    """
+
+    space: SpaceName
+    dense: Tensor
+    narrow: Tensor
+
+
 class _OtherResultsError(Exception):
     """Raised if the model does not go on with the hidden states that a recorder returned."""
 
@@ -64,6 +78,7 @@ class Recorders:
         results: how many things the model takes a block to return (`RESULTS`); None before a model has run.
         handed: what each block was passed in the last run.
         entering: the hidden states that the first block was passed in it.
+        others: what `first` computed in it beside hidden states.
         leave: turns the hidden states that the last block was passed into those that it returns.
     """
 
@@ -81,7 +96,7 @@ class Recorders:
         self.leave: Callable[[Tensor], Tensor] = lambda states: states
         self._name, self._count, self._states, self._adds = name, len(layers), torch.empty(0), adds
         self._outside, self._base, self._carries = list(outside), 0.0, True
-        self._first, self._others = first, list[Any]()
+        self._first, self.others = first, list[Any]()
         self._changed = (
             f"blocks of {name} cannot run one by one: something changes the hidden states between them, or they return "
             "more than the model names"
@@ -102,7 +117,7 @@ class Recorders:
                 self._check_sums(call)
             return result
         finally:
-            self._states, self._others = torch.empty(0), []
+            self._states = torch.empty(0)
 
     def _call(self, call: Callable[[], Any]) -> Any:
         self.handed.clear()
@@ -158,7 +173,7 @@ class Recorders:
         if index == 0:
             self.entering = states
             if self._first is not None:
-                states, *self._others = self._first(states, handed)
+                states, *self.others = self._first(states, handed)
         elif not _is_view_of(states, self._states):
             if not self._adds or states.shape != self._states.shape:
                 raise _OtherResultsError
@@ -166,7 +181,7 @@ class Recorders:
         self.handed.append(handed)
         states = torch.full_like(states, self._base) if self._adds else states
         self._states = states if index < self._count - 1 else self.leave(states)
-        others: Sequence[Any] = self._others
+        others: Sequence[Any] = self.others
         others = others or [Carried(place) if self._carries else None for place in range(1, self.results or 1)]
         return (self._states, *others) if self.results else self._states
 
@@ -299,12 +314,24 @@ class HandedArguments:
         placed: Handed = _replace(handed, leaves)
         return placed
 
-    def call(self, module: nn.Module, block: int, states: Tensor, rows: Rows, count: int) -> Tensor:
+    def call(
+        self,
+        module: nn.Module,
+        block: int,
+        states: Tensor,
+        rows: Rows,
+        count: int,
+        narrow: Set[SpaceName] | None = None,
+    ) -> Tensor:
         """Run a block on the hidden states of `count` samples `rows`, and return those that it makes.
 
         `count` is a number that was asked for beforehand. UserError as from `_run`.
+
+        Args:
+            narrow: spaces that the block lacks units of, if what it was passed is `by_width`.
         """
         handed = self._of(block, count, rows, states.device)
+        handed = handed if narrow is None else _at_width(handed, narrow)
         if any(isinstance(leaf, Carried) for leaf in _leaves(handed)):
             leaves = (self._of_last(block, leaf, rows, states.device) for leaf in _leaves(handed))
             handed = _replace(handed, leaves)
@@ -382,6 +409,36 @@ def results_of(output: Any) -> tuple[Any, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
+def by_width(
+    handed: Sequence[Handed], results: Sequence[Any], narrow: Mapping[SpaceName, Sequence[Any]]
+) -> list[Handed]:
+    """Return the arguments of all blocks' calls with `ByWidth` where the first block's results depend on its units.
+
+    Args:
+        results: what the first block returns beside hidden states, as it is handed on.
+        narrow: space → the same of a first block that lacks units of it.
+    """
+    found: dict[int, ByWidth] = {}
+    for space, others in narrow.items():
+        for dense, other in zip(results, others, strict=True):
+            if isinstance(dense, Tensor) and dense.shape != other.shape:
+                found[id(dense)] = ByWidth(space, dense, other)
+    return [_replace(own, (found.get(id(leaf), leaf) for leaf in _leaves(own))) for own in handed]
+
+
+def _at_width(value: Any, narrow: Set[SpaceName]) -> Any:
+    """Return the same tuples, lists and dicts with one tensor for each `ByWidth`."""
+    if isinstance(value, ByWidth):
+        return value.narrow if value.space in narrow else value.dense
+    if isinstance(value, dict) and value:
+        return {key: _at_width(part, narrow) for key, part in value.items()}
+    if isinstance(value, Handed):
+        return Handed(*(_at_width(part, narrow) for part in value))
+    if isinstance(value, tuple | list) and value:
+        return type(value)([_at_width(part, narrow) for part in value])
+    return value
+
+
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield what tuples, lists and dicts hold, in their order."""
     if isinstance(value, dict | tuple | list) and value:
@@ -395,8 +452,8 @@ def _replace(value: Any, leaves: Iterator[Any]) -> Any:
     """Return the same tuples, lists and dicts around other leaves."""
     if isinstance(value, dict) and value:
         return {key: _replace(part, leaves) for key, part in value.items()}
-    if isinstance(value, Handed):
-        return Handed(*(_replace(part, leaves) for part in value))
+    if isinstance(value, Handed | ByWidth):
+        return type(value)(*(_replace(part, leaves) for part in value))
     if isinstance(value, tuple | list) and value:
         return type(value)([_replace(part, leaves) for part in value])
     return next(leaves)

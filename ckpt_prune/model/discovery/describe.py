@@ -422,9 +422,6 @@ class Describer:
         if kv_key is None or count * group != self.twin.sizes.heads:
             return "no config key counts its groups of keys and values"
         self.add_dimension("kv_heads", count, list(dict.fromkeys([kv_key, heads])))
-        lacking = self._table_of_one_block(run, trace, unit, count)
-        if lacking is not None:
-            return f"{lacking} of one block is of the heads of all, which would have to lose the same ones"
         key = self.key_of(width, "head_dim|kv_channels|d_head|dim_head|head_size|d_kv")
         own = "head_dim" if hasattr(type(self.twin.parsed), "head_dim") else None  # of several widths, that of most
         self.add_dimension("head_dim", width, _keys(key or own))
@@ -437,6 +434,7 @@ class Describer:
             "units": "kv_heads",
             **places,
             "config": {heads: ["group"], kv_key: []} if group > 1 else {heads: []},
+            **({"same_units": True} if self._has_table_for_all(run, trace, unit, count) else {}),
             **self._effect(run, trace),
         }
         self.spaces["heads"] |= self._attributes(run, trace, self.spaces["heads"], sizes)
@@ -497,14 +495,13 @@ class Describer:
             return {"attributes": counted} if counted else {}
         return {}
 
-    def _table_of_one_block(self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int) -> str | None:
-        """Return a tensor with a part of its own for each unit that other blocks lack, whose blocks are passed it."""
+    def _has_table_for_all(self, run: BlockRun, trace: Trace, unit: torch.Tensor, count: int) -> bool:
+        """Return whether a tensor with a part for each unit stands in this block alone, and others are passed it."""
         alike = [each.block for each in self.runs if trace.consumer in dict(each.block.named_modules())]
-        for name, depends in trace.tables.items():
-            is_everywhere = all(name in dict(block.named_parameters()) for block in alike)
-            if not is_everywhere and self._has_parts(depends, unit, count):
-                return self.on_disk(run, name, "")
-        return None
+        return any(
+            self._has_parts(depends, unit, count) and any(name not in dict(each.named_parameters()) for each in alike)
+            for name, depends in trace.tables.items()
+        )
 
     def _add_linear_heads(self, run: BlockRun, trace: Trace) -> str | None:
         """Add the heads of linear attention, each with the value heads that read its keys, or say why they stay."""

@@ -1,7 +1,9 @@
 """Three proofs that a space is one, on a twin's tensors as its files hold them, by the incidences of its description.
 
-1. Its units in another order, in every tensor that has them, change no output.
-2. In another order in any one of these tensors alone they do: none is named idly.
+1. Its units in another order, in every tensor that has them, change no output. Where blocks hand on more than hidden
+   states, this holds also if it is done in one block alone, unless all blocks are to keep the same units.
+2. In another order in any one of these tensors alone they do: none is named idly. Where all blocks are to keep the same
+   units, so they do in any one block alone.
 3. The stock class with fewer units computes what it computes with those units set to zero. Where one config key states
    the width of two stacks of blocks, that is its linear modules with fewer.
 
@@ -59,9 +61,13 @@ class Prover:
         together = alone = False
         for each in own:
             space = spaces[each]
-            together = self._is_dense(self._permuted(each))
+            together, each_block = self._is_dense(self._permuted(each)), self._blocks_with(space)
+            if together and self.family.passes_on and not space.same_units:
+                together = all(self._is_dense(self._permuted(each, blocks=[block])) for block in each_block)
             modules = list(dict.fromkeys([*space.modules, *(table.module for table in space.tables)]))
             alone = together and not any(self._is_dense(self._permuted(each, module)) for module in modules)
+            if alone and space.same_units:
+                alone = not any(self._is_dense(self._permuted(each, blocks=[block])) for block in each_block)
             if alone or not together:
                 break
         fewer = self._fewer(name) if together and alone else None
@@ -173,10 +179,10 @@ class Prover:
         count, copies = space.count(self.dimension), space.copies(self.dimension)
         return (torch.arange(copies)[:, None] * count + torch.roll(torch.arange(count), 1)).flatten()
 
-    def _permuted(self, name: str, only: str | None = None) -> State:
-        """Return the tensors with the units of a space in another order, in all modules or one."""
+    def _permuted(self, name: str, only: str | None = None, blocks: Sequence[int] | None = None) -> State:
+        """Return the tensors with units of a space in another order, in all modules or one, in all blocks or some."""
         space, state = self.family.spaces[name], dict(self.state)
-        order, blocks = self._order(space), self._blocks_with(space)
+        order, blocks = self._order(space), self._blocks_with(space) if blocks is None else blocks
         for axis, incidence in [*space.incidences, *(("table", table) for table in space.tables)]:
             if only in (None, incidence.module):
                 self._each_tensor(state, axis, incidence, order, blocks)

@@ -96,6 +96,7 @@ _NUMBERS: dict[str, int] = {
     r"\w*sliding_window_pattern|layer_group_size": 2,
     r"first_k_dense_replace|num_dense_layers|expert_layer_offset|attn_layer_offset|moe_layer_start_index": 1,
     r"rotary_dim": 8,
+    r"local_radius": 7,
     r"image_size": IMAGE,
     r"base_channels": 32,
 }

@@ -185,6 +185,16 @@ def coarse_lines(model: Model, recipe: Recipe) -> Iterable[str]:
             yield f"{name}: {inside}"
 
 
+def same_units_lines(prepared: Prepared) -> Iterable[str]:
+    """Say of which spaces every block loses the same units, and why."""
+    for name in prepared.recipe.spaces:
+        if prepared.model.family.spaces[name].same_units and is_pruned(prepared.model, name, prepared.widths):
+            yield (
+                f"{name}: every block loses the same ones, those of the lowest scores summed over all blocks, because "
+                "the first block has a table for the heads of all"
+            )
+
+
 def multiples_line(prepared: Prepared) -> str | None:
     """Say how much larger the multiples that runtimes want make an output than its ratio asks for, or return None.
 

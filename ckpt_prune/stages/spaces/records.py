@@ -13,6 +13,12 @@ class StrengthSearch(FixedRecord):
     perplexity: dict[str, Figure] = Field(default_factory=dict)
 
 
+class SameUnits(FixedRecord):
+    """Space of which every block keeps the same units → scores of these, over all blocks."""
+
+    scores: dict[str, list[float]]
+
+
 class SpacesFields(FixedRecord):
     """Pruned sites, the search for a strength by perplexity, and what other draws of labels would change.
 

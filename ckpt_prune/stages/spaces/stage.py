@@ -17,6 +17,7 @@ from ckpt_prune.stages.spaces.keys import Spaces
 from ckpt_prune.stages.spaces.messages import (
     extreme_line,
     multiples_line,
+    same_units_lines,
     size_lines,
     strength_line,
     units_line,
@@ -25,6 +26,7 @@ from ckpt_prune.stages.spaces.messages import (
 )
 from ckpt_prune.stages.spaces.pruner import Pruner
 from ckpt_prune.stages.spaces.run import choose_strength, choose_widths, grams_of, pruner_of
+from ckpt_prune.stages.spaces.same_units import choose_same_units
 
 
 class SpacesStage(Stage[Spaces]):
@@ -37,9 +39,9 @@ class SpacesStage(Stage[Spaces]):
         spaces: {heads: {score: rcpu}, mlp: {score: rcpu, compensation: {method: ridge}}}
 
     In order: `check` refuses sites and scores that the model does not have, `check_data` data without their moments.
-    `preview` and `run` choose how many units stay, by one ratio or by measured effects. `before_blocks` chooses a
-    strength for all. `step` prunes and refits a block, by its `pruner` on the moments that `grams` asks for. `report`
-    lists every site.
+    `preview` and `run` choose how many units stay, by one ratio or by measured effects. `before_blocks` chooses units
+    that all blocks have in common, and a strength for all. `step` prunes and refits a block, by its `pruner` on the
+    moments that `grams` asks for. `report` lists every site.
     """
 
     of = Spaces
@@ -66,7 +68,8 @@ class SpacesStage(Stage[Spaces]):
     def messages(self, prepared: Prepared) -> list[str]:
         refused = unprunable_spaces(prepared.model)
         lines = [refused[space] for space in prepared.left_whole if space in refused]
-        return [*lines, *size_lines(prepared), *filter(None, [multiples_line(prepared), untouched_line(prepared)])]
+        others = [multiples_line(prepared), untouched_line(prepared)]
+        return [*lines, *size_lines(prepared), *same_units_lines(prepared), *filter(None, others)]
 
     def warnings(self, prepared: Prepared) -> list[str]:
         return list(filter(None, [strength_line(prepared)]))
@@ -78,7 +81,7 @@ class SpacesStage(Stage[Spaces]):
         return measure_and_choose(prepared, run, choose_widths)
 
     def before_blocks(self, prepared: Prepared, run: Run) -> Prepared:
-        return choose_strength(prepared, run)
+        return choose_strength(choose_same_units(prepared, run), run)
 
     def pruner(self, prepared: Prepared) -> Pruner:
         return pruner_of(prepared)

@@ -30,6 +30,8 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, change
     model = Model.of(dense)
     compared, refits = 0, 0
     absorbing: dict[str, int] = {}
+    if differing := next((space for space in model.family.spaces if _differs(model, report, space)), None):
+        return False, f"{REPORT} keeps different {differing} in different blocks, which have one table for all"
     for block in track(sorted({site.block for site in report.sites}), "comparing", unit="block"):
         sites = _read_sites(model, report, block)
         refitted = {
@@ -61,6 +63,12 @@ def check_kept(checkpoint: Checkpoint, dense: Checkpoint, report: Report, change
         uncompared.append(f"{plural(len(report.linears), 'masked weight')} rewritten by {method}")
     more = "".join(f"; {what} and not compared" for what in uncompared)
     return True, f"producers of {compared} pruned spaces hold the dense rows, bit for bit{more}"
+
+
+def _differs(model: Model, report: Report, space: SpaceName) -> bool:
+    """Return whether blocks keep different units of a space of which all are to keep the same."""
+    kept = {tuple(site.kept) for site in report.sites if site.space == space}
+    return model.family.spaces[space].same_units and len(kept) > 1
 
 
 def _read_sites(model: Model, report: Report, block: int) -> Sites:

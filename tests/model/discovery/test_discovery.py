@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.descriptions import parse_family
 from ckpt_prune.model.discovery import discover as room
-from ckpt_prune.model.discovery.discover import discover
+from ckpt_prune.model.discovery.discover import Stack, discover
 from ckpt_prune.model.discovery.layouts import find_incidences
 from ckpt_prune.model.discovery.proofs import Prover
 from ckpt_prune.model.discovery.trace import find_blocks, join_units, trace_block
@@ -149,6 +149,19 @@ def test_a_planted_symmetry_is_not_proven(planted, together, alone):
     prover = Prover(parse_family(json.dumps(description | {"spaces": spaces})), twin)
     proof = prover.prove("heads")
     assert (proof.together, proof.alone, proof.holds) == (together, alone, False)
+
+
+def test_units_that_one_table_is_of_are_the_same_in_all_blocks():
+    """Of T5's decoder those of self-attention are, and those of cross-attention are not."""
+    architecture = "T5ForConditionalGeneration"
+    values = config("t5", architecture) | {"decoder_start_token_id": 0}
+    description = discover(values, Stack(architecture, "AutoModelForSeq2SeqLM", "decoder")).description
+    twin = build_twin(values, architecture, OTHER)
+    for name, together, alone in (("heads", False, False), ("cross_heads", True, False)):
+        space = description["spaces"][name]
+        spaces = description["spaces"] | {name: space | {"same_units": not space.get("same_units", False)}}
+        proof = Prover(parse_family(json.dumps(description | {"spaces": spaces})), twin).prove(name)
+        assert (proof.together, proof.alone) == (together, alone)
 
 
 def test_fewer_units_that_compute_something_else_are_no_proof(monkeypatch):

@@ -92,7 +92,8 @@ class Variants:
             for count in chosen:
                 decision = SiteDecision(self.model.units(space, block) - count, scores=scores)
                 decisions = Decisions(recipe, {Site(block, space): decision})
-                pruner = Pruner(self.model, decisions, frozenset(), self.device)
+                padded = frozenset({space} if self.model.family.is_passed_on(space) else ())  # by blocks with all units
+                pruner = Pruner(self.model, decisions, frozenset(), self.device, padded=padded)
                 # Each of several processes has variants of its own.
                 with working_in(ALONE):
                     pruned, _ = pruner.block(block, tensors, KnownMoments(moments))
