@@ -251,9 +251,10 @@ def skip_comparison() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory) -> Iterator[None]:
-    """Keep results in a folder of the run's own, and not in the user's."""
+    """Keep results in a folder of the run's own, and not in the user's: all workers describe a class once."""
+    base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
         yield
 
 

@@ -179,11 +179,19 @@ class _Errors:
     rows: Tensor
     round_inputs: Sequence[Callable[[Tensor], Tensor]]
 
-    def of(self, inputs: Tensor) -> Tensor:
-        """Return how far each moves the outputs of inputs (…, d_in), (…, names, n)."""
-        moved = (inputs @ self.change.flatten(0, 1).T).view(*inputs.shape[:-1], *self.change.shape[:2])
-        others = [(rounded(inputs) - inputs) @ self.rows.T for rounded in self.round_inputs]
-        return torch.cat([moved, *(each.unsqueeze(-2) for each in others)], -2)
+    def squares(self, inputs: Tensor, gradient: Tensor) -> Tensor:
+        """Return Σ_o (Σ_t g_to δ_to)² of one sample for each name, which moves its outputs by δ, (names,) float64.
+
+        A type moves outputs x_t by Δ x_t, so that Σ_t g_to δ_to is row o of Gᵀ X times row o of Δ: tokens are added up
+        once for all types.
+
+        Args:
+            inputs: (T, d_in) float32.
+            gradient: at the outputs that the rows give, (T, n) float32.
+        """
+        moved = torch.einsum("kod,od->ko", self.change, gradient.T @ inputs)
+        others = [(self.rows * (gradient.T @ (rounded(inputs) - inputs))).sum(1) for rounded in self.round_inputs]
+        return torch.cat([moved, *(each[None] for each in others)]).square_().sum(1).double()
 
 
 def _changes(name: str, rows: Tensor, round_rows: RoundRows) -> tuple[list[str], Tensor]:
@@ -199,7 +207,7 @@ def _squares(batch: BackwardBatch, path: str, rows: Tensor, errors: _Errors, dra
     # Some modules read the tokens of all samples behind each other.
     inputs, gradient = (each.reshape(batch.samples, -1, each.shape[-1]) for each in (inputs, gradient[..., rows]))
     for x, g in zip(inputs, gradient, strict=True):
-        total += torch.einsum("to,tko->ko", g, errors.of(x)).square_().sum(1).double().cpu()
+        total += errors.squares(x, g).cpu()
     return drawn.weight * total
 
 

@@ -6,6 +6,7 @@ and step follow from the scales, and the level is the code itself, or an entry o
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import gguf
@@ -77,6 +78,13 @@ _QH_IN_ORDER = (Kind.Q5_0, Kind.Q5_1)
 """Types whose high bits are in the order of columns, eight in a byte."""
 
 
+@cache
+def _levels(table: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the levels of a table, and what lies halfway between each and the next, float64."""
+    levels = torch.tensor(table, dtype=torch.float64)
+    return levels, (levels[1:] + levels[:-1]) / 2
+
+
 def put_codes(kind: Kind, blocks: Array, codes: Array) -> Array:
     """Return blocks with other codes and the same scales.
 
@@ -142,6 +150,6 @@ class CodeGrid:
         if codes.table is None:
             chosen = scaled.round_().clamp_(codes.least, codes.most)
             return chosen.to(torch.int16), base + step * chosen
-        table = torch.tensor(codes.table, dtype=torch.float64)
-        chosen = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2)
+        table, bounds = _levels(codes.table)
+        chosen = torch.bucketize(scaled, bounds)
         return chosen.to(torch.int16), base + step * table[chosen]

@@ -66,8 +66,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("model_type", CASES)
-def test_found_classes_and_parts_lack_it_too(model_type: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of descriptions that are found
+def test_found_classes_and_parts_lack_it_too(model_type: str) -> None:
     part, tensor, key = CASES[model_type]
     model = PartCase(model_type, "text", ()).model if part else make_model(model_type)
     model.save_pretrained(model_type)

@@ -21,8 +21,7 @@ Feed = dict[str, np.ndarray[Any, Any]]
 
 
 @pytest.fixture(autouse=True)
-def pairs(place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of descriptions that are found
+def pairs(place: Path) -> None:
     write_pairs(place / "pairs.jsonl")
 
 

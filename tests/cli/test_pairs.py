@@ -43,8 +43,7 @@ LAYERS = {"encoder": ("encoder_layers", "encoder_ffn_dim"), "decoder": ("decoder
 
 
 @pytest.fixture
-def bart(place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of descriptions that are found
+def bart(place: Path) -> PreTrainedModel:
     write_pairs(place / "pairs.jsonl")
     return write_model(place / "bart", "bart")
 

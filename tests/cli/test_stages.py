@@ -60,9 +60,8 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def inside(place: Path, monkeypatch, tmp_path_factory) -> None:
+def inside(place: Path, monkeypatch) -> None:
     monkeypatch.chdir(place)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "families"))
 
 
 def _mlps(model) -> list[tuple[torch.nn.Linear, torch.nn.Linear]]:

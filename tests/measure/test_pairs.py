@@ -25,11 +25,6 @@ Stack = Literal["encoder", "decoder"]
 FEW = 6
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of descriptions that are found
-
-
 def open_stack(folder: Path, model_type: str, stack: Stack) -> tuple[PreTrainedModel, Model, PairWindows]:
     whole = write_model(folder, model_type)
     model = open_model(str(folder), Opening(part=stack))

@@ -3,7 +3,6 @@
 import inspect
 import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ from ckpt_prune.model.discovery.trace import find_blocks, join_units, trace_bloc
 from ckpt_prune.model.discovery.twin import FIRST, OTHER, build_twin, commonest_reason, small_configs
 from ckpt_prune.model.skeleton import parse_config
 from ckpt_prune.model.spaces import Incidence
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch) -> Path:
-    place = tmp_path_factory.getbasetemp() / "families"  # shared: a class is looked at once
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
-    return place
 
 
 def config(model_type: str, architecture: str) -> dict[str, Any]:
@@ -271,12 +263,13 @@ def test_an_order_that_cannot_be_said():
 # ---- the cache -------------------------------------------------------------------------------------------------
 
 
-def test_what_was_found_is_kept_and_a_damaged_file_is_made_anew(cache, monkeypatch):
+def test_what_was_found_is_kept_and_a_damaged_file_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = discover(config(*ARCEE))
     small = config(*ARCEE) | {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 40}
     again = discover(small)
     assert (again.kept, again.description) == (True, found.description)
-    for file in (cache / "ckpt-prune" / "families").iterdir():
+    for file in (tmp_path / "ckpt-prune" / "families").iterdir():
         file.write_text('{"description": {}, "seconds": 1}')
     anew = discover(small)
     assert (anew.kept, anew.description) == (False, found.description)

@@ -33,8 +33,7 @@ THIRTY = [
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "families"))
+def check(monkeypatch) -> None:
     monkeypatch.setattr(forward_pass, "_check", CHECK)
 
 
