@@ -117,7 +117,7 @@ def test_every_expert_is_rounded_by_what_reaches_it(tmp_path, monkeypatch, room)
 
 def test_a_recipe_rounds_its_file_by_its_own_samples_so_that_types_of_two_bits_work(tmp_path):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
-    wide = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "tie_word_embeddings": True}
     model = save(tmp_path / "model", "llama", **wide)
     text = proving(model).text[0]
     recipe = ["--recipe", "flap-global", "--ratio", 0.3, "--text", text, "--samples", 4, "--window", 48]

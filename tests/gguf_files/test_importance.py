@@ -158,7 +158,7 @@ def test_outputs_of_a_weighed_file_are_nearer_and_run_in_llama_cpp(model, statis
     files = {}
     for name, given in {"plain": [], "weighed": ["--statistics", str(statistics.folder)]}.items():
         files[name] = tmp_path / f"{name}.gguf"
-        words = ["export", str(model), "--format", "gguf", "--dtype", "iq3_s", *given, "-o", str(files[name])]
+        words = ["export", str(model), "--format", "gguf", "--dtype", "q2_k", *given, "-o", str(files[name])]
         said = json.loads(ok(*words, "--json", *([] if given else ["--no-validate"])))
         assert said["written"]
     importance = importance_of_statistics(statistics, opened(model))

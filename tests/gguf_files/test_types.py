@@ -54,8 +54,7 @@ def test_rows_are_rounded_in_parts(monkeypatch):
 def test_more_bits_leave_less_error(tmp_path):
     small = save(tmp_path / "model", "llama", **WIDE | {"intermediate_size": 256, "num_hidden_layers": 2})
     layout = lay_out(open_model(str(small), Opening(False)))
-    matrices = {name: weight.read().float() for name, weight in layout.tensors.items()}
-    matrices = {name: rows for name, rows in matrices.items() if rows.ndim == 2}
+    matrices = {name: weight.read()[:32].float() for name, weight in layout.tensors.items() if len(weight.shape) == 2}
     errors, sizes, generator = [], [], np.random.default_rng(0)
     importance = {name: generator.random(rows.shape[-1], dtype=np.float32) + 0.1 for name, rows in matrices.items()}
 
