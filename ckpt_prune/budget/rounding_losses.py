@@ -9,8 +9,13 @@ since errors of different rows are rounded apart from each other. So a few rows 
 all. Errors of a row at different tokens have what the tokens have in common, and attention adds them up. Gradient and
 input are those of the same token: the few tokens with huge states have tiny gradients. Divergences of all matrices add
 up. A runtime that rounds what a matrix reads adds W (x̂ − x) in place of D x.
+
+A matrix of an expert has the tokens alone that the router sends it. Where its input or output bears the router's weight
+(`measure.streams.experts`), so does the gradient, and the sum is the same. What routers choose otherwise has no
+gradient, and is measured (`measure_rerouting`).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +34,9 @@ from ckpt_prune.measure.streams.state_memory import Allocate, allocate_in_memory
 from ckpt_prune.model.model import Model
 
 ROWS = 128
-"""Rows of a matrix that are rounded."""
+"""Rows of a matrix that are rounded. The matrices of all experts of a block share them."""
+LEAST_ROWS = 4
+"""Rows of a matrix of an expert that are rounded at least."""
 HEAD_ROWS = 4096
 """Classes of a head that are rounded: so many of the likeliest, and as many of the others."""
 EMBEDDED = 2
@@ -45,6 +52,8 @@ RoundInputs = Mapping[str, Callable[[Tensor], Tensor]]
 """Name of a way → inputs of a matrix, (…, d_in) float32 → the same, rounded as a runtime does before it multiplies."""
 Losses = dict[str, dict[str, float]]
 """On-disk name of a weight → name of a type → divergence that it adds, in nats a prediction."""
+Noise = dict[str, tuple[str, Tensor]]
+"""On-disk name of a weight of a block → one of its types, and how that changes some of its rows, (n, d_in) float32."""
 
 
 def predict_losses(
@@ -57,6 +66,7 @@ def predict_losses(
     allocate: Allocate = allocate_in_memory,
     round_inputs: RoundInputs | None = None,
     outside: bool = True,
+    noise: Noise | None = None,
 ) -> Losses:
     """Predict what rounding adds, for all linear modules of the blocks, the embedding and the head.
 
@@ -65,12 +75,13 @@ def predict_losses(
     and hidden states at the end of every block.
 
     Args:
-        model: a causal language model without experts.
+        model: a causal language model.
         samples: a few; all of them are run.
         round_rows: rounds rows to every type that is in question for a weight; no type leaves a weight out. Names of
             types end in `FED` that do not round every row by itself, so that errors have something in common.
         round_inputs: ways to round what matrices of the blocks read; the result has a loss for each.
         outside: whether the embedding and the head are rounded, too.
+        noise: gets the change of each weight of the blocks by a type that is neither fine nor coarse.
     """
     few = [min(EMBEDDED, len(samples))]
     stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate, sizes=few)
@@ -81,13 +92,64 @@ def predict_losses(
     end = states[-1][: few[0]]
     gradients = draw_end_gradients(stream.readout(), samples, states.pop(), allocate)
     backward = read_ahead(model.read_block, range(model.blocks - 1, -1, -1))
-    ways = round_inputs or {}
+    ways, kept = round_inputs or {}, {} if noise is None else noise
     for block, tensors in track(backward, "what rounding costs", total=model.blocks):
         module = stream.factory.build_block(block, tensors).requires_grad_(False)
-        _add(losses, _block_losses(stream, module, block, tensors, states.pop(), gradients, round_rows, ways))
+        _add(losses, _block_losses(stream, module, block, tensors, states.pop(), gradients, round_rows, ways, kept))
     if outside:
         _add(losses, _embedding_losses(stream, model, samples, end, gradients, round_rows))
     return losses
+
+
+@torch.no_grad()
+def measure_rerouting(
+    model: Model,
+    samples: Samples,
+    losses: Losses,
+    noise: Noise,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    allocate: Allocate = allocate_in_memory,
+) -> float:
+    """Return c of what a mixture of experts loses where K is predicted without changes of its routing: K + c √K.
+
+    A router chooses otherwise where two experts nearly tie: about as often as errors there are large, and what the
+    model then loses does not depend on how large they are. K grows with their squares. So that is measured once, with
+    all rows of the blocks changed as some were in `noise`, in random places and with random signs.
+
+    Args:
+        losses, noise: of the model, by `predict_losses` on these samples.
+
+    Returns:
+        0 of models without experts.
+    """
+    if model.family.experts is None:
+        return 0.0
+    stream = open_stream(model, samples, device=device, compute_dtype=compute_dtype, allocate=allocate)
+    generator, states = torch.Generator().manual_seed(0), stream.states.clone()
+    for block, tensors in track(read_ahead(model.read_block, range(model.blocks)), "routing", total=model.blocks):
+        module = stream.factory.build_block(block, tensors)
+        stream.states = stream.pass_through(module, block, stream.states, stream.states)
+        for name in filter(noise.__contains__, tensors):
+            weight, (_, change) = module.get_parameter(stream.factory.find_paths(block, name)[0]), noise[name]
+            drawn = torch.randint(len(change), (len(weight),), generator=generator)
+            signs = torch.randint(2, (len(weight), 1), generator=generator) * 2 - 1
+            weight.add_((change[drawn] * signs).to(weight))
+        states = stream.pass_through(module, block, states, states)
+    readout, lost = stream.readout(), 0.0
+    for rows in split_batches(samples, READOUT_TOKENS):
+        dense, other = (readout.at_head(samples.batch(rows), each[rows], 1)[2] for each in (stream.states, states))
+        lost += float(_divergences(other, dense).sum())
+    predicted = sum(losses[name][kind] for name, (kind, _) in noise.items())
+    more = max(0.0, lost / (len(samples) * samples.tokens) - predicted)
+    return more / math.sqrt(predicted) if predicted > 0 else 0.0
+
+
+def _divergences(logits: Tensor, dense: Tensor) -> Tensor:
+    """Return the divergence of predictions from those of the dense model at each of some tokens."""
+    ours, theirs = logits.log_softmax(-1), dense.log_softmax(-1)
+    return functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
 
 
 def _is_plain(name: str) -> bool:
@@ -98,12 +160,17 @@ def left_by_feedback(model: Model, losses: Losses) -> Losses:
     """Return for every weight and type the share of the loss that error feedback leaves, 1 at most.
 
     A weight that it was tried on keeps its own share. Others take the mean share of weights in the same place of their
-    blocks. All of these count alike, since otherwise a block that loses far more would speak for all. In q3_k in down
-    of SmolLM2-135M block 11 loses ten times as much. Of that 0.12 is left, where others keep 0.75 and more.
+    blocks, of all experts. All of these count alike, since otherwise a block that loses far more would speak for all.
+    In q3_k in down of SmolLM2-135M block 11 loses ten times as much. Of that 0.12 is left, where others keep 0.75 and
+    more.
     """
-    places = [[model.family.tensor(block, linear) for block in range(model.blocks)] for linear in model.family.linears]
+    family = model.family
+    places: dict[str, list[str]] = {}
+    for linear in family.linears:
+        _, place = family.expert_modules.get(linear, (None, linear))
+        places.setdefault(place, []).extend(family.tensor(block, linear) for block in range(model.blocks))
     shares: Losses = {}
-    for names in (*places, [name_of_head(model)]):
+    for names in (*places.values(), [name_of_head(model)]):
         by_weight = {name: _left_of(losses.get(name, {})) for name in names}
         by_kind: dict[str, list[float]] = {}
         for of_kinds in by_weight.values():
@@ -137,27 +204,35 @@ def _block_losses(
     gradients: Sequence[DrawnGradients],
     round_rows: RoundRows,
     round_inputs: RoundInputs,
+    noise: Noise,
 ) -> Losses:
     factory = stream.factory
     family = factory.family
     names = {family.tensor(block, linear): linear for linear in family.linears}
     paths = {name: factory.module_path(block, linear) for name, linear in names.items() if name in tensors}
+    experts = factory.find_experts(module)
+    numbers = {path: factory.find_expert(names[name]) for name, path in paths.items()}
     generator = torch.Generator().manual_seed(block)
     drawn_rows: dict[str, Tensor] = {}
     errors: dict[str, _Errors] = {}
     for name, path in paths.items():
         weight = module.get_submodule(path).weight
-        rows = drawn_rows[name] = torch.randperm(weight.shape[0], generator=generator)[:ROWS]
+        most = ROWS if experts is None or numbers[path] is None else max(LEAST_ROWS, ROWS // len(experts))
+        rows = drawn_rows[name] = torch.randperm(weight.shape[0], generator=generator)[:most]
         some = weight[rows.to(weight.device)].float()
         kinds, change = _changes(name, some, round_rows)
         errors[name] = _Errors([*kinds, *round_inputs], change, some, list(round_inputs.values()))
+        plain = sorted(filter(_is_plain, kinds), key=lambda kind: float(change[kinds.index(kind)].square().sum()))
+        middle = plain[len(plain) // 2]
+        noise[name] = middle, change[kinds.index(middle)].cpu()
     sums = {name: torch.zeros(len(own.names), dtype=torch.float64) for name, own in errors.items()}
     values = [drawn.values for drawn in gradients]
     for batch in pass_back(stream, module, block, entering, values, paths.values()):
         for name, path in paths.items():
             if path in batch.gradients:
-                rows = drawn_rows[name]
-                moved = _squares(batch, path, rows, errors[name], gradients[batch.index])
+                rows, number = drawn_rows[name], numbers[path]
+                routed = None if experts is None or number is None else experts.routed[number] // entering.shape[1]
+                moved = _squares(batch, path, rows, errors[name], gradients[batch.index], routed)
                 sums[name] += moved * (module.get_submodule(path).weight.shape[0] / len(rows))
     scale = 0.5 / len(stream.samples)
     return {name: dict(zip(own.names, (sums[name] * scale).tolist(), strict=True)) for name, own in errors.items()}
@@ -200,14 +275,24 @@ def _changes(name: str, rows: Tensor, round_rows: RoundRows) -> tuple[list[str],
     return list(rounded), torch.stack([each.to(rows) - rows for each in rounded.values()])
 
 
-def _squares(batch: BackwardBatch, path: str, rows: Tensor, errors: _Errors, drawn: DrawnGradients) -> Tensor:
-    """Return Σ (Σ_t g_to δ_to)² over samples and rows o for everything that moves outputs, (names,) float64."""
+def _squares(
+    batch: BackwardBatch, path: str, rows: Tensor, errors: _Errors, drawn: DrawnGradients, routed: Tensor | None
+) -> Tensor:
+    """Return Σ (Σ_t g_to δ_to)² over samples and rows o for everything that moves outputs, (names,) float64.
+
+    Args:
+        routed: sample of each token of an expert, ascending; None: the module has all tokens of each sample.
+    """
     total = torch.zeros(len(errors.names), dtype=torch.float64)
-    inputs, gradient = (each[path].float() for each in (batch.inputs, batch.gradients))
+    inputs, gradient = batch.inputs[path].float(), batch.gradients[path][..., rows].float()
     # Some modules read the tokens of all samples behind each other.
-    inputs, gradient = (each.reshape(batch.samples, -1, each.shape[-1]) for each in (inputs, gradient[..., rows]))
-    for x, g in zip(inputs, gradient, strict=True):
-        total += errors.squares(x, g).cpu()
+    inputs, gradient = inputs.flatten(0, -2), gradient.flatten(0, -2)
+    if routed is None:
+        routed = torch.arange(batch.samples).repeat_interleave(len(inputs) // batch.samples)
+    sizes = torch.bincount(routed, minlength=batch.samples).tolist()
+    for x, g in zip(torch.split(inputs, sizes), torch.split(gradient, sizes), strict=True):
+        if len(x):  # an expert may have no token of a sample
+            total += errors.squares(x, g).cpu()
     return drawn.weight * total
 
 
@@ -276,12 +361,8 @@ def _measure_shifts(
     batch, readout = samples.batch(rows), stream.readout()
     spacing = max(1, leaving[..., 0].numel() // HEAD_TOKENS)
 
-    def predict(states: Tensor) -> Tensor:
-        return readout.at_head(batch, states, spacing)[2].log_softmax(-1)
-
-    dense = predict(leaving)
-    kl = [functional.kl_div(predict(each), dense, reduction="none", log_target=True).sum(-1).mean() for each in states]
-    return [float(each) for each in kl]
+    dense, *others = (readout.at_head(batch, each, spacing)[2] for each in (leaving, *states))
+    return [float(_divergences(each, dense).mean()) for each in others]
 
 
 def name_of_head(model: Model) -> str:

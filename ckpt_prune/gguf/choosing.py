@@ -92,6 +92,7 @@ class TypeBudget:
         by_rows: what the others' absence adds.
         fitted: matrices will be rounded by what reaches them, which the file says.
         times: of weights, if what is asked for is a time (`at_time`).
+        rerouting: of a mixture of experts (`TypeLosses`).
     """
 
     planner: FilePlanner
@@ -102,6 +103,7 @@ class TypeBudget:
     rows: int | None = None
     by_rows: float = 0.0
     times: FileTimes | None = None
+    rerouting: float = 0.0
 
     @cached_property
     def _plan(self) -> FilePlan:
@@ -188,7 +190,9 @@ class TypeBudget:
 
     def at_loss(self, limit: float) -> TypeChoice:
         """Return the smallest file that is predicted to lose at most `limit`; BudgetError if none does."""
-        return min(self._solve(save, limit - self.by_rows), key=lambda choice: choice.bytes)
+        root = math.sqrt(max(0.0, limit - self.by_rows) + self.rerouting**2 / 4) - self.rerouting / 2
+        allowed = root**2 if self.rerouting else limit - self.by_rows  # of the sum of losses
+        return min(self._solve(save, allowed), key=lambda choice: choice.bytes)
 
     def _solve(self, solve: Callable[[Sequence[Choices], float], list[int]], limit: float) -> list[TypeChoice]:
         def choose(sites: Sequence[Choices]) -> TypeChoice:
@@ -239,9 +243,10 @@ class TypeBudget:
     def predict(self, kinds: Mapping[str, Kind], shares: Mapping[str, Fraction] | None = None) -> float:
         """Return what types are predicted to lose; a type that was not tried follows from the nearest in bits."""
         share_of = shares or {}
-        return sum(
+        lost = sum(
             float(share_of.get(name, 1)) * _nearest(by_kind, kinds[name]) for name, by_kind in self.losses.items()
         )
+        return lost + self.rerouting * math.sqrt(max(0.0, lost))
 
     def of_mixture(self, chosen: GgufType) -> tuple[FilePlan, float]:
         """Return the file of one of llama.cpp's own mixtures, and what it is predicted to lose."""

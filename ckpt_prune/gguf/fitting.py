@@ -147,6 +147,21 @@ class _Matrices:
             self._value = self.now.__getitem__
 
 
+def has_room(model: Model, module: str, folds: int = FOLDS) -> bool:
+    """Return whether Grams of what a linear module reads are summed: those of all experts of a block are held at once.
+
+    Else it is rounded by importance alone.
+    """
+    modules = model.family.expert_modules
+    if module not in modules:
+        return True
+    alike = sum(role == modules[module][1] for _, role in modules.values())
+    stored = model.checkpoint.tensors
+    names = [model.tensor(block, module) for block in range(model.blocks)]
+    width = max(stored[name].shape[1] for name in names if name in stored)
+    return folds * alike * 4 * width**2 <= _MOST_GRAMS
+
+
 class Fitter:
     """Rounds the matrices of a file by samples, and keeps their bytes in a folder.
 
@@ -190,7 +205,7 @@ class Fitter:
         if self._feedback and folds < 2:
             raise UserError("error feedback needs at least 2 samples, of which one is held out: give more text")
         stream = view.stream(live.samples, live.compute_dtype, folds=folds, allocate=live.allocate)
-        grams = {first: self._feedback and self._has_room(first, folds) for first in model.family.inputs}
+        grams = {first: self._feedback and has_room(model, first, folds) for first in model.family.inputs}
         source = SequentialMoments(stream, grams, true_sequential=True)
         files: dict[str, Path] = {}
         for block in track(range(model.blocks), "rounding", total=model.blocks):
@@ -232,17 +247,6 @@ class Fitter:
         self._matrices.now.update(self.model.checkpoint.read(place.sources))
         folds = [self._place(each, place) for each in sums]
         yield from self._keep({name: self._round(name, folds, least_damp=HEAD_DAMP)}).items()
-
-    def _has_room(self, module: str, folds: int) -> bool:
-        """Whether Grams of what a module reads are summed: those of all experts of a block are held at once."""
-        model, modules = self.model, self.model.family.expert_modules
-        if module not in modules:
-            return True
-        alike = sum(role == modules[module][1] for _, role in modules.values())
-        stored = model.checkpoint.tensors
-        names = [model.tensor(block, module) for block in range(model.blocks)]
-        width = max(stored[name].shape[1] for name in names if name in stored)
-        return folds * alike * 4 * width**2 <= _MOST_GRAMS
 
     def _keep(self, encoded: Mapping[str, Array]) -> dict[str, Path]:
         """Write rows as the file has them, those of all experts behind each other, into files of numpy."""

@@ -1,22 +1,32 @@
 """Predict how much each type of each matrix of a GGUF file adds to the divergence of the model's output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_prune.budget.rounding_losses import FED, left_by_feedback, name_of_head, predict_losses
+from ckpt_prune.budget.rounding_losses import (
+    FED,
+    Noise,
+    left_by_feedback,
+    measure_rerouting,
+    name_of_head,
+    predict_losses,
+)
 from ckpt_prune.common.graph_types import GgufType
+from ckpt_prune.gguf.gguf_weight import GgufWeight
 from ckpt_prune.gguf.importance import Importance
 from ckpt_prune.gguf.layout import lay_out
-from ckpt_prune.gguf.rounding import round_rows
+from ckpt_prune.gguf.rounding import Array, round_rows
+from ckpt_prune.gguf.types import is_matrix
 from ckpt_prune.measure.moments.inputs import Moments
 from ckpt_prune.measure.samples.samples import Samples
 from ckpt_prune.model.model import Model
@@ -44,27 +54,29 @@ class TypeLosses:
     Attributes:
         weighed: rounded by ggml with the importance of inputs.
         fitted: rounded by error feedback where that loses less.
+        rerouting: c of what other choices of routers add to the sum K of losses, c √K (`measure_rerouting`).
     """
 
     weighed: Losses
     fitted: Losses
+    rerouting: float = 0.0
 
-    def note(self) -> dict[str, dict[str, dict[str, float]]]:
+    def note(self) -> dict[str, Any]:
         """Return what a journal keeps."""
-        return {
+        ways: dict[str, Any] = {
             way: {name: {kind.name: value for kind, value in own.items()} for name, own in losses.items()}
             for way, losses in (("weighed", self.weighed), ("fitted", self.fitted))
         }
+        return ways | {"rerouting": self.rerouting}
 
     @classmethod
-    def read(cls, note: Mapping[str, Mapping[str, Mapping[str, float]]]) -> "TypeLosses":
+    def read(cls, note: Mapping[str, Any]) -> "TypeLosses":
         """Read what `note` returned."""
-        return cls(
-            **{
-                way: {name: {Kind[kind]: value for kind, value in own.items()} for name, own in losses.items()}
-                for way, losses in note.items()
-            }
+        weighed, fitted = (
+            {name: {Kind[kind]: value for kind, value in own.items()} for name, own in note[way].items()}
+            for way in ("weighed", "fitted")
         )
+        return cls(weighed, fitted, note["rerouting"])
 
 
 def types_for(columns: int) -> Sequence[Kind]:
@@ -89,7 +101,12 @@ def predict_type_losses(
     """
     known, head = grams or {}, name_of_head(model)
     layout, sources = lay_out(model, chosen), find_sources(model, chosen)
-    weights = {name: importance.get(file_name) for file_name, names in sources.items() for name in names}
+    weights = {
+        name: of_part
+        for file_name, parts in sources.items()
+        for part, of_part in zip(parts, _by_part(importance.get(file_name), len(parts)), strict=True)
+        for name in part
+    }
 
     def round_all(name: str, rows: Tensor) -> dict[str, Tensor]:
         columns, weight = rows.shape[1], weights.get(name)
@@ -107,11 +124,12 @@ def predict_type_losses(
         return rounded
 
     ways = {name: partial(round_inputs, size=size) for size, name in _INPUTS.items()}
-    by_weight = predict_losses(model, samples, round_all, round_inputs=ways, **how)
+    noise: Noise = {}
+    by_weight = predict_losses(model, samples, round_all, round_inputs=ways, noise=noise, **how)
     fed = left_by_feedback(model, by_weight)
-    found = TypeLosses({}, {})
-    for file_name, names in sources.items():
-        weight = layout.tensors[file_name]
+    found = TypeLosses({}, {}, measure_rerouting(model, samples, by_weight, noise, **how))
+    for file_name, parts in sources.items():
+        weight, names = layout.tensors[file_name], list(dict.fromkeys(name for part in parts for name in part))
         if not all(by_weight.get(name) for name in names):
             continue
         elements = sum(prod(model.checkpoint.tensors[name].shape) for name in names)
@@ -143,18 +161,26 @@ def round_inputs(inputs: Tensor, size: int) -> Tensor:
     return (blocks / step).round_().mul_(step).flatten(-2)
 
 
-def find_sources(model: Model, chosen: GgufType) -> dict[str, list[str]]:
-    """Return for every matrix of a file the on-disk names of the weights that it is made of."""
+def find_sources(model: Model, chosen: GgufType) -> dict[str, list[list[str]]]:
+    """Return for every matrix of a file, or each expert's of a stack, the on-disk names of what it is made of."""
     read: list[str] = []
 
     def note(name: str) -> Tensor:
         read.append(name)
         return torch.zeros(()).expand(tuple(model.checkpoint.tensors[name].shape))
 
-    sources: dict[str, list[str]] = {}
-    for name, weight in lay_out(model, chosen, note).tensors.items():
-        if len(weight.shape) == 2:
-            read.clear()
-            weight.read()
-            sources[name] = list(dict.fromkeys(read))
-    return sources
+    def names_of(weight: GgufWeight) -> list[str]:
+        read.clear()
+        weight.read()
+        return list(dict.fromkeys(read))
+
+    tensors = lay_out(model, chosen, note).tensors
+    return {
+        name: [names_of(part) for part in weight.parts or (weight,)]
+        for name, weight in tensors.items()
+        if is_matrix(name, weight)
+    }
+
+
+def _by_part(importance: Array | None, parts: int) -> Iterable[Array | None]:
+    return [None] * parts if importance is None else np.atleast_2d(importance)

@@ -226,7 +226,7 @@ def _head_of(file: Path) -> Head:
 
 def _factor(values: Mapping[str, Any], architecture: str) -> float:
     scale = float(values.get(f"{architecture}.logit_scale") or 1)
-    return 1 / scale if architecture == "granite" else scale
+    return 1 / scale if architecture.startswith("granite") else scale
 
 
 def _cap(values: Mapping[str, Any], architecture: str) -> float | None:

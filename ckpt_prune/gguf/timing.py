@@ -74,15 +74,17 @@ class FileTimes:
         by_kind: type → of one weight of it.
         outside: of what does not depend on how many weights there are, and of which type.
         untimed: matrices that the work hardly reads, so that their types take no time.
+        used: share of the experts of a block that a token is sent to.
     """
 
     by_kind: Mapping[Kind, float]
     outside: float
     untimed: tuple[str, ...] = ()
+    used: float = 1.0
 
     def of(self, name: str, kind: Kind, weights: float) -> float:
         """Return the nanoseconds of so many weights of a matrix."""
-        return 0.0 if name in self.untimed else weights * self.by_kind[kind]
+        return 0.0 if name in self.untimed else weights * _share(name, self.used) * self.by_kind[kind]
 
     def note(self) -> dict[str, Any]:
         """Return what a journal keeps of it."""
@@ -91,7 +93,7 @@ class FileTimes:
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> "FileTimes":
         by_kind = {Kind[name]: time for name, time in note["by_kind"].items()}
-        return cls(by_kind, note["outside"], tuple(note["untimed"]))
+        return cls(by_kind, note["outside"], tuple(note["untimed"]), note["used"])
 
 
 def time_types(
@@ -134,7 +136,7 @@ def time_types(
         if kind != base and (own := _count(layout, given[kind])):
             rest = outside + of_base * (weights - own)
             by_kind[kind] = max(times[kind.name] - rest, (1 - _SLOWEST_REST) * of_base * own) / own
-    return FileTimes(by_kind, outside, untimed)
+    return FileTimes(by_kind, outside, untimed, _used(layout))
 
 
 def _time_in_rounds(
@@ -171,8 +173,18 @@ def _time_zeros(planner: FilePlanner, layout: Layout, kinds: Mapping[str, Kind],
         file.unlink(missing_ok=True)
 
 
-def _count(layout: Layout, names: Collection[str]) -> int:
-    return sum(math.prod(layout.tensors[name].shape) for name in names)
+def _used(layout: Layout) -> float:
+    return float(layout.values.get("expert_used_count", 1) / layout.values.get("expert_count", 1))
+
+
+def _share(name: str, used: float) -> float:
+    """Return the share of a matrix that a token is multiplied with."""
+    return used if name.endswith("_exps.weight") else 1.0
+
+
+def _count(layout: Layout, names: Collection[str]) -> float:
+    """Return how many weights a token is multiplied with."""
+    return sum(math.prod(layout.tensors[name].shape) * _share(name, _used(layout)) for name in names)
 
 
 def _narrow(layout: Layout, columns: int) -> Layout:

@@ -97,23 +97,22 @@ def column_widths(model: Model) -> list[int]:
 
 
 def recipe_of(
-    model: Model, columns: Sequence[int], kept: Sequence[int] | None, score: str, export: Mapping[str, Any] | None
+    columns: Sequence[int], kept: Sequence[int] | None, score: str, export: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the recipe that keeps some tokens, and columns of each block's MLP if any go, and ends in a file.
 
-    One with a file also says that all columns stay: recipes that name no space read no text, which the file needs.
+    If nothing goes, it says that all columns stay: a recipe prunes something.
     """
     recipe: dict[str, Any] = {"version": 1, "name": BY_BUDGET}
-    if export is not None:
-        columns = columns or model.unit_counts(SPACE)
     if kept is not None:
         recipe |= {"vocabulary": {"kept": pack_rows(kept)}}
-    if columns:
+    if columns or kept is None:
+        stay = {"keep": list(columns)} if columns else {"ratio": 0.0}
         recipe |= {
             "target": "drift",
-            "widths": "uniform" if len(set(columns)) == 1 else "per_layer",
+            "widths": "uniform" if len(set(columns)) <= 1 else "per_layer",
             "container": "any",
-            "spaces": {SPACE: {"score": score, "keep": list(columns), "compensation": {"method": "auto"}}},
+            "spaces": {SPACE: {"score": score, **stay, "compensation": {"method": "auto"}}},
         }
     return recipe if export is None else recipe | {"export": dict(export)}
 

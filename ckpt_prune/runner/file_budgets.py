@@ -16,11 +16,12 @@ from ckpt_prune.common.graph_types import GgufType, OtherTypes
 from ckpt_prune.gguf.architectures import takes_different_blocks
 from ckpt_prune.gguf.choosing import TypeBudget, TypeChoice
 from ckpt_prune.gguf.file_plan import FilePlanner
+from ckpt_prune.gguf.fitting import has_room
 from ckpt_prune.gguf.importance import importance_of_statistics
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.losses import TypeLosses, predict_type_losses, types_for
 from ckpt_prune.gguf.timing import FileTimes, time_types
-from ckpt_prune.gguf.types import OUTER
+from ckpt_prune.gguf.types import OUTER, is_matrix
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.column_budgets import MOST_COLUMNS, column_widths
@@ -46,6 +47,9 @@ class FileBudgets(PruningBudgets[TypeBudget]):
     planner: FilePlanner = field(kw_only=True)
     _narrow: dict[int, FilePlanner] = field(default_factory=dict, init=False, repr=False)
 
+    def _is_fed(self, module: str) -> bool:
+        return has_room(self.model, module, self.folds)
+
     @cached_property
     def _losses(self) -> TypeLosses:
         notes = self.journal.notes
@@ -59,7 +63,7 @@ class FileBudgets(PruningBudgets[TypeBudget]):
     @cached_property
     def types(self) -> TypeBudget:
         """The budget of types that are rounded by importance, with all columns."""
-        return TypeBudget(self.planner, self._losses.weighed, fitted=True)
+        return TypeBudget(self.planner, self._losses.weighed, fitted=True, rerouting=self._losses.rerouting)
 
     @cached_property
     def fitted(self) -> TypeBudget:
@@ -143,7 +147,7 @@ def _without_losses(planner: FilePlanner) -> tuple[TypeBudget, Fraction]:
     losses = {
         name: dict.fromkeys(types_for(weight.shape[-1]), 0.0)
         for name, weight in lay_out(model).tensors.items()
-        if len(weight.shape) == 2 and types_for(weight.shape[-1])
+        if is_matrix(name, weight) and types_for(weight.shape[-1])
     }
     columns = {block: {1: 0.0, MOST_COLUMNS: 0.0} for block in model.blocks_with(SPACE)}
     return TypeBudget(planner, losses, columns), least_share(model)
@@ -156,17 +160,6 @@ def export_of(chosen: GgufType, others: OtherTypes) -> dict[str, Any]:
     return {"format": "gguf", "dtype": chosen, **types, "rounding": "gptq"}
 
 
-def check_choosable(planner: FilePlanner) -> None:
-    """Refuse a model with experts: what types lose is not measured of them."""
-    layout = lay_out(planner.model)
-    stacked = next((name for name, weight in layout.tensors.items() if len(weight.shape) > 2), None)
-    if stacked is not None:
-        raise UserError(
-            f"{planner.model.checkpoint.name} has experts ({stacked}), and types are chosen by budget of models "
-            "without them: `ckpt-prune export --format gguf --dtype q4_k_m` writes a file of it"
-        )
-
-
 def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") -> None:
     """Refuse a size below that of the coarsest types with the fewest columns and tokens that are tried."""
     pruned, rows = _without_losses(planner)
@@ -177,9 +170,9 @@ def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") 
             sizes = [{budget.size(name, kind, share) for kind in budget.losses.get(name, ())} for name in OUTER]
             fewest += sign * sum(min(each) for each in sizes if each)
     if limit < fewest:
-        tokens = "" if fewest == least else f", with {SHARES[-1]} % of its tokens {decimal_bytes(fewest)}"
+        fewer = f", and with a third of its MLP columns {decimal_bytes(least)}" if pruned.columns else ""
+        fewer += "" if fewest == least else f", with {SHARES[-1]} % of its tokens {decimal_bytes(fewest)}"
         raise UserError(
             f"{flag}: {decimal_bytes(limit)} are out of reach: the coarsest types make a file of "
-            f"{decimal_bytes(budget.least)} of {planner.model.checkpoint.name}, and with a third of its MLP columns "
-            f"{decimal_bytes(least)}{tokens}; ask for more"
+            f"{decimal_bytes(budget.least)} of {planner.model.checkpoint.name}{fewer}; ask for more"
         )

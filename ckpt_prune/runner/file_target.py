@@ -46,12 +46,11 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
     require_gguf()
     from ckpt_prune.gguf.file_plan import FilePlanner
     from ckpt_prune.runner.column_budgets import recipe_of
-    from ckpt_prune.runner.file_budgets import FileBudgets, check_choosable, check_reach, export_of
+    from ckpt_prune.runner.file_budgets import FileBudgets, check_reach, export_of
     from ckpt_prune.runner.pruning_budgets import will_prune_columns
 
     model = open_model(options.model, Opening.of(options))
     planner = FilePlanner(model)
-    check_choosable(planner)
     limit = parse_size("bytes", str(options.target_bytes)).of(cost_of(model).bytes)
     check_reach(limit, planner)
     check_output(
@@ -71,7 +70,7 @@ def choose_for_file(options: PruneOptions, chosen: ChosenRecipe, say: Notices) -
         kept = budgets.vocabularies.kept_rows(choice.rows)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    recipe: dict[str, Any] = recipe_of(model, columns, kept, score, export_of(choice.chosen, choice.others))
+    recipe: dict[str, Any] = recipe_of(columns, kept, score, export_of(choice.chosen, choice.others))
     say(f"chosen for {decimal_bytes(choice.bytes)}: {choice.words()}; predicted divergence (KL) {choice.kl:.3f}")
     written = FullRecipe.model_validate(recipe)
     return (

@@ -30,7 +30,7 @@ from ckpt_prune.parallel.devices import resolve_compute_dtype, resolve_device
 from ckpt_prune.runner.column_budgets import FOLDS
 
 TRIED = 4
-"""Blocks, spread over the model, whose matrices error feedback is tried on."""
+"""Blocks, spread over the model, whose matrices error feedback is tried on, and as many experts of each."""
 _STATISTICS = "statistics"
 """Entry of the journal."""
 _HEAD = "head.safetensors"
@@ -85,6 +85,20 @@ class RoundingTrials:
         return spread_evenly(min(TRIED, self.model.blocks), self.model.blocks)
 
     @property
+    def _tried_inputs(self) -> set[str]:
+        """Spaces and linear modules of a block whose inputs have a Gram."""
+        family = self.model.family
+        numbers = {module: number for module, (number, _) in family.expert_modules.items()}
+        count = len(set(numbers.values()))
+        tried = {None, *spread_evenly(min(TRIED, count), count)}
+        modules = {module for module in family.inputs if numbers.get(module) in tried and self._is_fed(module)}
+        return modules | {name for name, space in family.consumers.items() if space.consumer in modules}
+
+    def _is_fed(self, module: str) -> bool:
+        """Return whether error feedback will round a linear module."""
+        return True
+
+    @property
     def collected(self) -> tuple[Collect, ...]:
         """What the statistics hold."""
         return "moments", "linears"
@@ -106,7 +120,7 @@ class RoundingTrials:
                 seed=self.options.seed,
                 folds=self.folds,
                 collect=self.collected,
-                grams=self._tried,
+                grams=dict.fromkeys(self._tried, self._tried_inputs),
                 see_stream=self._see_stream if self._tried else None,
                 **self.how,
             )
@@ -127,10 +141,11 @@ class RoundingTrials:
         They are of all folds but the first if there are several. Weights that error feedback is tried on have a Gram.
         """
         model, by_weight = self.model, dict[str, Moments]()
+        tried = self._tried_inputs if block in self._tried else ()
         readers = {model.moments_name(block, first): modules for first, modules in model.inputs(block).items()}
         for name, folds in Statistics(self.statistics).read_moments(block, readers).items():
             moments = sum_folds(select_input_moments(folds)[1 if self.folds > 1 else 0 :])
-            if block not in self._tried:  # a Gram is there for columns alone
+            if readers[name][0] not in tried:  # a Gram is there for columns alone
                 moments = replace(moments, gram=None)
             by_weight |= {model.tensor(block, module): moments for module in readers[name]}
         return by_weight
@@ -139,7 +154,8 @@ class RoundingTrials:
         """Return moments of the inputs of all that error feedback is tried on; of none if there is one fold."""
         if not self._tried:
             return {}
-        by_weight = {name: moments for block in self._tried for name, moments in self.moments(block).items()}
+        of_all = [pair for block in self._tried for pair in self.moments(block).items()]
+        by_weight = {name: moments for name, moments in of_all if moments.gram is not None}
         head = load_file(self.folder / _HEAD)
         gram = head["gram"]
         squares = gram.diagonal().double()

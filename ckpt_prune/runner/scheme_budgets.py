@@ -98,9 +98,7 @@ class SchemeBudgets(PruningBudgets[SchemeBudget]):
         assert shape is not None
         columns = [] if shape.columns is None else [shape.columns] * self.model.blocks
         score = self.columns.score if columns else "obs"
-        recipe = columns_recipe(self.model, columns, self.vocabularies.kept_rows(shape.rows), score, None) | {
-            "runs_on": ["vllm"]
-        }
+        recipe = columns_recipe(columns, self.vocabularies.kept_rows(shape.rows), score, None) | {"runs_on": ["vllm"]}
         if not choice.rounds:
             return recipe
         keys = recipe_of(self.model, choice).quantize.model_dump(exclude_none=True, exclude_defaults=True)

@@ -183,11 +183,6 @@ def test_blocks_that_llama_cpp_reads_otherwise_are_refused(tmp_path):
     folder = save(tmp_path / "qwen3", "qwen3_moe", **MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": [1]})
     with pytest.raises(UserError, match="it computes mlp_only_layers"):
         lay_out(open_model(str(folder)))
-    made = save(tmp_path / "model", "mixtral", **MIXTURE | {"num_local_experts": 5})
-    data = ["--text", proving(made).text[0], "--held-out", made / "config.json"]
-    code, output = run("frontier", made, *data, "--target-bytes", "90%", "-o", tmp_path / "out")
-    assert code, output
-    assert "has experts (blk.0.ffn_gate_exps.weight), and types are chosen by budget of models without them" in output
 
 
 def test_of_a_model_that_also_sees_the_part_that_generates_text_is_written(tmp_path):

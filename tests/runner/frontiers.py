@@ -20,9 +20,9 @@ def run(*arguments):
     return done.exit_code, done.output
 
 
-def make_place(place, **sizes):
-    """Write a Llama of two blocks into a folder, a text to measure it on, and another that is held out."""
-    save(place / "model", "llama", **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2} | sizes)
+def make_place(place, kind="llama", **changes):
+    """Write a model of two blocks into a folder, a text to measure it on, and another that is held out."""
+    save(place / "model", kind, **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **changes})
     (place / "text.txt").write_text(TEXT)
     (place / "held_out.txt").write_text(TEXT[::-1])
     return place

@@ -14,6 +14,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file
 
 from ckpt_prune.common.formatting import decimal_bytes
+from ckpt_prune.gguf.reading import open_gguf
 from ckpt_prune.gguf.timing import FileTimes
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
@@ -21,7 +22,7 @@ from ckpt_prune.options.option import check_options
 from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.frontier.asked import as_named_in, read_held_out
 from ckpt_prune.runner.frontier.record import FRONTIER
-from tests.gguf_files.tiny import TEXT
+from tests.gguf_files.tiny import GRANITE, TEXT
 from tests.runner.frontiers import all_tokens as all_tokens
 from tests.runner.frontiers import best_of, fail, find_smallest, make_command, make_place, paste, read, run, stop
 
@@ -32,6 +33,12 @@ pytest.importorskip("libgguf")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return make_place(tmp_path_factory.mktemp("frontier"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32}
+    return make_place(tmp_path_factory.mktemp("mixture"), "granitemoe", **GRANITE, **experts)
 
 
 def command(place, out, *more):
@@ -73,6 +80,22 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
         code, output = run(*words, *unproven.get(words[0], []))
         assert code == 0, output
     assert (place / "sized" / "made.gguf").read_bytes() == file.read_bytes()
+
+
+@pytest.mark.usefixtures("all_tokens")
+def test_all_experts_of_a_block_have_one_type_by_what_each_of_them_loses(mixture):
+    code, output = run(*command(mixture, "experts", "--target-bytes", "270KB"))
+    assert code == 0, output
+    best = best_of(read(mixture, "experts"))
+    assert 0.99 * 270_000 < best["bytes"] <= 270_000
+    assert best["bytes"] == (mixture / "experts" / "model.gguf").stat().st_size
+    assert best["kl"] < 0.3
+    kinds = {name: tensor.kind.name for name, tensor in open_gguf(mixture / "experts" / "model.gguf").tensors.items()}
+    assert {kinds[f"blk.{block}.ffn_gate_inp.weight"] for block in (0, 1)} == {"F32"}  # routers
+    stacks = {name: kind for name, kind in kinds.items() if "_exps." in name}
+    assert len(stacks) == 6
+    assert len(set(stacks.values())) > 1
+    assert stacks["blk.0.ffn_down_exps.weight"] != stacks["blk.1.ffn_down_exps.weight"]
 
 
 def test_commands_name_what_they_read_as_it_is_called_in_their_folder(place, monkeypatch):
@@ -192,30 +215,30 @@ def test_without_a_target_mixtures_stand_beside_types_by_budget_that_are_as_larg
     assert by_name["bits by budget, as large as q8_0"]["bytes"] <= by_name["q8_0"]["bytes"]
 
 
-def test_tokens_go_where_types_lose_more_and_the_recipe_makes_the_same_file(place, monkeypatch):
-    code, output = run(*command(place, "fewer", "--target-bytes", "243KB", "--choose", "first"))
+def test_tokens_go_where_types_lose_more_and_the_recipe_makes_the_same_file(mixture, monkeypatch):
+    code, output = run(*command(mixture, "fewer", "--target-bytes", "267KB", "--choose", "first"))
     assert code == 0, output
-    found = read(place, "fewer")
+    found = read(mixture, "fewer")
     (candidate,) = found["candidates"]
     assert candidate["pruned"] == {"vocabulary": 1024}
-    assert 0.95 * 243_000 < candidate["bytes"] <= 243_000
+    assert 0.95 * 267_000 < candidate["bytes"] <= 267_000
     # The text has tokens that go, and a model that was never trained loses nothing by writing it with others.
     assert candidate["kl"] is not None
     assert candidate["top1"] is None
     assert "drop all but 1,024 tokens" in found["sentence"]
     assert "; they predict other tokens than MODEL, so there is no median, 90% or top-1. " in output
-    against = ["--text", place / "held_out.txt", "--samples", 1, "--window", 48, "--against", place / "model"]
-    code, refused = run("validate", place / "fewer", *against)
-    made = f"`sh {place / 'fewer' / 'make.sh'}` makes {place / 'fewer' / 'pruned'}"
-    says = f"model.gguf has 1,024 tokens and {place / 'model'} has 2,048: give --against the pruned checkpoint that"
+    against = ["--text", mixture / "held_out.txt", "--samples", 1, "--window", 48, "--against", mixture / "model"]
+    code, refused = run("validate", mixture / "fewer", *against)
+    made = f"`sh {mixture / 'fewer' / 'make.sh'}` makes {mixture / 'fewer' / 'pruned'}"
+    says = f"model.gguf has 1,024 tokens and {mixture / 'model'} has 2,048: give --against the pruned checkpoint that"
     assert (code, f"{says} it was made of ({made})\n" in refused) == (2, True)
-    code, refused = run("validate", place / "fewer")
+    code, refused = run("validate", mixture / "fewer")
     assert (code, f"the checkpoint that it was made from ({made})\n" in refused) == (2, True)
 
     monkeypatch.setattr("ckpt_prune.stages.vocabulary.settle.count_tokens", fail)
     monkeypatch.setattr("ckpt_prune.stages.vocabulary.settle.VocabularyChoice._lost", fail)
     paste(output, monkeypatch)
-    assert (place / "fewer" / "made.gguf").read_bytes() == (place / "fewer" / "model.gguf").read_bytes()
+    assert (mixture / "fewer" / "made.gguf").read_bytes() == (mixture / "fewer" / "model.gguf").read_bytes()
 
 
 @pytest.mark.usefixtures("all_tokens")
@@ -238,9 +261,13 @@ def test_columns_go_where_types_alone_lose_much_and_the_recipe_makes_the_same_fi
 
 
 @pytest.mark.usefixtures("all_tokens")
-@pytest.mark.parametrize(("size", "widths"), [("300KB", {96}), ("243KB", {64, 96})])
-def test_prune_takes_a_size_for_llama_cpp_as_that_of_the_file(place, size, widths):
+@pytest.mark.parametrize(
+    ("which", "size", "widths"),
+    [("place", "300KB", {96}), ("mixture", "270KB", {32}), ("place", "243KB", {64, 96})],
+)
+def test_prune_takes_a_size_for_llama_cpp_as_that_of_the_file(request, which, size, widths):
     """Where types alone reach it, the weights beside the file are those of the model."""
+    place = request.getfixturevalue(which)
     out = place / f"file-{size}"
     few = ["--samples", 4, "--window", 48, "--evaluate-samples", 0]
     words = ["prune", place / "model", "--text", place / "text.txt", *few, "--target-bytes", size, "--for", "llama.cpp"]
@@ -251,7 +278,7 @@ def test_prune_takes_a_size_for_llama_cpp_as_that_of_the_file(place, size, width
     assert 0.97 * limit < file.stat().st_size <= limit
     report = json.loads((out / "ckpt_prune.json").read_text())
     assert {len(site["kept"]) for site in report["sites"]} <= widths
-    if widths == {96}:
+    if len(widths) == 1:
         before, after = (load_file(each / "model.safetensors") for each in (place / "model", out))
         assert before.keys() == after.keys()
         assert all(before[name].equal(after[name]) for name in before)

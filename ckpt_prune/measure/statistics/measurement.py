@@ -166,15 +166,15 @@ def measure_into(
     skeleton: nn.Module | None = None,
     journal: Journal | None = None,
     see_stream: Callable[[int, HiddenStream], object] | None = None,
-    grams: Collection[int] = (),
+    grams: Mapping[int, Collection[str]] | None = None,
 ) -> Statistics:
     """Measure the dense model's moments over samples into a folder that exists. One block is in memory at a time.
 
     `seed` of the choice of samples is for the record, `folds` are contiguous runs of samples whose moments are kept
     apart. `skeleton` is the model on the meta device, if it is not the stock one of its config. Every block is entered
     in the journal when it is measured; blocks that are in it are run, but not measured again. `see_stream` is given
-    the stream behind every block, with the block's number. Blocks in `grams` get the
-    Grams of all inputs, though `collect` does not say so.
+    the stream behind every block, with the block's number. Spaces and linear modules of the blocks in `grams` get
+    Grams, though `collect` does not say so.
     """
     checkpoint, blocks, group = model.checkpoint, model.blocks, process_group()
     run: dict[str, Any] = {"device": device, "compute_dtype": compute_dtype, "allocate": allocate, "group": group}
@@ -203,7 +203,8 @@ def measure_into(
             stream.advance(block, tensors)
             files[name_file("block", block)] = done[_entry(block)]
         else:
-            block_gram = {key: whole or block in grams for key, whole in gram.items() if key in keys}
+            own = (grams or {}).get(block, ())
+            block_gram = {key: whole or key in own for key, whole in gram.items() if key in keys}
             observed = stream.observe(block, tensors, block_gram, advance=True)
             named = {model.moments_name(block, key): moments for key, moments in observed.items()}
             group.on_first(partial(write, block, named))

@@ -113,9 +113,7 @@ class Maker:
         """Return the recipe that prunes as a candidate, and with `export` also writes its file."""
         score = self.budgets.columns.score if candidate.columns else "obs"
         file = export_of(candidate.chosen, candidate.others) if export else None
-        return recipe_of(
-            self.budgets.model, candidate.columns, self.budgets.vocabularies.kept_rows(candidate.rows), score, file
-        )
+        return recipe_of(candidate.columns, self.budgets.vocabularies.kept_rows(candidate.rows), score, file)
 
     def _model(self, candidate: FileCandidate) -> Model:
         """Return the model of a candidate, pruned unless that is done."""

@@ -39,9 +39,10 @@ class Pruning:
     cost: float
     score: str
 
-    def recipe(self, model: Model) -> dict[str, Any]:
-        """Return the recipe that prunes so."""
-        return recipe_of(model, self.columns, self.kept, self.score, None)
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The recipe that prunes so."""
+        return recipe_of(self.columns, self.kept, self.score, None)
 
     def note(self) -> dict[str, Any]:
         """Return what a journal keeps of it."""

@@ -436,7 +436,7 @@ class GraphMaker:
     def _prune_less(self, chosen: Pruning, model: Model, name: str) -> tuple[Self, float]:
         """Return the maker of the model that is pruned by a choice, and what pruning has lost, measured."""
         recipe = self.staging.scratch / RECIPE
-        recipe.write_text(yaml.safe_dump(chosen.recipe(model), sort_keys=False))
+        recipe.write_text(yaml.safe_dump(chosen.recipe, sort_keys=False))
         pruned = self._prune(name.replace(", ", "-").replace(" ", "-"), {"recipe": str(recipe)}, RECIPE)
         pruned.columns = chosen.columns
         if chosen.kept is None:

@@ -8,7 +8,7 @@ from pydantic import Field
 from ckpt_prune.common.filenames import GRAPH_FOLDER
 from ckpt_prune.common.graph_types import GGUF_FILES
 from ckpt_prune.options.graphs import GraphSettings
-from ckpt_prune.recipe.recipe import StageKeys
+from ckpt_prune.recipe.recipe import Recipe, StageKeys
 
 
 class Export(GraphSettings, StageKeys):
@@ -30,6 +30,15 @@ class Export(GraphSettings, StageKeys):
     @property
     def runtimes(self) -> Sequence[str]:
         return ("llama.cpp",) if self.format == "gguf" else ()
+
+    def needs_moments(self, recipe: Recipe) -> bool:
+        return self.format == "gguf" and self.rounding == "gptq"
+
+    def needs_samples(self, recipe: Recipe) -> bool:
+        return self.needs_moments(recipe)
+
+    def measures_itself(self, recipe: Recipe) -> bool:
+        return True
 
     @classmethod
     def fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:

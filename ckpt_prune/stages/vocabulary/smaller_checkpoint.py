@@ -123,7 +123,7 @@ def keep_rows(model: Model, pieces: Pieces | None, kept: Sequence[int]) -> Model
         arguments["within"] = _renumber_whole(source, values, numbers)
     smaller = SmallerCheckpoint(**arguments, source=source, kept=torch.tensor(kept, dtype=torch.int64), rows=rows)
     config = parse_config(values)
-    return Model(smaller, model.family.with_config(config), config)
+    return Model(smaller, model.family, config)
 
 
 def _renumber_whole(part: Checkpoint, config: Mapping[str, Any], numbers: Mapping[int, int]) -> PartOf:
