@@ -21,6 +21,7 @@ from ckpt_prune.job.timing import PhaseTimer
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.follow import unfinished_afterwork
 from ckpt_prune.runner.publish import form_of, publish_complete, wanted_names
+from ckpt_prune.runner.resuming import NOTHING_BEGUN
 
 
 @contextmanager
@@ -108,7 +109,7 @@ def open_staging(opening: OutputFacts, run: Run, *, resume: bool, overwrite: boo
                     "afresh with --overwrite"
                 )
         if resume and not staging.resumed:
-            announce("nothing to resume: starting afresh")
+            announce(NOTHING_BEGUN)
         elif resume:
             announce(f"resuming {out}.partial: {opening.summary(staging.journal)}")
         return staging

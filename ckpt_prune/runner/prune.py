@@ -181,12 +181,14 @@ def prune_model(
     *,
     dense: str | None = None,
     goes_on: bool = False,
+    foresees: bool = True,
 ) -> Pruned:
     """Prune a model (`ckpt_prune.prune`), by the recipe that options name.
 
     Args:
         dense: what the output is measured beside, if another part of the model that options name is pruned already.
         goes_on: whether another part is pruned next, in the same call.
+        foresees: whether a line says what a long run takes. Commands that prune on the way have said what they take.
     """
     out, say, notify = options.output, Notices(), tell or (lambda _pruned, _following: None)
 
@@ -214,7 +216,7 @@ def prune_model(
     if options.dry_run:
         estimate = estimate_prune(preview, afterwork, *count_windows(options, job))
         return Pruned(out, settled, None, notices=tuple(say.lines), estimate=estimate)
-    if not options.resume:
+    if foresees and not options.resume:
         warning = process_group().alone(
             lambda: estimate_prune(preview, afterwork, *count_windows(options, job)).warning
         )

@@ -13,12 +13,14 @@ from typing import Any
 from ckpt_prune.checkpoint.model_folder import resolve_model
 from ckpt_prune.checkpoint.staging import partial_of
 from ckpt_prune.common.filenames import REPORT
+from ckpt_prune.common.progress import Notices
 from ckpt_prune.model.composites import all_parts
 from ckpt_prune.model.supported import read_local_config
 from ckpt_prune.options.commands import PruneOptions
 from ckpt_prune.parallel.group import process_group
 from ckpt_prune.runner.prune import Pruned, Tell, check_needed_pairs, foresee, prune_model
 from ckpt_prune.runner.read_recipe import read_recipe
+from ckpt_prune.runner.resuming import NOTHING_BEGUN
 
 
 def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
@@ -45,6 +47,8 @@ def prune_parts(options: PruneOptions, tell: Tell | None = None) -> Pruned:
         if tell is not None:
             tell(replace(pruned, goes_on=True), following)
 
+    if options.resume and not any(each.exists() or partial_of(each).exists() for each in (*places, out)):
+        Notices()(NOTHING_BEGUN)
     model = options.model
     for each, recipe, place in zip(each_options, chosen, places, strict=False):
         begun = options.resume and (partial_of(place).exists() or place.exists())

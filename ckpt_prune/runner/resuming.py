@@ -7,6 +7,9 @@ from pathlib import Path
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.common.errors import DiskError, UserError
 
+NOTHING_BEGUN = "nothing to resume: starting afresh"
+"""Line of a run that is to be resumed and was not begun."""
+
 
 @contextmanager
 def resumable(out: Path, say: Callable[[str], None]) -> Iterator[None]:

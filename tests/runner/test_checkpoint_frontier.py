@@ -119,8 +119,9 @@ def test_an_interrupted_run_goes_on(place, sized, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(CheckpointMaker, "_score", stop)
-        code, output = run(*command(place, "stopped", "--target-bytes", SIZE))
+        code, output = run(*command(place, "stopped", "--target-bytes", SIZE, "--resume"))
     assert code != 0
+    assert "nothing to resume: starting afresh\n" in output
     assert "--resume continues" in output
     code, output = run(*command(place, "stopped", "--target-bytes", SIZE, "--resume", "--seed", "3"))
     assert "was begun by a different job (it had another --seed, choice of samples)" in output

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ckpt_prune.checkpoint.staging import Staging, check_output
+from ckpt_prune.checkpoint.staging import Staging, check_output, partial_of
 from ckpt_prune.common.formatting import decimal_bytes
 from ckpt_prune.common.progress import Notices
 from ckpt_prune.measure.samples.choose import choose_samples
@@ -27,7 +27,7 @@ from ckpt_prune.options.option import Options, digested_options
 from ckpt_prune.recipe.sizes import Size, Timed, parse_size, parse_timed
 from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.frontier.record import FRONTIER, USUAL_LOSS
-from ckpt_prune.runner.resuming import resumable
+from ckpt_prune.runner.resuming import NOTHING_BEGUN, resumable
 
 SAMPLES, WINDOW, HELD_OUT = 32, 512, 16
 """Windows that the model is measured on, and their tokens, by default, and windows that candidates are."""
@@ -121,6 +121,8 @@ def open_staging(options: FrontierOptions, parts: Mapping[str, str], say: Notice
             overwrite=options.overwrite,
             kind=FRONTIER,
         )
+        if options.resume and not staging.resumed:
+            say(NOTHING_BEGUN)
         with staging:
             staging.scratch.mkdir(exist_ok=True)
             yield staging
@@ -130,10 +132,16 @@ def foresee_work(
     options: FrontierOptions, model: Model, samples: Samples, steps: Sequence[str], files: int, limit: int | None
 ) -> None:
     """Say in which steps the work is done, the files being the last, and what it takes, unless it goes on."""
-    if not options.resume:
+    if not _goes_on(options):
+        longer = "; longer where fewer bits lose much" if any(", if " in step for step in steps) else ""
         steps = [*steps, "the file" if files == 1 else f"about {files} files"]
         estimate = estimate_frontier(model, samples, options, files, limit).since_start()
-        Notices()(f"{len(steps)} steps: {'; '.join(steps)}. This takes {estimate.line}")
+        Notices()(f"{len(steps)} steps: {'; '.join(steps)}. This takes {estimate.line}{longer}")
+
+
+def _goes_on(options: FrontierOptions) -> bool:
+    """Return whether an interrupted search is continued."""
+    return options.resume and partial_of(options.output, FRONTIER).exists()
 
 
 def say_if_whole_fits(options: FrontierOptions, limit: int | None, size: int, *words: str) -> None:
@@ -144,7 +152,7 @@ def say_if_whole_fits(options: FrontierOptions, limit: int | None, size: int, *w
         size: bytes of what `export` writes in the checkpoint's own type.
         words: options of `export`; none if nothing needs to be written.
     """
-    if limit is None or size > limit or options.resume:
+    if limit is None or size > limit or _goes_on(options):
         return
     how = f" (`{shlex.join(['ckpt-prune', 'export', str(options.model), *words])}`)" if words else ""
     Notices()(

@@ -37,5 +37,5 @@ def prune_into(out: Path, given: Mapping[str, Any], *, progress: Any) -> PruneOp
     run = {"output": out, "resume": out.with_name(f"{out.name}.partial").exists(), "progress": progress}
     options = check_options(PruneOptions, {**given, **run})
     if not out.is_dir():
-        prune_model(options, read_recipe(options))
+        prune_model(options, read_recipe(options), foresees=False)
     return options
