@@ -408,8 +408,9 @@ def export(options: ExportOptions) -> "Exported | ExportedGguf":
     is measured alone, and the most harmful ones are stored in 8 bits.
 
     A GGUF file (--format gguf) holds the tokenizer and the chat template too. Blocks of different shapes are written as
-    llama.cpp's architecture deci or openelm. The file is compared with PyTorch in llama.cpp: tokens, KL divergence,
-    top-1 and perplexity. A model or tokenizer that llama.cpp does not have is refused with the reason.
+    llama.cpp's architecture deci or openelm. The file is compared with PyTorch in llama.cpp: tokens, and at 16 places
+    of each window KL divergence, top-1 and perplexity. A model or tokenizer that llama.cpp does not have is refused
+    with the reason.
 
     Fused graphs (--optimize) have operators of onnxruntime alone. One for cuda is meant for its CUDA provider.
 

@@ -36,8 +36,9 @@ def validate(options: ValidateOptions) -> "Validations | RuntimeProof":
     This loads the whole model once. The result is printed and kept in DIR/validation.json. The exit code is 1 if
     anything is outside the tolerance, with a table of where.
 
-    A GGUF file is compared in llama.cpp: tokens of texts, KL divergence, top-1 and perplexity. --runtime does the same
-    in other runtimes, if they are installed, with a checkpoint or an exported folder.
+    A GGUF file is compared in llama.cpp: tokens of texts, and at 16 places of each window KL divergence, top-1 and
+    perplexity. --runtime does the same in other runtimes, if they are installed, with a checkpoint or an exported
+    folder.
     """
     name = _folder_of(options.folder)
     options = options.model_copy(update={"folder": name})

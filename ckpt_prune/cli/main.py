@@ -42,7 +42,7 @@ GROUPS = {
     },
     "Prune": {
         "recover": "Train what a pruned checkpoint has left.",
-        "quantize": "Write weights of 8 or 4 bits, for transformers and vLLM.",
+        "quantize": "Write weights in few bits, for vLLM, or for llama.cpp as GGUF.",
         "convert": "Write timm's ViT, an MAE or a GGUF file as a checkpoint.",
     },
     "Check": {

@@ -16,7 +16,7 @@ MORE_BITS = (1.02, 1.08, 1.5)
 LESS_AGREEMENT = (0.9, 0.75, 0.25)
 """Share of the tokens, images or texts with the same first choice, below which each is said."""
 SAME_KL = 0.02
-"""Nats, below which first choices are not held to that: of some dozen positions they tell noise."""
+"""Nats, below which first choices are held to the last of these alone: of some dozen positions others tell noise."""
 LESS_COSINE = (0.98, 0.95, 0.7)
 """Mean cosine of embeddings or features, below which each is said."""
 LESS_ACCURACY = (0.02, 0.05, 0.25)
@@ -40,10 +40,12 @@ def judge(loss: Loss, remedy: str = "") -> Loss:
 def _level_of_choices(loss: Loss) -> int:
     """Return how many of their limits the first choices pass."""
     # Models that predict the same but for rounding share a first choice unless two are alike.
-    if loss.agreement is None or (loss.kl is not None and loss.kl < SAME_KL):
+    if loss.agreement is None:
         return 0
     errors = 0 if loss.samples is None else ERRORS / math.sqrt(loss.samples)
-    return sum(loss.agreement < limit - errors * math.sqrt(limit * (1 - limit)) for limit in LESS_AGREEMENT)
+    level = sum(loss.agreement < limit - errors * math.sqrt(limit * (1 - limit)) for limit in LESS_AGREEMENT)
+    is_near = loss.kl is not None and loss.kl < SAME_KL
+    return 0 if is_near and level < len(LESS_AGREEMENT) else level
 
 
 def _level_of_figure(loss: Loss) -> int:

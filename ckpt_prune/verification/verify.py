@@ -22,9 +22,10 @@ from ckpt_prune.common.progress import track
 from ckpt_prune.conversion.stock_checkpoint import find_conversion
 from ckpt_prune.evaluation.whole_model import stock_load_report
 from ckpt_prune.measure.samples.text import load_tokenizer
-from ckpt_prune.model.composites import composite_names, extract_part, is_composite, load_composite
+from ckpt_prune.model.composites import composite_names, extract_part, has_stacks, is_composite, load_composite
 from ckpt_prune.model.containers.checking import check_shapes
 from ckpt_prune.model.containers.container import stored_container
+from ckpt_prune.model.containers.opening import describe_unknown
 from ckpt_prune.model.containers.remote import MLX_MODULE, REMOTE_MODULE, is_own_code, remote_class
 from ckpt_prune.model.descriptions import OUTSIDE_KEY, family_for_config, read_description
 from ckpt_prune.model.matching import match_family
@@ -88,6 +89,8 @@ def verify(folder: Path, against: Path | None = None, family: Path | None = None
     refuse_unfinished(folder)
     checkpoint = Checkpoint.open(folder)
     report = _read_report(folder)
+    if report is None and not (has_stacks(checkpoint.config) or is_composite(checkpoint.config)):
+        checkpoint = replace(checkpoint, config=describe_unknown(checkpoint.config))
     description = checkpoint.config.get(OUTSIDE_KEY)
     if family is not None:
         description = parse_json_object(read_description(family).encode())

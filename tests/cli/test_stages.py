@@ -149,6 +149,7 @@ def test_the_default_recipe_is_ridge_where_stages_share_a_width():
     weights = "model.safetensors"
     assert Path("default", weights).read_bytes() == Path("ridge", weights).read_bytes()
     checked = ok("verify", "default", "--against", "swin")
+    assert "sparsity: no mask recorded\n" in ok("verify", "swin")
     assert "FAILED" not in checked
     rows = [line.rpartition("  ")[0].strip() for line in checked.splitlines() if line.startswith("kept units (")]
     assert [*filter(None, rows)] == ["kept units (stage2)", "kept units (stage1)"]

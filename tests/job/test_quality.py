@@ -27,6 +27,8 @@ BY_CHOICES = " by its first choices"
         ({"of": "perplexity", "before": 20.0, "after": 21.1, "agreement": 0.66}, MUCH + BY_CHOICES),
         ({"of": "top-1 accuracy", "agreement": 0.95, "kl": 0.1}, None),
         ({"of": "top-1 accuracy", "agreement": 0.2, "kl": 3.0}, USELESS + BY_CHOICES),
+        ({"of": "perplexity", "before": 20.0, "after": 20.0, "agreement": 0.6, "kl": 0.004}, None),
+        ({"of": "perplexity", "before": 20.0, "after": 20.0, "agreement": 0.006, "kl": 0.004}, USELESS + BY_CHOICES),
         # of 8 images two standard errors of a share of 90 % are 21 points, of 800 2 points
         ({"of": "top-1 accuracy", "agreement": 0.75, "kl": 0.3, "samples": 8}, None),
         ({"of": "top-1 accuracy", "agreement": 0.87, "kl": 0.3, "samples": 800}, WORSE + BY_CHOICES),

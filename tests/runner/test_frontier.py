@@ -61,7 +61,7 @@ def test_a_size_is_kept_to_and_the_commands_make_the_same_file(place, monkeypatc
     (legend,) = [line for line in output.splitlines() if line.startswith("measured in ")]
     assert legend == (
         "measured in llama.cpp on 2 windows of 48 tokens of held_out.txt; * marks what nothing beats in size and KL; "
-        "MB: as written; KL: how far the predictions are from MODEL's, the mean in nats; predicted: before the file "
+        "KL: how far the predictions are from MODEL's, the mean in nats; predicted: before the file "
         "was made, of the data that it was made by; median, 90%: half, and 90% of the tokens, lose no more; top-1: "
         "share of the tokens for which both put the same first"
     )

@@ -81,7 +81,7 @@ def test_a_size_is_kept_to_and_the_command_makes_the_same_graph(place, sized, mo
         found["sentence"],
     )
     assert all(f"  KL {what}  " in sized for what in ("measured", "predicted"))
-    assert "; MB: as written; KL: how far " in sized
+    assert "; KL: how far " in sized
     steps = (
         "4 steps: trace of MODEL; what fewer bits lose; what fewer columns and tokens lose, if bits alone lose much; "
         "about 4 files"

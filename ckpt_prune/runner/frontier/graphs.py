@@ -389,9 +389,12 @@ class GraphMaker:
         foreseen, alone = chosen.predicted - chosen.by_pruning + lost, math.inf
         if best is not None:
             alone = best.score.kl if best.candidate.kl is None else best.candidate.kl
-        more = "" if foreseen < alone else f", no less than bits alone ({alone:.4f})"
-        say(f"{_words_of_pruned(chosen, lost)}; with bits {foreseen:.4f} is predicted{more}")
-        return None if more else pruned
+        if foreseen < alone:
+            say(_words_of_pruned(chosen, lost))
+            return pruned
+        alone_words = f"no less than bits alone ({alone:.4f})"
+        say(f"{_words_of_pruned(chosen, lost)}; with bits {foreseen:.4f} is predicted, {alone_words}")
+        return None
 
     def _prune_within_loss(
         self, pruning: GraphPruning, loss: float, best: MeasuredRounded | None, say: Notices

@@ -257,7 +257,7 @@ class Frontier:
             rows.append(
                 [
                     ("* " if each.candidate.name in names else "") + each.candidate.name,
-                    f"{score.bytes / 1e6:.4g}",
+                    decimal_bytes(score.bytes),
                     f"{score.kl:.4f}",
                     "–" if predicted is None else f"{predicted:.4f}",
                     "–" if score.kl_median is None else f"{score.kl_median:.4f}",
@@ -271,7 +271,7 @@ class Frontier:
         speeds = [f"{self.items} read/s", f"{self.items} written/s"]
         speeds = speeds[: max((len(each.score.speeds) for each in self.found), default=2)]
         losses = [f"{self.loss} {what}" for what in ("measured", "predicted", "median", "90%")]
-        headings = ["file", "MB", *losses, "perplexity", self.agreement, "ms", *speeds]
+        headings = ["file", "size", *losses, "perplexity", self.agreement, "ms", *speeds]
         known = [any(row[place] != "–" for row in rows) for place in range(len(headings))]
         shown = [[cell for cell, keep in zip(row, known, strict=True) if keep] for row in (headings, *rows)]
         return Table(shown[0], shown[1:])
@@ -281,7 +281,6 @@ class Frontier:
         """Say what the table holds, of those columns that it has."""
         text = f"measured in {self.runtime} on {self.data_words}; * marks what nothing beats in size and {self.loss}"
         words = {
-            "MB": "MB: as written",
             "ms": "ms: what it takes of the work that a time is asked for, the fastest of several",
             "KL measured": "KL: how far the predictions are from MODEL's, the mean in nats",
             "lost energy measured": "lost energy: what the vectors lose of theirs, twice what the cosine loses",

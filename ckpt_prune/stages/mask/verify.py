@@ -6,6 +6,7 @@ import torch
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.common.check import Check, Finding, run_check
+from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.common.progress import track
 from ckpt_prune.common.zero_patterns import GroupPattern, parse_pattern
@@ -37,9 +38,12 @@ def _group_pattern(report: Report) -> GroupPattern | None:
 
 def _check_masks(checkpoint: Checkpoint, report: Report | None) -> Finding:
     """Count zeros in every masked weight, and look for groups that keep too many weights."""
-    checkpoint, family = match_checkpoint(checkpoint)
     if report is None or report.mask is None or not report.linears:
-        return None, f"no mask recorded; {_describe_zeros(checkpoint, family)}"
+        try:
+            return None, f"no mask recorded; {_describe_zeros(*match_checkpoint(checkpoint))}"
+        except UserError:  # as of a model in several stages, of which each has a description
+            return None, "no mask recorded"
+    checkpoint, family = match_checkpoint(checkpoint)
     faults: list[str] = []
     zeros = weights = 0
     for linear in track(report.linears, "checking masks", unit="tensor"):
