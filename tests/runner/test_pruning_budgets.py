@@ -1,9 +1,11 @@
 """What budgets with fewer columns and tokens measure, and what they leave out."""
 
+import re
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 
 from ckpt_prune.checkpoint.journal import Journal
 from ckpt_prune.common.progress import Notices
@@ -11,6 +13,7 @@ from ckpt_prune.measure.samples.choose import choose_samples
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.options.commands import FrontierOptions
 from ckpt_prune.options.option import check_options
+from ckpt_prune.runner.frontier.asked import _read_streams, tell_rare_tokens
 from ckpt_prune.runner.pruning_budgets import will_prune_columns
 from ckpt_prune.runner.scheme_budgets import SchemeBudgets
 from ckpt_prune.runner.vocabularies import (
@@ -20,6 +23,7 @@ from ckpt_prune.runner.vocabularies import (
     least_share,
     tables_in_question,
 )
+from ckpt_prune.stages.vocabulary.keys import Vocabulary
 from ckpt_prune.stages.vocabulary.settle import VocabularyChoice
 from tests.runner.frontiers import fail, make_place
 
@@ -46,6 +50,22 @@ def test_one_pass_over_the_samples_predicts_columns_as_two_do(asked, tmp_path, m
         found.append((budgets.columns.losses, budgets.fitted.losses))
     assert found[0] == found[1]
     assert found[0][0].keys() == {0, 1}
+
+
+def test_windows_without_the_tokens_that_went_are_told_of(asked, capsys):
+    model, options = asked
+    kept = VocabularyChoice(model, Vocabulary.model_validate({}), options).rows_of(1024)
+    (stream,) = _read_streams(options, model)
+    stay = torch.isin(stream, torch.tensor(kept))
+    assert 0 < (~stay).sum() < len(stay) / 10
+    for windows, told in ((stream[stay], True), (stream, False), (stream[~stay], False)):
+        tell_rare_tokens(options, model, kept, windows[None], Notices())
+        said = capsys.readouterr().err
+        assert bool(re.search(r"the held-out texts have \d+\.\d\d% more tokens, .* measured 0\.00%: ", said)) == told, (
+            said
+        )
+    tell_rare_tokens(options, model, None, stream[stay][None], Notices())
+    assert capsys.readouterr().err == ""
 
 
 def test_columns_are_expected_to_go_below_four_bits_a_weight(asked):

@@ -28,11 +28,14 @@ from ckpt_prune.recipe.sizes import Size, Timed, parse_size, parse_timed
 from ckpt_prune.runner.estimate import estimate_frontier
 from ckpt_prune.runner.frontier.record import FRONTIER, USUAL_LOSS
 from ckpt_prune.runner.resuming import NOTHING_BEGUN, resumable
+from ckpt_prune.runner.vocabularies import parts_of_tokens
 
 SAMPLES, WINDOW, HELD_OUT = 32, 512, 16
 """Windows that the model is measured on, and their tokens, by default, and windows that candidates are."""
 INPUTS = ("model", "text", "images", "labels")
 """Options that name what is read, and that commands which make a candidate have, too."""
+RARE = 0.5
+"""Windows are said to miss rare tokens if fewer tokens lengthen them by less than this share of what texts grow by."""
 Read = TypeVar("Read", bound=Options)
 
 
@@ -94,12 +97,43 @@ def read_texts(options: FrontierOptions, model: Model, say: Notices) -> Texts:
 
 def read_held_out(options: FrontierOptions, model: Model) -> tuple[Tensor, list[str]]:
     """Return windows of the texts that are held out, and the name of each window's, if there are several."""
-    tokenizer = load_tokenizer(model.checkpoint.whole)
-    streams = [tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos) for text in options.held_out]
-    window = options.window or WINDOW
+    streams, window = _read_streams(options, model), options.window or WINDOW
     samples = options.held_out_samples or HELD_OUT
     windows, counts = mix_windows(streams, samples=samples, window=window, seed=options.seed, choose="first")
     return windows, name_sources(options.held_out, counts)
+
+
+def _read_streams(options: FrontierOptions, model: Model) -> list[Tensor]:
+    """Return the tokens of each held-out text, (tokens,) int64."""
+    tokenizer = load_tokenizer(model.checkpoint.whole)
+    return [tokenise_text(tokenizer, read_text([text], tokenizer), bos=options.bos) for text in options.held_out]
+
+
+def tell_rare_tokens(
+    options: FrontierOptions, model: Model, kept: Sequence[int] | None, windows: Tensor, say: Notices
+) -> None:
+    """Say so if the held-out texts have more of the tokens that went than the windows that a loss was measured on.
+
+    Args:
+        kept: tokens that stay, rows of the embedding of `model`; None: all, and nothing is said.
+        windows: token ids, (windows, tokens) int64.
+    """
+    if kept is None:
+        return
+    parts = parts_of_tokens(model, kept)
+
+    def grow(tokens: Tensor) -> float:
+        """Return how many tokens are added, as a share."""
+        return sum(len(parts(token)) - 1 for token in tokens.flatten().tolist()) / max(1, tokens.numel())
+
+    streams = _read_streams(options, model)
+    of_texts, of_windows = sum(map(grow, streams)) / len(streams), grow(windows)
+    if of_windows < RARE * of_texts:
+        say(
+            f"without the tokens that went, the held-out texts have {of_texts:.2%} more tokens, and the "
+            f"windows of them that were measured {of_windows:.2%}: what fewer tokens lose is measured too low; more "
+            "--held-out-samples tell it better"
+        )
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from ckpt_prune.runner.frontier.asked import (
     read_target,
     read_texts,
     say_if_whole_fits,
+    tell_rare_tokens,
 )
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.pruning import prune_by
@@ -95,6 +96,9 @@ def explore_checkpoints(options: FrontierOptions) -> Frontier:
         for name, choice in _candidates(budgets, results, limit, loss, say):
             results.append(maker.measure(name, choice, say))
         frontier = maker.record(results, limit, loss)
+        if frontier.best is not None:
+            kept = budgets.vocabularies.kept_rows(frontier.best.candidate.rows)
+            tell_rare_tokens(texts.options, model, kept, texts.held_out, say)
         maker.publish(frontier)
     return frontier
 

@@ -40,6 +40,7 @@ from ckpt_prune.runner.frontier.asked import (
     read_texts,
     read_time,
     say_if_whole_fits,
+    tell_rare_tokens,
 )
 from ckpt_prune.runner.frontier.candidates import FileCandidate, MeasuredFile
 from ckpt_prune.runner.frontier.file_maker import Maker, candidate_of, make_frontier, write_frontier
@@ -141,6 +142,9 @@ def explore_frontier(options: FrontierOptions) -> Frontier:
 
         # 4. Keep the best, and say how it is made.
         best = _best(search, found)
+        if best is not None:
+            kept = budgets.vocabularies.kept_rows(best.candidate.rows)
+            tell_rare_tokens(options, model, kept, texts.held_out, say)
         frontier = make_frontier(options, maker, found, best, _asked(search), _found_by(search), _reach(search))
         write_frontier(frontier, staging.path, maker, best)
         staging.publish()

@@ -68,6 +68,7 @@ from ckpt_prune.runner.frontier.asked import (
     open_staging,
     read_time,
     say_if_whole_fits,
+    tell_rare_tokens,
 )
 from ckpt_prune.runner.frontier.candidates import Measured, MeasuredRounded, RoundedCandidate
 from ckpt_prune.runner.frontier.graph_latency import Decide, best_in_time, limit_of, within_time
@@ -153,6 +154,8 @@ def explore_graphs(options: FrontierOptions) -> Frontier:
             asked = words_of_target(limit, loss, _words_of_unit(task, loss))
             frontier = maker.record(results, best_within(results, limit, loss), asked)
         owner = maker if frontier.best is None else owners[frontier.best.candidate.name]
+        if owner.kept is not None and samples.windows is not None:
+            tell_rare_tokens(options, Model.of(source), owner.kept, samples.windows, say)
         owner.publish(frontier)
     return frontier
 
