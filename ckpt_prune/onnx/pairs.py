@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
 from ckpt_prune.common.formatting import plural
 from ckpt_prune.measure.samples.pairs import PairWindows
+from ckpt_prune.modeling_pruned import cache_argument
 from ckpt_prune.onnx.comparison import NOISE, cut
 from ckpt_prune.onnx.records import Padding
 from ckpt_prune.onnx.reference import GraphReference
 from ckpt_prune.onnx.session import OnnxModel, Provider, Session
 from ckpt_prune.onnx.stacks import BRANCH, name_kept
-from ckpt_prune.onnx.tracing import get_cache
 
 BATCHES = (1, 2, 5)
 MOST_NOISE = 24
@@ -83,7 +84,7 @@ class PairReference(GraphReference):
     """An encoder-decoder in PyTorch that is run on what its graphs are run on."""
 
     def _prepare(self, inputs: set[str]) -> None:
-        self.needs = []
+        self.needs, self._past = [], cache_argument(self.module.forward)
 
     def run(self, feed: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the encoder's states and the logits of whole targets."""
@@ -91,8 +92,9 @@ class PairReference(GraphReference):
 
     def run_with_cache(self, feed: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return these, and keys and values of every layer, of the target and of the source."""
-        output = self._call(feed, {"use_cache": True})
-        return self._outputs(output), name_kept(get_cache(output))
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())  # of every token, also where attention is windowed
+        output = self._call(feed, {"use_cache": True, self._past: cache})
+        return self._outputs(output), name_kept(cache)
 
     @torch.inference_mode()
     def _call(self, feed: dict[str, Tensor], options: dict[str, Any]) -> Any:

@@ -52,17 +52,13 @@ class DecoderStep(nn.Module):
     @property
     def width(self) -> int:
         """The width of the encoder's states."""
-        return int(self.model.get_encoder().config.hidden_size)
+        return int(self.model.get_encoder().config.get_text_config().hidden_size)
 
     @torch.no_grad()
     def make_past(self, ids: Tensor, states: Tensor) -> list[Tensor]:
         """Return what the decoder keeps of tokens, (B, T), and of the encoder's states, (B, S, width), by `KINDS`."""
         try:
-            output = self.model(
-                decoder_input_ids=ids, encoder_outputs=BaseModelOutput(last_hidden_state=states), use_cache=True
-            )
-            cache = output.cache if hasattr(output, "cache") else output.past_key_values
-            return _list_tensors(cache)
+            return _list_tensors(self._run(ids, states, EncoderDecoderCache(DynamicCache(), DynamicCache()))[1])
         except Exception as error:  # a model that keeps other things fails in ways of its own
             name = type(self.model).__name__
             raise UserError(f"{name} keeps other things than keys and values of earlier tokens: {error}") from error
@@ -90,14 +86,15 @@ class DecoderStep(nn.Module):
         cache, kept = _fill_cache(past_key_values), past_key_values[2].shape[2]
         mask = {} if encoder_attention_mask is None else {"attention_mask": encoder_attention_mask}
         with self._without_kept(kept):
-            output = self.model(
-                decoder_input_ids=input_ids,
-                encoder_outputs=BaseModelOutput(last_hidden_state=encoder_hidden_states),
-                use_cache=True,
-                **{cache_argument(self.model.forward) or "past_key_values": cache},
-                **mask,
-            )
+            output = self._run(input_ids, encoder_hidden_states, cache, **mask)[0]
         return {"logits": output.logits} | name_kept(cache)
+
+    def _run(self, ids: Tensor, states: Tensor, cache: EncoderDecoderCache, **more: Tensor) -> tuple[Any, Any]:
+        """Run the model behind its encoder; return its output, and the cache."""
+        name = cache_argument(self.model.forward) or "past_key_values"
+        encoded = BaseModelOutput(last_hidden_state=states)
+        given = {"decoder_input_ids": ids, "encoder_outputs": encoded, "use_cache": True, name: cache}
+        return self.model(**given, **more), cache
 
     @contextmanager
     def _without_kept(self, kept: int) -> Iterator[None]:

@@ -79,10 +79,6 @@ def choose_task(
         if cache is False:
             raise UserError(f"a decoder's graph for {name} keeps keys and values: leave out --no-cache")
         _check_sounds(config)
-        if isinstance(config.get("decoder"), dict):
-            raise UserError(
-                f"{config.get('model_type')} has a config for each of its stacks: no graphs of such models are made"
-            )
         return GraphTask(name, "pairs", True)
     if cache and name != "text-generation":
         raise UserError(f"a graph for {name} has no keys and values to keep: leave out --cache")

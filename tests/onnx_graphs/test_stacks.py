@@ -7,17 +7,18 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from ckpt_prune.common.errors import UserError
 from ckpt_prune.onnx.block_kinds import NotAlikeError, find_block_kinds
 from ckpt_prune.onnx.stacks import KINDS, DecoderStep
-from ckpt_prune.onnx.tasks import GraphTask, choose_task
+from ckpt_prune.onnx.tasks import GraphTask
 from ckpt_prune.onnx.tracing import make_example
 from tests.seq2seq import write_model
 
 TARGETS = torch.tensor([[2, 9, 40, 17, 63, 5, 8], [2, 11, 12, 13, 14, 15, 16]])
 
 
-@pytest.mark.parametrize("model_type", ["bart", "m2m_100", "marian", "mt5", "t5", "umt5", "whisper"])
+@pytest.mark.parametrize(
+    "model_type", ["bart", "m2m_100", "marian", "mt5", "t5", "t5gemma", "t5gemma2", "umt5", "whisper"]
+)
 def test_a_target_in_pieces(model_type: str, tmp_path: Path) -> None:
     """States that it has keys and values of are not read again: they may be anything then."""
     model: Any = write_model(tmp_path / model_type, model_type).double()
@@ -41,14 +42,6 @@ def test_a_target_in_pieces(model_type: str, tmp_path: Path) -> None:
         )
     assert list(outputs) == [f"present.{layer}.{kind}" for layer in range(3) for kind in KINDS]
     torch.testing.assert_close(torch.cat(pieces, 1), expected.logits)
-
-
-def test_stacks_with_configs_of_their_own_have_no_graphs() -> None:
-    config = {"model_type": "t5gemma", "architectures": ["T5GemmaForConditionalGeneration"], "decoder": {}}
-    with pytest.raises(
-        UserError, match="t5gemma has a config for each of its stacks: no graphs of such models are made"
-    ):
-        choose_task(config)
 
 
 def test_blocks_of_a_decoder_are_of_one_kind(tmp_path: Path) -> None:
