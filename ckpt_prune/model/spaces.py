@@ -249,7 +249,8 @@ class ConsumerSpace(Space):
     """A space that ends in the columns of one linear module, the consumer, which compensation rewrites.
 
     A space that is `part_of` another shares its moments and metric, which are of the consumer's input and output.
-    Of cross-attention, linear modules of keys and values stand `elsewhere`: they read what the encoder has made.
+    Of cross-attention, linear modules of keys and values stand `elsewhere`: they read what the encoder has made, or
+    that too.
     """
 
     columns: Incidence

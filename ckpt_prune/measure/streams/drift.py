@@ -174,7 +174,7 @@ class ResidualBlock:
         family, factory = stream.factory.family, stream.factory
         self._columns = family.columns
         asked = spaces
-        if any(self._columns[space].elsewhere for space in spaces):
+        if "cross_heads" in spaces:
             spaces = {*spaces, "heads"}  # which stand before those of cross-attention
         self.block = factory.build_block(index, tensors)
         names = {space: family.scale(index, space) for space in spaces}
@@ -252,9 +252,9 @@ class ResidualBlock:
         """Return the residual stream after a space's consumer and before any norm of it, (tokens, hidden) float64."""
         if self.ends(space):
             return _rows(self.left)
-        if self._columns[space].elsewhere and not self._is_post_norm:  # cross-attention adds to what the other left
+        if space == "cross_heads" and not self._is_post_norm:  # cross-attention adds to what the other left
             return self.after("heads") + self.addition(space)
-        enters = self._is_attention(space) and not self._columns[space].elsewhere
+        enters = self._is_attention(space) and space != "cross_heads"
         before = self._entered if enters else self.inputs[self._columns[space].readers[0]]
         return _rows(before) + self.addition(space)
 

@@ -435,6 +435,7 @@ class Describer:
             **places,
             "config": {heads: ["group"], kv_key: []} if group > 1 else {heads: []},
             **({"same_units": True} if self._has_table_for_all(run, trace, unit, count) else {}),
+            **({"elsewhere": [self.on_disk(run, path) for path in trace.twice]} if trace.twice else {}),
             **self._effect(run, trace),
         }
         self.spaces["heads"] |= self._attributes(run, trace, self.spaces["heads"], sizes)

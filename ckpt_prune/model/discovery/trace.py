@@ -35,6 +35,7 @@ class Trace:
         mixes: whether a token's input depends on other tokens.
         across: producer → whether other tokens read a row's output, bool (rows,).
         elsewhere: producers that read nothing of the block: of cross-attention those that read the encoder's states.
+        twice: producers that read the encoder's states beside those of the block.
         used: other parameters of the block that the consumer's input depends on.
         depend: computes `depends`, one derivative for each column.
         effect: how the output reaches the stream: `added`, `multiplied` (by `factor`), `gated`, `scaled`, `changed`, or
@@ -48,6 +49,7 @@ class Trace:
     mixes: bool
     across: Mapping[str, Tensor]
     elsewhere: tuple[str, ...]
+    twice: tuple[str, ...]
     used: tuple[str, ...]
     depend: Callable[[], Mapping[str, Tensor]]
     effect: str
@@ -231,24 +233,31 @@ def trace_block(run: BlockRun, opaque: Sequence[str] = (), *, inner: bool = Fals
         for path, module in block.named_modules()
         if (is_linear(module) and not path.startswith(tuple(f"{each}." for each in opaque))) or path in opaque
     }
-    with torch.enable_grad(), _leaves(linears) as (inputs, leaves, calls):
+    with torch.enable_grad(), _leaves(linears) as (inputs, leaves):
         leaving = _states_of(block(entering, *run.arguments, **run.options))
-        once = [path for path in leaves if calls[path] == 1 and path not in opaque]
-        ran = tuple(f"{path}." for path in linears if calls[path])  # a class may multiply by the weight of another
+        once = [path for path in leaves if len(inputs[path]) == 1 and path not in opaque]
+        alike = once + [path for path in leaves if path not in opaque and _reads_twice(inputs[path])]
+        ran = tuple(f"{path}." for path in linears if path in inputs)  # a class may multiply by the weight of another
         taken = [name for name, _ in block.named_parameters() if not name.startswith(ran)]
         parameters = {name: block.get_parameter(name) for name in taken}
         traces = []
         for path in once:
-            target = inputs[path]
+            (target,) = inputs[path]
             if not target.requires_grad or target.numel() % (target.shape[-1] * prod(run.places)):
                 continue
             target = target.reshape(*run.places, -1)  # some classes put all tokens in one axis
-            others = {p: leaves[p] for p in once if p != path}
+            others = {p: leaves[p] for p in alike if p != path}
             trace = _trace(path, target, entering, leaving, others, leaves[path], parameters, inner)
             if trace is not None:
-                elsewhere = tuple(producer for producer in trace.producers if not inputs[producer].requires_grad)
-                traces.append(replace(trace, elsewhere=elsewhere))
+                twice = tuple(producer for producer in trace.producers if _reads_twice(inputs[producer]))
+                elsewhere = tuple(p for p in trace.producers if p not in twice and not inputs[p][0].requires_grad)
+                traces.append(replace(trace, elsewhere=elsewhere, twice=twice))
     return traces
+
+
+def _reads_twice(inputs: Sequence[Tensor]) -> bool:
+    """Return whether a module reads what its block computes, and as much of what it does not."""
+    return len({each.shape for each in inputs}) == 1 and len({each.requires_grad for each in inputs}) == 2
 
 
 def _states_of(output: Any) -> Tensor:
@@ -258,32 +267,33 @@ def _states_of(output: Any) -> Tensor:
 
 
 @contextmanager
-def _leaves(linears: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]]:
-    """Cut every linear module's output from its input, and note both.
+def _leaves(linears: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, list[Tensor]], dict[str, Tensor]]]:
+    """Cut every linear module's output from its input, and note all its inputs, and its output.
 
-    What goes on is noise of their size, so that no unit is dead at every token.
+    What goes on is noise of their size, so that no unit is dead at every token. Outputs of one shape are one leaf.
     """
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[str, list[Tensor]] = {}
     leaves: dict[str, Tensor] = {}
-    calls = dict.fromkeys(linears, 0)
 
     def hook(path: str) -> Any:
         def cut(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-            calls[path] += 1
-            first = output[0] if isinstance(output, tuple) else output
-            noise = torch.randn(first.shape, generator=torch.Generator().manual_seed(calls[path]))
+            first, read = output[0] if isinstance(output, tuple) else output, inputs.setdefault(path, [])
+            noise = torch.randn(first.shape, generator=torch.Generator().manual_seed(1 + len(read)))
             size = torch.nan_to_num(first.detach().std(), 1.0)  # noise may be out of the range of what came before
             leaf = (noise * size).requires_grad_()
-            if arguments and isinstance(arguments[0], Tensor):
-                inputs[path], leaves[path] = arguments[0], leaf
             copy = leaf.clone()  # some classes change it in place
+            if arguments and isinstance(arguments[0], Tensor):
+                read.append(arguments[0])
+                if path in leaves and leaves[path].shape == leaf.shape:
+                    copy = leaf.detach() + leaves[path] - leaves[path].detach()
+                leaves.setdefault(path, leaf)
             return (copy, *output[1:]) if isinstance(output, tuple) else copy
 
         return cut
 
     hooks = [module.register_forward_hook(hook(path)) for path, module in linears.items()]
     try:
-        yield inputs, leaves, calls
+        yield inputs, leaves
     finally:
         for each in hooks:
             each.remove()
@@ -349,7 +359,7 @@ def _trace(
                     depends[name][column] = moved.flatten(0, -2).any(0) if name in leaves else moved
         return depends
 
-    return Trace(path, target.shape[-1], tuple(producers), mixes, across, (), tuple(used), depend, effect, factor)
+    return Trace(path, target.shape[-1], tuple(producers), mixes, across, (), (), tuple(used), depend, effect, factor)
 
 
 def _effect(leaf: Tensor, leaving: Tensor, generator: torch.Generator) -> tuple[str, float]:
