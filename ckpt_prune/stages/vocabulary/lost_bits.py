@@ -24,12 +24,10 @@ class LostBits:
     """The cost of fewer tokens on the held-out part of a text.
 
     Attributes:
-        bits: of that part by the model with all tokens, from some windows of it.
         more: bits more with fewer tokens.
         windows: read for that.
     """
 
-    bits: float
     more: float
     windows: int
 
@@ -75,15 +73,18 @@ class HeldOutBits:
         return [self._dense[each] for each in windows]
 
     @cached_property
-    def bits_per_byte(self) -> list[float]:
-        """Bits per byte of each text by the model with all tokens, on windows spread over it."""
+    def dense(self) -> list[float]:
+        """Bits of the held-out part of each text by the model with all tokens, from windows spread over it."""
         spread = []
         for text, pieces in enumerate(self._windows):
             count = min(len(pieces), self._each)
             spread.append([(text, place) for place in spread_evenly(count, len(pieces))])
         self._dense_bits([window for windows in spread for window in windows])  # all at once
         sizes = [sum(self._windows[t][w].bytes for t, w in windows) for windows in spread]
-        return [sum(self._dense_bits(windows)) / max(1, size) for windows, size in zip(spread, sizes, strict=True)]
+        return [
+            sum(self._dense_bits(windows)) / max(1, size) * len(text.held.encode())
+            for text, windows, size in zip(self._texts, spread, sizes, strict=True)
+        ]
 
     def lost(self, tokenizer: Tokenizer, kept: Sequence[int], numbers: Mapping[int, int]) -> list[LostBits]:
         """Return what fewer tokens cost, by text.
@@ -107,7 +108,7 @@ class HeldOutBits:
             bits, _ = PieceReader(self._model, tokenizer, read, numbers=numbers, kept=torch.tensor(kept)).count()
             changed = {each: now - then for each, now, then in zip(chosen, bits, self._dense_bits(chosen), strict=True)}
         costs = []
-        for text, windows, grown, a_byte in zip(self._texts, drawn, growths, self.bits_per_byte, strict=True):
+        for windows, grown in zip(drawn, growths, strict=True):
             a_token = sum(changed[window] / grown[window[1]] for window in windows) / max(1, len(windows))
-            costs.append(LostBits(a_byte * len(text.held.encode()), a_token * sum(grown), len({*windows})))
+            costs.append(LostBits(a_token * sum(grown), len({*windows})))
         return costs

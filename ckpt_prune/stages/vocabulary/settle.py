@@ -360,7 +360,7 @@ class VocabularyChoice:
     def _slope(self, gone: int) -> float | None:
         """Return how many per cent of bits a per cent of tokens costs, measured; None if no text takes more tokens."""
         growth, costs = self._held_cost(gone), self._lost(self.kept_without(gone))
-        lost = sum(each.more for each in costs) / sum(each.bits for each in costs)
+        lost = sum(each.more for each in costs) / sum(self._bits.dense)
         # A token more costs bits in every model: what chance takes away is not relied on.
         return max(0.5, lost / growth) if growth > 0 else None
 
@@ -368,12 +368,13 @@ class VocabularyChoice:
         if not self.texts or self.keys.kept is not None:
             return []
         smaller, costs = self.smaller_tokenizer(kept), []
-        lost = self._lost(kept) if self._predicts else [None] * len(self.texts)
-        for text, held, bits in zip(self.texts, self._held, lost, strict=True):
+        none = [None] * len(self.texts)
+        dense, lost = (self._bits.dense, self._lost(kept)) if self._predicts else (none, none)
+        for text, held, before, bits in zip(self.texts, self._held, dense, lost, strict=True):
             tokens, figures = count_tokens(smaller, text.held).total(), dict[str, Any]()
             size = len(text.held.encode())
-            if bits is not None:
-                figures = {"bits_before": bits.bits / size, "bits_after": (bits.bits + bits.more) / size}
+            if before is not None and bits is not None:
+                figures = {"bits_before": before / size, "bits_after": (before + bits.more) / size}
                 figures["windows"] = bits.windows
             if slope is not None:
                 figures["predicted"] = slope * (tokens / held.total() - 1)

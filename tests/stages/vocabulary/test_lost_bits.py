@@ -102,4 +102,4 @@ def test_bits_lost_are_those_of_a_token_more_times_the_tokens_more(made):
     # A difference of two sums, each of some thousand terms that float32 makes.
     assert abs(lost.more - wanted) <= 2000 * EPS * total
     size = sum(window.bytes for window in windows)
-    assert abs(lost.bits / total - len(text.held.encode()) / size) < 0.05
+    assert abs(bits.dense[0] / total - len(text.held.encode()) / size) < 0.05
