@@ -273,7 +273,8 @@ class Fitter:
 
         way, encoded = "importance", None
         if self._feedback and kind in CODES and gram is not None and held_out is not None:
-            encoded = round_with_feedback(weight, gram, kind, damp_for(weight.shape[1], seen.count, least_damp))
+            damp = damp_for(weight.shape[1], seen.count, least_damp)
+            encoded = round_with_feedback(weight, gram, [kind], damp)[kind]
             # Every row is rounded by itself, so that a few tell which way is better.
             some = slice(None, None, -(-len(weight) // ROWS))
             fed, weighed = encoded[some], by_importance(weight[some])

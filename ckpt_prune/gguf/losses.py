@@ -117,10 +117,9 @@ def predict_type_losses(
         if name in known and filled.shape == rows.shape:
             least, inputs = HEAD_DAMP if name == head else DAMP, known[name]
             damp = damp_for(columns, inputs.count, least)
-            for kind in [kind for kind in kinds if kind in CODES]:
-                assert inputs.gram is not None
-                encoded = round_with_feedback(rows, inputs.gram, kind, damp)
-                rounded[kind.name + FED] = decode(encoded, kind)
+            assert inputs.gram is not None
+            encoded = round_with_feedback(rows, inputs.gram, [kind for kind in kinds if kind in CODES], damp)
+            rounded |= {kind.name + FED: decode(own, kind) for kind, own in encoded.items()}
         return rounded
 
     ways = {name: partial(round_inputs, size=size) for size, name in _INPUTS.items()}

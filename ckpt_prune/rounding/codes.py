@@ -4,7 +4,7 @@ A block of columns holds scales (and minima), and a code for each column. A weig
 and step follow from the scales, and the level is the code itself, or an entry of a table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -121,35 +121,48 @@ class CodeGrid:
     """The weights that codes of blocks stand for, as their scales are.
 
     Attributes:
-        kind: type.
         base, step: (columns of a block, rows) float64: a weight is base + step · level.
+        bounds: the smallest and the largest code of each row, (2, rows) float64.
+        tables: rows whose levels are in a table → the table.
     """
 
-    kind: Kind
     base: Tensor
     step: Tensor
+    bounds: Tensor
+    tables: Sequence[tuple[slice, tuple[int, ...]]]
 
     @classmethod
-    def of(cls, kind: Kind, blocks: Array) -> "CodeGrid":
-        """Read the grid of one block of every row, (rows, bytes): ggml's own decoding of two codes tells it."""
-        codes = CODES[kind]
-        first, last = codes.least, codes.most
-        levels = (first, last) if codes.table is None else (codes.table[first], codes.table[last])
-        columns = gguf.GGML_QUANT_SIZES[kind][0]
-        low, high = (
-            decode(put_codes(kind, blocks, np.full((len(blocks), columns), code)), kind).double().T.contiguous()
-            for code in (first, last)
-        )
-        step = (high - low) / (levels[1] - levels[0])
-        return cls(kind, low - step * levels[0], step)
+    def of(cls, kinds: Sequence[Kind], blocks: Sequence[Array]) -> "CodeGrid":
+        """Read the grid of one block of every row, (rows, bytes) for each type: ggml's own decoding of two codes.
+
+        The rows of all types stand one after the other. Their blocks have equally many columns.
+        """
+        bases, steps, bounds, tables, start = [], [], [], [], 0
+        for kind, own in zip(kinds, blocks, strict=True):
+            codes = CODES[kind]
+            first, last = codes.least, codes.most
+            levels = (first, last) if codes.table is None else (codes.table[first], codes.table[last])
+            columns = gguf.GGML_QUANT_SIZES[kind][0]
+            low, high = (
+                decode(put_codes(kind, own, np.full((len(own), columns), code)), kind).double().T.contiguous()
+                for code in (first, last)
+            )
+            steps.append((high - low) / (levels[1] - levels[0]))
+            bases.append(low - steps[-1] * levels[0])
+            bounds.append(torch.tensor([[first], [last]], dtype=torch.float64).expand(2, len(own)))
+            if codes.table is not None:
+                tables.append((slice(start, start + len(own)), codes.table))
+            start += len(own)
+        return cls(torch.cat(bases, 1), torch.cat(steps, 1), torch.cat(bounds, 1), tables)
 
     def nearest(self, column: int, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes nearest to weights (rows,) of a column, int16, and the weights that they stand for."""
-        codes, base, step = CODES[self.kind], self.base[column], self.step[column]
+        base, step = self.base[column], self.step[column]
         scaled = (weights - base) / torch.where(step == 0, 1.0, step)
-        if codes.table is None:
-            chosen = scaled.round_().clamp_(codes.least, codes.most)
-            return chosen.to(torch.int16), base + step * chosen
-        table, bounds = _levels(codes.table)
-        chosen = torch.bucketize(scaled, bounds)
-        return chosen.to(torch.int16), base + step * table[chosen]
+        codes = scaled.round().clamp_(self.bounds[0], self.bounds[1])
+        values = codes.clone() if self.tables else codes
+        for rows, table in self.tables:
+            levels, halves = _levels(table)
+            codes[rows] = chosen = torch.bucketize(scaled[rows], halves)
+            values[rows] = levels[chosen]
+        return codes.to(torch.int16), base + step * values

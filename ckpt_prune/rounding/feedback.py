@@ -5,6 +5,7 @@ column of every block ggml itself chooses the block's scales and minima, by the 
 the weights as the columns before have moved them. Only codes are chosen here: a block is what ggml could have written.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import gguf
@@ -36,47 +37,61 @@ def importance_of(squares: Tensor) -> Array:
     return squares.div(squares.mean()).clamp_min_(LEAST).numpy()
 
 
-def round_with_feedback(weight: Tensor, gram: Tensor, kind: Kind, damp: float) -> Array:
-    """Round a weight to a type so that its outputs change least: its rows as ggml stores them, (rows, bytes) uint8.
+def round_with_feedback(weight: Tensor, gram: Tensor, kinds: Sequence[Kind], damp: float) -> dict[Kind, Array]:
+    """Round a weight to some types so that its outputs change least: type → its rows as ggml stores them.
 
-    Memory beyond the arguments: three float64 matrices of the Gram's size, and four of `ROWS` rows.
+    Each is rounded by itself. Types with blocks of one size go through the columns together: of few rows that takes
+    half of the time. Rows of a type are (rows, bytes) uint8. Memory beyond the arguments: three float64 matrices of the
+    Gram's size, and four of `ROWS` rows.
 
     Args:
-        weight: (rows, columns); columns are a multiple of the type's block.
+        weight: (rows, columns); columns are a multiple of the types' blocks.
         gram: of its inputs, (columns, columns), times any positive factor.
-        kind: one of `CODES`.
+        kinds: some of `CODES`.
         damp: share of the mean diagonal that is added to it.
 
     Raises:
         SingularHessianError: the Gram cannot be factorised with any damping.
     """
+    diagonal = gram.diagonal()
+    importance, (factor, _) = importance_of(diagonal), factorise(gram, diagonal == 0, damp, MOST_DAMP)
+    by_size: dict[int, list[Kind]] = {}
+    for kind in kinds:
+        by_size.setdefault(gguf.GGML_QUANT_SIZES[kind][0], []).append(kind)
+    found: dict[Kind, Array] = {}
+    for alike in by_size.values():
+        parts = [_round_rows(rows, factor, alike, importance) for rows in torch.split(weight, ROWS // len(alike))]
+        found |= {kind: np.concatenate(own) for kind, own in zip(alike, zip(*parts, strict=True), strict=True)}
+    return found
+
+
+def _round_rows(weight: Tensor, factor: Tensor, kinds: Sequence[Kind], importance: Array) -> list[Array]:
+    """Return some rows of a weight in each type: these have blocks of one size."""
     import libgguf
 
-    diagonal = gram.diagonal()
-    importance = importance_of(diagonal)
-    factor, _ = factorise(gram, diagonal == 0, damp, MOST_DAMP)
-    size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    (size,) = {gguf.GGML_QUANT_SIZES[kind][0] for kind in kinds}
+    count, columns = weight.shape
+    places = [slice(place * count, (place + 1) * count) for place in range(len(kinds))]
+    encoded = [np.empty((count, columns // size, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8) for kind in kinds]
 
-    def round_rows(rows: Tensor) -> Array:
-        encoded = np.empty((len(rows), len(gram) // size, block_bytes), np.uint8)
+    def visit(W: Tensor, U: Tensor, here: slice) -> None:
+        now = np.ascontiguousarray(W.T.float().numpy())
+        own = zip(places, kinds, strict=True)
+        blocks = [libgguf.quantize_rows(now[rows], kind, importance[here]) for rows, kind in own]
+        grid, codes = CodeGrid.of(kinds, blocks), np.empty(now.shape, np.int16)
 
-        def visit(W: Tensor, U: Tensor, here: slice) -> None:
-            now = np.ascontiguousarray(W.T.float().numpy())
-            blocks = libgguf.quantize_rows(now, kind, importance[here])
-            grid, codes = CodeGrid.of(kind, blocks), np.empty(now.shape, np.int16)
+        def nearest(j: int, weights: Tensor) -> Tensor:
+            chosen, values = grid.nearest(j, weights)
+            codes[:, j] = chosen.numpy()
+            return values
 
-            def nearest(j: int, weights: Tensor) -> Tensor:
-                chosen, values = grid.nearest(j, weights)
-                codes[:, j] = chosen.numpy()
-                return values
+        fix_in_turn(W, U, nearest)
+        for kind, rows, block, whole in zip(kinds, places, blocks, encoded, strict=True):
+            whole[:, here.start // size] = put_codes(kind, block, codes[rows])
 
-            fix_in_turn(W, U, nearest)
-            encoded[:, here.start // size] = put_codes(kind, blocks, codes)
-
-        visit_inputs(rows.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format), factor, size, visit)
-        return encoded.reshape(len(rows), -1)
-
-    return np.concatenate([round_rows(rows) for rows in torch.split(weight, ROWS)])
+    stacked = weight.T.to(torch.float64).repeat(1, len(kinds))
+    visit_inputs(stacked, factor, size, visit)
+    return [whole.reshape(count, -1) for whole in encoded]
 
 
 def output_error(weight: Tensor, encoded: Array, kind: Kind, gram: Tensor) -> float:
