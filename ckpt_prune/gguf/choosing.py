@@ -146,13 +146,13 @@ class TypeBudget:
         return [self._choices({b: {width: own[width]} for b, own in self.columns.items()}) for width in widths]
 
     def _choices(self, columns: ColumnLosses) -> list[Choices]:
-        inside = {block: [name for name in self.losses if name.startswith(f"blk.{block}.ffn_")] for block in columns}
+        inside = {block: [name for name in self.losses if _has_columns(name, block)] for block in columns}
         units = {block: max(by_width) for block, by_width in self.columns.items()}
         return list_sites(self.losses, inside, columns, units, self._kinds_of)
 
     def _kinds_of(self, name: str, share: Fraction) -> list[tuple[Kind, float, float]]:
         by_kind = self.losses[name]
-        if share < 1 and name.endswith(".ffn_down.weight"):  # its rows are shorter, and may not divide into blocks
+        if share < 1 and ".ffn_down" in name:  # its rows are shorter, and may not divide into blocks
             columns = int(self._row_lengths[name] * share)
             by_kind = {kind: _nearest(by_kind, kind) for kind in types_for(columns)} or by_kind
         return [
@@ -237,7 +237,7 @@ class TypeBudget:
             name: Fraction(width, max(self.columns[block]))
             for block, width in widths.items()
             for name in self.losses
-            if name.startswith(f"blk.{block}.ffn_")
+            if _has_columns(name, block)
         }
 
     def predict(self, kinds: Mapping[str, Kind], shares: Mapping[str, Fraction] | None = None) -> float:
@@ -256,6 +256,11 @@ class TypeBudget:
     def plan(self, chosen: GgufType) -> FilePlan:
         """Return the file of one of llama.cpp's own mixtures."""
         return self.planner.plan(chosen, weighted=True)
+
+
+def _has_columns(name: str, block: int) -> bool:
+    """Return whether a matrix is of a block's MLP, or of its experts but those that all tokens are sent to."""
+    return name.startswith(f"blk.{block}.ffn_") and "_shexp." not in name
 
 
 def _nearest(by_kind: Mapping[Kind, float], kind: Kind) -> float:

@@ -74,7 +74,7 @@ class ColumnBudgets:
                 of: dict[str, Any] = {"seed": self.seed, "folds": min(FOLDS, len(samples))}
                 measure_statistics(model, samples, place, collect=("moments", "gram"), **of, **how)
             statistics = add_gradients(model, Statistics(place), samples, spaces=[SPACE], distances=False, **how)
-            multiple = _multiple_of(column_widths(model)[-1])
+            multiple = multiple_of(column_widths(model)[-1])
             predicted = predict_columns(model, statistics, multiple, self.device)
             self.journal.record(_COLUMNS, note=asdict(predicted))
         note = notes[_COLUMNS]
@@ -92,7 +92,7 @@ def column_widths(model: Model) -> list[int]:
     if len(counts) != 1 or len(model.blocks_with(SPACE)) < model.blocks:
         return []
     units = counts.pop()
-    multiple = _multiple_of(units)
+    multiple = multiple_of(units)
     return [*range(-(-(units // MOST_COLUMNS + 1) // multiple) * multiple, units, multiple), units]
 
 
@@ -117,5 +117,6 @@ def recipe_of(
     return recipe if export is None else recipe | {"export": dict(export)}
 
 
-def _multiple_of(units: int) -> int:
+def multiple_of(units: int) -> int:
+    """Return what columns that stay are multiples of, so that finer types have their rows."""
     return 256 if units % 256 == 0 and units >= 1024 else 32

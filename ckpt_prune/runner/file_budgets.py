@@ -25,6 +25,7 @@ from ckpt_prune.gguf.types import OUTER, is_matrix
 from ckpt_prune.measure.statistics.folder import Statistics
 from ckpt_prune.recipe.sizes import Timed
 from ckpt_prune.runner.column_budgets import MOST_COLUMNS, column_widths
+from ckpt_prune.runner.expert_columns import expert_widths
 from ckpt_prune.runner.pruning_budgets import PruningBudgets
 from ckpt_prune.runner.vocabularies import SHARES, SmallerVocabulary, least_share, plan_with_rows
 from ckpt_prune.stages.spaces.effects.column_losses import SPACE
@@ -72,18 +73,23 @@ class FileBudgets(PruningBudgets[TypeBudget]):
 
     @cached_property
     def joint(self) -> list[TypeBudget]:
-        """The budget of types and columns together; none where MLPs differ or have few columns."""
+        """The budget of types and columns together; none where MLPs differ or have few columns.
+
+        All experts keep as many in every block.
+        """
         losses = self.columns.losses
-        return [replace(self.fitted, columns=losses, alike=not self._may_differ)] if losses else []
+        return [replace(self.fitted, columns=losses, alike=self._are_alike)] if losses else []
 
     def with_rows(self, budget: TypeBudget, vocabulary: SmallerVocabulary) -> TypeBudget:
         kept = vocabulary.kept
         return replace(budget, planner=self._plan(kept), rows=len(kept), by_rows=vocabulary.lost)
 
     @property
-    def _may_differ(self) -> bool:
+    def _are_alike(self) -> bool:
+        """Whether the MLPs of all blocks keep as many columns."""
         tied = "output.weight" not in lay_out(self.model).tensors
-        return takes_different_blocks(str(self.model.checkpoint.config["model_type"]), tied=tied)
+        model_type = str(self.model.checkpoint.config["model_type"])
+        return bool(expert_widths(self.model)) or not takes_different_blocks(model_type, tied=tied)
 
     def _plan(self, kept: Sequence[int]) -> FilePlanner:
         """Return the planner of files with some of the tokens."""
@@ -142,14 +148,16 @@ class FileBudgets(PruningBudgets[TypeBudget]):
 
 
 def _without_losses(planner: FilePlanner) -> tuple[TypeBudget, Fraction]:
-    """Return a budget of all types, in which MLPs may keep a third of their columns, and the least share of tokens."""
+    """Return a budget of all types in which MLPs may keep the fewest columns that are tried, and the least tokens."""
     model = planner.model
     losses = {
         name: dict.fromkeys(types_for(weight.shape[-1]), 0.0)
         for name, weight in lay_out(model).tensors.items()
         if is_matrix(name, weight) and types_for(weight.shape[-1])
     }
-    columns = {block: {1: 0.0, MOST_COLUMNS: 0.0} for block in model.blocks_with(SPACE)}
+    widths, blocks = expert_widths(model), model.blocks_with(SPACE)
+    fewest, most = (widths[0], widths[-1]) if widths else (1, MOST_COLUMNS)
+    columns = {block: {fewest: 0.0, most: 0.0} for block in (range(model.blocks) if widths else blocks)}
     return TypeBudget(planner, losses, columns), least_share(model)
 
 
@@ -170,7 +178,7 @@ def check_reach(limit: int, planner: FilePlanner, flag: str = "--target-bytes") 
             sizes = [{budget.size(name, kind, share) for kind in budget.losses.get(name, ())} for name in OUTER]
             fewest += sign * sum(min(each) for each in sizes if each)
     if limit < fewest:
-        fewer = f", and with a third of its MLP columns {decimal_bytes(least)}" if pruned.columns else ""
+        fewer = f", and with the fewest columns that are tried {decimal_bytes(least)}" if pruned.columns else ""
         fewer += "" if fewest == least else f", with {SHARES[-1]} % of its tokens {decimal_bytes(fewest)}"
         raise UserError(
             f"{flag}: {decimal_bytes(limit)} are out of reach: the coarsest types make a file of "

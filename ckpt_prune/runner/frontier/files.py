@@ -260,7 +260,7 @@ def _asked(search: _Search) -> str:
 def _found_by(search: _Search) -> str:
     """Say what a file that is beyond use was predicted to lose, or nothing."""
     if search.choice is None and search.time is not None:
-        fewest = "with a third of the columns of its MLPs"
+        fewest = "with the fewest columns that are tried"
         return f": the fastest types are predicted to take {search.least_time / 1e6:.4g} ms {fewest}"
     if search.choice is None or not search.is_beyond_use:
         return ""
