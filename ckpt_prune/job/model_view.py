@@ -1,7 +1,7 @@
 """A model as blocks are read from it and run: as it is stored, or in another basis of its residual stream."""
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from ckpt_prune.measure.streams.blocks import BlockFactory
 from ckpt_prune.measure.streams.hidden_stream import HiddenStream
 from ckpt_prune.measure.streams.kept_blocks import KeptBlocks, KeptBlockStream
 from ckpt_prune.model.containers.container import Container
+from ckpt_prune.model.cuts import KeptUnits
 from ckpt_prune.model.factors import multiply_factors
 from ckpt_prune.model.family import Family
 from ckpt_prune.model.model import Model
@@ -41,6 +42,7 @@ class ModelView:
         container: what the model is built as if that is not the stock class of its config: its own if it carries code,
             the output's if it is in another basis, whose `biases` have a slot in every block, filled or not.
         skips: the model with all its blocks, if some are left out of `model`; that is what is run then.
+        kept: of `HiddenStream`.
     """
 
     model: Model
@@ -48,6 +50,7 @@ class ModelView:
     basis: Basis | None = None
     container: Container | None = None
     skips: KeptBlocks | None = None
+    kept: KeptUnits = field(default_factory=dict)
 
     def block(self, block: int, stored: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return a block's tensors by on-disk name. `stored` are those on disk, if they are read already."""
@@ -80,7 +83,7 @@ class ModelView:
         skeleton = None if self.container is None else self.container.skeleton()
         factory = BlockFactory(self.model, device=self.device, dtype=dtype, skeleton=skeleton)
         names = list(self.model.checkpoint.tensors) if self.basis is None else self.basis.names()
-        return HiddenStream(factory, names, self.read, samples, **options)
+        return HiddenStream(factory, names, self.read, samples, kept=self.kept, **options)
 
 
 def fill_biases(family: Family, block: int, biases: Set[str], tensors: dict[str, Tensor]) -> None:

@@ -246,7 +246,7 @@ class Prepared:
     def view(self) -> ModelView:
         """The model that blocks are read from: in another basis if there is one."""
         container = self.stored if self.basis is None else self.output.container
-        return ModelView(self.model, self.device, self.basis, container)
+        return ModelView(self.model, self.device, self.basis, container, kept=self._kept_everywhere)
 
     @property
     def plain_view(self) -> ModelView:
@@ -261,15 +261,17 @@ class Prepared:
     def live_stream(self, view: ModelView) -> HiddenStream:
         """Return the hidden states of the live samples at the first block of a model."""
         live = self.live_samples
-        options: dict[str, Any] = {"folds": live.folds, "allocate": live.allocate, "group": process_group()}
-        return view.stream(live.samples, live.compute_dtype, kept=self._kept_everywhere(view.model), **options)
+        return view.stream(
+            live.samples, live.compute_dtype, folds=live.folds, allocate=live.allocate, group=process_group()
+        )
 
-    def _kept_everywhere(self, model: Model) -> dict[SpaceName, Tensor]:
+    @property
+    def _kept_everywhere(self) -> dict[SpaceName, Tensor]:
         """Return units that stay of what mixes tokens, where the first block passes on what depends on them.
 
         Where every block loses others, what is passed on is the same for all units: it depends on their number alone.
         """
-        kept: dict[SpaceName, Tensor] = {}
+        model, kept = self.model, dict[SpaceName, Tensor]()
         for space in () if self.decided is None else filter(model.family.is_passed_on, self.recipe.spaces):
             site = self.decisions.of(model, Site(0, space))
             first = model.family.spaces[space].first(site.keep, model.dimension)

@@ -492,6 +492,16 @@ def check_same_heads(words: Sequence[str]) -> None:
     assert "ckpt_prune.json keeps different heads in different blocks, which have one table for all" in failed
 
 
+@pytest.mark.usefixtures("bart")
+@pytest.mark.parametrize("method", ["laco", "scales"])
+def test_blocks_with_fewer_heads_are_trained(method: str) -> None:
+    """They are passed positions of the heads that they have, and the table of these is no part of what is trained."""
+    write_model(Path("t5"), "t5")
+    recovery = ("--set", f"recovery.method={method}", "--set", "recovery.epochs=1")
+    ok("prune", "t5", "--recipe", "ridge", "--ratio", "0.5", *recovery, *DATA, "-o", "out")
+    assert "FAILED" not in ok("verify", "out", "--against", "t5")
+
+
 def test_one_width_of_both_stacks(place: Path, bart: PreTrainedModel) -> None:
     """T5 states one width of MLPs for encoder and decoder: neither goes alone."""
     write_model(place / "t5", "t5")

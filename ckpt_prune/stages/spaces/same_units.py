@@ -64,6 +64,7 @@ def _measure(
     prepared: Prepared, spaces: list[SpaceName]
 ) -> Iterator[tuple[int, Mapping[str, Tensor], Mapping[str, SpaceMoments]]]:
     """Yield every block of the unpruned model with its tensors and the moments of these spaces."""
+    prepared = replace(prepared, decided=None)  # no block has lost anything yet
     view = prepared.view
     read: Callable[[int, Mapping[str, Tensor], list[SpaceName]], Mapping[str, SpaceMoments]]
     if not prepared.recipe.needs_statistics:
@@ -71,7 +72,7 @@ def _measure(
     elif prepared.statistics is not None:
         read = CachedMoments(prepared.statistics, prepared.model).moments
     else:
-        stream = replace(prepared, decided=None).live_stream(view)
+        stream = prepared.live_stream(view)
         grams = {space: prepared.recipe.measures_more(space) for space in spaces}
 
         def read(block: int, tensors: Mapping[str, Tensor], names: list[SpaceName]) -> Mapping[str, SpaceMoments]:
