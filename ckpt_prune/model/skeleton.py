@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-# transformers warns at every config whose blocks differ; its classes then check the dense model's number.
-logging.get_logger("transformers.integrations.heterogeneity.configuration_utils").setLevel(logging.ERROR)
+# transformers warns at every config whose blocks differ; its classes then check the dense model's number. It also warns
+# of settings of a config that was published so, such as rotary factors or tokens beyond the vocabulary.
+for _module in ("integrations.heterogeneity.configuration_utils", "configuration_utils", "modeling_rope_utils"):
+    logging.get_logger(f"transformers.{_module}").setLevel(logging.ERROR)
 
 
 def parse_config(config: dict[str, Any]) -> "PreTrainedConfig":

@@ -17,7 +17,7 @@ from ckpt_prune.runner.changes import change_lines
 from ckpt_prune.runner.plannable import is_plannable
 from ckpt_prune.runner.runtimes import fit_to_runtimes
 from ckpt_prune.stages.folders import source_lines, stages_of
-from ckpt_prune.stages.report import find_report
+from ckpt_prune.stages.report import Report, find_report
 from ckpt_prune.stages.shared.tokens import calibration_tokens
 
 _NAMED = 3
@@ -45,7 +45,10 @@ def messages(prepared: Prepared) -> list[str]:
         )
     lines += filter(None, [tied_words(model)])
     source_report = find_report(model.checkpoint.path)
-    lines += [] if source_report is None else source_lines(source_report)
+    if source_report is not None:
+        reports = [source_report, *map(Report.read, source_report.others)]
+        own = [each for each in reports if within is None or each.part in (None, within.part)]
+        lines += [line for each in own for line in source_lines(each)]
     lines += [line for stage in stages_of(prepared.whole.recipe) for line in stage.messages(prepared)]
     lines += warnings(prepared)
     return [*lines, *filter(None, [wider_choice(prepared)])]

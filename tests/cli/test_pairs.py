@@ -216,6 +216,8 @@ def test_both_stacks_in_one_call(bart: PreTrainedModel) -> None:
     assert Path("second/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
     again = read_json("second/ckpt_prune.json")  # it is measured beside the dense model, not beside the first
     assert again["loss"] == report["loss"]
+    assert "masked before" not in ok("prune", "bart", "--recipe", "wanda", *DATA, "-o", "masked")
+    assert ok("prune", "masked", "--part", "encoder", *RIDGE, *DATA, "--dry-run").count("masked before") == 1
 
     def shift(tensors):
         tensors["model.encoder.layers.0.fc1.weight"] += 1
