@@ -275,7 +275,8 @@ def complete_folder(
     written |= {f"{name}{DATA}" for name in external}
     manifest = Manifest(
         versions=runtime_versions(),
-        source=GraphSource(name=source.name, fingerprint=source.fingerprint),
+        # By its files: the config of a class that nobody describes also holds what was found of it.
+        source=GraphSource(name=source.name, fingerprint=Checkpoint.open(source.path, packed=True).fingerprint),
         task=task.name,
         modality=task.modality,
         cached=task.cached,

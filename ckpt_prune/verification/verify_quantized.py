@@ -1,5 +1,6 @@
 """Prove that a quantised checkpoint is whole, and that it is its source, rounded."""
 
+from dataclasses import replace
 from math import isclose
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ckpt_prune.common.filenames import QUANTISED_RECORD, REPORT
 from ckpt_prune.common.finite import all_finite
 from ckpt_prune.common.progress import track
 from ckpt_prune.evaluation.whole_model import stock_load_report
+from ckpt_prune.model.containers.opening import describe_unknown
 from ckpt_prune.model.matching import match_checkpoint
 from ckpt_prune.stages.quantize.packing import packed_shapes, require_library, unpack_codes
 from ckpt_prune.stages.quantize.records import QuantizationRecord, QuantizedWeights, read_record
@@ -71,7 +73,7 @@ def _source(folder: Path, record: QuantizationRecord, against: Path) -> Checkpoi
     source = Checkpoint.open(against)
     if source.fingerprint != record.source.fingerprint:
         raise UserError(f"{folder} was not made from {source.path}: its record names {record.source.name}")
-    return source
+    return replace(source, config=describe_unknown(source.config))
 
 
 def _check_shapes(record: QuantizedWeights, tensors: dict[str, TensorInfo]) -> tuple[bool, str]:

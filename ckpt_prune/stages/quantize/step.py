@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from torch import Tensor
 
+from ckpt_prune.checkpoint.checkpoint import Checkpoint
 from ckpt_prune.checkpoint.packed import unpack_weights
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.common.phases import phase
@@ -156,13 +157,15 @@ def _make_record(prepared: Prepared, records: Mapping[str, Sequence[Any]], run: 
     stage = prepared.recipe.get(QuantizeAlone)
     assert stage is not None
     report, used = find_report(checkpoint.path), versions()
+    # Of the files: the config of a class that nobody describes also holds what was found of it.
+    fingerprint = Checkpoint.open(checkpoint.path).fingerprint
     weights = describe_weights(stage, prepared, records[stage.key])
     return QuantizationRecord(
         ckpt_prune=used["ckpt_prune"],
         torch=used["torch"],
         transformers=used["transformers"],
         compressed_tensors=str(require_library().__version__),
-        source=Source(name=checkpoint.name, fingerprint=checkpoint.fingerprint, card=source_card(checkpoint.path)),
+        source=Source(name=checkpoint.name, fingerprint=fingerprint, card=source_card(checkpoint.path)),
         auto_class=prepared.model.family.loading_class,
         format=weights.format,
         group_size=weights.group_size,

@@ -431,6 +431,14 @@ def test_rounding_behind_zeros_of_magnitude_measures_the_dense_model_never(here:
     assert read_json("out/ckpt_prune.json")["quantize"]["rounding"] == "gptq"
 
 
+def test_what_is_made_of_a_model_that_nobody_described_names_it(here: Path):
+    save(Path("helium"), "helium", head_dim=8)
+    ok("quantize", "helium", "--format", "int8", "-o", "rounded")
+    ok("export", "helium", "--no-validate", "-o", "graph")
+    for made in ("rounded", "graph"):
+        assert "FAILED" not in ok("verify", made, "--against", "helium")
+
+
 def test_own_code_is_not_advised_where_weights_are_rounded(here: Path):
     save(Path("gemma"), "gemma3_text", head_dim=16)
     Path("both.yaml").write_text(RIDGE.replace("method: ridge, lambda: 0.01", "method: affine") + "container: any\n")
