@@ -380,7 +380,8 @@ def test_if_nothing_usable_is_fast_enough_the_fastest_that_is_usable_is_named():
     small = [replace(each, score=replace(each.score, ms=None, bytes=sizes[each.candidate.name])) for each in found]
     sized = replace(frontier, found=small, best=small[3], asked="within 5 bytes")
     assert sized.sentence.endswith("has KL 2.4000, top-1 50.0%; ask for 7 bytes or more")  # as large as int8
-    assert replace(sized, reach=4).sentence.endswith("has KL 2.4000, top-1 50.0%")  # as large as the one that is not
+    assert replace(sized, reach=4).sentence == sized.sentence  # as large as the one that is not
+    assert replace(sized, reach=5).sentence.endswith("ask for 5 bytes or more")
     assert frontier.sentence == (
         "nothing usable within 7.94 ms; the best, small, has KL 2.4000, top-1 50.0%; the fastest that is usable takes "
         "8.07 ms: int8, KL 0.3000, top-1 50.0%"

@@ -184,11 +184,11 @@ class Frontier:
 
     @property
     def _least_usable(self) -> int | None:
-        """Bytes of the smallest usable file, predicted or measured; None if one as large was found not to be usable."""
-        measured = [each.score.bytes for each in self.found if self._is_usable(each.score)]
-        least = min(measured, default=None) if self.reach is None else self.reach
+        """Bytes of the smallest usable file, predicted or measured, above what was found not to be usable."""
+        usable = [each.score.bytes for each in self.found if self._is_usable(each.score)]
+        usable += [] if self.reach is None else [self.reach]
         known = 0 if self.best is None else self.best.score.bytes
-        return None if least is None or least <= known else least
+        return min((size for size in usable if size > known), default=None)
 
     @property
     def sentence(self) -> str:
