@@ -127,7 +127,7 @@ class FileBudgets(PruningBudgets[TypeBudget]):
             widths = column_widths(self.model)
             columns = widths[0] if len(widths) > 1 else 0
             dense, _ = _without_losses(self.planner)
-            kinds = sorted(set().union(*dense.losses.values(), *map(types_for, widths)))
+            kinds = sorted(set().union(*dense.losses.values(), *map(types_for, widths or expert_widths(self.model))))
             measured = time_types(self.planner, kinds, timed, self.folder, columns)
             self.journal.record(_TIMES, note=measured.note())
         return FileTimes.read(notes[_TIMES])

@@ -13,7 +13,7 @@ from ckpt_prune.gguf.choosing import TypeBudget
 from ckpt_prune.gguf.file_plan import FilePlanner
 from ckpt_prune.gguf.layout import lay_out
 from ckpt_prune.gguf.timing import FileTimes, time_types
-from ckpt_prune.gguf.types import kinds_of
+from ckpt_prune.gguf.types import is_matrix, kinds_of
 from ckpt_prune.model.containers.opening import open_model
 from ckpt_prune.recipe.sizes import Timed
 from tests.gguf_files.tiny import save
@@ -51,6 +51,24 @@ def test_times_of_types_are_told_apart(planner, tmp_path, monkeypatch, timed):
     with_all = time_types(planner, kinds, timed, tmp_path)
     assert with_all.outside == 0
     assert with_all.by_kind[Kind.Q8_0] > PICOSECONDS[Kind.Q8_0]
+
+
+def test_of_experts_those_that_a_token_is_sent_to_take_time(tmp_path, monkeypatch):
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64, "num_hidden_layers": 1}
+    mixture = FilePlanner(open_model(str(save(tmp_path / "model", "granitemoe", **experts, tie_word_embeddings=True))))
+
+    def time(_planner, layout, kinds, *_):
+        used = {
+            name: 0.4 if "_exps" in name else 1.0 for name, weight in layout.tensors.items() if is_matrix(name, weight)
+        }
+        return sum(
+            share * PICOSECONDS[kinds[name]] * math.prod(layout.tensors[name].shape) for name, share in used.items()
+        )
+
+    monkeypatch.setattr(timing, "_time_zeros", time)
+    times = FileTimes.read(time_types(mixture, [Kind.Q4_0], TOKEN, tmp_path).note())
+    assert times.by_kind == pytest.approx({kind: PICOSECONDS[kind] for kind in (Kind.Q8_0, Kind.Q4_0)})
+    assert times.of("blk.0.ffn_up_exps.weight", Kind.Q4_0, 1000) == pytest.approx(0.4 * times.of("q", Kind.Q4_0, 1000))
 
 
 def test_a_file_of_zeros_is_a_file_as_large_as_planned(planner, tmp_path):
