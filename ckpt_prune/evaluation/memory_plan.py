@@ -10,7 +10,7 @@ import transformers
 from ckpt_prune.common.formatting import human_bytes
 from ckpt_prune.evaluation.device_map import Device, DeviceMap, no_room
 from ckpt_prune.evaluation.results import PlainResult
-from ckpt_prune.evaluation.whole_model import loading_class, read_config
+from ckpt_prune.evaluation.whole_model import loading_class_of, read_config
 from ckpt_prune.model.containers.remote import remote_class, remote_model_class, with_block_facts
 from ckpt_prune.model.skeleton import on_meta_device, parse_config
 from ckpt_prune.show.section import Table
@@ -74,6 +74,6 @@ def _build_without_memory(folder: Path) -> Any:
         if remote is not None:
             model = remote_model_class(remote)(with_block_facts(config, remote))
         else:
-            model = getattr(transformers, loading_class(folder, raw)).from_config(config)
+            model = getattr(transformers, loading_class_of(folder, raw)).from_config(config)
     model.tie_weights()
     return model

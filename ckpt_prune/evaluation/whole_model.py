@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from ckpt_prune.checkpoint.checkpoint import Checkpoint, check_config, check_index
 from ckpt_prune.checkpoint.files import read_input
@@ -26,7 +26,7 @@ from ckpt_prune.model.containers.remote import remote_class, remote_model_class,
 from ckpt_prune.model.descriptions import family_for_config, has_description
 from ckpt_prune.model.family import REMOTE_PREFIX
 from ckpt_prune.model.family_keys import GROUPED
-from ckpt_prune.model.purposes import Purpose, purpose_of_class
+from ckpt_prune.model.purposes import Purpose, loading_class, purpose_of_class
 from ckpt_prune.model.skeleton import (
     base_model_of,
     is_stored_buffer,
@@ -134,7 +134,7 @@ def load_reported(
 
     Args:
         dtype: of the parameters; "auto" is the checkpoint's own.
-        auto: name of the class; by default `loading_class`.
+        auto: name of the class; by default `loading_class_of` the folder.
         trust_remote_code: run the folder's own code.
         places: where its parts may go, if not all on CPU.
         unpack: as in `load_model`.
@@ -154,7 +154,7 @@ def load_reported(
     # compressed-tensors shows bars of its own, which nothing turns off.
     with quiet_transformers(), redirect_stderr(StringIO()) if is_packed(raw) else nullcontext():
         try:
-            loader: Any = getattr(transformers, auto or loading_class(folder, raw))
+            loader: Any = getattr(transformers, auto or loading_class_of(folder, raw))
             options: dict[str, Any] = {"trust_remote_code": foreign}
             source: Path | None = folder
             if ours is not None:
@@ -276,9 +276,9 @@ def auto_class(config: dict[str, Any]) -> str:
     return family.of(name or family.architecture).auto_class
 
 
-def loading_class(folder: Path, config: dict[str, Any]) -> str:
-    """Return the Auto class that loads a folder: the base model's for an embedder."""
-    return "AutoModel" if find_sentence_use(folder) == "sentence-similarity" else auto_class(config)
+def loading_class_of(folder: Path, config: dict[str, Any]) -> str:
+    """Return the Auto class that loads a folder."""
+    return loading_class(auto_class(config), find_sentence_use(folder))
 
 
 def purpose_of_folder(folder: Path) -> Purpose | None:
@@ -310,5 +310,7 @@ def _architecture(config: dict[str, Any]) -> str:
 def _guess_auto_class(architecture: str) -> str:
     if architecture in MODEL_MAPPING_NAMES.values():
         return "AutoModel"
+    if architecture in MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.values():
+        return "AutoModelForTextEncoding"
     auto = f"AutoModelFor{architecture.rpartition('For')[2]}"
     return auto if "For" in architecture and hasattr(transformers, auto) else "AutoModelForCausalLM"

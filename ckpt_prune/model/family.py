@@ -13,7 +13,7 @@ from ckpt_prune.checkpoint.sentence_modules import ModulesUse
 from ckpt_prune.common.errors import UserError
 from ckpt_prune.model.family_keys import Attention, Experts, FamilyClass, Found, Multiple, Refusal, ResidualKeys
 from ckpt_prune.model.nested_keys import read_key
-from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose, purpose_of_class, stock_classes
+from ckpt_prune.model.purposes import WITHOUT_HEAD, Purpose, loading_class, purpose_of_class, stock_classes
 from ckpt_prune.model.settings import unknown_settings
 from ckpt_prune.model.spaces import (
     AnySpace,
@@ -175,7 +175,7 @@ class Family(StrictModel):
     @property
     def loading_class(self) -> str:
         """The Auto class that users load the checkpoint with: an embedder's is the base model's."""
-        return "AutoModel" if self.used_for == "sentence-similarity" else self.auto_class
+        return loading_class(self.auto_class, self.used_for)
 
     @property
     def gives_logits(self) -> bool:

@@ -36,6 +36,7 @@ PURPOSES: dict[str, Purpose] = {
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModel": "feature-extraction",
+    "AutoModelForTextEncoding": "feature-extraction",
 }
 """Auto class → purpose of its models."""
 
@@ -64,6 +65,12 @@ def purpose_of_class(auto: str, *, binary: bool = False, used_for: ModulesUse | 
     if used_for is not None:
         return used_for
     return "token-classification" if binary else PURPOSES.get(auto)
+
+
+def loading_class(auto: str, used_for: ModulesUse | None) -> str:
+    """Return the Auto class that loads a folder whose class is of `auto`: an embedder's has no head."""
+    is_bare = used_for != "sentence-similarity" or PURPOSES.get(auto) == "feature-extraction"
+    return auto if is_bare else "AutoModel"
 
 
 @cache

@@ -14,7 +14,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoModelForTextEncoding,
+    AutoTokenizer,
+    PreTrainedModel,
+    T5EncoderModel,
+    UMT5EncoderModel,
+)
 
 from ckpt_prune.model.composites import encoder_decoders
 from ckpt_prune.model.containers.opening import Opening, open_model
@@ -26,7 +34,7 @@ from tests.hub_server import Hub, Repo
 from tests.interrupting import stop_before
 from tests.oracles import closed_forms, scores
 from tests.pairs import choose_cases
-from tests.seq2seq import NESTED, STACKS, TYPES, write_model, write_pairs, write_sounds
+from tests.seq2seq import NESTED, STACKS, TYPES, WORDS, write_model, write_pairs, write_sounds
 
 DATA = ("--data", "pairs.jsonl", "--samples", "24", "--choose", "first")
 RIDGE = (
@@ -580,3 +588,30 @@ def test_speech_with_its_text(place: Path, bart: PreTrainedModel) -> None:
         "Error: sounds.jsonl, line 1: no sound no.wav; sounds are .npy .safetensors .wav, named relative to the file "
         "of rows"
     )
+
+
+@pytest.mark.parametrize("architecture", [T5EncoderModel, UMT5EncoderModel])
+def test_an_encoder_that_stands_alone(architecture: type[PreTrainedModel]) -> None:
+    """Embedders and generators of images store one: it reads texts, and what stays computes the same."""
+    whole = write_model(Path("alone"), architecture.__name__.removesuffix("EncoderModel").lower())
+    dense = architecture(whole.config)
+    dense.load_state_dict(whole.state_dict(), strict=False)
+    dense.eval().save_pretrained("alone")
+    Path("text.txt").write_text(" ".join(WORDS) * 40)
+    text = ("--text", "text.txt", "--samples", "8", "--window", "16")
+    assert "same" in ok("inspect", "alone")
+    ok("prune", "alone", "--recipe", "ridge", "--ratio", "0.5", *text, "-o", "out")
+    assert "FAILED" not in ok("verify", "out", "--against", "alone")
+    assert "cosine" in ok("evaluate", "out", "--against", "alone", *text)
+
+    ok("prune", "alone", "--recipe", "magnitude", "--ratio", "0.5", "-o", "cut")
+    pruned = AutoModelForTextEncoding.from_pretrained("cut")
+    assert type(pruned) is architecture
+    assert pruned.config.num_heads == 2
+    for site in read_json("cut/ckpt_prune.json")["sites"]:
+        path, count = {"heads": ("0.SelfAttention.o", 4), "mlp": ("1.DenseReluDense.wo", 48)}[site["space"]]
+        weight = dense.get_parameter(f"encoder.block.{site['block']}.layer.{path}.weight").data
+        weight.unflatten(1, (count, -1))[:, [unit for unit in range(count) if unit not in site["kept"]]] = 0
+    with torch.no_grad():
+        ours, theirs = (each(torch.arange(4, 24).view(2, 10))[0] for each in (pruned, dense))
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()

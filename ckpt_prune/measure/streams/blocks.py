@@ -84,7 +84,7 @@ class BlockFactory:
         layer_config = model.with_widths(widths).config
         module: nn.Module
         with on_meta_device():
-            if self.family.is_stack:  # a stack tells its blocks what no config says (T5's is_decoder)
+            if self.family.is_stack or self.family.passes_on:  # blocks are told what no config says (T5)
                 module = copy.deepcopy(self._layers[index])
                 set_counts(module, self.family, self.model.dimension, widths)
             else:

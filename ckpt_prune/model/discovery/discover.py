@@ -31,7 +31,13 @@ from ckpt_prune.model.family_keys import SpaceProof
 from ckpt_prune.model.short_forms import shorten_description
 from ckpt_prune.model.skeleton import parse_config, quiet_transformers, stock_class
 
-_AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
+_AUTO = (
+    "AutoModelForCausalLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForImageClassification",
+    "AutoModel",
+    "AutoModelForTextEncoding",
+)
 _FIXED = "the heads of {model_type} are always as wide together as the hidden size, or its class counts them otherwise"
 
 

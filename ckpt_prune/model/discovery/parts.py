@@ -17,6 +17,7 @@ _MAPPINGS = {
     "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "AutoModel": "MODEL_MAPPING_NAMES",
+    "AutoModelForTextEncoding": "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
 }
 _TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 _IMAGES = ("AutoModelForImageClassification", "AutoModel")
@@ -41,7 +42,7 @@ def find_composite(values: dict[str, Any]) -> dict[str, Any]:
         return {"model_type": model_type, "architecture": architecture, "auto": whole_auto, "parts": parts}
     if not isinstance(values.get("text_config"), dict):
         raise UserError(f"--part is for models that are made of several, which a {model_type} is not")
-    whole_auto, architecture = find_class(model_type, [*_MAPPINGS][:-1])
+    whole_auto, architecture = find_class(model_type, [*_MAPPINGS][:-2])
     config = parse_config(values)
     text: Any = config.text_config
     auto, own = find_class(text.model_type, [*_TEXT, "AutoModel"])
